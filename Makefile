@@ -1,0 +1,57 @@
+# Every target sets up what it needs; nothing is installed by hand.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# uv does not read pip's find-links; where that variable holds local wheels (a CPU build of torch, say), pass it on.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help setup demo test test-slow test-gpu check fix golden constraints clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv from the pinned constraints, with the console script at .venv/bin/shardflow
+
+$(STAMP): pyproject.toml constraints.txt
+	python3 -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet uv==$$(sed -n 's/^uv==//p' constraints.txt)
+	$(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt --editable '.[pack,train,webdataset]' --group dev
+	@touch $@
+
+demo: $(STAMP) ## Pack real DICOM, train on two processes, kill one, resume on one, and show that nothing was lost
+	$(BIN)/python -m pipelines.demo --output demo-output
+
+test: $(STAMP) ## Run the tests (about ten minutes on two cores)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## Run the long sweeps
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow" $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## Run what needs a CUDA device
+	$(BIN)/python -m pytest -m "gpu" $(PYTEST_ARGS)
+
+check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests: under a minute
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n 2 -m "fast" $(PYTEST_ARGS)
+
+fix: $(STAMP) ## Format and apply the safe lint fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+golden: $(STAMP) ## Rewrite the golden files; review the diff, it is a change of format or order
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" tests/golden --update-golden
+
+constraints: ## Pin the newest versions that fit together into constraints.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+		--all-extras --group dev pyproject.toml constraints.in -o constraints.txt
+
+clean: ## Remove what the targets made
+	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
