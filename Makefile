@@ -47,7 +47,7 @@ fix: $(STAMP) ## Format and apply the safe lint fixes
 	$(BIN)/ruff check --fix .
 
 golden: $(STAMP) ## Rewrite the golden files; review the diff, it is a change of format or order
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" tests/golden --update-golden
+	$(BIN)/python -m pytest -q -m "not gpu" --update-golden
 
 constraints: ## Pin the newest versions that fit together into constraints.txt
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \

@@ -1,0 +1,212 @@
+"""What every test may use, and what no test may do.
+
+Fixtures: ``shared_data`` (real input beside the repository), ``golden`` (values frozen in ``tests/golden``).
+Rules: a skipped test must stand in ``tests/allowed_skips.txt``; no test leaves a process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fnmatch
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+GOLDEN_FOLDER = REPOSITORY / "tests" / "golden"
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+SKIPPED = pytest.StashKey[set[str]]()
+
+# Nothing is downloaded in a test, and tokenizers must not start threads before a fork.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones and remembers what failed.
+settings.register_profile(
+    "deterministic",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardflow")
+    group.addoption("--update-golden", action="store_true", help="rewrite tests/golden instead of comparing")
+    group.addoption(
+        "--allowed-skips",
+        metavar="FILE",
+        type=Path,
+        default=REPOSITORY / "tests" / "allowed_skips.txt",
+        help="lines 'nodeid pattern | reason'; any other skipped test fails the session",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SKIPPED] = set()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--update-golden`` run only the tests that hold a golden value."""
+    if config.getoption("--update-golden"):
+        kept = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+# ---- skipped tests -------------------------------------------------------------------------------
+
+
+class SkipLedger:
+    """Collects skips on the controlling process and fails the session on one that is not listed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.skipped: set[str] = config.stash[SKIPPED]
+        self.allowed = _read_allowed_skips(config.getoption("--allowed-skips"))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._record(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._record(report)
+
+    def _record(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        self.skipped.add(f"{report.nodeid} | {reason.removeprefix('Skipped: ')}")
+
+    def unlisted(self) -> list[str]:
+        """Skips that no line of the allowed list covers."""
+        return sorted(line for line in self.skipped if not any(_covers(rule, line) for rule in self.allowed))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.unlisted() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        unlisted = self.unlisted()
+        if unlisted:
+            terminalreporter.section("skipped tests that tests/allowed_skips.txt does not list", red=True)
+            for line in unlisted:
+                terminalreporter.write_line(line)
+
+
+def _read_allowed_skips(path: Path) -> list[str]:
+    if not path.is_file():
+        raise pytest.UsageError(f"--allowed-skips must be a file, got {path}")
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _covers(rule: str, line: str) -> bool:
+    """Whether a rule covers a skip: the node id may use ``*``, the reason must be equal."""
+    rule_node, _, rule_reason = (part.strip() for part in rule.partition("|"))
+    node, _, reason = (part.strip() for part in line.partition("|"))
+    pattern = rule_node.replace("[", "[[]")  # a parameter's brackets are no character class
+    return rule_reason == reason and fnmatch.fnmatchcase(node, pattern)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(SkipLedger(session.config), "skip-ledger")
+    _adopt_orphans()
+
+
+# ---- processes left behind -----------------------------------------------------------------------
+
+PR_SET_CHILD_SUBREAPER = 36
+GRACE_S = 5.0
+# Python's own long-lived servants; they end with the interpreter.
+SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of orphaned grandchildren, so that they are seen (Linux)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> dict[int, str]:
+    """Living children of this process: pid to command line; ended ones are reaped by nobody here."""
+    children: dict[int, str] = {}
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for pid in map(int, listing.read_text().split()):
+                with contextlib.suppress(OSError):
+                    command = (
+                        Path(f"/proc/{pid}/cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                    )
+                    # An ended process that nobody waited for has no command line any more.
+                    if command and not any(servant in command for servant in SERVANTS):
+                        children[pid] = command.strip()
+    return children
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a process running, and end that process."""
+    before = _children()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (left := {pid: text for pid, text in _children().items() if pid not in before}) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if left:
+        pytest.fail("processes left behind: " + "; ".join(text[:200] for text in left.values()))
+
+
+# ---- fixtures ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real, redistributable input beside the repository; read only."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("shared data folder is absent")
+    return SHARED_DATA
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
+    """``golden(name, value)``: the JSON value equals ``tests/golden/<name>.json``; ``make golden`` rewrites."""
+
+    def check(name: str, value: object) -> None:
+        path = GOLDEN_FOLDER / f"{name}.json"
+        text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        if not path.is_file():
+            pytest.fail(f"tests/golden/{name}.json is missing; make it with: make golden")
+        expected = json.loads(path.read_text(encoding="utf-8"))
+        assert json.loads(text) == expected, (
+            f"tests/golden/{name}.json differs; if that is meant: make golden"
+        )
+
+    return check
