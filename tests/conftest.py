@@ -193,7 +193,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
-    """``golden(name, value)``: the JSON value equals ``tests/golden/<name>.json``; ``make golden`` rewrites."""
+    """``golden(name, value)``: equals the JSON ``tests/golden/<name>.json``, which ``make golden`` writes."""
 
     def check(name: str, value: object) -> None:
         path = GOLDEN_FOLDER / f"{name}.json"

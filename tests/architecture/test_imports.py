@@ -1,0 +1,75 @@
+"""The import contracts hold, and hold in a real interpreter as well as on paper."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "pydicom", "imagecodecs", "cv2", "blosc2", "numpy", "matplotlib", "rich")
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+for name in {names}:
+    module = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
+        importlib.import_module(found.name)
+print(*sorted(set({heavy}) & set(sys.modules)))
+"""
+
+
+def _loaded(*names: str) -> set[str]:
+    """Which heavy packages a fresh interpreter holds after importing modules and all that lies below them."""
+    code = IMPORT_EVERYTHING.format(names=names, heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_layers_hold() -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.fast
+def test_importing_the_root_loads_nothing_heavy() -> None:
+    code = f"import shardflow, sys; print(*(set({HEAVY}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == []
+
+
+def test_packing_never_loads_torch() -> None:
+    below = ("packing", "sources", "deid", "epochs", "shards", "storage")
+    loaded = _loaded(*(f"shardflow.{name}" for name in below), "pipelines.pack")
+    assert not loaded & {"torch", "transformers"}
+
+
+def test_loading_and_training_never_load_pydicom() -> None:
+    loaded = _loaded("shardflow.loading", "shardflow.training", "pipelines.train")
+    assert "torch" in loaded
+    assert not loaded & {"pydicom", "imagecodecs"}
+
+
+def test_the_formats_tools_load_neither_side() -> None:
+    """``shardflow info`` must work in both images, so the console script needs neither torch nor pydicom."""
+    loaded = _loaded("pipelines.cli", "pipelines.info", "pipelines.verify", "pipelines.plan")
+    assert not loaded & {"torch", "transformers", "pydicom", "imagecodecs", "matplotlib"}
