@@ -1,0 +1,22 @@
+"""Byte stores: named, write-once objects that are read by ranges.
+
+Owns where bytes lie and how they are written without ever showing a torn object; knows nothing of what the
+bytes mean.
+"""
+
+from __future__ import annotations
+
+from shardflow.storage.atomic import fsync_directory, is_temporary_name, write_atomic
+from shardflow.storage.local import LocalStore
+from shardflow.storage.opening import open_store
+from shardflow.storage.store import ByteRange, ByteStore
+
+__all__ = [
+    "ByteRange",
+    "ByteStore",
+    "LocalStore",
+    "fsync_directory",
+    "is_temporary_name",
+    "open_store",
+    "write_atomic",
+]

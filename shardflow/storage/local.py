@@ -1,0 +1,201 @@
+"""A byte store in a folder of a local or parallel file system.
+
+Reads are positional (``preadv``) on cached descriptors, so threads share one descriptor without a lock around
+the read and the GIL is released while the kernel copies. Descriptors are counted while in use, so that the
+cache can be bounded without closing one under a reader. A child process starts with an empty cache of its
+own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardflow.errors import NotFoundError, ShortReadError, StorageError
+from shardflow.storage.atomic import is_temporary_name, write_atomic
+from shardflow.storage.store import ByteRange, check_object_path, check_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["LocalStore"]
+
+# Between two fields of a shard lie a tar header and padding, at most 1,023 bytes: reading over them into a
+# scratch buffer is cheaper than another system call, and far cheaper on a parallel file system.
+_MAX_GAP_BYTES = 4096
+# The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
+_MAX_BUFFERS = 1022
+
+
+class _Descriptor:
+    """An open file and the number of readers that use it now."""
+
+    __slots__ = ("fileno", "is_evicted", "num_users")
+
+    def __init__(self, fileno: int) -> None:
+        self.fileno = fileno
+        self.num_users = 0
+        self.is_evicted = False
+
+
+class LocalStore:
+    """Objects are files below ``root``; safe for many threads, and for use after a fork.
+
+    Args:
+        root: The folder; need not exist until something is read.
+        max_open_files: Bound on cached descriptors; more are open only while more threads read at once.
+    """
+
+    def __init__(self, root: Path | str, *, max_open_files: int = 128) -> None:
+        self.root = Path(root).absolute()
+        self._max_open_files = max_open_files
+        self._reset()
+
+    @property
+    def url(self) -> str:
+        """The folder as a path."""
+        return str(self.root)
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[Path]]:
+        """Cross a process boundary as a place, without descriptors."""
+        return type(self), (self.root,)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    def size(self, path: str) -> int:
+        """Return an object's size in bytes; see `ByteStore.size`."""
+        with self._opened(path) as fileno:
+            return os.fstat(fileno).st_size
+
+    def read(self, path: str) -> bytes:
+        """Return an object whole; see `ByteStore.read`."""
+        with self._opened(path) as fileno:
+            data = bytearray(os.fstat(fileno).st_size)
+            _read_into(fileno, path, 0, [memoryview(data)])
+        return bytes(data)
+
+    def read_ranges(self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer with its range; see `ByteStore.read_ranges`."""
+        check_ranges(path, ranges, buffers)
+        scratch = memoryview(bytearray(_MAX_GAP_BYTES))
+        with self._opened(path) as fileno:
+            pieces: list[memoryview] = []
+            start = position = 0
+            for span, buffer in zip(ranges, buffers, strict=True):
+                if not span.num_bytes:
+                    continue
+                gap = span.offset - position
+                if pieces and (not 0 <= gap <= _MAX_GAP_BYTES or len(pieces) >= _MAX_BUFFERS):
+                    _read_into(fileno, path, start, pieces)
+                    pieces = []
+                if not pieces:
+                    start, gap = span.offset, 0
+                if gap:
+                    pieces.append(scratch[:gap])
+                pieces.append(buffer.cast("B"))
+                position = span.offset + span.num_bytes
+            if pieces:
+                _read_into(fileno, path, start, pieces)
+
+    def map(self, path: str) -> memoryview:
+        """Return a read-only memory map of an object; see `ByteStore.map`."""
+        with self._opened(path) as fileno:
+            num_bytes = os.fstat(fileno).st_size
+            if not num_bytes:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(fileno, num_bytes, prot=mmap.PROT_READ))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write an object atomically and durably; see `ByteStore.put_new`."""
+        write_atomic(self.root / check_object_path(path), [data])
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the sorted names that begin with ``prefix``; see `ByteStore.list`."""
+        folder = self.root / prefix.rpartition("/")[0]
+        names = [
+            (Path(where) / name).relative_to(self.root).as_posix()
+            for where, _, files in os.walk(folder)
+            for name in files
+            if not is_temporary_name(name)
+        ]
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def close(self) -> None:
+        """Close the cached descriptors; the store stays usable."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                self._evict(descriptor)
+            self._descriptors.clear()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[int]:
+        if self._pid != os.getpid():
+            # After a fork the parent's lock may be held by a thread that does not exist here.
+            self._reset()
+        with self._lock:
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                descriptor = self._descriptors[path] = _Descriptor(self._open(path))
+            self._descriptors.move_to_end(path)
+            descriptor.num_users += 1
+            while len(self._descriptors) > self._max_open_files:
+                self._evict(self._descriptors.popitem(last=False)[1])
+        try:
+            yield descriptor.fileno
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"{path} must be readable, got {type(error).__name__} {error.errno}; check the file system."
+            ) from error
+        finally:
+            with self._lock:
+                descriptor.num_users -= 1
+                if descriptor.is_evicted and not descriptor.num_users:
+                    os.close(descriptor.fileno)
+
+    def _open(self, path: str) -> int:
+        try:
+            return os.open(self.root / check_object_path(path), os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFoundError(
+                f"{path} must exist in the store, found nothing; is the dataset whole?"
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                f"{path} must be readable, got {type(error).__name__} {error.errno}; check its permissions."
+            ) from error
+
+    @staticmethod
+    def _evict(descriptor: _Descriptor) -> None:
+        descriptor.is_evicted = True
+        if not descriptor.num_users:
+            os.close(descriptor.fileno)
+
+
+def _read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> None:
+    """Fill the pieces one after another from ``offset``; the kernel may deliver less per call than asked."""
+    while pieces:
+        num_read = os.preadv(fileno, pieces, offset)
+        if not num_read:
+            missing = sum(piece.nbytes for piece in pieces)
+            raise ShortReadError(
+                f"{path} must hold {missing} more bytes, got the end of the object (offset {offset}); "
+                "verify the dataset and fetch the file again."
+            )
+        offset += num_read
+        while pieces and num_read >= pieces[0].nbytes:
+            num_read -= pieces.pop(0).nbytes
+        if num_read:
+            pieces[0] = pieces[0][num_read:]
