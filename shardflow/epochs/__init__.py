@@ -1,0 +1,29 @@
+"""Epoch plans: pure integers that say, before step 0, which samples make which step.
+
+Owns: the order of an epoch, micro-batches, steps, who runs what, and where a run stands. Does not own: any byte, file,
+clock or process. Invariant: the samples of step k depend on the dataset, seed, epoch and batch spec only, never on the
+world size, the workers or the machine.
+"""
+
+from __future__ import annotations
+
+from shardflow.epochs.elastic import RankSchedule
+from shardflow.epochs.identity import plan_id
+from shardflow.epochs.permutation import Permutation
+from shardflow.epochs.plan import EpochPlan, MicroBatch
+from shardflow.epochs.position import Position
+from shardflow.epochs.spec import BatchSpec
+from shardflow.epochs.state import LoaderState
+from shardflow.epochs.summary import PlanSummary
+
+__all__ = [
+    "BatchSpec",
+    "EpochPlan",
+    "LoaderState",
+    "MicroBatch",
+    "Permutation",
+    "PlanSummary",
+    "Position",
+    "RankSchedule",
+    "plan_id",
+]

@@ -1,0 +1,41 @@
+"""The name of a plan: a digest of everything but seed and epoch that decides what is in which step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from shardflow.epochs.spec import BatchSpec
+
+__all__ = ["DEFAULT_VIEW", "PLAN_VERSION", "plan_id"]
+
+DEFAULT_VIEW = "full_study"
+"""The view in which a sample is a whole study with its report."""
+
+PLAN_VERSION = 1
+"""Raised with every change of the order or of the way steps are formed (change class ITERATION ORDER)."""
+
+
+def plan_id(*, dataset_id: str, split: str, spec: BatchSpec, view: str = DEFAULT_VIEW) -> str:
+    """Return the identity of a plan.
+
+    Two runs with equal ``plan_id`` and seed run the same steps, on any world size. What is not named here takes part only
+    when it is used, so that plans that do not use a later addition keep their identity.
+
+    Args:
+        dataset_id: Digest of the manifest; it pins the samples table and the version.
+        split: Name of the split that is the population.
+        spec: How micro-batches and steps are formed.
+        view: What a sample is.
+
+    Returns:
+        64 hexadecimal digits: SHA-256 of the canonical JSON of all of it.
+    """
+    parts = {
+        "plan_version": PLAN_VERSION,
+        "dataset_id": dataset_id,
+        "split": split,
+        "view": view,
+        "batch": spec.to_json(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

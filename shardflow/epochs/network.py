@@ -1,0 +1,125 @@
+"""A keyed bijection on a rectangle of integers: an unbalanced Feistel network in mixed radix.
+
+A number ``x`` in ``[0, left * right)`` is the pair ``(x // right, x % right)``. Each round adds a keyed hash of one half to
+the other half, modulo that half's radix. Such a round can be undone whatever the hash is, so the whole is a bijection, and
+no list of ``left * right`` numbers exists anywhere.
+
+Why not powers of two with XOR: their domain can be four times the size that is wanted, and three of four results would
+have to be walked again. Here ``left * right`` exceeds the size by less than its square root.
+
+The constants, the number of rounds and the order of the halves are frozen: they are the order of every epoch ever run
+(change class ITERATION ORDER, guarded by ``tests/golden/order.json``).
+
+Source:
+    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (the generalised Feistel network);
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with Stafford's constants
+    "Mix13" (the hash).
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.seeds import derive
+
+__all__ = ["MAX_SIZE", "MixedRadixNetwork", "mix_array", "mix_int"]
+
+MAX_SIZE = 2**48
+"""Largest domain: the halves stay under 2**24 + 1, so 40 bits of hash times a radix fit into 64 bits."""
+
+_NUM_ROUNDS = 8
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
+_MASK = 2**64 - 1
+# Four work arrays of this many uint64 (256 KiB) stay in a core's second-level cache.
+_BLOCK = 8192
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def mix_int(word: int) -> int:
+    """Mix a 64-bit word; the last xor-shift of Mix13 is left out because only the upper 40 bits are used."""
+    word = ((word ^ (word >> 30)) * _MULTIPLIER_1) & _MASK
+    return ((word ^ (word >> 27)) * _MULTIPLIER_2) & _MASK
+
+
+def mix_array(words: UInt64Array, scratch: UInt64Array) -> None:
+    """Mix an array of 64-bit words in place, as :func:`mix_int` does; ``scratch`` has the same shape."""
+    np.right_shift(words, 30, out=scratch)
+    np.bitwise_xor(words, scratch, out=words)
+    np.multiply(words, _MULTIPLIER_1, out=words)
+    np.right_shift(words, 27, out=scratch)
+    np.bitwise_xor(words, scratch, out=words)
+    np.multiply(words, _MULTIPLIER_2, out=words)
+
+
+class MixedRadixNetwork:
+    """The bijection on ``[0, left * right)``, the smallest near-square rectangle that holds ``size`` numbers.
+
+    Attributes:
+        left: Radix of the upper half, ``ceil(sqrt(size))``.
+        right: Radix of the lower half, ``ceil(size / left)``.
+    """
+
+    __slots__ = ("_round_keys", "left", "right")
+
+    def __init__(self, size: int, key: int) -> None:
+        self.left = isqrt(size - 1) + 1
+        self.right = -(-size // self.left)
+        self._round_keys = tuple(derive(key, "permutation-round", size, i) for i in range(_NUM_ROUNDS))
+
+    def forward_int(self, number: int) -> int:
+        """Map one number of the domain."""
+        left, right = divmod(number, self.right)
+        keys = self._round_keys
+        for i in range(0, _NUM_ROUNDS, 2):
+            left = (left + ((mix_int((right + keys[i]) & _MASK) >> 24) * self.left >> 40)) % self.left
+            right = (right + ((mix_int((left + keys[i + 1]) & _MASK) >> 24) * self.right >> 40)) % self.right
+        return left * self.right + right
+
+    def inverse_int(self, number: int) -> int:
+        """Undo :meth:`forward_int`."""
+        left, right = divmod(number, self.right)
+        keys = self._round_keys
+        for i in range(_NUM_ROUNDS - 2, -1, -2):
+            right = (right - ((mix_int((left + keys[i + 1]) & _MASK) >> 24) * self.right >> 40)) % self.right
+            left = (left - ((mix_int((right + keys[i]) & _MASK) >> 24) * self.left >> 40)) % self.left
+        return left * self.right + right
+
+    def forward_array(self, numbers: UInt64Array) -> None:
+        """Map a one-dimensional array of numbers of the domain, in place."""
+        self._apply(numbers, inverse=False)
+
+    def inverse_array(self, numbers: UInt64Array) -> None:
+        """Undo :meth:`forward_array`, in place."""
+        self._apply(numbers, inverse=True)
+
+    def _apply(self, numbers: UInt64Array, *, inverse: bool) -> None:
+        work = np.empty((4, min(_BLOCK, numbers.size)), np.uint64)
+        for start in range(0, numbers.size, _BLOCK):
+            block = numbers[start : start + _BLOCK]
+            left, right, hashed, scratch = work[:, : block.size]
+            np.floor_divide(block, self.right, out=left)
+            np.multiply(left, self.right, out=scratch)
+            np.subtract(block, scratch, out=right)
+            for i in reversed(range(_NUM_ROUNDS)) if inverse else range(_NUM_ROUNDS):
+                half, other, radix = (right, left, self.right) if i % 2 else (left, right, self.left)
+                np.add(other, self._round_keys[i], out=hashed)
+                mix_array(hashed, scratch)
+                # The upper 40 bits as a fraction of 2**40, times the radix: a number below the radix, no division.
+                np.right_shift(hashed, 24, out=hashed)
+                np.multiply(hashed, radix, out=hashed)
+                np.right_shift(hashed, 40, out=hashed)
+                # Of the two candidates the wrong one wraps to a huge uint64, so the smaller one is the residue.
+                if inverse:
+                    np.subtract(half, hashed, out=half)
+                    np.add(half, radix, out=scratch)
+                else:
+                    np.add(half, hashed, out=half)
+                    np.subtract(half, radix, out=scratch)
+                np.minimum(half, scratch, out=half)
+            np.multiply(left, self.right, out=left)
+            np.add(left, right, out=block)

@@ -1,0 +1,59 @@
+"""Where a run stands: a position, not a pickle of iterators.
+
+A position counts *consumed* steps, so what was prefetched and not used is planned again. It is equal on all ranks and says
+nothing about them, so any world size can go on from it, at once: the plan computes the next step from it directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardflow.epochs.integers import MAX_COUNTER, checked_int
+from shardflow.errors import StateError
+
+__all__ = ["Position"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """The next step to run.
+
+    Raises:
+        StateError: Epoch or step is no integer in ``[0, 2**63)``.
+    """
+
+    epoch: int
+    step: int
+
+    def __post_init__(self) -> None:
+        for name in ("epoch", "step"):
+            value = getattr(self, name)
+            number = checked_int(name, value, low=0, high=MAX_COUNTER, where="position", error=StateError)
+            object.__setattr__(self, name, number)
+
+    @classmethod
+    def after(
+        cls, *, epoch: int, num_consumed: int, num_micro_batches_per_rank: int, num_steps: int
+    ) -> Position:
+        """Return the position of a rank that has consumed ``num_consumed`` micro-batches of ``epoch``.
+
+        After the last micro-batch of step k it is k + 1; inside a step it rounds down, because a step that was not
+        finished has not changed the model; after the epoch's last step it is step 0 of the next epoch.
+
+        Args:
+            epoch: The epoch that is being run.
+            num_consumed: Micro-batches of it that this rank has consumed, counted from the epoch's start (also after a
+                resume in its middle), fillers included.
+            num_micro_batches_per_rank: Those of one step, as :class:`RankSchedule` says.
+            num_steps: Steps of the epoch.
+
+        Raises:
+            StateError: More micro-batches were consumed than the epoch has.
+        """
+        last = num_steps * num_micro_batches_per_rank
+        num_consumed = checked_int(
+            "num_consumed", num_consumed, low=0, high=last, where=f"epoch {epoch}", error=StateError
+        )
+        if num_consumed == last:
+            return cls(epoch + 1, 0)
+        return cls(epoch, num_consumed // num_micro_batches_per_rank)
