@@ -1,0 +1,134 @@
+"""Surrogates: what stands in the dataset where an identifier stood.
+
+A surrogate is a keyed hash, so every process of every run agrees on it with nothing shared but the key; nobody without
+the key can enumerate patient numbers until one fits. Owns the key file and the two ways of using it. See
+docs/adr/0020-keyed-surrogates.md for why this is not a random table, and what that costs.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from shardflow.errors import ConfigError
+
+__all__ = ["MIN_KEY_BYTES", "SURROGATE_LENGTH", "SecretKey"]
+
+MIN_KEY_BYTES = 32
+"""Shortest key that is taken: as long as the hash."""
+
+SURROGATE_LENGTH = 26
+"""Characters of a surrogate: 128 bits in base32."""
+
+_MAX_KEY_BYTES = 4096
+_KEY_ID_LABEL = b"shardflow-key-id-1"
+
+
+class SecretKey:
+    """The key behind every surrogate of a dataset.
+
+    The bytes of the key never leave the object: not in ``repr``, not in a pickle (pass the path between processes).
+    Surrogates are frozen by golden values: changing the derivation renames every sample.
+    """
+
+    __slots__ = ("_key", "key_id")
+
+    def __init__(self, key: bytes) -> None:
+        """Take the raw key.
+
+        Raises:
+            ConfigError: The key is shorter than `MIN_KEY_BYTES`.
+        """
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(
+                f"the secret key must be at least {MIN_KEY_BYTES} bytes, got {len(key)}; make one with SecretKey.create."
+            )
+        self._key = key
+        self.key_id: str = hmac.new(key, _KEY_ID_LABEL, hashlib.sha256).hexdigest()[:8]
+
+    @classmethod
+    def load(cls, path: Path) -> SecretKey:
+        """Read a key file that only its owner can read.
+
+        Raises:
+            ConfigError: The file is missing, not a regular file, readable by others, too short or too long.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"the secret key file must be readable, got {type(error).__name__}; create one with SecretKey.create."
+            ) from None
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError("the secret key must be a regular file; give the path of a file.")
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ConfigError(
+                    f"the secret key file must be closed to group and others, got mode {stat.S_IMODE(status.st_mode):04o}; "
+                    "run chmod 600 on it."
+                )
+            key = file.read(_MAX_KEY_BYTES + 1)
+        if len(key) > _MAX_KEY_BYTES:
+            raise ConfigError(
+                f"the secret key must be at most {_MAX_KEY_BYTES} bytes; is this the right file?"
+            )
+        return cls(key)
+
+    @classmethod
+    def create(cls, path: Path) -> SecretKey:
+        """Write a new random key with mode 0600 and load it.
+
+        Raises:
+            ConfigError: The file exists, or its folder cannot be written.
+        """
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"the secret key file must not exist and its folder must be writable, got {type(error).__name__}."
+            ) from None
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(MIN_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        return cls.load(path)
+
+    def surrogate(self, kind: str, value: str) -> str:
+        """Stand-in for an identifier.
+
+        Args:
+            kind: What the value is, such as ``"study"``; equal values of different kinds get unrelated surrogates.
+            value: The identifier.
+
+        Returns:
+            26 characters of ``[a-z2-7]``: lower-case base32 of the first 128 bits of the keyed hash.
+        """
+        return base64.b32encode(self._digest(kind, value)[:16]).decode("ascii").rstrip("=").lower()
+
+    def bucket(self, kind: str, value: str, modulus: int) -> int:
+        """Place a value into one of ``modulus`` buckets, for ever the same one.
+
+        Returns:
+            An integer in ``[0, modulus)``; the bias is below ``modulus / 2**64``.
+        """
+        if modulus < 1:
+            raise ConfigError(f"modulus must be at least 1, got {modulus}.")
+        return int.from_bytes(self._digest(kind, value)[16:24], "big") % modulus
+
+    def _digest(self, kind: str, value: str) -> bytes:
+        if "\0" in kind:
+            raise ConfigError("kind must not hold a zero byte; it separates kind and value.")
+        message = kind.encode() + b"\0" + value.encode("utf-8", "surrogatepass")
+        return hmac.new(self._key, message, hashlib.sha256).digest()
+
+    def __repr__(self) -> str:
+        return f"SecretKey(key_id={self.key_id!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a SecretKey is never serialized; pass the path of the key file")

@@ -1,0 +1,56 @@
+"""DICOM images: the only part of shardflow that imports pydicom and imagecodecs.
+
+The data's way: `discover` lists files, `headers` reads the facts, `series` groups and orders them with `geometry`,
+`pixels` decodes slices in modality units, `attributes` reads the technical attributes of a stack.
+"""
+
+from shardflow.sources.dicom.attributes import AttributeValue, read_attributes
+from shardflow.sources.dicom.discover import DiscoveredFile, discover
+from shardflow.sources.dicom.geometry import StackGeometry
+from shardflow.sources.dicom.headers import HeaderLimits, InstanceHeader, PlaneHeader, read_header
+from shardflow.sources.dicom.pixels import (
+    DecodedSlice,
+    DisplayRange,
+    SliceForm,
+    check_copies,
+    form_of,
+    iter_slices,
+    iter_stack,
+)
+from shardflow.sources.dicom.series import (
+    Copy,
+    Grouping,
+    Rejection,
+    SliceRef,
+    Stack,
+    StackKind,
+    Study,
+    build_studies,
+)
+
+__all__ = [
+    "AttributeValue",
+    "Copy",
+    "DecodedSlice",
+    "DiscoveredFile",
+    "DisplayRange",
+    "Grouping",
+    "HeaderLimits",
+    "InstanceHeader",
+    "PlaneHeader",
+    "Rejection",
+    "SliceForm",
+    "SliceRef",
+    "Stack",
+    "StackGeometry",
+    "StackKind",
+    "Study",
+    "build_studies",
+    "check_copies",
+    "discover",
+    "form_of",
+    "iter_slices",
+    "iter_stack",
+    "read_attributes",
+    "read_header",
+]
