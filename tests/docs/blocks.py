@@ -1,0 +1,57 @@
+"""The code blocks of README and docs, found and split into commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["REPOSITORY", "Block", "commands", "find_blocks"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One fenced block."""
+
+    page: Path
+    line: int
+    language: str
+    note: str
+    """What follows the language; ``no-test: reason`` keeps a block from being run."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def find_blocks(language: str) -> list[Block]:
+    """All blocks of a language, in the order of pages and lines."""
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
+    return [block for page in sorted(pages) for block in _blocks(page) if block.language == language]
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in _FENCE.finditer(text):
+        language, _, note = match["info"].strip().partition(" ")
+        yield Block(
+            page=page.relative_to(REPOSITORY),
+            line=text.count("\n", 0, match.start()) + 1,
+            language=language,
+            note=note.strip(),
+            text=match["text"],
+        )
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The commands of a shell block as argument lists, without comments and prompts."""
+    joined = block.text.replace("\\\n", " ")
+    found = (shlex.split(line.strip().removeprefix("$ "), comments=True) for line in joined.splitlines())
+    return [command for command in found if command]
