@@ -1,10 +1,11 @@
-"""Who runs which micro-batch of a step: the last stage of the plan, and the only one that knows the world size."""
+"""Stage 5 of the plan: who runs which micro-batch of a step; the only stage that knows the world size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardflow.epochs.integers import MAX_COUNTER, checked_int
+from shardflow.epochs.integers import checked_int
+from shardflow.epochs.spec import MAX_PER_STEP
 from shardflow.errors import PlanError
 
 __all__ = ["RankSchedule"]
@@ -12,23 +13,24 @@ __all__ = ["RankSchedule"]
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """The micro-batches of a step, dealt to ranks round by round.
+    """The micro-batches of a step, dealt to the ranks like cards.
 
-    In round ``slot`` rank ``r`` runs micro-batch ``slot * world_size + r``. Every rank runs ``ceil(M / world_size)`` rounds;
-    what lies at or behind M in the last round is a filler of weight 0, so that every rank joins every collective.
+    Every rank runs ``ceil(M / W)`` micro-batches a step, one after the other in its *rank slots* 0, 1, ...;
+    rank ``r`` runs micro-batch ``slot * W + r`` in slot ``slot``. Those of the last slot that are not below M
+    are fillers of weight 0, so that every rank joins every collective.
 
     Args:
         micro_batches_per_step: M of the batch spec.
-        world_size: Number of data-parallel ranks, 1 to M.
+        world_size: W, the number of data-parallel ranks, 1 to M.
         allow_fillers: False refuses a world size that does not divide M.
 
     Raises:
-        PlanError: The world size is out of range, or does not divide M and fillers are not allowed.
+        PlanError: The world size is out of range, or does not divide M and fillers are refused.
 
     Example:
-        >>> schedule = RankSchedule(micro_batches_per_step=64, world_size=56)
+        >>> schedule = RankSchedule(micro_batches_per_step=512, world_size=56)
         >>> schedule.num_micro_batches_per_rank, schedule.num_fillers, round(schedule.efficiency, 3)
-        (2, 48, 0.571)
+        (10, 48, 0.914)
     """
 
     micro_batches_per_step: int
@@ -37,30 +39,21 @@ class RankSchedule:
 
     def __post_init__(self) -> None:
         where = "rank schedule"
-        num_micros = checked_int(
-            "micro_batches_per_step",
-            self.micro_batches_per_step,
-            low=1,
-            high=MAX_COUNTER,
-            where=where,
-            error=PlanError,
-        )
-        world_size = checked_int(
-            "world_size", self.world_size, low=1, high=MAX_COUNTER, where=where, error=PlanError
-        )
-        object.__setattr__(self, "micro_batches_per_step", num_micros)
-        object.__setattr__(self, "world_size", world_size)
-        if world_size > num_micros:
+        for name in ("micro_batches_per_step", "world_size"):
+            value = getattr(self, name)
+            number = checked_int(name, value, low=1, high=MAX_PER_STEP, where=where, error=PlanError)
+            object.__setattr__(self, name, number)
+        if self.world_size > self.micro_batches_per_step:
             raise PlanError(
-                f"world_size must be at most micro_batches_per_step ({num_micros}), got {world_size} ({where}); start "
-                f"at most {num_micros} ranks, or, for a new run, set micro_batches_per_step to a multiple of "
-                f"{world_size}."
+                f"world_size must be at most micro_batches_per_step ({self.micro_batches_per_step}), got "
+                f"{self.world_size} ({where}); start at most {self.micro_batches_per_step} ranks, or begin a "
+                f"new run with micro_batches_per_step set to a multiple of {self.world_size}."
             )
-        if num_micros % world_size and not self.allow_fillers:
+        if self.num_fillers and not self.allow_fillers:
             raise PlanError(
-                f"world_size must divide micro_batches_per_step ({num_micros}), got {world_size} ({where}, fillers "
-                f"are not allowed); start {self._nearest_divisor()} ranks, or allow fillers at an efficiency of "
-                f"{self.efficiency:.1%}."
+                f"world_size must divide micro_batches_per_step ({self.micro_batches_per_step}), got "
+                f"{self.world_size} ({where}, fillers are refused); start {self._divisor_below()} ranks, or "
+                f"allow fillers at an efficiency of {self.efficiency:.1%}."
             )
 
     @property
@@ -70,19 +63,19 @@ class RankSchedule:
 
     @property
     def num_fillers(self) -> int:
-        """Fillers in a step, over all ranks."""
+        """Fillers of a step, over all ranks."""
         return self.num_micro_batches_per_rank * self.world_size - self.micro_batches_per_step
 
     @property
     def efficiency(self) -> float:
-        """Share of the micro-batches that are no fillers, in (0.5, 1]; the speed-up over one rank is this times W."""
+        """Share of the micro-batches that are run and are no fillers, over 0.5 and at most 1."""
         return self.micro_batches_per_step / (self.num_micro_batches_per_rank * self.world_size)
 
     def micro(self, rank: int, slot: int) -> int:
-        """Return the micro-batch that ``rank`` runs in round ``slot``; a filler if it is not below M.
+        """Return the micro-batch that ``rank`` runs in its rank slot ``slot``; a filler if not below M.
 
         Raises:
-            PlanError: There is no such rank or round.
+            PlanError: There is no such rank or rank slot.
         """
         where = "rank schedule"
         rank = checked_int("rank", rank, low=0, high=self.world_size - 1, where=where, error=PlanError)
@@ -91,13 +84,16 @@ class RankSchedule:
         return slot * self.world_size + rank
 
     def micros(self, rank: int) -> range:
-        """Return the micro-batches that ``rank`` runs in a step, in order; those not below M are fillers."""
-        first = self.micro(rank, 0)
-        return range(first, self.num_micro_batches_per_rank * self.world_size, self.world_size)
+        """Return the micro-batches that ``rank`` runs in a step, in order; those not below M are fillers.
+
+        Raises:
+            PlanError: There is no such rank.
+        """
+        return range(self.micro(rank, 0), self.num_micro_batches_per_rank * self.world_size, self.world_size)
 
     def is_filler(self, micro: int) -> bool:
-        """Say whether a micro-batch of this schedule is all padding."""
+        """Say whether a micro-batch that this schedule deals is a filler."""
         return micro >= self.micro_batches_per_step
 
-    def _nearest_divisor(self) -> int:
+    def _divisor_below(self) -> int:
         return next(w for w in range(self.world_size, 0, -1) if self.micro_batches_per_step % w == 0)

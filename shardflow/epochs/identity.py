@@ -1,4 +1,4 @@
-"""The name of a plan: a digest of everything but seed and epoch that decides what is in which step."""
+"""The name of a plan: a digest of all that decides, besides seed and epoch, what is in which step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ DEFAULT_VIEW = "full_study"
 """The view in which a sample is a whole study with its report."""
 
 PLAN_VERSION = 1
-"""Raised with every change of the order or of the way steps are formed (change class ITERATION ORDER)."""
+"""Raised with every change of the order or of how steps are formed (change class ITERATION ORDER)."""
 
 
 def plan_id(*, dataset_id: str, split: str, spec: BatchSpec, view: str = DEFAULT_VIEW) -> str:
     """Return the identity of a plan.
 
-    Two runs with equal ``plan_id`` and seed run the same steps, on any world size. What is not named here takes part only
-    when it is used, so that plans that do not use a later addition keep their identity.
+    Two runs of equal identity and seed run the same steps on any world size. What a plan may use later (a
+    subset, a cost rule, sidecars) enters the digest only where it is used, so that plans which do not use it
+    keep their identity.
 
     Args:
-        dataset_id: Digest of the manifest; it pins the samples table and the version.
+        dataset_id: Digest of the manifest; it fixes the samples table and the manifest version.
         split: Name of the split that is the population.
         spec: How micro-batches and steps are formed.
         view: What a sample is.
 
     Returns:
-        64 hexadecimal digits: SHA-256 of the canonical JSON of all of it.
+        64 hexadecimal digits, the SHA-256 of the canonical JSON of it all.
     """
     parts = {
         "plan_version": PLAN_VERSION,

@@ -1,7 +1,7 @@
 """The gate through which every number enters the plan: exact Python integers inside stated bounds.
 
-NumPy integers, such as a count taken from a table, are accepted and become Python integers, so that every number that
-leaves the plan (a summary, a state) can be written as JSON and no product wraps at 64 bits.
+NumPy integers, such as a count taken from a table, are accepted and become Python integers, so that every
+number that leaves the plan (a summary, a state) can be written as JSON and no product wraps at 64 bits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,11 @@ from shardflow.errors import ShardflowError
 __all__ = ["MAX_COUNTER", "checked_int"]
 
 MAX_COUNTER = 2**63 - 1
-"""Largest seed, epoch or step: what every language reads from JSON as a signed 64-bit integer."""
+"""Largest seed, epoch or step: what other languages too can hold in a signed 64-bit integer."""
 
 
 def checked_int(
-    name: str,
-    value: object,
-    *,
-    low: int,
-    high: int,
-    where: str,
-    error: type[ShardflowError],
-    remedy: str = "",
+    name: str, value: object, *, low: int, high: int, where: str, error: type[ShardflowError]
 ) -> int:
     """Return ``value`` as a Python integer, or say what is wrong with it.
 
@@ -35,18 +28,25 @@ def checked_int(
         high: Largest value that passes.
         where: Where the value was given, for the message.
         error: The class to raise.
-        remedy: What to do about it, without the full stop; left out when empty.
 
     Raises:
         ShardflowError: Of class ``error``, when ``value`` is no integer or lies outside ``[low, high]``.
     """
-    try:
-        number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
+    number = _as_int(value)
     if number is not None and low <= number <= high:
         return number
-    bounds = f"of at least {low}" if high >= MAX_COUNTER else f"in [{low}, {high}]"
-    found = repr(value) if number is not None or isinstance(value, (bool, float)) else type(value).__name__
-    tail = f"; {remedy}." if remedy else "."
-    raise error(f"{name} must be an integer {bounds}, got {found} ({where}){tail}")
+    bounds = f"of at least {low}" if high == MAX_COUNTER else f"in [{low}, {high}]"
+    if number is not None and number > high:
+        bounds = f"of at most {high}"
+    # Text is not repeated: a state or a config may hold anything where a number should be.
+    found = f"{value!r}" if number is not None or isinstance(value, bool | float) else type(value).__name__
+    raise error(f"{name} must be an integer {bounds}, got {found} ({where}).")
+
+
+def _as_int(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None

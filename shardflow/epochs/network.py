@@ -1,19 +1,19 @@
 """A keyed bijection on a rectangle of integers: an unbalanced Feistel network in mixed radix.
 
-A number ``x`` in ``[0, left * right)`` is the pair ``(x // right, x % right)``. Each round adds a keyed hash of one half to
-the other half, modulo that half's radix. Such a round can be undone whatever the hash is, so the whole is a bijection, and
-no list of ``left * right`` numbers exists anywhere.
+A number ``x`` in ``[0, left * right)`` is the pair ``(x // right, x % right)``. Each round adds a keyed hash
+of one half to the other half, modulo that half's radix. Such a round can be undone whatever the hash is, so
+the whole is a bijection, and no list of ``left * right`` numbers exists anywhere.
 
-Why not powers of two with XOR: their domain can be four times the size that is wanted, and three of four results would
-have to be walked again. Here ``left * right`` exceeds the size by less than its square root.
+Why not powers of two with XOR: their domain can be four times the size that is wanted, and three of four
+results would have to be walked again. Here ``left * right`` exceeds the size by less than its square root.
 
-The constants, the number of rounds and the order of the halves are frozen: they are the order of every epoch ever run
-(change class ITERATION ORDER, guarded by ``tests/golden/order.json``).
+The constants, the number of rounds and the order of the halves are frozen: they are the order of every epoch
+ever run (change class ITERATION ORDER, guarded by ``tests/golden/order.json``).
 
 Source:
     Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (the generalised Feistel network);
-    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with Stafford's constants
-    "Mix13" (the hash).
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, and Stafford's
+    constants "Mix13" (the hash).
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ import numpy.typing as npt
 
 from shardflow.seeds import derive
 
-__all__ = ["MAX_SIZE", "MixedRadixNetwork", "mix_array", "mix_int"]
+__all__ = ["MAX_SIZE", "MixedRadixNetwork", "UInt64Array", "mix_array"]
+
+UInt64Array = npt.NDArray[np.uint64]
 
 MAX_SIZE = 2**48
-"""Largest domain: the halves stay under 2**24 + 1, so 40 bits of hash times a radix fit into 64 bits."""
+"""Largest domain: no radix exceeds 2**24, so a 40-bit hash times a radix fits into 64 bits."""
 
+# Eight rounds: with four, neighbouring numbers are visibly tied in the small domains that the tests look at.
 _NUM_ROUNDS = 8
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 _MASK = 2**64 - 1
-# Four work arrays of this many uint64 (256 KiB) stay in a core's second-level cache.
+# Four work arrays of this many words (256 KiB) stay in the second-level cache of a core.
 _BLOCK = 8192
-
-UInt64Array = npt.NDArray[np.uint64]
-
-
-def mix_int(word: int) -> int:
-    """Mix a 64-bit word; the last xor-shift of Mix13 is left out because only the upper 40 bits are used."""
-    word = ((word ^ (word >> 30)) * _MULTIPLIER_1) & _MASK
-    return ((word ^ (word >> 27)) * _MULTIPLIER_2) & _MASK
 
 
 def mix_array(words: UInt64Array, scratch: UInt64Array) -> None:
-    """Mix an array of 64-bit words in place, as :func:`mix_int` does; ``scratch`` has the same shape."""
+    """Mix 64-bit words in place by a fixed bijection; ``scratch`` has the same shape.
+
+    The upper bits of a result depend on all bits of the word; the last xor-shift of Mix13, which is for the
+    lower bits, is left out.
+    """
     np.right_shift(words, 30, out=scratch)
     np.bitwise_xor(words, scratch, out=words)
     np.multiply(words, _MULTIPLIER_1, out=words)
@@ -57,7 +56,13 @@ def mix_array(words: UInt64Array, scratch: UInt64Array) -> None:
 
 
 class MixedRadixNetwork:
-    """The bijection on ``[0, left * right)``, the smallest near-square rectangle that holds ``size`` numbers.
+    """The bijection on ``[0, left * right)``, a near-square rectangle that holds ``size`` numbers.
+
+    Each method exists for one Python integer and for an array; both compute the same.
+
+    Args:
+        size: 1 to :data:`MAX_SIZE`.
+        key: 64-bit key.
 
     Attributes:
         left: Radix of the upper half, ``ceil(sqrt(size))``.
@@ -76,8 +81,8 @@ class MixedRadixNetwork:
         left, right = divmod(number, self.right)
         keys = self._round_keys
         for i in range(0, _NUM_ROUNDS, 2):
-            left = (left + ((mix_int((right + keys[i]) & _MASK) >> 24) * self.left >> 40)) % self.left
-            right = (right + ((mix_int((left + keys[i + 1]) & _MASK) >> 24) * self.right >> 40)) % self.right
+            left = (left + _below(self.left, right + keys[i])) % self.left
+            right = (right + _below(self.right, left + keys[i + 1])) % self.right
         return left * self.right + right
 
     def inverse_int(self, number: int) -> int:
@@ -85,8 +90,8 @@ class MixedRadixNetwork:
         left, right = divmod(number, self.right)
         keys = self._round_keys
         for i in range(_NUM_ROUNDS - 2, -1, -2):
-            right = (right - ((mix_int((left + keys[i + 1]) & _MASK) >> 24) * self.right >> 40)) % self.right
-            left = (left - ((mix_int((right + keys[i]) & _MASK) >> 24) * self.left >> 40)) % self.left
+            right = (right - _below(self.right, left + keys[i + 1])) % self.right
+            left = (left - _below(self.left, right + keys[i])) % self.left
         return left * self.right + right
 
     def forward_array(self, numbers: UInt64Array) -> None:
@@ -109,11 +114,10 @@ class MixedRadixNetwork:
                 half, other, radix = (right, left, self.right) if i % 2 else (left, right, self.left)
                 np.add(other, self._round_keys[i], out=hashed)
                 mix_array(hashed, scratch)
-                # The upper 40 bits as a fraction of 2**40, times the radix: a number below the radix, no division.
                 np.right_shift(hashed, 24, out=hashed)
                 np.multiply(hashed, radix, out=hashed)
                 np.right_shift(hashed, 40, out=hashed)
-                # Of the two candidates the wrong one wraps to a huge uint64, so the smaller one is the residue.
+                # Of the two candidates for the residue the wrong one has wrapped to a huge number.
                 if inverse:
                     np.subtract(half, hashed, out=half)
                     np.add(half, radix, out=scratch)
@@ -123,3 +127,11 @@ class MixedRadixNetwork:
                 np.minimum(half, scratch, out=half)
             np.multiply(left, self.right, out=left)
             np.add(left, right, out=block)
+
+
+def _below(radix: int, word: int) -> int:
+    """Hash a word to a number below ``radix``: its upper 40 bits as a fraction of 2**40, times the radix."""
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * _MULTIPLIER_1) & _MASK
+    word = ((word ^ (word >> 27)) * _MULTIPLIER_2) & _MASK
+    return (word >> 24) * radix >> 40

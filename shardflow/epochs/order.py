@@ -1,7 +1,6 @@
 """Stage 1 of the plan, the order: which row of the samples table stands at which position of the epoch.
 
-Here every sample of the population may follow every other one. Whatever narrows that (lanes that keep a node's shards
-together, windows that bound what is open) is another order with the same two members, ``num_samples`` and ``rows``.
+Here every sample of the population may follow every other one.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ class EpochOrder:
         epoch: Number of the epoch, from 0.
     """
 
-    __slots__ = ("_permutation", "population")
+    __slots__ = ("_permutation", "_population")
 
     def __init__(self, population: range, *, seed: int, epoch: int) -> None:
-        self.population = population
+        self._population = population
         self._permutation = Permutation(len(population), derive(seed, "epoch-order", epoch))
 
-    @property
-    def num_samples(self) -> int:
-        """Positions of the epoch, one for each sample."""
-        return len(self.population)
-
     def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the rows at ``positions``, int64 in their shape; the positions lie in ``[0, num_samples)``."""
-        return self._permutation(positions) * self.population.step + self.population.start
+        """Return the rows, int64, that stand at ``positions`` in ``[0, len(population))``."""
+        rows = self._permutation(positions)
+        rows *= self._population.step
+        rows += self._population.start
+        return rows

@@ -1,7 +1,8 @@
 """Where a run stands: a position, not a pickle of iterators.
 
-A position counts *consumed* steps, so what was prefetched and not used is planned again. It is equal on all ranks and says
-nothing about them, so any world size can go on from it, at once: the plan computes the next step from it directly.
+A position counts *consumed* steps, so what was prefetched and not used is planned again. It is equal on all
+ranks and says nothing about them, so any world size can go on from it, and at once: the plan finds the next
+step without those before it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Position:
     """The next step to run.
 
     Raises:
-        StateError: Epoch or step is no integer in ``[0, 2**63)``.
+        StateError: Epoch or step is no integer of at least 0.
     """
 
     epoch: int
@@ -37,23 +38,24 @@ class Position:
     ) -> Position:
         """Return the position of a rank that has consumed ``num_consumed`` micro-batches of ``epoch``.
 
-        After the last micro-batch of step k it is k + 1; inside a step it rounds down, because a step that was not
-        finished has not changed the model; after the epoch's last step it is step 0 of the next epoch.
+        After the last micro-batch of step k it is k + 1. Inside a step it rounds down, because a step that
+        was not finished has not changed the model. After the epoch's last step it is step 0 of the next.
 
         Args:
             epoch: The epoch that is being run.
-            num_consumed: Micro-batches of it that this rank has consumed, counted from the epoch's start (also after a
-                resume in its middle), fillers included.
-            num_micro_batches_per_rank: Those of one step, as :class:`RankSchedule` says.
+            num_consumed: Micro-batches of it that this rank has consumed, fillers included, counted from the
+                epoch's start also where the run was resumed in its middle.
+            num_micro_batches_per_rank: Micro-batches that the rank runs in a step, at least 1.
             num_steps: Steps of the epoch.
 
         Raises:
             StateError: More micro-batches were consumed than the epoch has.
         """
-        last = num_steps * num_micro_batches_per_rank
+        total = num_steps * num_micro_batches_per_rank
+        where = f"epoch {epoch}"
         num_consumed = checked_int(
-            "num_consumed", num_consumed, low=0, high=last, where=f"epoch {epoch}", error=StateError
+            "num_consumed", num_consumed, low=0, high=total, where=where, error=StateError
         )
-        if num_consumed == last:
+        if num_consumed == total:
             return cls(epoch + 1, 0)
         return cls(epoch, num_consumed // num_micro_batches_per_rank)

@@ -1,7 +1,7 @@
-"""Stage 2 of the plan, the slots: how an epoch's positions fill whole steps, in closed form.
+"""Stage 2 of the plan, the slots: how the positions of an epoch fill whole steps, in closed form.
 
-An epoch has ``num_steps * samples_per_step`` slots. Slot ``s`` holds position ``s`` of the order as long as there is one;
-the tail rule says what the slots behind the last position hold.
+An epoch has ``num_steps * samples_per_step`` sample slots. Slot ``s`` holds position ``s`` of the order as
+long as there is one; the tail rule says what the slots behind the last position hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EpochSlots"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochSlots:
-    """The slots of an epoch and what the tail rule did to them.
+    """The slots of an epoch, and what the tail rule did to them.
 
     Always ``num_samples - num_dropped + num_repeated + num_padding_slots == num_slots``.
     """
@@ -32,7 +32,7 @@ class EpochSlots:
     num_repeated: int
     """Slots that hold a sample again, at weight 1 (tail ``repeat``)."""
     num_padding_slots: int
-    """Slots that hold no sample, at weight 0 (tail ``mask``); they are the last ones of the last step."""
+    """Slots that hold no sample, at weight 0 (tail ``mask``): the last ones of the last step."""
 
     @classmethod
     def of(cls, num_samples: int, spec: BatchSpec) -> EpochSlots:
@@ -43,13 +43,13 @@ class EpochSlots:
         """
         num_steps, remainder = divmod(num_samples, spec.samples_per_step)
         missing = spec.samples_per_step - remainder if remainder and spec.tail != "drop" else 0
-        if missing:
-            num_steps += 1
+        num_steps += bool(missing)
         if not num_steps:
             raise PlanError(
-                f"num_steps must be at least 1, got 0 (tail 'drop': {num_samples} samples do not fill one step of "
-                f"micro_batch_size {spec.micro_batch_size} * micro_batches_per_step {spec.micro_batches_per_step} = "
-                f"{spec.samples_per_step}); choose tail 'repeat' or 'mask', or a product of at most {num_samples}."
+                f"num_steps must be at least 1, got 0 (tail 'drop': {num_samples} samples do not fill one "
+                f"step of micro_batch_size {spec.micro_batch_size} * micro_batches_per_step "
+                f"{spec.micro_batches_per_step} = {spec.samples_per_step}); choose tail 'repeat' or 'mask', "
+                f"or sizes whose product is at most {num_samples}."
             )
         return cls(
             num_samples=num_samples,
@@ -65,8 +65,9 @@ class EpochSlots:
 
         Padding slots lie last and hold none, so the result may be shorter than ``stop - start``.
         """
-        positions = np.arange(start, min(stop, self.num_slots - self.num_padding_slots), dtype=np.int64)
-        if self.num_repeated and stop > self.num_samples:
-            # The epoch's own order again from its start, and again while it is shorter than what is missing.
+        stop = min(stop, self.num_slots - self.num_padding_slots)
+        positions = np.arange(start, max(start, stop), dtype=np.int64)
+        if stop > self.num_samples:
+            # The epoch's own order from its start, and again while it is shorter than what is missing.
             np.remainder(positions, self.num_samples, out=positions)
         return positions

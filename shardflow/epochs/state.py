@@ -1,4 +1,4 @@
-"""The loader state: a position, and the facts that say which run it belongs to (contract S4)."""
+"""The loader state: a position, and the facts that say which run it belongs to."""
 
 from __future__ import annotations
 
@@ -18,35 +18,27 @@ __all__ = ["STATE_VERSION", "LoaderState"]
 STATE_VERSION = 1
 """Raised when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
 
-_KEYS = frozenset(
-    (
-        "version",
-        "plan_id",
-        "dataset_id",
-        "manifest_version",
-        "split",
-        "view",
-        "seed",
-        "epoch",
-        "step",
-        "batch",
-    )
-)
-# Printable ASCII without quotation mark and backslash: one byte a character in JSON, so that a state stays under 1 KB.
-_NAME = re.compile(r"[!#-\[\]-~]{1,64}")
+# As they are spelled in JSON; "batch" holds the spec.
+_COUNTERS = ("manifest_version", "seed", "epoch", "step")
+_NAMES = ("split", "view")
+_DIGESTS = ("dataset_id", "plan_id")
+_KEYS = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
+
+# Printable ASCII without quotation mark and backslash: a byte a character in JSON, so that a state stays
+# below 1 KB.
+_NAME = re.compile(r"[ !#-\[\]-~]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 _REMEDIES = {
-    "dataset_id": "open the dataset and manifest version that the state was saved with, or start a new run",
-    "manifest_version": "open the manifest version that the state was saved with",
-    "seed": "set the seed that the state was saved with, or start a new run",
-    "plan_id": "run the shardflow version that saved the state: it plans another order",
+    "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
+    "manifest_version": "open the manifest version that it was saved with, or start a new run",
+    "plan_id": "resume with the shardflow that saved it, since this one plans another order",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderState:
-    """What a checkpoint keeps of the loader: under 1 KB of JSON, equal on all ranks.
+    """What a checkpoint keeps of the loader: below 1 KB of JSON, equal on all ranks, free of the world size.
 
     Raises:
         StateError: A field is of the wrong type or out of range.
@@ -54,6 +46,7 @@ class LoaderState:
 
     dataset_id: str
     manifest_version: int
+    """Version that ``dataset_id`` is the digest of; a resume opens this one, not the newest."""
     split: str
     seed: int
     spec: BatchSpec
@@ -65,24 +58,18 @@ class LoaderState:
     """Identity of the plan; computed from the other fields where it is not given."""
 
     def __post_init__(self) -> None:
-        for name in ("manifest_version", "seed", "epoch", "step"):
-            value = checked_int(
-                name, getattr(self, name), low=0, high=MAX_COUNTER, where="loader state", error=StateError
-            )
-            object.__setattr__(self, name, value)
-        if not self.plan_id:
+        where = "loader state"
+        for name in _COUNTERS:
+            value = getattr(self, name)
+            number = checked_int(name, value, low=0, high=MAX_COUNTER, where=where, error=StateError)
+            object.__setattr__(self, name, number)
+        _check_text("dataset_id", self.dataset_id, _DIGEST, "64 hexadecimal digits")
+        for name in _NAMES:
+            _check_text(name, getattr(self, name), _NAME, "1 to 64 printable ASCII characters")
+        if self.plan_id == "":
             identity = plan_id(dataset_id=self.dataset_id, split=self.split, spec=self.spec, view=self.view)
             object.__setattr__(self, "plan_id", identity)
-        for name, pattern, expected in (
-            ("dataset_id", _DIGEST, "64 hexadecimal digits"),
-            ("plan_id", _DIGEST, "64 hexadecimal digits"),
-            ("split", _NAME, "a name of 1 to 64 printable ASCII characters"),
-            ("view", _NAME, "a name of 1 to 64 printable ASCII characters"),
-        ):
-            text = getattr(self, name)
-            if not isinstance(text, str) or not pattern.fullmatch(text):
-                found = repr(text[:80]) if isinstance(text, str) else type(text).__name__
-                raise StateError(f"{name} must be {expected}, got {found} (loader state).")
+        _check_text("plan_id", self.plan_id, _DIGEST, "64 hexadecimal digits")
 
     @property
     def position(self) -> Position:
@@ -97,11 +84,11 @@ class LoaderState:
         """Return the state as a JSON object of plain Python values, a new one at each call."""
         return {
             "version": STATE_VERSION,
-            "plan_id": self.plan_id,
             "dataset_id": self.dataset_id,
-            "manifest_version": self.manifest_version,
+            "plan_id": self.plan_id,
             "split": self.split,
             "view": self.view,
+            "manifest_version": self.manifest_version,
             "seed": self.seed,
             "epoch": self.epoch,
             "step": self.step,
@@ -113,31 +100,34 @@ class LoaderState:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            StateError: No object, another version, a missing or unknown key, or a value of the wrong type or range.
+            StateError: No object, another version, a missing or unknown key, or a value of the wrong type or
+                range.
         """
         if not isinstance(value, Mapping):
             raise StateError(
-                f"loader state must be a JSON object, got {type(value).__name__}; pass what state_dict() returned."
+                f"loader state must be a JSON object, got {type(value).__name__}; pass what state_dict() "
+                f"returned."
             )
-        if value.get("version") != STATE_VERSION or isinstance(value.get("version"), bool):
+        version = value.get("version")
+        if type(version) is not int or version != STATE_VERSION:
+            found = version if type(version) is int else type(version).__name__
             raise StateError(
-                f"version must be {STATE_VERSION}, got {_shown(value.get('version'))} (loader state); load it with the "
-                f"shardflow that saved it, or a newer one."
+                f"version must be {STATE_VERSION}, got {found} (loader state); load it with the shardflow that "
+                f"saved it."
             )
-        missing, unknown = sorted(_KEYS - set(value)), sorted(str(key) for key in set(value) - _KEYS)
-        if missing or unknown:
+        if set(value) != set(_KEYS):
+            missing, unknown = set(_KEYS) - set(value), set(value) - set(_KEYS)
             raise StateError(
-                f"loader state of version {STATE_VERSION} must have the keys {sorted(_KEYS)}, got missing {missing} and "
-                f"unknown {unknown}; pass what state_dict() returned, unchanged."
+                f"loader state of version {STATE_VERSION} must have the keys {', '.join(_KEYS)}, got "
+                f"{sorted(missing)} missing and {sorted(map(str, unknown))} unknown; pass what state_dict() "
+                f"returned, unchanged."
             )
+        _check_text("plan_id", value["plan_id"], _DIGEST, "64 hexadecimal digits")
         try:
             spec = BatchSpec.from_json(value["batch"])
         except ConfigError as error:
-            raise StateError(f"{error.message} (loader state, key 'batch')") from None
-        fields = {key: value[key] for key in _KEYS - {"version", "batch"}}
-        if fields["plan_id"] == "":
-            raise StateError("plan_id must be 64 hexadecimal digits, got '' (loader state).")
-        return cls(spec=spec, **fields)
+            raise StateError(f"loader state, key 'batch': {error.message}") from None
+        return cls(spec=spec, **{key: value[key] for key in (*_DIGESTS, *_NAMES, *_COUNTERS)})
 
     def check_matches(self, expected: LoaderState) -> None:
         """Refuse to go on from this state in a run that differs from the one it was saved in.
@@ -146,46 +136,45 @@ class LoaderState:
             expected: The state of the run that wants to go on, at any position.
 
         Raises:
-            StateError: Dataset, split, view, batch spec, seed or plan differ; the message names the first such field.
+            StateError: Dataset, split, view, batch spec, seed or plan differ; the message names the first
+                field that does.
         """
-        for name, found, wanted in zip(
-            _identity_names(), self._identity(), expected._identity(), strict=True
-        ):
-            if found != wanted:
-                remedy = _REMEDIES.get(name, f"set {name} to {_shown(found)}, or start a new run")
+        wanted = expected._identity()
+        for name, found in self._identity().items():
+            if found != wanted[name]:
+                remedy = _REMEDIES.get(name, f"set {name} to {json.dumps(found)}, or start a new run")
                 raise StateError(
-                    f"{name} of the loader state must be that of this run, {_shown(wanted)}, got {_shown(found)} "
-                    f"(state at epoch {self.epoch}, step {self.step}); {remedy}."
+                    f"{name} of the loader state must be this run's {json.dumps(wanted[name])}, got "
+                    f"{json.dumps(found)} (saved at epoch {self.epoch}, step {self.step}); {remedy}."
                 )
 
     def check_within(self, num_steps: int) -> None:
-        """Refuse a step that the epoch does not have.
+        """Refuse a step that the epoch does not have; the state of an epoch's end is step 0 of the next.
 
         Raises:
-            StateError: ``step`` is not below ``num_steps``; a state at an epoch's end is step 0 of the next one.
+            StateError: ``step`` is not below ``num_steps``.
         """
         if self.step >= num_steps:
             raise StateError(
-                f"step of the loader state must be below {num_steps}, the steps of its epoch, got {self.step} (state at "
-                f"epoch {self.epoch}); the state was changed after it was saved: take an earlier checkpoint."
+                f"step must be below {num_steps}, the steps of epoch {self.epoch}, got {self.step} (loader "
+                f"state); it was changed after it was saved, so take an earlier checkpoint."
             )
 
-    def _identity(self) -> tuple[object, ...]:
-        spec = self.spec
-        return (
-            self.dataset_id, self.manifest_version, self.split, self.view,
-            spec.micro_batch_size, spec.micro_batches_per_step, spec.tail, self.seed, self.plan_id,
-        )  # fmt: skip
+    def _identity(self) -> dict[str, object]:
+        """Return what must be equal, in the order in which a difference explains the ones behind it."""
+        return {
+            "dataset_id": self.dataset_id,
+            "manifest_version": self.manifest_version,
+            "split": self.split,
+            "view": self.view,
+            **self.spec.to_json(),
+            "seed": self.seed,
+            "plan_id": self.plan_id,
+        }
 
 
-def _identity_names() -> tuple[str, ...]:
-    return (
-        "dataset_id", "manifest_version", "split", "view",
-        "micro_batch_size", "micro_batches_per_step", "tail", "seed", "plan_id",
-    )  # fmt: skip
-
-
-def _shown(value: object) -> str:
-    return (
-        json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
-    )
+def _check_text(name: str, value: object, pattern: re.Pattern[str], expected: str) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        # Text of a damaged state is not repeated: it may be anything.
+        found = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
+        raise StateError(f"{name} must be {expected}, got {found} (loader state).")

@@ -13,7 +13,7 @@ __all__ = ["PlanSummary"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSummary:
-    """One epoch on one world size, in numbers; plain Python values only."""
+    """One epoch on one world size in numbers, plain Python values only."""
 
     seed: int
     epoch: int
@@ -26,11 +26,11 @@ class PlanSummary:
     micro_batch_size: int
     micro_batches_per_step: int
     samples_per_step: int
-    """Slots of a step; padding in the last step included, fillers not."""
+    """Sample slots of a step: padding in the last step included, fillers not."""
     world_size: int
     num_micro_batches_per_rank_per_step: int
     num_micro_batches_per_rank: int
-    """Micro-batches that every rank runs in the epoch: ``len(loader)``."""
+    """Micro-batches that every rank runs in the epoch, fillers included: ``len(loader)``."""
     num_fillers_per_step: int
     efficiency: float
     """Share of a step's micro-batches that are no fillers; 1.0 where the world size divides M."""
@@ -64,18 +64,35 @@ class PlanSummary:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the numbers as sentences for people, one a line."""
-        text = [
-            f"epoch {self.epoch} (seed {self.seed}): {self.num_samples:,} samples in {self.num_steps:,} steps of "
-            f"{self.micro_batches_per_step:,} micro-batches of {self.micro_batch_size:,}",
-            f"tail {self.tail}: {self.num_dropped:,} samples dropped, {self.num_repeated:,} repeated, "
-            f"{self.num_padding_slots:,} padding slots",
-            f"{self.world_size:,} ranks: each runs {self.num_micro_batches_per_rank_per_step:,} micro-batches a step, "
-            f"{self.num_micro_batches_per_rank:,} in the epoch",
-        ]
-        if self.num_fillers_per_step:
-            text.append(
-                f"{self.num_fillers_per_step:,} of a step's micro-batches are fillers of weight 0: efficiency "
-                f"{self.efficiency:.1%}, as {self.world_size:,} does not divide {self.micro_batches_per_step:,}"
-            )
-        return text
+        """Return the numbers as lines for people."""
+        rows = {
+            "steps": (
+                f"{self.num_steps:,} of {self.samples_per_step:,} samples "
+                f"({self.micro_batches_per_step:,} micro-batches of {self.micro_batch_size:,})"
+            ),
+            f"tail {self.tail}": self._tail_line(),
+            "ranks": (
+                f"{self.world_size:,}, each runs {self.num_micro_batches_per_rank_per_step:,} micro-batches a "
+                f"step, {self.num_micro_batches_per_rank:,} in the epoch"
+            ),
+            "efficiency": f"{self.efficiency:.1%}{self._filler_note()}",
+        }
+        title = f"epoch {self.epoch} with seed {self.seed}: {self.num_samples:,} samples"
+        return [title, *(f"  {name:<13}{text}" for name, text in rows.items())]
+
+    def _tail_line(self) -> str:
+        if self.num_dropped:
+            return f"samples left out of this epoch: {self.num_dropped:,}"
+        if self.num_repeated:
+            return f"slots that hold a sample again, at full weight: {self.num_repeated:,}"
+        if self.num_padding_slots:
+            return f"padding slots of weight 0: {self.num_padding_slots:,}"
+        return "the samples fill every step"
+
+    def _filler_note(self) -> str:
+        if not self.num_fillers_per_step:
+            return ""
+        return (
+            f", as the ranks do not divide the micro-batches of a step; fillers of weight 0 in every step: "
+            f"{self.num_fillers_per_step:,}"
+        )
