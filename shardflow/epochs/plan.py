@@ -208,8 +208,8 @@ def _checked_population(population: range) -> range:
         raise PlanError(f"population must be a range, got {type(population).__name__} (epoch plan).")
     if not population:
         raise PlanError(
-            "num_samples must be at least 1, got 0 (epoch plan: its population is empty); choose a split that "
-            "holds samples."
+            "num_samples must be at least 1, got 0 (epoch plan: its population is empty); choose a split "
+            "that holds samples."
         )
     if min(population[0], population[-1]) < 0:
         raise PlanError(f"population must hold no negative row, got {population} (epoch plan).")

@@ -112,8 +112,8 @@ class LoaderState:
         if type(version) is not int or version != STATE_VERSION:
             found = version if type(version) is int else type(version).__name__
             raise StateError(
-                f"version must be {STATE_VERSION}, got {found} (loader state); load it with the shardflow that "
-                f"saved it."
+                f"version must be {STATE_VERSION}, got {found} (loader state); load it with the shardflow "
+                f"that saved it."
             )
         if set(value) != set(_KEYS):
             missing, unknown = set(_KEYS) - set(value), set(value) - set(_KEYS)

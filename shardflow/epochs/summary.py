@@ -72,8 +72,8 @@ class PlanSummary:
             ),
             f"tail {self.tail}": self._tail_line(),
             "ranks": (
-                f"{self.world_size:,}, each runs {self.num_micro_batches_per_rank_per_step:,} micro-batches a "
-                f"step, {self.num_micro_batches_per_rank:,} in the epoch"
+                f"{self.world_size:,}, each runs {self.num_micro_batches_per_rank_per_step:,} micro-batches "
+                f"a step, {self.num_micro_batches_per_rank:,} in the epoch"
             ),
             "efficiency": f"{self.efficiency:.1%}{self._filler_note()}",
         }
