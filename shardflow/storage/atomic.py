@@ -12,14 +12,11 @@ import errno
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from shardflow.errors import AlreadyExistsError, StorageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 __all__ = ["fsync_directory", "is_temporary_name", "make_directories", "write_atomic"]
 

@@ -12,16 +12,13 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardflow.errors import NotFoundError, ShortReadError, StorageError
 from shardflow.storage.atomic import is_temporary_name, write_atomic
 from shardflow.storage.store import ByteRange, check_object_path, check_ranges
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 __all__ = ["LocalStore"]
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from shardflow.errors import StorageError
 from shardflow.storage.local import LocalStore
-
-if TYPE_CHECKING:
-    from shardflow.storage.store import ByteStore
+from shardflow.storage.store import ByteStore
 
 __all__ = ["open_store"]
 

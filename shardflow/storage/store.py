@@ -8,13 +8,11 @@ turn them into few requests.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shardflow.errors import StorageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["ByteRange", "ByteStore", "check_object_path", "check_ranges"]
 

@@ -1,0 +1,26 @@
+"""The format of a dataset on disk: docs/format.md, in code.
+
+Owns names, slices, tars, indexes, the samples table, manifests, the ledger and their verification. Knows
+neither DICOM nor training: packing writes a dataset by these modules, loading reads it by them.
+"""
+
+from __future__ import annotations
+
+from shardflow.shards.codecs import array_header, decode_array, encode_array
+from shardflow.shards.dataset import Dataset
+from shardflow.shards.decoder import webdataset_decoder
+from shardflow.shards.index import FieldLocation, ShardIndex
+from shardflow.shards.manifest import Manifest
+from shardflow.shards.samples import SamplesTable
+
+__all__ = [
+    "Dataset",
+    "FieldLocation",
+    "Manifest",
+    "SamplesTable",
+    "ShardIndex",
+    "array_header",
+    "decode_array",
+    "encode_array",
+    "webdataset_decoder",
+]

@@ -1,0 +1,151 @@
+"""How one slice becomes bytes and an array again.
+
+A codec is lossless, its output depends on the array alone, and it reads without shardflow (docs/format.md,
+section 4). No codec here notices every flipped bit: check a field's crc32c before decoding it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.shards import b2nd
+
+__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Payload", "array_header", "decode_array", "encode_array"]
+
+Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
+ArrayHeader = tuple[tuple[int, ...], "np.dtype[Any]"]
+
+DEFAULT_CODEC = "b2nd"
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One way to store an array.
+
+    Attributes:
+        encode: From a C-contiguous, little-endian array.
+        read_header: Shape and dtype, without decoding.
+        decode: Into a C-contiguous array of exactly that shape and dtype.
+    """
+
+    encode: Callable[[NDArray[Any]], bytes]
+    read_header: Callable[[memoryview], ArrayHeader]
+    decode: Callable[[memoryview, NDArray[Any]], None]
+
+
+def encode_array(codec: str, array: NDArray[Any]) -> bytes:
+    """Encode a slice.
+
+    Args:
+        codec: A name in `CODECS`.
+        array: ``(rows, columns)`` or ``(rows, columns, samples_per_pixel)``, integers or floats; any byte
+            order.
+
+    Raises:
+        FormatError: The codec is unknown, or the array is empty, of another rank or of another kind of dtype.
+    """
+    if array.ndim not in (2, 3) or array.size == 0 or array.dtype.kind not in "iuf":
+        raise FormatError(
+            "a slice must be (rows, columns) or (rows, columns, samples_per_pixel) numbers, "
+            f"got {array.dtype} {array.shape}."
+        )
+    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return _codec(codec).encode(plain)
+
+
+def array_header(codec: str, payload: Payload) -> ArrayHeader:
+    """Read a payload's shape and dtype without decoding it.
+
+    Raises:
+        FormatError: The codec is unknown, or the payload is not of this codec.
+    """
+    return _codec(codec).read_header(_view(payload))
+
+
+def decode_array(codec: str, payload: Payload, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Decode a slice. Releases the GIL while it decodes, and copies nothing on the way.
+
+    Args:
+        codec: A name in `CODECS`.
+        payload: The field's bytes, checked against their crc32c.
+        out: Where to decode to; C-contiguous, writable, of the payload's shape and dtype. A new array if
+            not given.
+
+    Returns:
+        ``out``, or the new array.
+
+    Raises:
+        FormatError: The codec is unknown, the payload cannot be decoded, or does not fit ``out``.
+    """
+    functions = _codec(codec)
+    view = _view(payload)
+    if out is None:
+        shape, dtype = functions.read_header(view)
+        out = np.empty(shape, dtype)
+    elif not (out.flags.c_contiguous and out.flags.writeable):
+        raise FormatError(f"an output array must be writable and C-contiguous, got strides {out.strides}.")
+    functions.decode(view, out)
+    return out
+
+
+def _view(payload: Payload) -> memoryview:
+    if isinstance(payload, np.ndarray):
+        return payload.data.cast("B")
+    return memoryview(payload).cast("B")
+
+
+def _codec(name: str) -> Codec:
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise FormatError(f"a codec must be one of {', '.join(sorted(CODECS))}, got {name!a}.") from None
+
+
+def _encode_npy(array: NDArray[Any]) -> bytes:
+    stream = io.BytesIO()
+    npy_format.write_array(stream, array, version=(1, 0), allow_pickle=False)
+    return stream.getvalue()
+
+
+def _parse_npy(payload: memoryview) -> tuple[ArrayHeader, int]:
+    stream = io.BytesIO(bytes(payload[:1024]))
+    try:
+        version = npy_format.read_magic(stream)
+        shape, is_fortran, dtype = npy_format.read_array_header_1_0(stream)
+    except ValueError:
+        raise FormatError("an npy payload must be a NumPy 1.0 array file, got other bytes.") from None
+    if version != (1, 0) or is_fortran or dtype.hasobject:
+        raise FormatError("an npy payload must be version 1.0, plain numbers in C order, got another layout.")
+    return (shape, dtype), stream.tell()
+
+
+def _read_npy_header(payload: memoryview) -> ArrayHeader:
+    return _parse_npy(payload)[0]
+
+
+def _decode_npy(payload: memoryview, out: NDArray[Any]) -> None:
+    (shape, dtype), start = _parse_npy(payload)
+    if shape != out.shape or dtype != out.dtype:
+        raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {dtype} {shape}.")
+    if payload.nbytes != start + out.nbytes:
+        raise FormatError(
+            f"an npy payload must hold {out.nbytes} bytes of data, got {payload.nbytes - start}."
+        )
+    out[...] = np.frombuffer(payload, dtype, offset=start).reshape(shape)
+
+
+CODECS: Mapping[str, Codec] = MappingProxyType(
+    {
+        "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode),
+        "npy": Codec(_encode_npy, _read_npy_header, _decode_npy),
+    }
+)

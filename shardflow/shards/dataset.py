@@ -1,0 +1,197 @@
+"""A dataset, open for reading: manifest, samples table, indexes, and checked fields.
+
+The simple way to bytes, for tools and tests; the loader fetches many fields at once by the same indexes.
+Nothing that this module returns is unchecked: an index is compared with its size and SHA-256 in the
+manifest, the samples table block by block with its crc32c, a field with its crc32c in the index.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from shardflow.errors import ChecksumError, FormatError
+from shardflow.shards import manifest as manifests
+from shardflow.shards.canonical import sha256_hex
+from shardflow.shards.index import FieldLocation, ShardIndex
+from shardflow.shards.manifest import Manifest
+from shardflow.shards.samples import SamplesTable
+from shardflow.shards.table import Table
+from shardflow.shards.table_layout import crc32c
+from shardflow.storage import ByteRange, ByteStore, open_store
+
+__all__ = ["Dataset", "check_field_bytes"]
+
+# An index takes a mapping and, with thousands of field names, some 100 KB of Python objects.
+_MAX_OPEN_INDEXES = 512
+
+
+class Dataset:
+    """One version of a dataset. Safe for many threads; crosses process boundaries as its place.
+
+    Attributes:
+        store: Where the bytes lie.
+        manifest: The list of files.
+        dataset_id: Digest of the manifest, 64 hexadecimal digits.
+        manifest_version: Number of the version.
+        samples: The samples table.
+
+    Raises:
+        FormatError: The samples table is not the one that the manifest names.
+    """
+
+    def __init__(self, store: ByteStore, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.dataset_id = manifest.dataset_id
+        self.manifest_version = manifest.manifest_version
+        entry = manifest.samples
+        buffer = store.map(entry.path)
+        if buffer.nbytes != entry.num_bytes:
+            raise FormatError(
+                f"{entry.path} must have {entry.num_bytes} bytes, got {buffer.nbytes}; "
+                "run `shardflow verify`."
+            )
+        self.samples = SamplesTable(Table(buffer, name=entry.path))
+        counts = {split: len(rows) for split, rows in self.samples.splits.items()}
+        expected = {split: numbers["num_samples"] for split, numbers in manifest.splits.items()}
+        if counts != {split: count for split, count in expected.items() if count}:
+            raise FormatError(
+                f"{entry.path} must hold the manifest's samples {expected}, got {counts}; "
+                "is it another dataset's?"
+            )
+        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str], *, version: int | None = None) -> Dataset:
+        """Open a dataset.
+
+        Args:
+            url: A folder, or a ``file://`` URL of one.
+            version: The manifest version; the newest if not given.
+
+        Raises:
+            ManifestError: There is no manifest, or it cannot be trusted.
+            FormatError: The samples table is not the one that the manifest names.
+            StorageError: The store's scheme is unknown, or reading failed.
+        """
+        store = open_store(url)
+        return cls(store, manifests.load(store, version))
+
+    def __reduce__(self) -> tuple[type[Dataset], tuple[ByteStore, Manifest]]:
+        """Cross a process boundary without maps and caches."""
+        return type(self), (self.store, self.manifest)
+
+    @property
+    def splits(self) -> dict[str, range]:
+        """The rows of each split in the samples table."""
+        return self.samples.splits
+
+    def shard_index(self, shard: int) -> ShardIndex:
+        """Return the index of a shard by its position in the manifest.
+
+        Raises:
+            ChecksumError: The index differs from what the manifest says.
+            FormatError: It is the index of another shard.
+        """
+        with self._lock:
+            index = self._indexes.get(shard)
+            if index is not None:
+                self._indexes.move_to_end(shard)
+                return index
+        index = self._open_index(shard)
+        with self._lock:
+            self._indexes[shard] = index
+            while len(self._indexes) > _MAX_OPEN_INDEXES:
+                self._indexes.popitem(last=False)
+        return index
+
+    def sample_fields(self, row: int) -> tuple[str, list[FieldLocation]]:
+        """Return the path of a sample's shard, and its fields in the order of the tar.
+
+        Args:
+            row: Row in the samples table.
+
+        Raises:
+            ChecksumError: The index or the table is damaged.
+            FormatError: Samples table and index disagree.
+        """
+        shard = int(self.samples.gather("shard", row))
+        row_in_shard = int(self.samples.gather("row_in_shard", row))
+        if shard >= len(self.manifest.shards):
+            raise FormatError(
+                f"a sample's shard must be one of the manifest, got {shard} (samples row {row})."
+            )
+        index = self.shard_index(shard)
+        if row_in_shard >= index.num_samples or index.sample_key(row_in_shard) != self.samples.sample_key(
+            row
+        ):
+            raise FormatError(
+                f"samples table and index must name the same sample, got two ({index.shard}, row "
+                f"{row_in_shard}); run `shardflow verify`."
+            )
+        return self.manifest.shards[shard].path, index.fields(row_in_shard)
+
+    def read_fields(self, row: int, names: Iterable[str] | None = None) -> dict[str, bytes]:
+        """Read fields of a sample, checked.
+
+        Args:
+            row: Row in the samples table.
+            names: The fields to read; all of them if not given.
+
+        Returns:
+            The bytes of each field, in the order of the tar.
+
+        Raises:
+            ChecksumError: A field's bytes differ from their crc32c.
+            FormatError: The sample has no such field, or its index cannot be trusted.
+            ShortReadError: The shard ends early.
+        """
+        path, fields = self.sample_fields(row)
+        if names is not None:
+            wanted = set(names)
+            missing = wanted - {field.name for field in fields}
+            if missing:
+                raise FormatError(
+                    f"a sample must have the field {min(missing)!a}, got none (samples row {row})."
+                )
+            fields = [field for field in fields if field.name in wanted]
+        buffers = [bytearray(field.num_bytes) for field in fields]
+        ranges = [ByteRange(field.offset, field.num_bytes) for field in fields]
+        self.store.read_ranges(path, ranges, [memoryview(buffer) for buffer in buffers])
+        for field, buffer in zip(fields, buffers, strict=True):
+            check_field_bytes(field, memoryview(buffer), path=path, sample_key=self.samples.sample_key(row))
+        return {field.name: bytes(buffer) for field, buffer in zip(fields, buffers, strict=True)}
+
+    def _open_index(self, shard: int) -> ShardIndex:
+        entry = self.manifest.shards[shard]
+        buffer = self.store.map(entry.index.path)
+        if buffer.nbytes != entry.index.num_bytes or sha256_hex(buffer) != entry.index.sha256:
+            raise ChecksumError(
+                f"{entry.index.path} must have the manifest's size and sha256, got others; "
+                "run `shardflow verify`."
+            )
+        index = ShardIndex.from_table(Table(buffer, name=entry.index.path))
+        found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
+        if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
+            raise FormatError(
+                f"{entry.index.path} must be the index of {entry.name}, got one of {index.shard}."
+            )
+        return index
+
+
+def check_field_bytes(field: FieldLocation, payload: memoryview, *, path: str, sample_key: str) -> None:
+    """Compare a field's bytes with the crc32c of its index.
+
+    Raises:
+        ChecksumError: They differ; the message names shard, sample and field.
+    """
+    found = crc32c(payload)
+    if found != field.crc32c:
+        raise ChecksumError(
+            f"{path} must hold crc32c {field.crc32c:08x} for {sample_key}.{field.name}, got {found:08x} "
+            f"(offset {field.offset}); run `shardflow verify` and fetch the shard again."
+        )

@@ -1,0 +1,192 @@
+"""The index of one shard: where every field of every sample lies, and its crc32c.
+
+An index lies beside its tar (``train-000000.idx``) and is a table (docs/format.md, section 6). Looking a
+sample up makes objects for that sample only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.shards.keys import check_field, check_sample_key
+from shardflow.shards.table import Table, encode_table
+from shardflow.shards.tar import BLOCK_NUM_BYTES, member_num_bytes
+
+__all__ = ["FieldLocation", "ShardIndex"]
+
+KIND = "shard-index"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLocation:
+    """Where a field's payload lies in its shard, in bytes, and the crc32c of that payload."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    crc32c: int
+
+
+class ShardIndex:
+    """An index, open for reading. Safe for many threads.
+
+    Attributes:
+        shard: Name of the shard, such as ``"train-000000"``.
+        shard_num_bytes: Size of the tar.
+        num_samples: Number of samples.
+        num_fields: Number of fields of all samples.
+        field_names: The distinct field names, sorted; `field_name_ids` points into it.
+        first_field: ``(num_samples + 1,)`` uint32: the fields of sample ``i`` are ``first_field[i]`` up to
+            ``first_field[i + 1]``.
+        field_name_ids: ``(num_fields,)`` uint32.
+        field_offsets: ``(num_fields,)`` uint64, of the payloads, in bytes.
+        field_num_bytes: ``(num_fields,)`` uint64, of the payloads.
+        field_crc32c: ``(num_fields,)`` uint32, of the payloads.
+
+    Raises:
+        FormatError: The table is no shard index of format 1.
+        ChecksumError: The table is damaged.
+    """
+
+    def __init__(self, table: Table) -> None:
+        meta = table.meta
+        if meta.get("kind") != KIND or meta.get("format_version") != FORMAT_VERSION:
+            raise FormatError(
+                f"{table.name} must be a {KIND} of format {FORMAT_VERSION}, got kind {meta.get('kind')!a}, "
+                f"format {meta.get('format_version')!a}; newer formats need a newer shardflow."
+            )
+        self.shard: str = meta["shard"]
+        self.shard_num_bytes: int = meta["shard_num_bytes"]
+        # The same few names recur in every index of a dataset: keep one string of each per process.
+        self.field_names = tuple(sys.intern(name) for name in meta["field_names"])
+        self._sample_keys: NDArray[np.bytes_] = table.column("sample_key")
+        self.first_field: NDArray[np.uint32] = table.column("sample_first_field")
+        self.field_name_ids: NDArray[np.uint32] = table.column("field_name")
+        self.field_offsets: NDArray[np.uint64] = table.column("field_offset")
+        self.field_num_bytes: NDArray[np.uint64] = table.column("field_num_bytes")
+        self.field_crc32c: NDArray[np.uint32] = table.column("field_crc32c")
+        self.num_samples = len(self._sample_keys)
+        self.num_fields = len(self.field_offsets)
+        if not self._is_consistent():
+            raise FormatError(
+                f"{table.name} must agree with itself, got columns that do not; verify the dataset."
+            )
+
+    @classmethod
+    def from_table(cls, table: Table) -> ShardIndex:
+        """Open an index over its table; see the class for the errors."""
+        return cls(table)
+
+    @staticmethod
+    def encode(
+        shard: str, shard_num_bytes: int, samples: Sequence[tuple[str, Sequence[FieldLocation]]]
+    ) -> bytes:
+        """Encode the index of a shard.
+
+        Args:
+            shard: Name of the shard.
+            shard_num_bytes: Size of the tar.
+            samples: Sample keys with their fields, both in the order of the tar.
+
+        Raises:
+            FormatError: A name is none, or the members do not follow one another without a gap.
+        """
+        names = sorted({check_field(field.name) for _, fields in samples for field in fields})
+        number = {name: position for position, name in enumerate(names)}
+        end = 0
+        for key, fields in samples:
+            check_sample_key(key)
+            for field in fields:
+                if field.offset != end + BLOCK_NUM_BYTES:
+                    raise FormatError(
+                        f"a field must begin at {end + BLOCK_NUM_BYTES}, got {field.offset} "
+                        f"({shard}, {field.name}); give samples and fields in the order of the tar."
+                    )
+                end += member_num_bytes(field.num_bytes)
+        counts = [len(fields) for _, fields in samples]
+        every = [field for _, fields in samples for field in fields]
+        return encode_table(
+            {
+                "sample_key": np.array([key.encode("ascii") for key, _ in samples], "S"),
+                "sample_first_field": np.cumsum([0, *counts]).astype("<u4"),
+                "field_name": np.array([number[field.name] for field in every], "<u4"),
+                "field_offset": np.array([field.offset for field in every], "<u8"),
+                "field_num_bytes": np.array([field.num_bytes for field in every], "<u8"),
+                "field_crc32c": np.array([field.crc32c for field in every], "<u4"),
+            },
+            {
+                "kind": KIND,
+                "format_version": FORMAT_VERSION,
+                "shard": shard,
+                "shard_num_bytes": shard_num_bytes,
+                "field_names": names,
+            },
+        )
+
+    def sample_key(self, row: int) -> str:
+        """Return the key of a sample by its place in the shard."""
+        key: bytes = self._sample_keys[row]
+        return key.decode("ascii")
+
+    def fields(self, row: int) -> list[FieldLocation]:
+        """Return the fields of a sample, in the order of the tar."""
+        span = self._span(row)
+        return [
+            FieldLocation(self.field_names[name], offset, num_bytes, crc)
+            for name, offset, num_bytes, crc in zip(
+                self.field_name_ids[span].tolist(),
+                self.field_offsets[span].tolist(),
+                self.field_num_bytes[span].tolist(),
+                self.field_crc32c[span].tolist(),
+                strict=True,
+            )
+        ]
+
+    def field(self, row: int, name: str) -> FieldLocation:
+        """Return one field of a sample.
+
+        Raises:
+            FormatError: The sample has no such field.
+        """
+        for found in self.fields(row):
+            if found.name == name:
+                return found
+        raise FormatError(
+            f"sample {self.sample_key(row)} must have a field {name!a}, got none ({self.shard}, row {row})."
+        )
+
+    def byte_range(self, row: int) -> tuple[int, int]:
+        """Return where a whole sample lies, headers and padding with it: ``(offset, num_bytes)``."""
+        span = self._span(row)
+        offset = int(self.field_offsets[span.start]) - BLOCK_NUM_BYTES
+        last_offset = int(self.field_offsets[span.stop - 1]) - BLOCK_NUM_BYTES
+        return offset, last_offset + member_num_bytes(int(self.field_num_bytes[span.stop - 1])) - offset
+
+    def _span(self, row: int) -> slice:
+        if not 0 <= row < self.num_samples:
+            raise IndexError(f"a row must lie in [0, {self.num_samples}), got {row} ({self.shard}).")
+        return slice(int(self.first_field[row]), int(self.first_field[row + 1]))
+
+    def _is_consistent(self) -> bool:
+        """Tell whether lookups stay inside the columns and the fields inside the tar."""
+        columns: tuple[NDArray[Any], ...] = (self.field_name_ids, self.field_num_bytes, self.field_crc32c)
+        if any(len(column) != self.num_fields for column in columns):
+            return False
+        first = self.first_field.astype(np.int64)
+        stops = self.field_offsets + self.field_num_bytes
+        return bool(
+            len(first) == self.num_samples + 1
+            and first[0] == 0
+            and first[-1] == self.num_fields
+            and (np.diff(first) > 0).all()
+            and (not self.num_fields or int(self.field_name_ids.max()) < len(self.field_names))
+            and (not self.num_fields or int(stops.max()) <= self.shard_num_bytes)
+        )

@@ -1,0 +1,185 @@
+"""The ledger: every input of a dataset as a surrogate, how it ended and why, hash-chained.
+
+One line per input in planned order, and a closing line. Each line holds the hash of the line before it, so
+a line can neither be changed nor taken out without changing all that follow; the manifest keeps the last
+one. The layout is in docs/format.md, section 9.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from shardflow.errors import FormatError
+from shardflow.shards.canonical import Json, canonical_json, parse_json, sha256_hex
+from shardflow.shards.keys import SAMPLE_KEY_PATTERN
+
+__all__ = [
+    "FIRST_PREV",
+    "LedgerChain",
+    "LedgerProblem",
+    "LedgerRow",
+    "Outcome",
+    "encode_ledger",
+    "verify_ledger",
+]
+
+Outcome: TypeAlias = Literal["packed", "skipped", "quarantined"]
+
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+FIRST_PREV = "0" * 64
+_KIND = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
+_REASON = re.compile(r"[A-Z0-9_]{1,64}", re.ASCII)
+_ROW_KEYS = {"hash", "input", "kind", "outcome", "prev", "reason", "sample_key"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerRow:
+    """How one input ended.
+
+    Raises:
+        FormatError: A value is outside its grammar, a packed input has a reason, or another one has none.
+    """
+
+    input: str
+    """Surrogate of the input, ``[a-z0-9]{1,64}``; never its path."""
+    kind: str
+    """What the input is, such as ``"dicom"`` or ``"report"``."""
+    outcome: Outcome
+    reason: str | None
+    """Reason code ``[A-Z0-9_]``; None exactly for packed inputs."""
+    sample_key: str | None
+    """The sample that holds the input, or would have; None where it never got as far."""
+
+    def __post_init__(self) -> None:
+        has_reason = bool(_REASON.fullmatch(self.reason or ""))
+        has_key = bool(SAMPLE_KEY_PATTERN.fullmatch(self.sample_key or ""))
+        is_packed = self.outcome == "packed"
+        if not (
+            SAMPLE_KEY_PATTERN.fullmatch(self.input)
+            and _KIND.fullmatch(self.kind)
+            and self.outcome in OUTCOMES
+            and (self.reason is None if is_packed else has_reason)
+            and (has_key or (self.sample_key is None and not is_packed))
+        ):
+            # The values are not repeated: what should be a surrogate may be a path or a UID.
+            raise FormatError(
+                "a ledger row must hold surrogates, a known outcome, a reason unless packed, and a sample "
+                "key if packed, got other values; see docs/format.md, section 9."
+            )
+
+
+class LedgerChain:
+    """Encode a ledger line by line; holds one hash and three counts, however many inputs there are."""
+
+    def __init__(self) -> None:
+        self.head = FIRST_PREV
+        self.counts = dict.fromkeys(OUTCOMES, 0)
+
+    def append(self, row: LedgerRow) -> bytes:
+        """Return the line of a row, and move the head to it."""
+        body: dict[str, Json] = {
+            "input": row.input,
+            "kind": row.kind,
+            "outcome": row.outcome,
+            "reason": row.reason,
+            "sample_key": row.sample_key,
+            "prev": self.head,
+        }
+        self.head = sha256_hex(canonical_json(body))
+        self.counts[row.outcome] += 1
+        return canonical_json({**body, "hash": self.head}) + b"\n"
+
+    def close(self) -> bytes:
+        """Return the closing line: counts and head."""
+        return (
+            canonical_json(
+                {"counts": dict(self.counts), "head": self.head, "num_inputs": sum(self.counts.values())}
+            )
+            + b"\n"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerProblem:
+    """What is wrong in a ledger: the line from 1, its offset in bytes, and the problem."""
+
+    line: int
+    offset: int
+    problem: str
+
+
+def encode_ledger(rows: Iterable[LedgerRow]) -> tuple[bytes, str]:
+    """Encode a whole ledger; returns its bytes and the head of its chain."""
+    chain = LedgerChain()
+    lines = [chain.append(row) for row in rows]
+    return b"".join([*lines, chain.close()]), chain.head
+
+
+def verify_ledger(data: bytes, *, head: str | None = None) -> list[LedgerProblem]:
+    """Check every line, the chain, the counts and the head.
+
+    Args:
+        data: The ledger.
+        head: The head that the manifest names; not compared if not given.
+
+    Returns:
+        The problems in file order; at most one per line. After a broken link the chain goes on from the
+        hash that the broken line states, so that one damaged line does not make all that follow suspect.
+    """
+    problems: list[LedgerProblem] = []
+    chain = LedgerChain()
+    is_closed = False
+    for number, offset, line in _lines(data):
+        problem = "a line after the closing line" if is_closed else None
+        if problem is None:
+            try:
+                body = _parse_line(line)
+            except FormatError as error:
+                problem = error.message
+            else:
+                is_closed = "num_inputs" in body
+                problem = _check_line(chain, body, line)
+        if problem:
+            problems.append(LedgerProblem(number, offset, problem))
+    if not is_closed:
+        problems.append(LedgerProblem(data.count(b"\n") + 1, len(data), "no closing line"))
+    elif head is not None and chain.head != head and not problems:
+        problems.append(LedgerProblem(data.count(b"\n"), len(data), "another head than the manifest's"))
+    return problems
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    offset = 0
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        yield number, offset, line
+        offset += len(line)
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    if not line.endswith(b"\n"):
+        raise FormatError("a line without an end")
+    body = parse_json(line[:-1], what="a ledger line")
+    if not isinstance(body, dict):
+        raise FormatError("a line that is no JSON object")
+    return body
+
+
+def _check_line(chain: LedgerChain, body: dict[str, Any], line: bytes) -> str | None:
+    """Compare a line with the one that its content must have; return what is wrong."""
+    if "num_inputs" in body:
+        return None if chain.close() == line else "a closing line with other counts or another head"
+    stated = body.get("hash")
+    if set(body) != _ROW_KEYS:
+        return "a line with other keys than a ledger row's"
+    try:
+        row = LedgerRow(**{key: body[key] for key in _ROW_KEYS - {"hash", "prev"}})
+        expected = chain.append(row)
+    except (FormatError, TypeError):
+        return "a line with a value outside its grammar"
+    if expected == line:
+        return None
+    chain.head = stated if isinstance(stated, str) else chain.head
+    return "a line whose hash or link to the line before is another"

@@ -1,0 +1,292 @@
+"""The manifest: the list of a dataset's files, and the one name that makes them a dataset.
+
+``manifest-000001.json`` is written last and never changed; version 2 is another file. Its digest is the
+``dataset_id``. The layout is in docs/format.md, section 8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardflow.errors import FormatError, ManifestError, NotFoundError
+from shardflow.shards.canonical import Json, canonical_json, parse_json, sha256_hex
+from shardflow.storage import ByteStore
+
+__all__ = [
+    "FORMAT_VERSION",
+    "FileEntry",
+    "LedgerEntry",
+    "Manifest",
+    "OutcomeCounts",
+    "ShardEntry",
+    "commit",
+    "latest_version",
+    "load",
+    "manifest_path",
+]
+
+FORMAT = "shardflow"
+FORMAT_VERSION = 1
+_PATH = re.compile(r"manifest-(\d{6})\.json", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """A file of the dataset: its path inside it, its size, its SHA-256."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardEntry:
+    """A shard: tar, index, and what they hold; known elsewhere by its position in the list."""
+
+    name: str
+    split: str
+    path: str
+    num_bytes: int
+    sha256: str
+    index: FileEntry
+    num_samples: int
+    num_fields: int
+
+    @property
+    def file(self) -> FileEntry:
+        """The tar as a file."""
+        return FileEntry(path=self.path, num_bytes=self.num_bytes, sha256=self.sha256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerEntry:
+    """The ledger: a file, and the head of its hash chain."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+    head: str
+
+    @property
+    def file(self) -> FileEntry:
+        """The ledger as a file."""
+        return FileEntry(path=self.path, num_bytes=self.num_bytes, sha256=self.sha256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutcomeCounts:
+    """How the inputs ended; their sum is the number of inputs."""
+
+    packed: int
+    skipped: int
+    quarantined: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """One version of a dataset.
+
+    Raises:
+        ManifestError: The entries disagree with each other.
+    """
+
+    manifest_version: int
+    shards: tuple[ShardEntry, ...]
+    samples: FileEntry
+    counts: OutcomeCounts
+    ledger: LedgerEntry | None = None
+    parent: str | None = None
+    """``dataset_id`` of the version before; None for version 1."""
+    created_with: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the packages that decide the bytes."""
+    config_digest: str | None = None
+    """Digest of the settings that decide the bytes; None where nothing was packed by settings."""
+    key_id: str | None = None
+    """Which pseudonym key made the sample keys; not a secret."""
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    """Facts of the dataset as JSON without floats; never a clock, host or duration."""
+
+    @property
+    def dataset_id(self) -> str:
+        """SHA-256 of the canonical bytes without the digest itself, as 64 hexadecimal digits."""
+        return sha256_hex(canonical_json(self._body()))
+
+    @property
+    def splits(self) -> dict[str, dict[str, int]]:
+        """Numbers of samples and shards of each split, sorted by name."""
+        totals: dict[str, dict[str, int]] = {}
+        for shard in self.shards:
+            counts = totals.setdefault(shard.split, {"num_samples": 0, "num_shards": 0})
+            counts["num_samples"] += shard.num_samples
+            counts["num_shards"] += 1
+        return dict(sorted(totals.items()))
+
+    def files(self) -> list[FileEntry]:
+        """Every file that the manifest names, in the order: shard, its index, ..., samples table, ledger."""
+        files = [entry for shard in self.shards for entry in (shard.file, shard.index)]
+        return [*files, self.samples, *([self.ledger.file] if self.ledger else [])]
+
+    def encode(self) -> bytes:
+        """Return the bytes of the manifest file."""
+        return canonical_json({**self._body(), "digest": self.dataset_id}) + b"\n"
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """Read a manifest file and check it against its own digest.
+
+        Raises:
+            ManifestError: The bytes are not canonical JSON, name another format or a newer version of it,
+                carry another digest than theirs, or miss an entry.
+        """
+        body = _parse_object(data)
+        found = (body.get("format"), body.get("format_version"))
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ManifestError(
+                f"a manifest must be of format {FORMAT} {FORMAT_VERSION}, got {found[0]!a} {found[1]!a}; "
+                "newer formats need a newer shardflow."
+            )
+        digest = body.pop("digest", None)
+        expected = sha256_hex(canonical_json(body))
+        if digest != expected:
+            raise ManifestError(
+                f"a manifest's digest must be {expected}, got {digest!a}; fetch the file again."
+            )
+        try:
+            return _from_body(body)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ManifestError(
+                f"a manifest must hold every entry of format 1, got {type(error).__name__} on reading."
+            ) from None
+
+    def _body(self) -> dict[str, Json]:
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "manifest_version": self.manifest_version,
+            "parent": self.parent,
+            "created_with": dict(self.created_with),
+            "config_digest": self.config_digest,
+            "key_id": self.key_id,
+            "splits": self.splits,
+            "shards": [
+                {
+                    "name": shard.name,
+                    "split": shard.split,
+                    **_file_json(shard.file),
+                    "index": _file_json(shard.index),
+                    "num_samples": shard.num_samples,
+                    "num_fields": shard.num_fields,
+                }
+                for shard in self.shards
+            ],
+            "samples": _file_json(self.samples),
+            "ledger": {**_file_json(self.ledger.file), "head": self.ledger.head} if self.ledger else None,
+            "counts": {
+                "packed": self.counts.packed,
+                "skipped": self.counts.skipped,
+                "quarantined": self.counts.quarantined,
+            },
+            "extra": dict(self.extra),
+        }
+
+
+def manifest_path(version: int) -> str:
+    """Name the manifest file of a version, from 1."""
+    return f"manifest-{version:06d}.json"
+
+
+def versions(store: ByteStore) -> list[int]:
+    """Return the versions that a store holds, ascending."""
+    matches = (_PATH.fullmatch(path) for path in store.list("manifest-"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def latest_version(store: ByteStore) -> int:
+    """Return the newest version of the dataset in a store.
+
+    Raises:
+        ManifestError: There is none: no such folder, or packing did not finish.
+    """
+    found = versions(store)
+    if not found:
+        raise ManifestError("a dataset must hold a manifest-NNNNNN.json, found none; is the path right?")
+    return found[-1]
+
+
+def load(store: ByteStore, version: int | None = None) -> Manifest:
+    """Load a version of the dataset in a store; the newest unless one is given.
+
+    Raises:
+        ManifestError: There is no such manifest, or it cannot be trusted; see `Manifest.parse`.
+    """
+    number = latest_version(store) if version is None else version
+    path = manifest_path(number)
+    try:
+        manifest = Manifest.parse(store.read(path))
+    except NotFoundError:
+        raise ManifestError(f"{path} must exist, found none; versions here: {versions(store)}.") from None
+    except ManifestError as error:
+        raise ManifestError(f"{path}: {error.message}") from None
+    if manifest.manifest_version != number:
+        raise ManifestError(
+            f"{path} must hold version {number}, got {manifest.manifest_version}; was it copied?"
+        )
+    return manifest
+
+
+def commit(store: ByteStore, manifest: Manifest) -> str:
+    """Write the manifest of a dataset whose other files all stand: the commit point.
+
+    Returns:
+        The ``dataset_id``.
+
+    Raises:
+        AlreadyExistsError: This version exists.
+    """
+    store.put_new(manifest_path(manifest.manifest_version), manifest.encode())
+    return manifest.dataset_id
+
+
+def _file_json(entry: FileEntry) -> dict[str, Json]:
+    return {"path": entry.path, "num_bytes": entry.num_bytes, "sha256": entry.sha256}
+
+
+def _parse_object(data: bytes) -> dict[str, Any]:
+    if not data.endswith(b"\n"):
+        raise ManifestError("a manifest must end with a line end, got none; is the file cut?")
+    try:
+        body = parse_json(data[:-1], what="a manifest")
+    except FormatError as error:
+        raise ManifestError(error.message) from None
+    if not isinstance(body, dict):
+        raise ManifestError("a manifest must be a JSON object, got another value.")
+    return body
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    ledger = body["ledger"]
+    manifest = Manifest(
+        manifest_version=body["manifest_version"],
+        shards=tuple(
+            ShardEntry(**{**shard, "index": FileEntry(**shard["index"])}) for shard in body["shards"]
+        ),
+        samples=FileEntry(**body["samples"]),
+        counts=OutcomeCounts(**body["counts"]),
+        ledger=LedgerEntry(**ledger) if ledger else None,
+        parent=body["parent"],
+        created_with=body["created_with"],
+        config_digest=body["config_digest"],
+        key_id=body["key_id"],
+        extra=body["extra"],
+    )
+    if body["splits"] != manifest.splits:
+        raise ManifestError("a manifest's splits must be the sums of its shards, got other numbers.")
+    if not all(_DIGEST.fullmatch(entry.sha256) for entry in manifest.files()):
+        raise ManifestError("a file's sha256 must be 64 hexadecimal digits, got another string.")
+    if canonical_json(manifest._body()) != canonical_json(body):
+        raise ManifestError("a manifest must hold the entries of format 1 and no others; see docs/format.md.")
+    return manifest

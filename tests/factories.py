@@ -1,0 +1,234 @@
+"""Tiny real datasets for tests: generated slices and text, written through the shards API. NumPy only,
+quick.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.shards.canonical import canonical_json, sha256_hex
+from shardflow.shards.codecs import encode_array
+from shardflow.shards.index import FieldLocation, ShardIndex
+from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, shard_name, slice_field
+from shardflow.shards.ledger import LedgerRow, encode_ledger
+from shardflow.shards.manifest import (
+    FileEntry,
+    LedgerEntry,
+    Manifest,
+    OutcomeCounts,
+    ShardEntry,
+    commit,
+)
+from shardflow.shards.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.shards.table_layout import crc32c
+from shardflow.shards.tar import TarWriter
+from shardflow.storage import LocalStore
+
+__all__ = ["MadeSample", "make_dataset", "make_sample", "sample_key"]
+
+_WORDS = ("clear", "stable", "no", "mild", "acute", "left", "right", "lower", "lobe", "effusion", "nodule")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeSample:
+    """A generated sample: its key, its fields in the order of the tar, and its facts."""
+
+    key: str
+    fields: dict[str, bytes]
+    facts: SampleFacts
+
+
+def sample_key(number: int) -> str:
+    """The key of generated sample ``number``; ascending numbers give ascending keys."""
+    return f"{number:06d}".translate(str.maketrans("0123456789", "abcdefghij")) + "k" * 20
+
+
+def make_sample(
+    number: int,
+    *,
+    slices: int | Sequence[int] = (2, 4),
+    size: tuple[int, int] = (16, 16),
+    seed: int = 0,
+    codec: str = "b2nd",
+    modality: str = "CT",
+) -> MadeSample:
+    """Generate one sample: one series of int16 slices, a report, and ``study.json``.
+
+    Args:
+        number: Number of the sample in its dataset; pixel ``[0, 0]`` of slice ``i`` is ``number * 16 + i``,
+            so a test sees whose slice it holds.
+        slices: Number of slices, or the half-open range to draw it from.
+        size: Rows and columns.
+        seed: Of the dataset.
+        codec: Of the slices.
+        modality: Recorded in ``study.json`` and the facts.
+    """
+    rng = np.random.default_rng([seed, number])
+    num_slices = slices if isinstance(slices, int) else int(rng.integers(slices[0], slices[1]))
+    rows, columns = size
+    text = " ".join(rng.choice(_WORDS, int(rng.integers(4, 12)))) + "."
+    pixels: NDArray[np.int16] = rng.integers(-1000, 1000, (num_slices, rows, columns)).astype(np.int16)
+    pixels[:, 0, 0] = number * 16 + np.arange(num_slices)
+    key = sample_key(number)
+    series = {
+        "series_key": key[::-1],
+        "modality": modality,
+        "body_part": "CHEST",
+        "num_slices": num_slices,
+        "rows": rows,
+        "columns": columns,
+        "samples_per_pixel": 1,
+        "dtype": "<i2",
+        "unit": "HU",
+        "codec": codec,
+        "pixel_spacing_mm": [0.75, 0.75],
+        "slice_spacing_mm": 1.5,
+        "affine_lps": None,
+        "series_number": 1,
+        "instance_numbers": list(range(1, num_slices + 1)),
+        "display_range": [-1000.0, 1000.0],
+        "flags": [],
+        "num_clipped": 0,
+        "technical": {},
+    }
+    study = {
+        "format_version": 1,
+        "sample_key": key,
+        "series": [series] if num_slices else [],
+        "patient": {"sex": "O", "age_years": 40},
+        "has_report": True,
+    }
+    fields = {REPORT_FIELD: text.encode()}
+    for index in range(num_slices):
+        fields[slice_field(0, index, codec)] = encode_array(codec, pixels[index])
+    fields[STUDY_FIELD] = json.dumps(study, sort_keys=True, separators=(",", ":")).encode()
+    facts = SampleFacts(
+        text_bytes=len(fields[REPORT_FIELD]),
+        num_series=1 if num_slices else 0,
+        num_slices=num_slices,
+        rows=rows if num_slices else 0,
+        columns=columns if num_slices else 0,
+        modality=modality,
+    )
+    return MadeSample(key=key, fields=fields, facts=facts)
+
+
+def make_dataset(
+    path: Path | str | os.PathLike[str],
+    *,
+    num_samples: int = 12,
+    samples_per_shard: int = 4,
+    slices: int | Sequence[int] = (2, 4),
+    size: tuple[int, int] = (16, 16),
+    splits: Mapping[str, int] | None = None,
+    seed: int = 0,
+    codec: str = "b2nd",
+) -> str:
+    """Write a tiny dataset.
+
+    Args:
+        path: Folder to create it in.
+        num_samples: Number of samples, all in ``train``; ignored where ``splits`` is given.
+        samples_per_shard: The last shard of a split may hold fewer.
+        slices: Slices of each sample's only series, or the half-open range to draw them from.
+        size: Rows and columns of the slices.
+        splits: Numbers of samples by split, instead of ``num_samples``.
+        seed: Decides everything else.
+        codec: Of the slices.
+
+    Returns:
+        The dataset's URL.
+    """
+    store = LocalStore(Path(path))
+    shards: list[ShardEntry] = []
+    entries: list[SampleEntry] = []
+    number = 0
+    for split, count in sorted((splits or {"train": num_samples}).items()):
+        for start in range(0, count, samples_per_shard):
+            samples = [
+                make_sample(number + i, slices=slices, size=size, seed=seed, codec=codec)
+                for i in range(min(samples_per_shard, count - start))
+            ]
+            number += len(samples)
+            name = shard_name(split, start // samples_per_shard)
+            entries += _write_shard(store, name, split, len(shards), samples, shards)
+    table = SamplesTable.encode(entries, shard_splits=[shard.split for shard in shards])
+    rows = [
+        LedgerRow(
+            input=entry.sample_key, kind="dicom", outcome="packed", reason=None, sample_key=entry.sample_key
+        )
+        for entry in entries
+    ]
+    ledger, head = encode_ledger(rows)
+    manifest = Manifest(
+        manifest_version=1,
+        shards=tuple(shards),
+        samples=_put(store, "samples/samples-000001.tbl", table),
+        ledger=LedgerEntry(
+            path="ledger.jsonl",
+            num_bytes=len(ledger),
+            sha256=_put(store, "ledger.jsonl", ledger).sha256,
+            head=head,
+        ),
+        counts=OutcomeCounts(packed=len(rows), skipped=0, quarantined=0),
+        created_with={"tests": "1"},
+        config_digest=sha256_hex(canonical_json({"seed": seed})),
+    )
+    commit(store, manifest)
+    return store.url
+
+
+def _write_shard(
+    store: LocalStore, name: str, split: str, shard: int, samples: list[MadeSample], shards: list[ShardEntry]
+) -> list[SampleEntry]:
+    """Write tar and index, append the shard's entry to ``shards``, return its rows of the samples table."""
+    stream = io.BytesIO()
+    writer = TarWriter(stream)
+    entries: list[SampleEntry] = []
+    located: list[tuple[str, list[FieldLocation]]] = []
+    for row, sample in enumerate(samples):
+        start = writer.num_bytes
+        fields = [
+            FieldLocation(field, writer.add(f"{sample.key}.{field}", payload), len(payload), crc32c(payload))
+            for field, payload in sample.fields.items()
+        ]
+        located.append((sample.key, fields))
+        entries.append(
+            SampleEntry(
+                sample_key=sample.key,
+                shard=shard,
+                row_in_shard=row,
+                offset_bytes=start,
+                num_bytes=writer.num_bytes - start,
+                facts=sample.facts,
+            )
+        )
+    writer.close()
+    tar = _put(store, f"shards/{name}.tar", stream.getvalue())
+    index = _put(store, f"shards/{name}.idx", ShardIndex.encode(name, tar.num_bytes, located))
+    shards.append(
+        ShardEntry(
+            name=name,
+            split=split,
+            path=tar.path,
+            num_bytes=tar.num_bytes,
+            sha256=tar.sha256,
+            index=index,
+            num_samples=len(samples),
+            num_fields=sum(len(sample.fields) for sample in samples),
+        )
+    )
+    return entries
+
+
+def _put(store: LocalStore, path: str, data: bytes) -> FileEntry:
+    store.put_new(path, data)
+    return FileEntry(path=path, num_bytes=len(data), sha256=sha256_hex(data))
