@@ -5,9 +5,11 @@ The data's way: `discover` lists files, `headers` reads the facts, `series` grou
 """
 
 from shardflow.sources.dicom.attributes import AttributeValue, read_attributes
+from shardflow.sources.dicom.description import ImageDescription
 from shardflow.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.sources.dicom.geometry import StackGeometry
-from shardflow.sources.dicom.headers import HeaderLimits, InstanceHeader, PlaneHeader, read_header
+from shardflow.sources.dicom.headers import InstanceHeader, read_header
+from shardflow.sources.dicom.limits import HeaderLimits
 from shardflow.sources.dicom.pixels import (
     DecodedSlice,
     DisplayRange,
@@ -17,6 +19,7 @@ from shardflow.sources.dicom.pixels import (
     iter_slices,
     iter_stack,
 )
+from shardflow.sources.dicom.planes import PlaneHeader
 from shardflow.sources.dicom.series import (
     Copy,
     Grouping,
@@ -36,6 +39,7 @@ __all__ = [
     "DisplayRange",
     "Grouping",
     "HeaderLimits",
+    "ImageDescription",
     "InstanceHeader",
     "PlaneHeader",
     "Rejection",

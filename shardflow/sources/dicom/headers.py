@@ -1,58 +1,65 @@
-"""The header pass: the few facts of a DICOM file that packing plans with."""
+"""The header pass: the few facts of a DICOM file that packing plans with.
+
+Owns what is taken out of a file; everything else is dropped at this door. A header is plain, small and picklable: one
+per file crosses from the process that reads to the process that plans.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HeaderLimits", "InstanceHeader", "PlaneHeader", "read_header"]
+from shardflow.sources.dicom import values
+from shardflow.sources.dicom.description import DESCRIPTION_TAGS, ImageDescription, describe_image
+from shardflow.sources.dicom.dictionary import (
+    ENCAPSULATED_SYNTAXES,
+    IMAGE_CLASSES,
+    MEDIA_DIRECTORY,
+    NATIVE_SYNTAXES,
+)
+from shardflow.sources.dicom.elements import FileElements, read_elements
+from shardflow.sources.dicom.limits import HeaderLimits
+from shardflow.sources.dicom.planes import PLANE_TAGS, PlaneHeader, read_planes
+from shardflow.sources.reasons import Reason, source_error
 
+__all__ = ["InstanceHeader", "read_header"]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeaderLimits:
-    """Bounds that are checked against what a file declares, before anything is allocated."""
+_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
+    0x00080016,
+    0x00080018,
+    0x0020000D,
+    0x0020000E,
+    0x00100020,
+)
+_CHARACTER_SET, _IMAGE_TYPE, _MODALITY, _SERIES_TEXT = 0x00080005, 0x00080008, 0x00080060, 0x0008103E
+_SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION = (
+    0x00200011,
+    0x00200013,
+    0x00200052,
+    0x00201041,
+)
+_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT = 0x00180088, 0x00181164, 0x00280120, 0x00280121
+_RESCALE_TYPE, _MODALITY_LUT, _VOI_FUNCTION, _UNITS = 0x00281054, 0x00283000, 0x00281056, 0x00541001
+_PIXEL_DATA = 0x7FE00010
 
-    max_frame_pixels: int = 1 << 28
-    """Rows times columns of one frame."""
-    max_frames: int = 1 << 16
-    """Frames of one instance."""
-    max_pixel_bytes: int = 1 << 34
-    """Decoded bytes of one instance."""
-    max_header_bytes: int = 1 << 26
-    """Bytes of one file before its pixel data."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlaneHeader:
-    """What may differ from frame to frame: place, spacing, rescale, and what tells repeated positions apart."""
-
-    position: tuple[float, float, float] | None = None
-    """(0020,0032) *Image Position (Patient)*: centre of the first pixel, mm, LPS."""
-    orientation: tuple[float, float, float, float, float, float] | None = None
-    """(0020,0037) *Image Orientation (Patient)*: direction along a row, then down a column, LPS."""
-    pixel_spacing: tuple[float, float] | None = None
-    """(0028,0030) *Pixel Spacing*: between rows, then between columns, mm."""
-    slice_thickness: float | None = None
-    """(0018,0050) *Slice Thickness*, mm."""
-    slope: float | None = None
-    """(0028,1053) *Rescale Slope*."""
-    intercept: float | None = None
-    """(0028,1052) *Rescale Intercept*."""
-    window: tuple[float, float] | None = None
-    """(0028,1050), (0028,1051): first valid *Window Center* and *Window Width*, in modality units."""
-    phase: tuple[float | str | None, ...] = ()
-    """Values of `PHASE_KEYWORDS`, in that order: echo, time, diffusion and the like."""
+_WANTED = (
+    frozenset({_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _CHARACTER_SET, _IMAGE_TYPE, _MODALITY})
+    | frozenset({_SERIES_TEXT, _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION})
+    | frozenset({_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
+    | frozenset({_RESCALE_TYPE, _MODALITY_LUT, _VOI_FUNCTION, _UNITS})
+    | PLANE_TAGS
+    | DESCRIPTION_TAGS
+)
+_SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
+_DEFAULT_LIMITS = HeaderLimits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstanceHeader:
-    """One image instance, plain types only; small, because millions cross process boundaries.
-
-    Holds identifiers: it never goes into a message, log or dataset as it is (its ``repr`` shows none of them).
-    """
+    """One image instance. Holds identifiers: it never goes into a message, log or dataset as it is."""
 
     file_index: int
-    """The caller's number for the file, such as its position in the list of `discover`."""
+    """The caller's number for the file, such as its place in the list of `discover`."""
     patient_id: str
     study_instance_uid: str
     series_instance_uid: str
@@ -63,51 +70,161 @@ class InstanceHeader:
     image_type: tuple[str, ...]
     series_number: int | None
     instance_number: int | None
-    rows: int
-    columns: int
-    samples_per_pixel: int
-    num_frames: int
-    bits_allocated: int
-    bits_stored: int
-    high_bit: int
-    is_signed: bool
-    planar_configuration: int
-    photometric_interpretation: str
+    image: ImageDescription
     planes: tuple[PlaneHeader, ...]
     """One for all frames, or one per frame."""
-    frame_of_reference_uid: str | None = None
-    slice_location: float | None = None
-    spacing_between_slices: float | None = None
-    detector_spacing: tuple[float, float] | None = None
-    """(0018,1164) *Imager Pixel Spacing*, mm on the detector."""
-    rescale_type: str | None = None
-    padding: tuple[int, int] | None = None
+    frame_of_reference_uid: str
+    slice_location: float | None
+    spacing_between_slices: float | None
+    detector_spacing: tuple[float, float] | None
+    """(0018,1164) *Imager Pixel Spacing*: on the detector, between rows and between columns, mm."""
+    unit: str
+    """(0028,1054) *Rescale Type* or (0054,1001) *Units*, as stated."""
+    window_function: str
+    """(0028,1056) *VOI LUT Function*."""
+    padding: tuple[int, int] | None
     """Lowest and highest stored value that means "no data", inclusive."""
-    has_modality_lut: bool = False
-    is_localizer: bool = False
-    is_native: bool
-    """Pixels lie in the file uncompressed, little-endian, in whole bytes: pread and frombuffer read them."""
+    has_modality_lut: bool
+    is_localizer: bool
+    pixel_vr: str
     pixel_offset: int
-    """Where the value of the pixel data begins in the file (in the inflated stream for the deflated syntax)."""
+    """Where the value of the pixel data begins in the file; in the inflated stream for the deflated syntax."""
     pixel_num_bytes: int | None
     """Length of that value; None where it is encapsulated."""
     num_bytes: int
     """Size of the file."""
-    flags: tuple[str, ...] = ()
-    """What was odd and could be put right."""
+    flags: tuple[str, ...]
+    """What was odd and could be put right; docs/dicom.md lists the codes."""
 
     def plane(self, frame: int) -> PlaneHeader:
         """Facts of one frame."""
         return self.planes[frame if len(self.planes) > 1 else 0]
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the pixels lie in the file as they are."""
+        return self.transfer_syntax_uid in NATIVE_SYNTAXES
+
     def __repr__(self) -> str:
-        return f"InstanceHeader({self.modality}, {self.num_frames} x {self.rows} x {self.columns})"
+        image = self.image
+        return f"InstanceHeader({self.modality}, {image.num_frames} x {image.rows} x {image.columns})"
 
 
-def read_header(path: Path, *, file_index: int = 0, limits: HeaderLimits | None = None) -> InstanceHeader:
+def read_header(path: Path, *, file_index: int = 0, limits: HeaderLimits = _DEFAULT_LIMITS) -> InstanceHeader:
     """Read what packing needs of one file; pixels are not read.
+
+    Args:
+        path: The file.
+        file_index: Handed through to the header.
+        limits: Bounds on what the file declares.
 
     Raises:
         SourceError: The file cannot be packed; ``reason`` is a `Reason`.
     """
-    raise NotImplementedError
+    elements = read_elements(
+        path, _WANTED, max_header_bytes=limits.max_header_bytes, max_inflated_bytes=limits.max_inflated_bytes
+    )
+    sop_class = _check_kind(elements)
+    identifiers = _identifiers(elements)
+    image, image_flags = describe_image(elements, limits)
+    pixel_flags = _check_pixel_extent(elements, image)
+    planes, plane_flags = read_planes(elements, image.num_frames)
+    image_type = values.codes(elements, _IMAGE_TYPE)
+    detector = values.decimals(elements, _DETECTOR_SPACING, 2)
+    return InstanceHeader(
+        file_index=file_index,
+        **identifiers,
+        sop_class_uid=sop_class,
+        transfer_syntax_uid=elements.transfer_syntax_uid,
+        modality=values.code(elements, _MODALITY).upper(),
+        image_type=image_type,
+        series_number=values.integer(elements, _SERIES_NUMBER),
+        instance_number=values.integer(elements, _INSTANCE_NUMBER),
+        image=image,
+        planes=planes,
+        frame_of_reference_uid=values.code(elements, _FRAME_OF_REFERENCE),
+        slice_location=_single(values.decimals(elements, _LOCATION)),
+        spacing_between_slices=_single(values.decimals(elements, _BETWEEN_SLICES)),
+        detector_spacing=(detector[0], detector[1]) if detector and min(detector) > 0 else None,
+        unit=(values.code(elements, _RESCALE_TYPE) or values.code(elements, _UNITS)).upper(),
+        window_function=values.code(elements, _VOI_FUNCTION).upper(),
+        padding=_padding(elements, is_signed=image.is_signed),
+        has_modality_lut=bool(elements.items(_MODALITY_LUT)),
+        is_localizer=_is_localizer(elements, image_type),
+        pixel_vr=elements.pixel_vr,
+        pixel_offset=elements.pixel_offset,
+        pixel_num_bytes=elements.pixel_num_bytes,
+        num_bytes=elements.num_bytes,
+        flags=(*elements.flags, *image_flags, *pixel_flags, *plane_flags),
+    )
+
+
+def _check_kind(elements: FileElements) -> str:
+    """SOP class of a file whose kind and encoding can be packed."""
+    if elements.media_sop_class_uid == MEDIA_DIRECTORY:
+        raise source_error(Reason.DICOM_DIRECTORY)
+    sop_class = values.code(elements, _SOP_CLASS) or elements.media_sop_class_uid
+    if sop_class and sop_class not in IMAGE_CLASSES:
+        raise source_error(Reason.UNSUPPORTED_SOP_CLASS)
+    if elements.pixel_tag is None:
+        raise source_error(Reason.NO_PIXEL_DATA, "" if sop_class else "and no SOP Class UID")
+    if not sop_class:
+        raise source_error(Reason.UNSUPPORTED_SOP_CLASS, "no SOP Class UID")
+    if elements.transfer_syntax_uid not in NATIVE_SYNTAXES | ENCAPSULATED_SYNTAXES:
+        raise source_error(Reason.UNSUPPORTED_TRANSFER_SYNTAX)
+    if elements.pixel_tag != _PIXEL_DATA:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "floating point pixel data")
+    return sop_class
+
+
+def _identifiers(elements: FileElements) -> dict[str, str]:
+    identifiers = {
+        "patient_id": values.text(elements, _PATIENT),
+        "study_instance_uid": values.code(elements, _STUDY),
+        "series_instance_uid": values.code(elements, _SERIES),
+        "sop_instance_uid": values.code(elements, _SOP_INSTANCE),
+    }
+    missing = sorted(name for name, value in identifiers.items() if not value)
+    if missing:
+        raise source_error(Reason.MISSING_IDENTIFIER, ", ".join(missing))
+    return identifiers
+
+
+def _check_pixel_extent(elements: FileElements, image: ImageDescription) -> tuple[str, ...]:
+    """Whether the file is long enough for the pixels that it declares; flags."""
+    declared = elements.pixel_num_bytes
+    available = elements.num_bytes - elements.pixel_offset
+    is_native = elements.transfer_syntax_uid in NATIVE_SYNTAXES
+    if (declared is None) == is_native:
+        raise source_error(
+            Reason.INVALID_IMAGE_DESCRIPTION, "the pixel data is not encapsulated as its syntax says"
+        )
+    if declared is None:
+        if available <= 0:
+            raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no bytes")
+        return ()
+    needed = image.native_num_bytes
+    if min(declared, available) < needed:
+        raise source_error(
+            Reason.PIXEL_DATA_TRUNCATED, f"{max(0, min(declared, available))} of {needed} bytes"
+        )
+    return ("excess_pixel_bytes",) if declared > needed + needed % 2 else ()
+
+
+def _padding(elements: FileElements, *, is_signed: bool) -> tuple[int, int] | None:
+    """Range of padding values. Their VR depends on the pixels': read by their signedness."""
+    bounds = [
+        *values.integers(elements, _PADDING, is_signed=is_signed)[:1],
+        *values.integers(elements, _PADDING_LIMIT, is_signed=is_signed)[:1],
+    ]
+    return (min(bounds), max(bounds)) if bounds and _PADDING in elements.values else None
+
+
+def _is_localizer(elements: FileElements, image_type: tuple[str, ...]) -> bool:
+    """Whether the image type or the series description calls it a scout; the text itself goes no further."""
+    said = (*image_type[2:], values.text(elements, _SERIES_TEXT).upper())
+    return any(word in part for part in said for word in _SCOUT_WORDS)
+
+
+def _single(numbers: tuple[float, ...] | None) -> float | None:
+    return numbers[0] if numbers else None

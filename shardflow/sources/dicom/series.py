@@ -38,7 +38,7 @@ class SliceRef:
     @property
     def number(self) -> int | None:
         """What a report calls the image: (0020,0013) *Instance Number*, or the 1-based frame of a multi-frame file."""
-        return self.frame + 1 if self.instance.num_frames > 1 else self.instance.instance_number
+        return self.frame + 1 if self.instance.image.num_frames > 1 else self.instance.instance_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

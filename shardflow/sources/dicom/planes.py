@@ -1,0 +1,224 @@
+"""What may differ from frame to frame: place, spacing, rescale, window, phase.
+
+An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the shared groups, or
+(wrongly, but often) at its root; the nearest statement wins.
+
+Source: DICOM PS3.3, C.7.6.16 (multi-frame functional groups), C.7.6.2 (image plane), C.11.1 (modality LUT).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardflow.sources.dicom import values
+from shardflow.sources.dicom.elements import Elements
+
+__all__ = ["PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes"]
+
+_SHARED_GROUPS, _FRAME_GROUPS = 0x52009229, 0x52009230
+_POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS = 0x00200032, 0x00200037, 0x00280030, 0x00180050
+_INTERCEPT, _SLOPE, _CENTER, _WIDTH = 0x00281052, 0x00281053, 0x00281050, 0x00281051
+_IMAGE_TYPE, _FRAME_TYPE = 0x00080008, 0x00089007
+_POSITION_GROUP, _ORIENTATION_GROUP, _MEASURES_GROUP = 0x00209113, 0x00209116, 0x00289110
+_RESCALE_GROUP, _WINDOW_GROUP = 0x00289145, 0x00289132
+
+_DIFFUSION_GROUP, _DIRECTION_GROUP = 0x00189117, 0x00189076
+_CONTENT_GROUP, _ECHO_GROUP, _CARDIAC_GROUP = 0x00209111, 0x00189114, 0x00189118
+_TYPE_GROUPS = (0x00189226, 0x00189329, 0x00189751, 0x00189412)  # MR, CT, PET, X-ray frame type
+
+PHASE_NAMES = (
+    "stack_id",
+    "acquisition_number",
+    "echo_number",
+    "echo_time",
+    "temporal_position",
+    "trigger_time",
+    "diffusion_b_value",
+    "diffusion_direction",
+    "sequence_name",
+    "image_type",
+    "convolution_kernel",
+    "contrast",
+)
+"""What tells slices at one position apart, in the order in which it is asked."""
+
+_ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER = (
+    0x00200012,
+    0x00180086,
+    0x00180081,
+    0x00200100,
+    0x00181060,
+)
+_B_VALUE, _DIRECTION, _SEQUENCE_NAME, _KERNEL, _CONTRAST = (
+    0x00189087,
+    0x00189089,
+    0x00180024,
+    0x00181210,
+    0x00180010,
+)
+_STACK_ID, _TEMPORAL_INDEX, _EFFECTIVE_ECHO, _CARDIAC_DELAY = 0x00209056, 0x00209128, 0x00189082, 0x00209153
+
+PLANE_TAGS = frozenset(
+    {_POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS, _INTERCEPT, _SLOPE, _CENTER, _WIDTH, _IMAGE_TYPE}
+    | {_SHARED_GROUPS, _FRAME_GROUPS, _ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER}
+    | {_B_VALUE, _DIRECTION, _SEQUENCE_NAME, _KERNEL, _CONTRAST}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaneHeader:
+    """Facts of one frame."""
+
+    position: tuple[float, float, float] | None = None
+    """(0020,0032) *Image Position (Patient)*: centre of the first pixel, mm, LPS."""
+    orientation: tuple[float, float, float, float, float, float] | None = None
+    """(0020,0037) *Image Orientation (Patient)*: direction along a row, then down a column, LPS."""
+    pixel_spacing: tuple[float, float] | None = None
+    """(0028,0030) *Pixel Spacing*: between rows, then between columns, mm."""
+    slice_thickness: float | None = None
+    """(0018,0050) *Slice Thickness*, mm."""
+    slope: float | None = None
+    """(0028,1053) *Rescale Slope*."""
+    intercept: float | None = None
+    """(0028,1052) *Rescale Intercept*."""
+    window: tuple[float, float] | None = None
+    """(0028,1050), (0028,1051): first *Window Center* and *Window Width* with a positive width, modality units."""
+    phase: tuple[str, ...] = ()
+    """Values of `PHASE_NAMES`, as text, only to be compared."""
+
+
+def read_planes(root: Elements, num_frames: int) -> tuple[tuple[PlaneHeader, ...], tuple[str, ...]]:
+    """Read one plane for all frames, or one per frame; and flags.
+
+    Raises:
+        SourceError: HEADER_UNREADABLE or LIMIT_EXCEEDED where the functional groups are damaged.
+    """
+    shared = root.items(_SHARED_GROUPS)[:1]
+    frames = root.items(_FRAME_GROUPS)
+    if not shared and not frames:
+        return (_classic_plane(root),), ()
+    if frames and len(frames) != num_frames:
+        return (_enhanced_plane(root, shared),), ("functional_groups_mismatch",)
+    if not frames:
+        return (_enhanced_plane(root, shared),), ()
+    return tuple(_enhanced_plane(root, [frame, *shared]) for frame in frames), ()
+
+
+def _classic_plane(root: Elements) -> PlaneHeader:
+    return PlaneHeader(
+        position=_triple(values.decimals(root, _POSITION, 3)),
+        orientation=_six(values.decimals(root, _ORIENTATION, 6)),
+        pixel_spacing=_positive_pair(values.decimals(root, _PIXEL_SPACING, 2)),
+        slice_thickness=_first(values.decimals(root, _THICKNESS)),
+        slope=_first(values.decimals(root, _SLOPE)),
+        intercept=_first(values.decimals(root, _INTERCEPT)),
+        window=_window(root, root),
+        phase=_phase(
+            *(
+                "",
+                values.code(root, _ACQUISITION),
+                values.code(root, _ECHO_NUMBER),
+                values.code(root, _ECHO_TIME),
+            ),
+            *(
+                values.code(root, _TEMPORAL),
+                values.code(root, _TRIGGER),
+                _double(root, _B_VALUE),
+                _double(root, _DIRECTION, 3),
+            ),
+            *(values.code(root, _SEQUENCE_NAME), _type_tail(root, _IMAGE_TYPE), values.code(root, _KERNEL)),
+            "contrast" if root.values.get(_CONTRAST, b"").strip(b"\0 ") else "",
+        ),
+    )
+
+
+def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
+    def nearest(group: int, tag: int) -> Elements:
+        for level in groups:
+            for item in level.items(group)[:1]:
+                if tag in item.values:
+                    return item
+        return root
+
+    diffusion = next((item for level in groups for item in level.items(_DIFFUSION_GROUP)[:1]), root)
+    direction = next(iter(diffusion.items(_DIRECTION_GROUP)[:1]), root)
+    frame_type = next(
+        (item for group in _TYPE_GROUPS if (item := nearest(group, _FRAME_TYPE)) is not root), root
+    )
+    return PlaneHeader(
+        position=_triple(values.decimals(nearest(_POSITION_GROUP, _POSITION), _POSITION, 3)),
+        orientation=_six(values.decimals(nearest(_ORIENTATION_GROUP, _ORIENTATION), _ORIENTATION, 6)),
+        pixel_spacing=_positive_pair(
+            values.decimals(nearest(_MEASURES_GROUP, _PIXEL_SPACING), _PIXEL_SPACING, 2)
+        ),
+        slice_thickness=_first(values.decimals(nearest(_MEASURES_GROUP, _THICKNESS), _THICKNESS)),
+        slope=_first(values.decimals(nearest(_RESCALE_GROUP, _SLOPE), _SLOPE)),
+        intercept=_first(values.decimals(nearest(_RESCALE_GROUP, _INTERCEPT), _INTERCEPT)),
+        window=_window(nearest(_WINDOW_GROUP, _CENTER), nearest(_WINDOW_GROUP, _WIDTH)),
+        phase=_phase(
+            values.code(nearest(_CONTENT_GROUP, _STACK_ID), _STACK_ID),
+            values.code(root, _ACQUISITION),
+            "",
+            _double(nearest(_ECHO_GROUP, _EFFECTIVE_ECHO), _EFFECTIVE_ECHO),
+            _long(nearest(_CONTENT_GROUP, _TEMPORAL_INDEX), _TEMPORAL_INDEX),
+            _double(nearest(_CARDIAC_GROUP, _CARDIAC_DELAY), _CARDIAC_DELAY),
+            _double(diffusion, _B_VALUE),
+            _double(direction, _DIRECTION, 3),
+            "",
+            _type_tail(frame_type, _FRAME_TYPE),
+            "",
+            "",
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _phase(*parts: str) -> tuple[str, ...]:
+    """One tuple for all equal phases; most slices of a series share theirs."""
+    return parts
+
+
+def _type_tail(elements: Elements, tag: int) -> str:
+    """Image type without its first two values: magnitude, phase, kernel variants and the like."""
+    return "\\".join(values.codes(elements, tag)[2:])
+
+
+def _double(elements: Elements, tag: int, count: int = 1) -> str:
+    numbers = values.doubles(elements, tag, count)
+    return "\\".join(f"{number:g}" for number in numbers) if numbers else ""
+
+
+def _long(elements: Elements, tag: int) -> str:
+    raw = elements.values.get(tag, b"")
+    return str(int.from_bytes(raw, "little" if elements.is_little_endian else "big")) if len(raw) == 4 else ""
+
+
+def _window(centers: Elements, widths: Elements) -> tuple[float, float] | None:
+    pairs = zip(values.decimals(centers, _CENTER) or (), values.decimals(widths, _WIDTH) or (), strict=False)
+    return next(((center, width) for center, width in pairs if width > 0), None)
+
+
+def _first(numbers: tuple[float, ...] | None) -> float | None:
+    return numbers[0] if numbers else None
+
+
+def _triple(numbers: tuple[float, ...] | None) -> tuple[float, float, float] | None:
+    return (numbers[0], numbers[1], numbers[2]) if numbers else None
+
+
+def _six(numbers: tuple[float, ...] | None) -> tuple[float, float, float, float, float, float] | None:
+    """Direction cosines, where they are two unit vectors at a right angle (within 1 %)."""
+    if not numbers:
+        return None
+    a, b, c, d, e, f = numbers
+    lengths = math.hypot(a, b, c), math.hypot(d, e, f)
+    if any(abs(length - 1) > 0.01 for length in lengths) or abs(a * d + b * e + c * f) > 0.01:
+        return None
+    return a, b, c, d, e, f
+
+
+def _positive_pair(numbers: tuple[float, ...] | None) -> tuple[float, float] | None:
+    return (numbers[0], numbers[1]) if numbers and min(numbers) > 0 else None
