@@ -1,0 +1,138 @@
+"""Batch memory that comes back by itself when nobody looks at it any more.
+
+A fresh 21 MB buffer per batch costs as much in page faults as decoding the batch. So memory is lent: a lease
+is an object that NumPy arrays are views of, and when the last array, torch tensor or memoryview on it has
+died, the lease gives its memory back to the pool. Nobody calls release, and nobody can be handed memory that
+something still looks at.
+
+Memory is mapped anonymously and privately: page-aligned, given back to the system at once when it is dropped,
+and never shared with a forked child by accident.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["BufferPool"]
+
+_MIN_BYTES = 1 << 16
+_STEPS_PER_DOUBLING = 8
+
+
+class BufferPool:
+    """Recycles memory of nearly equal sizes.
+
+    Sizes are rounded up by at most an eighth, so that batches whose text differs a little share buffers.
+
+    Args:
+        max_free_bytes: How much memory may lie idle in the pool (one buffer may, whatever its size); beyond
+            it the sizes that were not asked for the longest go back to the system.
+    """
+
+    def __init__(self, max_free_bytes: int) -> None:
+        self._max_free_bytes = max_free_bytes
+        self._lock = threading.Lock()
+        self._free: dict[int, list[mmap.mmap]] = {}  # in the order of last use
+        self._free_bytes = 0
+        # A lease may die anywhere, also while this thread is inside the pool: so it only appends here, which
+        # needs no lock.
+        self._returned: deque[mmap.mmap] = deque()
+        self._num_allocated = 0
+
+    @property
+    def num_allocated(self) -> int:
+        """Buffers ever asked from the system; stands still once iteration is in its stride."""
+        return self._num_allocated
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that lies idle in the pool."""
+        self._settle()
+        return self._free_bytes
+
+    def lend(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return a writable buffer whose content is whatever its last user left.
+
+        Args:
+            num_bytes: Size; may be zero.
+
+        Returns:
+            ``(num_bytes,)`` uint8, page-aligned. The memory returns to the pool when the last view of it
+            dies.
+        """
+        size = _rounded(num_bytes)
+        self._settle()
+        with self._lock:
+            memory = self._pop(size)
+        if memory is None:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._num_allocated += 1
+        return np.asarray(_Lease(memory, self))[:num_bytes]
+
+    def take_back(self, memory: mmap.mmap) -> None:
+        """Accept memory from a lease that died; safe in any thread and inside a garbage collection."""
+        self._returned.append(memory)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Move what was returned to the free lists, unless someone else is at it."""
+        while self._returned:
+            if not self._lock.acquire(blocking=False):
+                return  # the holder, possibly this very thread further up, looks again when it is done
+            try:
+                while self._returned:
+                    self._keep(self._returned.popleft())
+            finally:
+                self._lock.release()
+
+    def _keep(self, memory: mmap.mmap) -> None:
+        size = len(memory)
+        self._free[size] = [*self._free.pop(size, ()), memory]
+        self._free_bytes += size
+        while self._free_bytes > max(self._max_free_bytes, size):
+            self._pop(next(iter(self._free)))
+
+    def _pop(self, size: int) -> mmap.mmap | None:
+        """Take a free buffer of a size, which then counts as the size asked for last."""
+        stack = self._free.pop(size, None)
+        if stack is None:
+            return None
+        memory = stack.pop()
+        self._free_bytes -= size
+        if stack:
+            self._free[size] = stack
+        return memory
+
+
+class _Lease:
+    """What the arrays on a lent buffer keep alive."""
+
+    __slots__ = ("_address", "_memory", "_pool", "_size")
+
+    def __init__(self, memory: mmap.mmap, pool: BufferPool) -> None:
+        self._memory = memory
+        self._pool = pool
+        self._size = len(memory)
+        self._address = np.frombuffer(memory, np.uint8).ctypes.data
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        return {"version": 3, "shape": (self._size,), "typestr": "|u1", "data": (self._address, False)}
+
+    def __del__(self) -> None:
+        self._pool.take_back(self._memory)
+
+
+def _rounded(num_bytes: int) -> int:
+    """Round a size up to one of eight steps between powers of two, whole pages, at least 64 KiB."""
+    size = max(num_bytes, _MIN_BYTES)
+    step = max((1 << (size - 1).bit_length()) // (2 * _STEPS_PER_DOUBLING), mmap.PAGESIZE)
+    return -(-size // step) * step

@@ -1,0 +1,309 @@
+"""Threads that work ahead, in order, within a bound of bytes, and never leave a consumer waiting in silence.
+
+The engine runs *tickets*: pieces of ordered work (here: one micro-batch each) that split into independent
+parts (here: one sample each). All threads work on the parts of the oldest open ticket first, so that the
+first result comes soon; results are handed out strictly in order. A ticket is opened only when its bytes fit
+beside those of the tickets that are open already; one that alone exceeds the bound runs alone.
+
+Invariants: threads start with the first `take` and none outlives `close`; an error in a thread comes out of
+    the
+`take` that would have returned its result; every wait of the consumer has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from shardflow.errors import ShardflowError, WaitTimeoutError
+from shardflow.loading.thread_state import ThreadState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardflow.telemetry import StageCounters
+
+__all__ = ["OrderedEngine", "Ticket"]
+
+_logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_Result_co = TypeVar("_Result_co", covariant=True)
+_JOIN_TIMEOUT_S = 10.0
+_FINISH_ONLY = -1
+
+
+class Ticket(Protocol[_Result_co]):
+    """One piece of ordered work."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the ticket holds from `begin` until its result is taken."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are; none is allowed."""
+
+    def begin(self) -> None:
+        """Get memory; called once, before any part."""
+
+    def run(self, part: int, thread: ThreadState) -> None:
+        """Do one part; parts run in any order and at the same time."""
+
+    def finish(self) -> _Result_co:
+        """Make the result after all parts are done."""
+
+    def describe(self) -> str:
+        """Say which piece this is, for a message."""
+
+
+class _Open(Generic[_Result]):
+    """A ticket under way and what is still to do for it."""
+
+    __slots__ = ("error", "is_done", "num_bytes", "num_left", "result", "ticket")
+
+    def __init__(self, ticket: Ticket[_Result] | None, error: BaseException | None = None) -> None:
+        self.ticket = ticket
+        self.num_bytes = 0 if ticket is None else ticket.num_bytes
+        self.num_left = 0 if ticket is None else ticket.num_parts
+        self.result: _Result | None = None
+        self.error = error
+        self.is_done = error is not None
+
+
+class OrderedEngine(Generic[_Result]):
+    """Runs tickets ``0 .. num_tickets - 1`` on threads and hands their results out in order.
+
+    Args:
+        open_ticket: Makes a ticket from its number; called by one thread at a time, in order.
+        num_tickets: How many there are.
+        num_threads: At least 1.
+        max_bytes: Bound on the bytes of tickets that are open or done but not taken.
+        wait_timeout_s: Deadline of one `take`.
+        counters: Gets the stages ``wait`` (the consumer waited) and ``idle`` (a thread had nothing to do) and
+            the gauges ``ready_batches`` and ``buffered_bytes``, seen at each take.
+    """
+
+    def __init__(
+        self,
+        open_ticket: Callable[[int], Ticket[_Result]],
+        num_tickets: int,
+        *,
+        num_threads: int,
+        max_bytes: int,
+        wait_timeout_s: float,
+        counters: StageCounters,
+    ) -> None:
+        self._open_ticket = open_ticket
+        self._num_tickets = num_tickets
+        self._num_threads = num_threads
+        self._max_bytes = max_bytes
+        self._wait_timeout_s = wait_timeout_s
+        self._counters = counters
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
+        self._threads: list[threading.Thread] = []
+        self._states: list[ThreadState] = []
+        self._window: deque[_Open[_Result]] = deque()
+        self._parts: deque[tuple[_Open[_Result], int]] = deque()
+        self._held: _Open[_Result] | None = None
+        self._num_opened = 0
+        self._num_taken = 0
+        self._is_opening = False
+        self._is_closed = False
+        self._buffered_bytes = 0
+
+    # ---- the consumer's side ---------------------------------------------------------------------
+
+    def take(self) -> _Result | None:
+        """Return the next result, waiting for it if need be.
+
+        Returns:
+            The result; None when all were taken or the engine is closed.
+
+        Raises:
+            WaitTimeoutError: The result did not come in time; the message names what the threads are at.
+            ShardflowError: The engine was made in another process.
+            Exception: Whatever a thread raised while it made this result, with its traceback.
+        """
+        if self._pid != os.getpid():
+            raise ShardflowError(
+                "an iteration must go on in the process that began it, got a forked child; "
+                "call iter() on the loader in the child."
+            )
+        start = time.monotonic()
+        with self._lock:
+            if self._is_closed or self._num_taken == self._num_tickets:
+                return None
+            self._start_threads()
+            self._counters.observe("ready_batches", sum(entry.is_done for entry in self._window))
+            self._counters.observe("buffered_bytes", self._buffered_bytes)
+            while not (self._window and self._window[0].is_done):
+                left_s = start + self._wait_timeout_s - time.monotonic()
+                if left_s <= 0:
+                    raise WaitTimeoutError(self._describe_wait())
+                self._done.wait(left_s)
+            entry = self._window.popleft()
+            self._num_taken += 1
+            self._buffered_bytes -= entry.num_bytes
+            self._work.notify_all()
+        self._counters.add("wait", time.monotonic() - start, entry.num_bytes, 1)
+        if entry.error is not None:
+            raise entry.error
+        return entry.result
+
+    def close(self) -> None:
+        """End the threads and drop all results that were not taken; may be called twice and from anywhere.
+
+        A thread that is stuck in a read cannot be ended; it is named in a log line and ends when its read
+        does.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child has none of the threads, and the lock may be held by one of them
+        with self._lock:
+            self._is_closed = True
+            self._window.clear()
+            self._parts.clear()
+            self._held = None
+            self._work.notify_all()
+            self._done.notify_all()
+        if threading.current_thread() in self._threads:
+            return  # a garbage collection ran in one of our own threads: they all end by themselves
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        for thread, state in zip(self._threads, self._states, strict=True):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _logger.warning("a loader thread is still busy after close: %s", state.describe())
+
+    # ---- the threads' side -----------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        if self._threads:
+            return
+        for number in range(self._num_threads):
+            state = ThreadState()
+            # Daemons, so that a stuck read cannot keep the interpreter alive; who iterates closes us at exit.
+            thread = threading.Thread(
+                target=self._run, args=(state,), name=f"shardflow-loading-{number}", daemon=True
+            )
+            thread.start()
+            self._states.append(state)
+            self._threads.append(thread)
+
+    def _run(self, state: ThreadState) -> None:
+        while True:
+            task = self._next_task(state)
+            if task is None:
+                return
+            entry, part = task
+            if entry is None:
+                self._open_next(state)
+                continue
+            try:
+                if entry.error is None and entry.ticket is not None and part != _FINISH_ONLY:
+                    entry.ticket.run(part, state)
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+                entry.error = entry.error or error
+            self._part_done(entry)
+            # The names must not keep a batch alive while this thread waits for work.
+            del entry, task
+
+    def _next_task(self, state: ThreadState) -> tuple[_Open[_Result] | None, int] | None:
+        """Wait for a part, or for room to open a ticket (``(None, 0)``); ``None`` when the engine closed."""
+        with self._lock:
+            idle_since: float | None = None
+            state.enter("idle", "")
+            while True:
+                if self._is_closed:
+                    return None
+                task: tuple[_Open[_Result] | None, int] | None = None
+                if len(self._parts) < self._num_threads and self._can_open():
+                    self._is_opening = True
+                    task = (None, 0)
+                elif self._parts:
+                    task = self._parts.popleft()
+                if task is not None:
+                    if idle_since is not None:
+                        self._counters.add("idle", time.monotonic() - idle_since, 0, 1)
+                    return task
+                idle_since = idle_since or time.monotonic()
+                self._work.wait()
+
+    def _can_open(self) -> bool:
+        if self._is_opening:
+            return False
+        if self._held is not None:
+            return self._fits(self._held)
+        return self._num_opened < self._num_tickets and (
+            self._buffered_bytes < self._max_bytes or not self._window
+        )
+
+    def _fits(self, entry: _Open[_Result]) -> bool:
+        return not self._window or self._buffered_bytes + entry.num_bytes <= self._max_bytes
+
+    def _open_next(self, state: ThreadState) -> None:
+        """Open the next ticket and put its parts up, by the one thread that set ``_is_opening``."""
+        entry = self._held
+        if entry is None:
+            state.enter("plan", "")
+            try:
+                entry = _Open(self._open_ticket(self._num_opened))
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+                entry = _Open(None, error)
+        with self._lock:
+            if self._held is None:
+                self._num_opened += 1
+            if self._is_closed:
+                return
+            self._held = None if self._fits(entry) else entry
+            if self._held is not None:
+                self._is_opening = False
+                return
+            self._buffered_bytes += entry.num_bytes
+            self._window.append(entry)
+        try:
+            if entry.ticket is not None:
+                entry.ticket.begin()
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+            entry.error = error
+        with self._lock:
+            self._is_opening = False
+            if entry.num_left and entry.error is None:
+                self._parts.extend((entry, part) for part in range(entry.num_left))
+            else:
+                entry.num_left = 1  # a ticket of no parts, or one that failed
+                self._parts.append((entry, _FINISH_ONLY))
+            self._work.notify_all()
+
+    def _part_done(self, entry: _Open[_Result]) -> None:
+        with self._lock:
+            entry.num_left -= 1
+            if entry.num_left:
+                return
+        try:
+            if entry.error is None and entry.ticket is not None:
+                entry.result = entry.ticket.finish()
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+            entry.error = error
+        with self._lock:
+            entry.is_done = True
+            entry.ticket = None
+            if self._window and self._window[0] is entry:
+                self._done.notify_all()
+
+    def _describe_wait(self) -> str:
+        number = self._num_taken
+        ticket = self._window[0].ticket if self._window else None
+        what = ticket.describe() if ticket is not None else f"micro-batch {number} of this iteration"
+        busy = [text for state in self._states if (text := state.describe_busy())]
+        doing = "; ".join(busy) or "no thread is at work on it"
+        return (
+            f"{what} must be ready within {self._wait_timeout_s:g} s, got nothing ({doing}); "
+            "look at the storage named, or raise wait_timeout_s."
+        )

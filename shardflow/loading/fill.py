@@ -1,0 +1,241 @@
+"""Fill slots of a micro-batch from one shard: choose fields, read them in one go, put each in its place.
+
+Only what the view and the text setting ask for is read: the chosen slices of the primary series, the study's
+description (for the display range), the report. Any finding that a sample is bad concerns its slot alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.loading.config import LoaderConfig
+from shardflow.loading.decode import convert_slice, decode_slice
+from shardflow.loading.quarantine import BadSample, BadSampleReason
+from shardflow.loading.reader import FieldReader, Shard
+from shardflow.loading.thread_state import ThreadState
+from shardflow.telemetry import StageCounters
+
+__all__ = ["SlotFiller", "SlotRequest"]
+
+# What a field is for: a slice has its place among the chosen ones, from 0.
+_REPORT = -1
+_STUDY = -2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRequest:
+    """A slot to be filled."""
+
+    slot: int
+    row: int
+    """Row of the samples table."""
+    row_in_shard: int
+    key: str
+    text_bytes: int
+    """Size of the report as the samples table has it."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A slot under way."""
+
+    request: SlotRequest
+    slices: NDArray[Any] | None = None
+    """``(chosen, rows, columns)``, the place of its slices."""
+    display_range: tuple[float, float] | None = None
+
+
+@dataclass(slots=True)
+class _Work:
+    """The fields to read, and for each the slot it belongs to and what it is for."""
+
+    fields: list[int] = field(default_factory=list)
+    purposes: list[tuple[_Slot, int]] = field(default_factory=list)
+
+    def add(self, slot: _Slot, purpose: int, number: int) -> None:
+        self.fields.append(number)
+        self.purposes.append((slot, purpose))
+
+
+class SlotFiller:
+    """Fills slots for the micro-batches of one epoch. Safe for many threads.
+
+    Args:
+        reader: Where bytes come from.
+        config: What is asked for.
+        seed: Run-level seed, which keys the choice of slices.
+        epoch: The epoch.
+        counters: Gets the stages ``decode``, ``transform`` and ``saturated`` (items: pixels).
+    """
+
+    def __init__(
+        self, reader: FieldReader, config: LoaderConfig, *, seed: int, epoch: int, counters: StageCounters
+    ) -> None:
+        self._reader = reader
+        self._config = config
+        self._seed = seed
+        self._epoch = epoch
+        self._counters = counters
+
+    def fill(
+        self,
+        shard_number: int,
+        requests: list[SlotRequest],
+        arrays: Mapping[str, NDArray[Any]],
+        thread: ThreadState,
+    ) -> dict[int, BadSample]:
+        """Fill slots whose samples lie in one shard.
+
+        Args:
+            shard_number: Position of the shard in the manifest.
+            requests: The slots.
+            arrays: The arrays of the micro-batch.
+            thread: Of the caller.
+
+        Returns:
+            The slots whose sample is bad, and why; their arrays hold anything.
+
+        Raises:
+            StorageError: The store cannot read the shard at all.
+        """
+        try:
+            shard = self._reader.open_shard(shard_number, thread)
+        except BadSample as bad:
+            return {request.slot: bad for request in requests}
+        bad_slots: dict[int, BadSample] = {}
+        slots = [_Slot(request) for request in requests]
+        work = _Work()
+        for slot in slots:
+            try:
+                self._order(shard, slot, arrays, work)
+            except BadSample as bad:
+                bad_slots[slot.request.slot] = bad
+        for position, payload in self._reader.read(shard, np.array(work.fields, np.int64), thread):
+            slot, purpose = work.purposes[position]
+            if slot.request.slot in bad_slots:
+                continue
+            try:
+                self._put(shard, work.fields[position], slot, purpose, payload, arrays, thread)
+            except BadSample as bad:
+                bad_slots[slot.request.slot] = bad
+        if self._config.view is not None:
+            for slot in slots:
+                if slot.request.slot not in bad_slots:
+                    arrays["display_range"][slot.request.slot] = _display_range(slot)
+        return bad_slots
+
+    def _order(self, shard: Shard, slot: _Slot, arrays: Mapping[str, NDArray[Any]], work: _Work) -> None:
+        """Add the fields that a slot needs to the work."""
+        request = slot.request
+        index, row = shard.index, request.row_in_shard
+        if row >= index.num_samples or index.sample_key(row) != request.key:
+            raise shard.bad(BadSampleReason.INDEX_DAMAGED, "", "the samples table names another sample")
+        if self._config.text:
+            report = shard.report(row)
+            num_bytes = 0 if report is None else shard.num_bytes(report)
+            if num_bytes != request.text_bytes:
+                reason = BadSampleReason.FIELD_MISSING if report is None else BadSampleReason.SIZE_MISMATCH
+                raise shard.bad(reason, "report.txt", f"{num_bytes} bytes instead of {request.text_bytes}")
+            if report is not None and num_bytes:
+                work.add(slot, _REPORT, report)
+        view = self._config.view
+        if view is None:
+            return
+        slices = shard.slices(row)
+        chosen = view.choose(len(slices), seed=self._seed, epoch=self._epoch, row=request.row)
+        try:
+            slot.slices = view.target(arrays, request.slot, len(chosen))
+        except FormatError as error:
+            raise shard.bad(BadSampleReason.SIZE_MISMATCH, "", error.message) from None
+        for purpose, number in enumerate(slices[chosen].tolist()):
+            work.add(slot, purpose, number)
+        study = shard.study(row)
+        if study is not None and len(chosen):
+            work.add(slot, _STUDY, study)
+
+    def _put(
+        self,
+        shard: Shard,
+        number: int,
+        slot: _Slot,
+        purpose: int,
+        payload: NDArray[np.uint8] | BadSample,
+        arrays: Mapping[str, NDArray[Any]],
+        thread: ThreadState,
+    ) -> None:
+        """Put one field where it belongs."""
+        if isinstance(payload, BadSample):
+            raise payload
+        if purpose == _REPORT:
+            _put_text(shard, slot, payload, arrays)
+        elif purpose == _STUDY:
+            slot.display_range = _read_display_range(shard, payload)
+        else:
+            self._put_slice(shard, number, slot, purpose, payload, thread)
+
+    def _put_slice(
+        self,
+        shard: Shard,
+        number: int,
+        slot: _Slot,
+        purpose: int,
+        payload: NDArray[np.uint8],
+        thread: ThreadState,
+    ) -> None:
+        view, slices = self._config.view, slot.slices
+        if view is None or slices is None:
+            return
+        target = slices[purpose]
+        thread.enter("decode", f"shard {shard.name}")
+        try:
+            with self._counters.timed("decode", target.nbytes):
+                decoded = decode_slice(
+                    shard.codec(number), payload, target, thread.scratch, may_resize=view.may_resize
+                )
+        except FormatError as error:
+            raise shard.bad(BadSampleReason.DECODE_FAILED, number, error.message) from None
+        if decoded is not None:
+            thread.enter("transform", f"shard {shard.name}")
+            with self._counters.timed("transform", target.nbytes):
+                num_saturated = convert_slice(decoded, target, thread.scratch)
+            if num_saturated:
+                self._counters.add("saturated", num_items=num_saturated)
+
+
+def _put_text(
+    shard: Shard, slot: _Slot, payload: NDArray[np.uint8], arrays: Mapping[str, NDArray[Any]]
+) -> None:
+    try:
+        str(payload.data, "utf-8")
+    except UnicodeDecodeError:
+        raise shard.bad(BadSampleReason.TEXT_UNREADABLE, "report.txt", "no UTF-8") from None
+    start = int(arrays["text_offsets"][slot.request.slot])
+    arrays["text_bytes"][start : start + len(payload)] = payload
+
+
+def _read_display_range(shard: Shard, payload: NDArray[np.uint8]) -> tuple[float, float] | None:
+    """Read the display range of the primary series; None where the study gives none."""
+    try:
+        found = json.loads(payload.tobytes())["series"][0].get("display_range")
+        if found is None:
+            return None
+        low, high = found
+        return float(low), float(high)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise shard.bad(BadSampleReason.TEXT_UNREADABLE, "study.json", type(error).__name__) from None
+
+
+def _display_range(slot: _Slot) -> tuple[float, float]:
+    """Return what the study says, else the extremes of the slices that are there."""
+    if slot.display_range is not None:
+        return slot.display_range
+    if slot.slices is None or not slot.slices.size:
+        return 0.0, 0.0
+    return float(slot.slices.min()), float(slot.slices.max())

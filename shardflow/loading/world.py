@@ -1,0 +1,64 @@
+"""Which part of a data-parallel job this process is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["World"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """A rank and the number of ranks, in the sense of data parallelism.
+
+    Ranks of one tensor- or pipeline-parallel group must pass the same ``World``, so that they get the same
+    micro-batches.
+    """
+
+    rank: int = 0
+    #: From 0.
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(
+                f"world_size must be at least 1, got {self.world_size}; give the number of ranks."
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank must be from 0 to world_size - 1 ({self.world_size - 1}), got {self.rank}; correct it."
+            )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+        """Read ``RANK`` and ``WORLD_SIZE`` as torchrun sets them; one rank of one where neither is set.
+
+        Call it once at the start of a job and pass the result on.
+
+        Args:
+            environment: Where to look; the process environment by default.
+
+        Raises:
+            ConfigError: Only one of the two is set, or a value is no number in range.
+        """
+        names = ("RANK", "WORLD_SIZE")
+        variables = os.environ if environment is None else environment
+        found = [variables.get(name) for name in names]
+        if found == [None, None]:
+            return cls()
+        numbers: list[int] = []
+        for name, text in zip(names, found, strict=True):
+            if text is None or not text.isascii() or not text.isdigit():
+                raise ConfigError(
+                    f"{name} must be a number when a world is given, got {text!r} (environment); "
+                    "start the job with torchrun, or unset both RANK and WORLD_SIZE."
+                )
+            numbers.append(int(text))
+        return cls(rank=numbers[0], world_size=numbers[1])
