@@ -20,16 +20,8 @@ from shardflow.sources.dicom.pixels import (
     iter_stack,
 )
 from shardflow.sources.dicom.planes import PlaneHeader
-from shardflow.sources.dicom.series import (
-    Copy,
-    Grouping,
-    Rejection,
-    SliceRef,
-    Stack,
-    StackKind,
-    Study,
-    build_studies,
-)
+from shardflow.sources.dicom.series import Copy, Grouping, Rejection, Study, build_studies
+from shardflow.sources.dicom.stacks import SliceRef, Stack, StackKind
 
 __all__ = [
     "AttributeValue",

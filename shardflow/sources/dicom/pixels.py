@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardflow.sources.dicom.headers import InstanceHeader
-from shardflow.sources.dicom.series import Stack, Study
+from shardflow.sources.dicom.series import Study
+from shardflow.sources.dicom.stacks import Stack
 
 __all__ = [
     "DecodedSlice",

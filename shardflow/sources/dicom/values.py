@@ -49,7 +49,7 @@ def text(elements: Elements, tag: int) -> str:
         names = code(elements, _SPECIFIC_CHARACTER_SET).split("\\")
         with third_party_silence():
             try:
-                return decode_bytes(raw, convert_encodings(names), set()).strip("\0 \t\r\n")
+                return str(decode_bytes(raw, convert_encodings(names), set())).strip("\0 \t\r\n")
             except (LookupError, UnicodeError, ValueError):
                 return raw.decode("latin-1").strip("\0 \t\r\n")
     return raw.decode("ascii").strip("\0 \t\r\n")
