@@ -57,8 +57,8 @@ class Loader:
 
     Example::
 
-        loader = Loader(Dataset.open("data"), split="train", spec=spec, seed=7,
-        world=World.from_environment()) for epoch in range(loader.epoch, 3):
+        loader = Loader(Dataset.open("data"), split="train", spec=spec, seed=7, world=world)
+        for epoch in range(loader.epoch, 3):
             loader.set_epoch(epoch)
             for batch in loader:
                 train(batch.arrays["image"], batch.arrays["weight"])
@@ -162,6 +162,26 @@ class Loader:
         )
         return BatchStream(source, numbers)
 
+    def count(self, batch: Batch, number: int) -> None:
+        """Count a micro-batch as consumed and keep its masks.
+
+        The loader's own iteration does it; it is public for those who iterate a `stream` themselves.
+
+        Args:
+            batch: The micro-batch.
+            number: Its number among the rank's micro-batches of the epoch.
+
+        Raises:
+            SampleError: There are more bad samples than ``max_bad_samples`` allows.
+        """
+        self._quarantine.record(batch.quarantined)
+        self._position = Position.after(
+            epoch=batch.epoch,
+            num_consumed=number + 1,
+            num_micro_batches_per_rank=self.num_micro_batches_per_rank,
+            num_steps=self.num_steps,
+        )
+
     def close(self) -> None:
         """End the running iteration, if any; the loader can be iterated again."""
         self._retire()
@@ -255,16 +275,6 @@ class Loader:
                 "set_epoch() or close() retired; call iter() again."
             )
 
-    def _deliver(self, batch: Batch, number: int) -> None:
-        """Count a micro-batch as consumed."""
-        self._quarantine.record(batch.quarantined)
-        self._position = Position.after(
-            epoch=batch.epoch,
-            num_consumed=number + 1,
-            num_micro_batches_per_rank=self.num_micro_batches_per_rank,
-            num_steps=self.num_steps,
-        )
-
     def _own_process(self, dataset: Dataset) -> None:
         """Take memory and locks of this process.
 
@@ -306,7 +316,7 @@ class _EpochIterator(Iterator[Batch]):
         self._loader._check_alive(self)
         batch = next(self._stream)
         try:
-            self._loader._deliver(batch, self._numbers[self._num_delivered])
+            self._loader.count(batch, self._numbers[self._num_delivered])
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,221 @@
+"""The same micro-batches in torch's DataLoader, for those who keep it: same order, same length, exact resume.
+
+The DataLoader asks its workers in turn, so worker ``w`` of ``n`` makes every n-th micro-batch, and what comes
+out is the plan's order. A batch crosses the process boundary as one tensor in shared memory and a JSON text.
+Each worker reads and decodes with threads of its own, which start in the worker.
+
+Workers run ahead, so only the main process knows what was consumed: `ShardIterableDataset.track` counts
+there. The `Loader` is faster (no copies between processes); this is for pipelines that need the DataLoader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from shardflow.epochs import BatchSpec, Position
+from shardflow.errors import StateError
+from shardflow.loading.batch import Batch
+from shardflow.loading.config import LoaderConfig
+from shardflow.loading.loader import Loader
+from shardflow.loading.quarantine import QuarantineRow
+from shardflow.loading.world import World
+from shardflow.shards import Dataset
+
+__all__ = ["ShardIterableDataset"]
+
+
+class ShardIterableDataset(IterableDataset[Batch]):
+    """An iterable dataset of whole micro-batches; give it to a ``DataLoader`` with ``batch_size=None``.
+
+    An iteration goes from the position to the end of its epoch. The position moves with `track`, `set_epoch`
+    and `load_state_dict`, also for workers that persist; never while workers run ahead.
+
+    Args:
+        dataset: The dataset; workers open it anew.
+        split: As in `Loader`, like the arguments below.
+        spec: How steps are formed.
+        seed: Run-level seed.
+        world: This rank; one of one by default.
+        config: How to run, per worker.
+
+    Raises:
+        ConfigError: The dataset has no such split.
+        PlanError: No step can be formed, or there are more ranks than micro-batches in a step.
+
+    Example::
+
+        dataset = ShardIterableDataset(Dataset.open("data"), split="train", spec=spec, seed=7)
+        loader = DataLoader(dataset, batch_size=None, num_workers=2)
+        for epoch in range(3):
+            dataset.set_epoch(epoch)
+            for batch in dataset.track(loader):
+                train(torch.from_numpy(batch.arrays["image"]))
+                save(dataset.state_dict())
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        split: str,
+        spec: BatchSpec,
+        seed: int,
+        world: World | None = None,
+        config: LoaderConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self._arguments: dict[str, Any] = {
+            "split": split,
+            "spec": spec,
+            "seed": seed,
+            "world": world or World(),
+            "config": config or LoaderConfig(),
+        }
+        self._dataset = dataset
+        # Counts and keeps the masks of the main process; it is never iterated here.
+        self._loader = Loader(dataset, **self._arguments)
+        # Where an iteration begins. In shared memory, because workers that persist keep their first copy of
+        # us.
+        self._start: torch.Tensor = torch.zeros(2, dtype=torch.int64)
+        self._start.share_memory_()  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Cross to a worker as arguments, the start and the masks."""
+        state = {key: value for key, value in self.__dict__.items() if key != "_loader"}
+        return {**state, "_masks": self._loader.masks()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        masks = state.pop("_masks")
+        self.__dict__.update(state)
+        self._loader = Loader(self._dataset, **self._arguments)
+        self._loader.load_masks(masks)
+
+    def __len__(self) -> int:
+        """Micro-batches that this rank yields in a whole epoch."""
+        return len(self._loader)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch."""
+        return self._loader.num_steps
+
+    @property
+    def plan_id(self) -> str:
+        """Identity of the plan, as in `Loader`."""
+        return self._loader.plan_id
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield what falls to this worker; called by the DataLoader, in each of its workers."""
+        worker = get_worker_info()
+        number, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        epoch, step = (int(value) for value in self._start)
+        first = step * self._loader.num_micro_batches_per_rank + number
+        stream = self._loader.stream(epoch, range(first, len(self), num_workers))
+        if worker is None:
+            return stream
+        return cast("Iterator[Batch]", map(_Parcel, stream))
+
+    def track(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate a DataLoader over this dataset and count what is consumed.
+
+        Args:
+            batches: The DataLoader.
+
+        Yields:
+            Its batches.
+
+        Raises:
+            SampleError: There are more bad samples than ``max_bad_samples`` allows.
+            StateError: The batches are not the ones that come next: the DataLoader shuffles, drops or is
+                another's.
+        """
+        self._move()
+        expected = self._loader.position
+        epoch, per_rank = expected.epoch, self._loader.num_micro_batches_per_rank
+        for number, batch in enumerate(batches, start=expected.step * per_rank):
+            if self._loader.position != expected:
+                raise StateError(
+                    "the position must stay while batches are tracked, got set_epoch() or load_state_dict() in "
+                    "between; call track() again."
+                )
+            if (batch.epoch, batch.step, batch.slot) != (epoch, *divmod(number, per_rank)):
+                raise StateError(
+                    f"micro-batch {number} of epoch {epoch} must come next, got step {batch.step} slot "
+                    f"{batch.slot} of epoch {batch.epoch}; leave order and sampling to the dataset, and iterate "
+                    "the DataLoader through track() only."
+                )
+            self._loader.count(batch, number)
+            expected = self._loader.position
+            yield batch
+
+    # ---- state, as in Loader ---------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the position."""
+        return self._loader.epoch
+
+    @property
+    def position(self) -> Position:
+        """The first step that is not consumed yet."""
+        return self._loader.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing happens if the position lies in it already."""
+        self._loader.set_epoch(epoch)
+        self._move()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the position of what `track` has yielded, see `Loader.state_dict`."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a saved position, of a `Loader` as well; takes effect at the next iteration.
+
+        Raises:
+            StateError: See `Loader.load_state_dict`.
+        """
+        self._loader.load_state_dict(state)
+        self._move()
+
+    @property
+    def quarantined(self) -> list[QuarantineRow]:
+        """The masked slots among what `track` has yielded."""
+        return self._loader.quarantined
+
+    def masks(self) -> list[dict[str, int | str]]:
+        """Return `quarantined` as JSON objects, for a checkpoint."""
+        return self._loader.masks()
+
+    def load_masks(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Mask the slots of a checkpoint again; before the DataLoader starts its workers."""
+        self._loader.load_masks(rows)
+
+    def _move(self) -> None:
+        position = self._loader.position
+        self._start[:] = torch.tensor([position.epoch, position.step])
+
+
+class _Parcel:
+    """A batch on its way to the main process, where it arrives as a `Batch`.
+
+    The DataLoader's queue moves a tensor by handing over its shared memory, and everything else by copying
+    it.
+    """
+
+    __slots__ = ("_batch",)
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __reduce__(self) -> tuple[Any, tuple[torch.Tensor, str]]:
+        return _unpack, (torch.from_numpy(self._batch.buffer), json.dumps(self._batch.descriptor))
+
+
+def _unpack(buffer: torch.Tensor, descriptor: str) -> Batch:
+    return Batch(buffer.numpy(), json.loads(descriptor))
