@@ -140,14 +140,14 @@ class ShardIterableDataset(IterableDataset[Batch]):
         for number, batch in enumerate(batches, start=expected.step * per_rank):
             if self._loader.position != expected:
                 raise StateError(
-                    "the position must stay while batches are tracked, got set_epoch() or load_state_dict() in "
-                    "between; call track() again."
+                    "the position must stay while batches are tracked, got set_epoch() or load_state_dict() "
+                    "in between; call track() again."
                 )
             if (batch.epoch, batch.step, batch.slot) != (epoch, *divmod(number, per_rank)):
                 raise StateError(
                     f"micro-batch {number} of epoch {epoch} must come next, got step {batch.step} slot "
-                    f"{batch.slot} of epoch {batch.epoch}; leave order and sampling to the dataset, and iterate "
-                    "the DataLoader through track() only."
+                    f"{batch.slot} of epoch {batch.epoch}; leave order and sampling to the dataset, and "
+                    "iterate the DataLoader through track() only."
                 )
             self._loader.count(batch, number)
             expected = self._loader.position
