@@ -1,0 +1,124 @@
+"""Change class ITERATION ORDER: a run of an older version continues with the same samples.
+
+If a digest here changes, every run that was stopped before the change continues with other samples. Then
+``PLAN_VERSION`` is raised, which refuses such a resume, and the CHANGELOG says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, Permutation
+from shardflow.epochs.identity import PLAN_VERSION
+from shardflow.epochs.spec import TAILS
+from shardflow.seeds import derive
+
+pytestmark = pytest.mark.fast
+
+Golden = Callable[[str, object], None]
+
+# Both sides of the bound between table and network, squares, primes, and what does not fit into 32 bits.
+SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    10,
+    1000,
+    4095,
+    4096,
+    4097,
+    4225,
+    10_007,
+    1_000_000,
+    200_000_000,
+    2**33 + 1,
+    2**40,
+    2**48,
+]
+KEYS = [0, 1, 2**64 - 1, 0x0123_4567_89AB_CDEF]
+# samples, B, M, seed, epoch
+EPOCHS = [
+    (1, 1, 1, 0, 0),
+    (29, 2, 4, 7, 0),
+    (29, 2, 4, 7, 1),
+    (29, 2, 4, 8, 0),
+    (5000, 4, 8, 2**63 - 1, 12),
+    (20_011, 16, 3, 7, 3),
+]
+
+
+def digest(values: npt.NDArray[np.int64]) -> str:
+    """First 128 bits of the SHA-256 over little-endian 64-bit integers."""
+    return hashlib.sha256(values.astype("<i8").tobytes()).hexdigest()[:32]
+
+
+def permutation_digest(size: int, key: int) -> str:
+    """Over the first 2,000 positions, 2,000 spread ones, and the last 2,000, or all."""
+    spread = np.arange(2000) * (size // 2000)
+    positions = (
+        np.arange(size)
+        if size <= 6000
+        else np.concatenate([np.arange(2000), spread, np.arange(size - 2000, size)])
+    )
+    return digest(Permutation(size, key)(positions))
+
+
+def epoch_digest(population: range, spec: BatchSpec, seed: int, epoch: int) -> str:
+    plan = EpochPlan(population, spec, seed=seed, epoch=epoch)
+    rows = [plan.step(step)[0].ravel() for step in range(plan.num_steps)]
+    return f"{plan.num_steps} steps {digest(np.concatenate(rows))}"
+
+
+def test_order_is_the_recorded_one(golden: Golden) -> None:
+    golden(
+        "order",
+        {
+            "plan_version": PLAN_VERSION,
+            "seeds": {
+                f"{seed} {label} {counters}": derive(seed, label, *counters)
+                for seed, label, counters in (
+                    (0, "epoch-order", (0,)),
+                    (7, "epoch-order", (1,)),
+                    (7, "x", (1, 2)),
+                )
+            },
+            "permutations_in_full": {
+                str(size): Permutation(size, key=1)(np.arange(size)).tolist() for size in (1, 2, 3, 10, 20)
+            },
+            "permutations": {
+                f"size {size} key {key}": permutation_digest(size, key) for size in SIZES for key in KEYS
+            },
+            "epochs": {
+                f"{n} samples B {size} M {per_step} seed {seed} epoch {epoch} tail {tail}": epoch_digest(
+                    range(100, 100 + n),
+                    BatchSpec(micro_batch_size=size, micro_batches_per_step=per_step, tail=tail),
+                    seed,
+                    epoch,
+                )
+                for n, size, per_step, seed, epoch in EPOCHS
+                for tail in TAILS
+            },
+        },
+    )
+
+
+def test_loader_state_is_the_recorded_one(golden: Golden) -> None:
+    """Change class CHECKPOINT STATE, and the identity of a plan."""
+    spec = BatchSpec(micro_batch_size=4, micro_batches_per_step=8, tail="mask")
+    state = LoaderState(
+        dataset_id="0123456789abcdef" * 4,
+        manifest_version=2,
+        split="train",
+        seed=7,
+        spec=spec,
+        epoch=3,
+        step=21,
+    )
+    golden("loader-state", state.to_json())
