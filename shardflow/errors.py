@@ -18,6 +18,7 @@
     +-- WaitTimeoutError         a wait passed its deadline (also a TimeoutError)
     +-- RanksDisagreeError       ranks would not run the same steps
     +-- CheckpointError          a checkpoint is missing or damaged
+    +-- TrainingError            a step cannot be taken: a gradient is missing or not finite
 
 Sentence form: *<thing> must be <expected>, got <found> (<where>); <remedy>.* A message names shards, members, sample
 keys, ranks and steps. It never holds an identifier, a date, an input path or report text: whoever catches an error of
@@ -42,6 +43,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "StorageError",
+    "TrainingError",
     "WaitTimeoutError",
 ]
 
@@ -124,3 +126,7 @@ class RanksDisagreeError(ShardflowError):
 
 class CheckpointError(ShardflowError):
     """A checkpoint is missing, damaged or of another kind of model."""
+
+
+class TrainingError(ShardflowError):
+    """A training step cannot be taken: a gradient is missing or not finite."""

@@ -1,0 +1,56 @@
+"""Make a tokenizer: ``python -m pipelines.train_tokenizer --dataset DATASET --output FOLDER``.
+
+Trains a byte-level BPE on the reports of one split of a packed dataset; the same reports give the same
+files. Exit codes: 0 done, 1 failed, 2 an argument is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardflow.errors import ConfigError, ShardflowError
+from shardflow.logs import configure_logging
+from shardflow.shards import Dataset
+
+__all__ = ["main"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; the last line of standard output is a JSON summary.
+
+    Args:
+        argv: Arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.train_tokenizer", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--dataset", required=True, metavar="DATASET", help="folder of a packed dataset")
+    parser.add_argument("--split", default="train", help="whose reports to learn from (default: train)")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: 4096)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+    arguments = parser.parse_args(argv)
+    configure_logging()
+    try:
+        dataset = Dataset.open(arguments.dataset)
+        from shardflow.training.text import train_tokenizer  # transformers takes seconds to import
+
+        tokenizer = train_tokenizer(dataset, arguments.split, arguments.vocab_size, arguments.output)
+    except ShardflowError as error:
+        _LOGGER.error("%s", error.message)  # noqa: TRY400 - the sentence says it, a traceback would hide it
+        return 2 if isinstance(error, ConfigError) else 1
+    print(json.dumps({"vocab_size": tokenizer.vocab_size, "digest": tokenizer.digest}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""Training: the ranks, the model, the step, and what a run leaves behind.
+
+Owns everything that needs torch, apart from one adapter in ``shardflow.loading``. The way of a step:
+``inputs`` (a batch becomes tensors on the device), ``model`` (slices and text become logits), ``losses``,
+``step`` (micro-batches become one gradient), ``loop`` (steps become epochs), ``checkpoint`` and ``ledger``
+(what survives a kill). The job is ``shardflow.training.run.train``; it is not imported here, so that
+settings and run files are read without torch.
+"""
+
+from __future__ import annotations
+
+from shardflow.training.config import TrainConfig
+
+__all__ = ["TrainConfig"]

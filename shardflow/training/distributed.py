@@ -1,0 +1,202 @@
+"""The ranks of a run: joining, meeting, and exchanging small facts.
+
+Owns the process groups and their timeouts. There are two groups: the *gradient group* (NCCL on GPUs, gloo
+on CPUs), on which nothing but the model's own collectives runs, and a gloo *control group* for everything
+else: meetings that name who is missing, and small JSON facts. Invariant: no unbounded work happens inside a
+collective; a rank prepares first (data, model, checkpoint), then meets the others at :meth:`Ranks.meet`,
+whose deadline names the missing ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
+
+__all__ = ["Ranks", "Timeouts", "choose_device", "join_ranks"]
+
+_LOGGER = logging.getLogger(__name__)
+_MISSING_RANKS = re.compile(r"Ranks? ((?:\d+)(?:, \d+)*) failed to pass")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """How long ranks wait for one another; of type ``timedelta``, as a bare number is a known mistake."""
+
+    startup: timedelta
+    """Until every rank has joined, prepared and taken part in the first exchange."""
+    steady: timedelta
+    """For one gradient exchange once steps are running."""
+    control: timedelta
+    """For a meeting on the control group: a checkpoint being written, an evaluation ending."""
+
+    def __post_init__(self) -> None:
+        for name in ("startup", "steady", "control"):
+            value = getattr(self, name)
+            if not isinstance(value, timedelta) or value <= timedelta(0):
+                raise ConfigError(
+                    f"timeout {name} must be a positive timedelta, got {value!r}; use timedelta(seconds=...)."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process among the data-parallel ranks of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup
+    """Gradient group."""
+    control: dist.ProcessGroup
+    """Gloo group for meetings and small facts, on CPUs in any case."""
+    timeouts: Timeouts
+
+    def meet(self, phase: str, timeout: timedelta) -> None:
+        """Wait until every rank has reached ``phase``.
+
+        Raises:
+            WaitTimeoutError: ranks are missing after ``timeout``; rank 0 names them.
+        """
+        try:
+            dist.monitored_barrier(group=self.control, timeout=timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise WaitTimeoutError(self._describe_missing(phase, timeout, str(error))) from None
+
+    def _describe_missing(self, phase: str, timeout: timedelta, text: str) -> str:
+        match = _MISSING_RANKS.search(text)
+        if match is None:
+            found = f"at least one missing (seen by rank {self.rank})"
+            remedy = "rank 0 names the missing ranks in its log"
+        else:
+            found, remedy = f"no sign of ranks {match[1]}", "look at the last lines that these ranks logged"
+        return (
+            f"all {self.world_size} ranks must reach the phase '{phase}' within "
+            f"{timeout.total_seconds():g} s, got {found}; {remedy}."
+        )
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Give every rank the JSON value of every rank, in rank order."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.control)
+        # Gloo gathers equal sizes only; the padding is cut off again.
+        widest = max(int(size) for size in sizes)
+        padded = torch.zeros(widest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        gathered = [torch.empty(widest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(gathered, padded, group=self.control)
+        return [
+            json.loads(part[: int(size)].numpy().tobytes())
+            for part, size in zip(gathered, sizes, strict=True)
+        ]
+
+    def from_first(self, value: Any) -> Any:
+        """Give every rank the JSON value of rank 0; the others' ``value`` is ignored."""
+        return self.gather_json(value if self.rank == 0 else None)[0]
+
+    def gather_numbers(self, values: Sequence[float]) -> torch.Tensor:
+        """Give every rank the numbers of every rank.
+
+        A gather and not a sum: every rank then adds in the same order, and sees the largest as well as the
+        total.
+
+        Returns:
+            ``(world_size, len(values))`` float64 on the CPU, in rank order.
+        """
+        own = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own, group=self.control)
+        return torch.stack(gathered)
+
+    def enter_steady_state(self) -> None:
+        """Shorten the gradient group's timeout; the first exchange, which builds the connections, is done."""
+        dist.distributed_c10d._set_pg_timeout(self.timeouts.steady, self.group)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """Choose this rank's device.
+
+    Args:
+        wanted: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        local_rank: Number of this rank on its machine.
+
+    Raises:
+        ConfigError: CUDA is wanted and absent, or there are fewer GPUs than ranks on this machine.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not available):
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count() if available else 0
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"run.device 'cuda' must find a GPU for each rank of a machine, got {num_devices} for local "
+            f"rank {local_rank}; start at most {num_devices} ranks here, or set run.device to 'cpu'."
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def join_ranks(wanted_device: str, timeouts: Timeouts) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started, or be the only rank where it did not.
+
+    ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are read here, once.
+
+    Args:
+        wanted_device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        timeouts: Joining is bounded by ``timeouts.startup``.
+
+    Yields:
+        The ranks; the groups are taken down at the end of the block unless it fails.
+
+    Raises:
+        ConfigError: no such device.
+        WaitTimeoutError: not all ranks joined in time.
+    """
+    device = choose_device(wanted_device, int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    _init_default_group(backend, timeouts.startup)
+    group = dist.group.WORLD
+    if group is None:  # never after a successful init; tells the type checker so
+        raise ShardflowError("the default process group must exist after joining, got none; this is a bug.")
+    ranks = Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        group=group,
+        control=dist.new_group(backend="gloo", timeout=timeouts.control),
+        timeouts=timeouts,
+    )
+    _LOGGER.info("joined as rank %d of %d on %s with %s", ranks.rank, ranks.world_size, device, backend)
+    yield ranks
+    # Not reached after a failure, on purpose: the other ranks may be stuck in a collective that an orderly
+    # goodbye would wait for. The process ends, its connections close, and the others notice at once.
+    dist.destroy_process_group()
+
+
+def _init_default_group(backend: str, timeout: timedelta) -> None:
+    if "RANK" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        return
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistStoreError as error:
+        raise WaitTimeoutError(
+            f"all ranks must join within {timeout.total_seconds():g} s, got {type(error).__name__}; start "
+            "every rank, check that it reaches the rendezvous address, or raise timeouts.startup_s."
+        ) from None

@@ -1,0 +1,85 @@
+"""The loss of a split, in which every sample counts exactly once for any number of ranks.
+
+The plan's tail is ``mask``, so padding slots and fillers have weight 0; sums of losses and tokens travel,
+never means. The model is called without DistributedDataParallel: nothing is exchanged until the end, and no
+rank waits inside a collective for another one's data.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from shardflow.loading import Batch
+from shardflow.training.distributed import Ranks
+from shardflow.training.inputs import MicroInputs
+from shardflow.training.losses import weighted_token_loss
+from shardflow.training.metrics import EvaluationMetrics
+from shardflow.training.model import ReportModel
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    model: ReportModel,
+    batches: Iterable[Batch],
+    ranks: Ranks,
+    *,
+    make_inputs: Callable[[Batch], MicroInputs],
+    autocast: torch.dtype | None,
+    global_step: int,
+    epoch: int,
+) -> EvaluationMetrics:
+    """Measure the loss over this rank's micro-batches and add up all ranks.
+
+    Args:
+        model: The bare model; left in the mode it had.
+        batches: This rank's micro-batches of one epoch with tail ``mask``.
+        ranks: The ranks of the run.
+        make_inputs: Moves a batch to the device.
+        autocast: Type to compute in, or None for that of the weights.
+        global_step: Training steps done so far.
+        epoch: Training epoch, for the record.
+
+    Raises:
+        WaitTimeoutError: a rank did not finish within ``timeouts.control`` after the first one.
+    """
+    started = time.perf_counter()
+    losses: list[float] = []
+    num_tokens = num_samples = 0.0
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                inputs = make_inputs(batch)
+                losses.append(_loss(model, inputs, autocast))
+                num_tokens += inputs.num_tokens
+                num_samples += inputs.num_samples
+    finally:
+        model.train(was_training)
+    ranks.meet("evaluation done", ranks.timeouts.control)
+    sums = ranks.gather_numbers([math.fsum(losses), num_tokens, num_samples]).sum(dim=0).tolist()
+    return EvaluationMetrics(
+        global_step=global_step,
+        epoch=epoch,
+        loss=sums[0] / sums[1] if sums[1] else None,
+        num_tokens=sums[1],
+        num_samples=sums[2],
+        evaluation_s=time.perf_counter() - started,
+    )
+
+
+def _loss(model: ReportModel, inputs: MicroInputs, autocast: torch.dtype | None) -> float:
+    with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
+        logits = model(
+            inputs.images_BKHW,
+            inputs.slice_mask_BK,
+            inputs.display_range_B2,
+            inputs.token_ids_BT,
+            inputs.token_mask_BT,
+        )
+    return float(weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B))

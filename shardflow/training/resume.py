@@ -1,0 +1,143 @@
+"""Where a run starts: its own newest sound checkpoint, another run's, or step 0.
+
+Rank 0 decides, everybody follows. Owns the run folder's lock (two jobs must not write into one run) and the
+refusal of a checkpoint that belongs to another model; that it belongs to another seed, dataset or batch
+spec is the loader's to say, when it is given its state.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from shardflow.errors import CheckpointError, ConfigError, StateError
+from shardflow.training.checkpoint import Checkpoint, CheckpointFolder, read_checkpoint
+from shardflow.training.config import TrainConfig
+from shardflow.training.ledger import next_attempt
+from shardflow.training.text import ReportTokenizer
+
+__all__ = ["RunLock", "StartDecision", "check_bindings", "decide_start", "model_bindings"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartDecision:
+    """What rank 0 tells the others; plain JSON values."""
+
+    attempt: int
+    """Number of this start of the job, from 1."""
+    checkpoint: str | None
+    """Absolute folder to resume from; None for a fresh start."""
+    damaged: tuple[str, ...]
+    """A sentence for each newer checkpoint that was passed over."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        return cls(attempt=value["attempt"], checkpoint=value["checkpoint"], damaged=tuple(value["damaged"]))
+
+
+def decide_start(config: TrainConfig, folder: CheckpointFolder) -> StartDecision:
+    """Find where the run starts; only on rank 0, before anybody waits in a collective.
+
+    Raises:
+        ConfigError: ``run.resume`` names no folder, or is ``never`` and the run has checkpoints.
+        CheckpointError: the run has checkpoints and none of them is sound; or the named one is damaged.
+    """
+    run = config.run
+    attempt = next_attempt(run.output)
+    own = folder.names()
+    if run.resume == "never" and own:
+        raise ConfigError(
+            f"run.output must hold no checkpoint where run.resume is 'never', got {len(own)}, {own[0]} "
+            "the newest; choose another folder, or resume with 'auto'."
+        )
+    if own:
+        sound, problems = folder.newest_sound()
+        if sound is None:
+            raise CheckpointError(
+                f"one of the run's {len(own)} checkpoints must be sound, got: {' '.join(problems)} Restore "
+                "one, or start a new run in another folder."
+            )
+        for problem in problems:
+            _LOGGER.warning("%s Falling back to %s.", problem, sound.name)
+        return StartDecision(
+            attempt=attempt, checkpoint=str(folder.path / sound.name), damaged=tuple(problems)
+        )
+    if run.resume in {"auto", "never"}:
+        return StartDecision(attempt=attempt, checkpoint=None, damaged=())
+    foreign = Path(run.resume).expanduser().resolve()
+    if not foreign.is_dir():
+        raise ConfigError(
+            "run.resume must be 'auto', 'never' or a checkpoint folder, got no folder of the name "
+            f"{foreign.name!r}; correct it."
+        )
+    read_checkpoint(foreign)
+    return StartDecision(attempt=attempt, checkpoint=str(foreign), damaged=())
+
+
+def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str, Any]:
+    """Collect the settings that the tensors of a checkpoint only fit together with."""
+    bindings: dict[str, Any] = {}
+    for table in ("model", "image"):
+        for name, value in asdict(getattr(config, table)).items():
+            bindings[f"{table}.{name}"] = value
+    # Recomputing activations changes memory, not results.
+    del bindings["model.activation_checkpointing"]
+    bindings["text.max_tokens"] = config.text.max_tokens
+    bindings["text.tokenizer digest"] = tokenizer.digest
+    return bindings
+
+
+def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that was trained with another model or view.
+
+    Raises:
+        StateError: naming the first setting that differs.
+    """
+    saved = checkpoint.state["bindings"]
+    for name, value in bindings.items():
+        if saved.get(name) != value:
+            raise StateError(
+                f"{name} must be that of checkpoint {checkpoint.name}, {saved.get(name)!r}, got {value!r}; "
+                "set it back, or start a new run in another folder."
+            )
+
+
+class RunLock:
+    """Keeps a second job out of the run folder for as long as this process lives.
+
+    The kernel frees it when the process ends, however it ends, so a restart after SIGKILL finds it free.
+    """
+
+    def __init__(self, run: Path) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                "run.output must belong to one running job, got a folder that another job holds; stop that "
+                "job, or choose another folder."
+            ) from None
+        except OSError as error:
+            _LOGGER.warning(
+                "run.output cannot be locked (%s); start no second job in it", os.strerror(error.errno or 0)
+            )
+
+    def release(self) -> None:
+        """Let another job in."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

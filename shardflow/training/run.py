@@ -1,0 +1,136 @@
+"""A whole run: from settings to a summary.
+
+Every rank joins, learns from rank 0 where the run starts, prepares, and runs the loop. Nothing here is
+particular to a number of ranks: one process without torchrun takes the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from shardflow.training.checkpoint import Checkpoint, CheckpointFolder, read_checkpoint
+from shardflow.training.config import TrainConfig
+from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.loop import LoopProgress, Outcome, TrainingLoop
+from shardflow.training.metrics import StepMetrics
+from shardflow.training.prepare import prepare_run
+from shardflow.training.resume import RunLock, StartDecision, decide_start
+from shardflow.training.signals import StopRequest
+
+__all__ = ["TrainSummary", "train"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSummary:
+    """What a run did; plain JSON values, equal on all ranks but for ``rank``."""
+
+    outcome: Outcome
+    """``stopped``: a signal asked for it, a checkpoint stands, start again to go on."""
+    stop_signal: str | None
+    """The signal that this rank got, if any."""
+    rank: int
+    world_size: int
+    attempt: int
+    resumed_from: str | None
+    """Name of the checkpoint this start went on from."""
+    damaged_checkpoints: int
+    """Newer checkpoints that were passed over."""
+    global_step: int
+    """Steps done over all starts of the run."""
+    num_steps: int
+    """Steps of the whole run."""
+    loss: float | None
+    """Training loss of the last step of this start."""
+    evaluation_loss: float | None
+    """Newest evaluation of this start."""
+    num_masked_samples: int
+    """Samples that this rank knows to be masked because they could not be read."""
+    elapsed_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as a JSON object."""
+        return asdict(self)
+
+
+def train(
+    config: TrainConfig,
+    *,
+    on_step: Callable[[StepMetrics, int], None] | None = None,
+    stop: StopRequest | None = None,
+) -> TrainSummary:
+    """Run or resume a training job; every rank that torchrun started calls this once.
+
+    Args:
+        config: All settings.
+        on_step: Called on every rank after every step, with its metrics and the steps of the whole run.
+        stop: Where stop signals arrive; a caller that listens passes its own.
+
+    Returns:
+        The summary of this start.
+
+    Raises:
+        ShardflowError: settings, dataset, checkpoint or data are wrong, ranks are missing, or a step cannot
+            be taken.
+    """
+    started = time.perf_counter()
+    timeouts = Timeouts(
+        startup=timedelta(seconds=config.timeouts.startup_s),
+        steady=timedelta(seconds=config.timeouts.steady_s),
+        control=timedelta(seconds=config.timeouts.control_s),
+    )
+    with ExitStack() as stack:
+        ranks = stack.enter_context(join_ranks(config.run.device, timeouts))
+        checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=config.run.keep_last)
+        decision = _decide(config, ranks, checkpoints, stack)
+        checkpoint = read_checkpoint(Path(decision.checkpoint)) if decision.checkpoint else None
+        progress = _progress(checkpoint)
+        parts = prepare_run(config, ranks, checkpoints, decision, checkpoint, stop or StopRequest(), stack)
+        # Of its own checkpoints a run needs no second copy; another run's checkpoint is not in its folder
+        # yet.
+        is_own = checkpoint is not None and checkpoint.name in checkpoints.names()
+        loop = TrainingLoop(parts, progress, on_step, is_saved=is_own)
+        outcome = loop.run()
+        return TrainSummary(
+            outcome=outcome,
+            stop_signal=parts.stop.signal_name,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            attempt=decision.attempt,
+            resumed_from=checkpoint.name if checkpoint else None,
+            damaged_checkpoints=len(decision.damaged),
+            global_step=progress.global_step,
+            num_steps=loop.num_steps,
+            loss=loop.last_step.loss if loop.last_step else None,
+            evaluation_loss=loop.last_evaluation.loss if loop.last_evaluation else None,
+            num_masked_samples=len(parts.loader.masks()),
+            elapsed_s=time.perf_counter() - started,
+        )
+
+
+def _decide(
+    config: TrainConfig, ranks: Ranks, checkpoints: CheckpointFolder, stack: ExitStack
+) -> StartDecision:
+    """Let rank 0 lock the run folder and choose the start, then tell everybody."""
+    decision: StartDecision | None = None
+    if ranks.rank == 0:
+        stack.callback(RunLock(config.run.output).release)
+        checkpoints.remove_unfinished()
+        decision = decide_start(config, checkpoints)
+    # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.
+    ranks.meet("choosing a checkpoint", ranks.timeouts.startup)
+    return StartDecision.from_json(ranks.from_first(decision.to_json() if decision else None))
+
+
+def _progress(checkpoint: Checkpoint | None) -> LoopProgress:
+    if checkpoint is None:
+        return LoopProgress()
+    return LoopProgress(
+        global_step=checkpoint.state["global_step"],
+        last_evaluation_step=checkpoint.state["last_evaluation_step"],
+    )

@@ -1,0 +1,180 @@
+"""One optimizer step: micro-batches in, one gradient out, the same for every number of ranks.
+
+With L the sum of the weighted token losses of all micro-batches of the step and N their weighted tokens,
+the gradient is that of L / N. DistributedDataParallel averages over ranks, so each rank's loss is
+multiplied by the world size first; N is known only after the last micro-batch, so the sum is divided by it
+before clipping (docs/adr/0050). Invariant: a step without weighted tokens leaves weights and optimizer
+untouched; there is no 0/0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardflow.errors import TrainingError
+from shardflow.seeds import derive
+from shardflow.training.inputs import MicroInputs
+from shardflow.training.losses import weighted_token_loss
+
+__all__ = ["RankSums", "accumulate_gradients", "apply_gradients", "seed_micro_batch", "warm_up"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSums:
+    """What one rank's micro-batches of a step add up to."""
+
+    loss: float
+    """Sum of the weighted token losses in nats."""
+    num_tokens: float
+    num_samples: float
+
+
+def seed_micro_batch(seed: int, epoch: int, step: int, micro: int) -> None:
+    """Key the model's random numbers (dropout) by the micro-batch.
+
+    Whichever rank runs it draws the same numbers, so another world size trains the same model, and a
+    checkpoint needs no generator states.
+    """
+    torch.manual_seed(derive(seed, "model-randomness", epoch, step, micro))
+
+
+def accumulate_gradients(
+    model: DistributedDataParallel,
+    micro_batches: Iterable[tuple[int, MicroInputs]],
+    *,
+    num_micro_batches: int,
+    world_size: int,
+    position: tuple[int, int, int],
+    autocast: torch.dtype | None,
+) -> RankSums:
+    """Run this rank's micro-batches of a step; then ``grad`` holds the gradient of the *sum* over all ranks.
+
+    Args:
+        model: The model; its gradients must be None or zero.
+        micro_batches: Number within the step and inputs of each, fillers included, in order.
+        num_micro_batches: How many ``micro_batches`` gives; gradients are exchanged in the last one only.
+        world_size: Ranks of the model's process group.
+        position: Seed, epoch and step, the key of the random numbers.
+        autocast: Type to compute in, or None for that of the weights.
+
+    Raises:
+        TrainingError: another number of micro-batches came.
+    """
+    seed, epoch, step = position
+    losses: list[torch.Tensor] = []
+    num_tokens = num_samples = 0.0
+    for slot, (micro, inputs) in enumerate(micro_batches):
+        seed_micro_batch(seed, epoch, step, micro)
+        with contextlib.nullcontext() if slot == num_micro_batches - 1 else model.no_sync():
+            loss = _forward(model, inputs, autocast)
+            torch.autograd.backward(loss * world_size)
+        losses.append(loss.detach())
+        num_tokens += inputs.num_tokens
+        num_samples += inputs.num_samples
+    if len(losses) != num_micro_batches:
+        raise TrainingError(
+            f"a step must have {num_micro_batches} micro-batches on this rank, got {len(losses)} (epoch "
+            f"{epoch}, step {step}); this is a bug of the loader."
+        )
+    # One wait for the device a step, not one a micro-batch.
+    return RankSums(
+        loss=float(torch.stack(losses).double().sum()), num_tokens=num_tokens, num_samples=num_samples
+    )
+
+
+def apply_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_tokens: float,
+    max_gradient_norm: float,
+    where: str,
+) -> float | None:
+    """Divide the summed gradient by the step's tokens, clip it and update the weights; then forget it.
+
+    Args:
+        model: Its parameters hold the gradient of the summed loss.
+        optimizer: Its learning rate is already that of this step.
+        num_tokens: Weighted tokens of the step over all ranks.
+        max_gradient_norm: A longer gradient is scaled down to it.
+        where: Names the step in an error.
+
+    Returns:
+        The norm before clipping; None for a step without tokens, which changes neither weights nor
+        optimizer (AdamW would decay weights and coast on its momentum even with a zero gradient).
+
+    Raises:
+        TrainingError: the gradient is not finite; weights and optimizer are as they were.
+    """
+    if num_tokens == 0.0:
+        optimizer.zero_grad(set_to_none=True)
+        return None
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(num_tokens)
+    try:
+        norm = nn.utils.clip_grad_norm_(parameters, max_gradient_norm, error_if_nonfinite=True)
+    except RuntimeError as error:
+        if "non-finite" not in str(error):  # such as memory that ran out
+            raise
+        optimizer.zero_grad(set_to_none=True)
+        raise TrainingError(
+            f"the gradient must be finite, got a norm that is not ({where}); lower "
+            "optimizer.learning_rate, or look at this step's samples in the run ledger."
+        ) from None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+def warm_up(model: DistributedDataParallel, inputs: MicroInputs, *, autocast: torch.dtype | None) -> None:
+    """Run one forward and backward of weight 0, so that gradient buckets have their final layout at step 0.
+
+    DistributedDataParallel rebuilds its buckets after the first backward, in the order in which gradients
+    became ready; an all-reduce adds the ranks in an order that depends on an element's place in its bucket.
+    Without this, a fresh run's first step and a resumed run's first step use the initial layout and all
+    others the rebuilt one, and weights differ in the last bits from three ranks on (docs/adr/0051).
+    Weights, buffers, optimizer and random numbers are as before; gradients are None.
+
+    Args:
+        model: The model, just wrapped.
+        inputs: Any micro-batch of the run's shapes, all weights 0.
+        autocast: As in the steps.
+
+    Raises:
+        TrainingError: a parameter took no part; the first exchange of a step would hang or fail.
+    """
+    devices = [inputs.weights_B.device] if inputs.weights_B.is_cuda else []
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=devices):
+        torch.autograd.backward(_forward(model, inputs, autocast))
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    idle = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    if idle:
+        raise TrainingError(
+            f"every parameter must take part in every step, got {len(idle)} without a gradient, {idle[0]} "
+            "among them; use it in the forward, or set requires_grad to false."
+        )
+    model.zero_grad(set_to_none=True)
+
+
+def _forward(
+    model: DistributedDataParallel, inputs: MicroInputs, autocast: torch.dtype | None
+) -> torch.Tensor:
+    with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
+        logits = model(
+            inputs.images_BKHW,
+            inputs.slice_mask_BK,
+            inputs.display_range_B2,
+            inputs.token_ids_BT,
+            inputs.token_mask_BT,
+        )
+    return weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B)

@@ -1,0 +1,166 @@
+"""Reports as tokens: a fast tokenizer from a local folder, and a helper that trains a small one.
+
+Owns the special tokens' meaning and the rows of token ids. Report text passes through here and must not
+leave: no message of this module holds any of it. Invariant: the tokens of a micro-batch depend on its
+reports only, so every world size sees the same tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from shardflow.errors import ConfigError
+from shardflow.shards import Dataset
+from shardflow.storage import write_atomic
+
+__all__ = ["ReportTokenizer", "TokenRows", "train_tokenizer"]
+
+_BEGIN, _END, _PADDING = "<s>", "</s>", "<pad>"
+_FILE = "tokenizer.json"
+# Attention kernels and all-reduce buckets like round sizes, and fewer distinct shapes fragment memory less.
+_LENGTH_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The reports of one micro-batch as tokens, padded on the right to a common length T."""
+
+    token_ids: npt.NDArray[np.int64]
+    """``(B, T)``: begin token, report, end token; the padding token behind."""
+    token_mask: npt.NDArray[np.bool_]
+    """``(B, T)``: true for tokens, false for padding; the begin token is there in every row."""
+
+
+class ReportTokenizer:
+    """A fast tokenizer with a begin, an end and a padding token.
+
+    Attributes:
+        vocab_size: Number of token ids, added tokens included.
+        digest: SHA-256 of ``tokenizer.json``: the tokens' identity, whatever the folder is called.
+    """
+
+    def __init__(self, tokenizer: Any, digest: str) -> None:
+        self._tokenizer = tokenizer
+        self.digest = digest
+        self.vocab_size = len(tokenizer)
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise ConfigError(
+                "text.tokenizer must have an end-of-sequence token, got none; set eos_token in its "
+                "tokenizer_config.json."
+            )
+        # GPT-2's tokenizer has one special token for all three.
+        self.end_id = int(end)
+        self.begin_id = self.end_id if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
+        self.padding_id = self.end_id if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Load a ``PreTrainedTokenizerFast`` from a local folder; nothing is downloaded.
+
+        Raises:
+            ConfigError: no ``tokenizer.json`` there, or one that cannot be read.
+        """
+        try:
+            content = (folder / _FILE).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"text.tokenizer must be a folder with {_FILE}, got {type(error).__name__} ({folder.name}); "
+                "make one with: python -m pipelines.train_tokenizer --help."
+            ) from None
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a broken file
+            raise ConfigError(
+                f"text.tokenizer must be a readable tokenizer, got {type(error).__name__} ({folder.name}); "
+                "make it anew, or correct its files."
+            ) from None
+        return cls(tokenizer, hashlib.sha256(content).hexdigest())
+
+    def encode(self, reports: Sequence[str], max_tokens: int) -> TokenRows:
+        """Turn the reports of a micro-batch into rows of token ids.
+
+        Args:
+            reports: One text a slot; the empty text of a padding slot becomes begin and end.
+            max_tokens: Longest row, begin and end included; a longer report loses its tail and the end token.
+        """
+        encoded = self._tokenizer(list(reports), add_special_tokens=False, return_attention_mask=False)
+        rows = [[self.begin_id, *ids, self.end_id][:max_tokens] for ids in encoded["input_ids"]]
+        longest = max(len(row) for row in rows)
+        width = min(max_tokens, -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+        token_ids = np.full((len(rows), width), self.padding_id, np.int64)
+        token_mask = np.zeros((len(rows), width), np.bool_)
+        for number, row in enumerate(rows):
+            token_ids[number, : len(row)] = row
+            token_mask[number, : len(row)] = True
+        return TokenRows(token_ids, token_mask)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids back into text, without the special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def train_tokenizer(dataset: Dataset, split: str, vocab_size: int, folder: Path) -> ReportTokenizer:
+    """Train a byte-level BPE on the reports of a split and write it to ``folder``.
+
+    The same reports and size give the same files, byte for byte. A byte-level vocabulary knows every text,
+    so there is no unknown token.
+
+    Args:
+        dataset: A packed dataset.
+        split: Whose reports to learn from; the training split, so that no evaluation text leaks in.
+        vocab_size: Number of tokens, at least 259 (256 bytes and three special tokens); fewer come out
+            where the reports are too few.
+        folder: Where ``tokenizer.json`` and ``tokenizer_config.json`` are written.
+
+    Returns:
+        The tokenizer, loaded from ``folder``.
+
+    Raises:
+        ConfigError: ``vocab_size`` is too small, or there is no such split.
+    """
+    smallest = 256 + 3
+    if vocab_size < smallest:
+        raise ConfigError(f"vocab_size must be at least {smallest}, got {vocab_size}; use 512 or more.")
+    if split not in dataset.samples.splits:
+        known = ", ".join(sorted(dataset.samples.splits))
+        raise ConfigError(f"split must be one of the dataset's ({known}), got {split!r}; correct it.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_BEGIN, _END, _PADDING],
+        # Sorted: alphabet() is a set, whose order differs between processes.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_reports(dataset, split), trainer=trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _BEGIN,
+        "eos_token": _END,
+        "pad_token": _PADDING,
+        "model_max_length": 1_000_000,
+    }
+    write_atomic(folder / _FILE, [tokenizer.to_str(pretty=True).encode()], replace=True)
+    write_atomic(
+        folder / "tokenizer_config.json", [json.dumps(config, indent=1).encode() + b"\n"], replace=True
+    )
+    return ReportTokenizer.load(folder)
+
+
+def _reports(dataset: Dataset, split: str) -> Iterator[str]:
+    for row in dataset.samples.splits[split]:
+        yield dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
