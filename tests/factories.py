@@ -23,10 +23,10 @@ from shardflow.shards.manifest import (
     FileEntry,
     LedgerEntry,
     Manifest,
-    OutcomeCounts,
     ShardEntry,
     commit,
 )
+from shardflow.shards.outcomes import OutcomeCounts
 from shardflow.shards.samples import SampleEntry, SampleFacts, SamplesTable
 from shardflow.shards.table_layout import crc32c
 from shardflow.shards.tar import TarWriter

@@ -12,15 +12,19 @@ from shardflow.shards.decoder import webdataset_decoder
 from shardflow.shards.index import FieldLocation, ShardIndex
 from shardflow.shards.manifest import Manifest
 from shardflow.shards.samples import SamplesTable
+from shardflow.shards.verification import Damage, VerifyReport, verify
 
 __all__ = [
+    "Damage",
     "Dataset",
     "FieldLocation",
     "Manifest",
     "SamplesTable",
     "ShardIndex",
+    "VerifyReport",
     "array_header",
     "decode_array",
     "encode_array",
+    "verify",
     "webdataset_decoder",
 ]

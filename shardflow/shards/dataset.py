@@ -24,8 +24,9 @@ from shardflow.storage import ByteRange, ByteStore, open_store
 
 __all__ = ["Dataset", "check_field_bytes"]
 
-# An index takes a mapping and, with thousands of field names, some 100 KB of Python objects.
-_MAX_OPEN_INDEXES = 512
+# Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
+# rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
+_MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
 
 
 class Dataset:
@@ -63,6 +64,7 @@ class Dataset:
                 "is it another dataset's?"
             )
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._index_num_bytes = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -104,9 +106,12 @@ class Dataset:
                 return index
         index = self._open_index(shard)
         with self._lock:
+            if shard not in self._indexes:
+                self._index_num_bytes += self.manifest.shards[shard].index.num_bytes
             self._indexes[shard] = index
-            while len(self._indexes) > _MAX_OPEN_INDEXES:
-                self._indexes.popitem(last=False)
+            while self._index_num_bytes > _MAX_INDEX_NUM_BYTES and len(self._indexes) > 1:
+                evicted, _ = self._indexes.popitem(last=False)
+                self._index_num_bytes -= self.manifest.shards[evicted].index.num_bytes
         return index
 
     def sample_fields(self, row: int) -> tuple[str, list[FieldLocation]]:
@@ -168,13 +173,13 @@ class Dataset:
 
     def _open_index(self, shard: int) -> ShardIndex:
         entry = self.manifest.shards[shard]
-        buffer = self.store.map(entry.index.path)
-        if buffer.nbytes != entry.index.num_bytes or sha256_hex(buffer) != entry.index.sha256:
+        data = self.store.read(entry.index.path)
+        if len(data) != entry.index.num_bytes or sha256_hex(data) != entry.index.sha256:
             raise ChecksumError(
                 f"{entry.index.path} must have the manifest's size and sha256, got others; "
                 "run `shardflow verify`."
             )
-        index = ShardIndex.from_table(Table(buffer, name=entry.index.path))
+        index = ShardIndex.from_table(Table(memoryview(data), name=entry.index.path))
         found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
         if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
             raise FormatError(

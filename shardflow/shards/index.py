@@ -6,6 +6,7 @@ sample up makes objects for that sample only.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class ShardIndex:
         num_samples: Number of samples.
         num_fields: Number of fields of all samples.
         field_names: The distinct field names, sorted; `field_name_ids` points into it.
+        sample_keys: ``(num_samples,)`` bytes.
         first_field: ``(num_samples + 1,)`` uint32: the fields of sample ``i`` are ``first_field[i]`` up to
             ``first_field[i + 1]``.
         field_name_ids: ``(num_fields,)`` uint32.
@@ -57,23 +59,21 @@ class ShardIndex:
     """
 
     def __init__(self, table: Table) -> None:
-        meta = table.meta
-        if meta.get("kind") != KIND or meta.get("format_version") != FORMAT_VERSION:
-            raise FormatError(
-                f"{table.name} must be a {KIND} of format {FORMAT_VERSION}, got kind {meta.get('kind')!a}, "
-                f"format {meta.get('format_version')!a}; newer formats need a newer shardflow."
-            )
-        self.shard: str = meta["shard"]
-        self.shard_num_bytes: int = meta["shard_num_bytes"]
-        # The same few names recur in every index of a dataset: keep one string of each per process.
-        self.field_names = tuple(sys.intern(name) for name in meta["field_names"])
-        self._sample_keys: NDArray[np.bytes_] = table.column("sample_key")
+        table.expect_kind(KIND, FORMAT_VERSION)
+        try:
+            self.shard: str = table.meta["shard"]
+            self.shard_num_bytes: int = table.meta["shard_num_bytes"]
+            # The same few names recur in every index of a dataset: keep one string of each per process.
+            self.field_names = tuple(sys.intern(name) for name in table.meta["field_names"])
+        except (KeyError, TypeError):
+            raise FormatError(f"{table.name} must name its shard and fields, got other meta data.") from None
+        self.sample_keys: NDArray[np.bytes_] = table.column("sample_key")
         self.first_field: NDArray[np.uint32] = table.column("sample_first_field")
         self.field_name_ids: NDArray[np.uint32] = table.column("field_name")
         self.field_offsets: NDArray[np.uint64] = table.column("field_offset")
         self.field_num_bytes: NDArray[np.uint64] = table.column("field_num_bytes")
         self.field_crc32c: NDArray[np.uint32] = table.column("field_crc32c")
-        self.num_samples = len(self._sample_keys)
+        self.num_samples = len(self.sample_keys)
         self.num_fields = len(self.field_offsets)
         if not self._is_consistent():
             raise FormatError(
@@ -97,13 +97,17 @@ class ShardIndex:
             samples: Sample keys with their fields, both in the order of the tar.
 
         Raises:
-            FormatError: A name is none, or the members do not follow one another without a gap.
+            FormatError: A name is none, a sample is empty, its fields do not ascend by name, or the members
+                do not follow one another without a gap.
         """
         names = sorted({check_field(field.name) for _, fields in samples for field in fields})
         number = {name: position for position, name in enumerate(names)}
         end = 0
         for key, fields in samples:
             check_sample_key(key)
+            order = [field.name for field in fields]
+            if not order or any(name >= following for name, following in itertools.pairwise(order)):
+                raise FormatError(f"a sample's fields must ascend by name, got another order ({shard}).")
             for field in fields:
                 if field.offset != end + BLOCK_NUM_BYTES:
                     raise FormatError(
@@ -133,7 +137,7 @@ class ShardIndex:
 
     def sample_key(self, row: int) -> str:
         """Return the key of a sample by its place in the shard."""
-        key: bytes = self._sample_keys[row]
+        key: bytes = self.sample_keys[row]
         return key.decode("ascii")
 
     def fields(self, row: int) -> list[FieldLocation]:

@@ -10,25 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 from shardflow.errors import FormatError
 from shardflow.shards.canonical import Json, canonical_json, parse_json, sha256_hex
 from shardflow.shards.keys import SAMPLE_KEY_PATTERN
+from shardflow.shards.outcomes import OUTCOMES, Outcome, OutcomeCounts
 
 __all__ = [
     "FIRST_PREV",
     "LedgerChain",
     "LedgerProblem",
+    "LedgerReport",
     "LedgerRow",
-    "Outcome",
     "encode_ledger",
     "verify_ledger",
 ]
 
-Outcome: TypeAlias = Literal["packed", "skipped", "quarantined"]
-
-OUTCOMES: tuple[str, ...] = get_args(Outcome)
 FIRST_PREV = "0" * 64
 _KIND = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
 _REASON = re.compile(r"[A-Z0-9_]{1,64}", re.ASCII)
@@ -76,7 +74,7 @@ class LedgerChain:
 
     def __init__(self) -> None:
         self.head = FIRST_PREV
-        self.counts = dict.fromkeys(OUTCOMES, 0)
+        self.counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
 
     def append(self, row: LedgerRow) -> bytes:
         """Return the line of a row, and move the head to it."""
@@ -111,6 +109,18 @@ class LedgerProblem:
     problem: str
 
 
+@dataclass(frozen=True, slots=True)
+class LedgerReport:
+    """What `verify_ledger` found, in file order, at most one problem a line; and the inputs it counted.
+
+    After a broken link the chain goes on from the hash that the broken line states, so that one damaged
+    line does not make all that follow suspect.
+    """
+
+    problems: tuple[LedgerProblem, ...]
+    counts: OutcomeCounts
+
+
 def encode_ledger(rows: Iterable[LedgerRow]) -> tuple[bytes, str]:
     """Encode a whole ledger; returns its bytes and the head of its chain."""
     chain = LedgerChain()
@@ -118,23 +128,21 @@ def encode_ledger(rows: Iterable[LedgerRow]) -> tuple[bytes, str]:
     return b"".join([*lines, chain.close()]), chain.head
 
 
-def verify_ledger(data: bytes, *, head: str | None = None) -> list[LedgerProblem]:
+def verify_ledger(data: bytes, *, head: str | None = None) -> LedgerReport:
     """Check every line, the chain, the counts and the head.
 
     Args:
         data: The ledger.
         head: The head that the manifest names; not compared if not given.
-
-    Returns:
-        The problems in file order; at most one per line. After a broken link the chain goes on from the
-        hash that the broken line states, so that one damaged line does not make all that follow suspect.
     """
     problems: list[LedgerProblem] = []
     chain = LedgerChain()
     is_closed = False
     for number, offset, line in _lines(data):
-        problem = "a line after the closing line" if is_closed else None
-        if problem is None:
+        problem: str | None = None
+        if is_closed:
+            problem = "a line after the closing line"
+        else:
             try:
                 body = _parse_line(line)
             except FormatError as error:
@@ -144,11 +152,12 @@ def verify_ledger(data: bytes, *, head: str | None = None) -> list[LedgerProblem
                 problem = _check_line(chain, body, line)
         if problem:
             problems.append(LedgerProblem(number, offset, problem))
+    num_lines = data.count(b"\n")
     if not is_closed:
-        problems.append(LedgerProblem(data.count(b"\n") + 1, len(data), "no closing line"))
+        problems.append(LedgerProblem(num_lines + 1, len(data), "no closing line"))
     elif head is not None and chain.head != head and not problems:
-        problems.append(LedgerProblem(data.count(b"\n"), len(data), "another head than the manifest's"))
-    return problems
+        problems.append(LedgerProblem(num_lines, len(data), "another head than the manifest's"))
+    return LedgerReport(tuple(problems), OutcomeCounts(**chain.counts))
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, int, bytes]]:

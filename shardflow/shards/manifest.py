@@ -13,6 +13,7 @@ from typing import Any
 
 from shardflow.errors import FormatError, ManifestError, NotFoundError
 from shardflow.shards.canonical import Json, canonical_json, parse_json, sha256_hex
+from shardflow.shards.outcomes import OutcomeCounts
 from shardflow.storage import ByteStore
 
 __all__ = [
@@ -20,12 +21,12 @@ __all__ = [
     "FileEntry",
     "LedgerEntry",
     "Manifest",
-    "OutcomeCounts",
     "ShardEntry",
     "commit",
     "latest_version",
     "load",
     "manifest_path",
+    "versions",
 ]
 
 FORMAT = "shardflow"
@@ -75,15 +76,6 @@ class LedgerEntry:
     def file(self) -> FileEntry:
         """The ledger as a file."""
         return FileEntry(path=self.path, num_bytes=self.num_bytes, sha256=self.sha256)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutcomeCounts:
-    """How the inputs ended; their sum is the number of inputs."""
-
-    packed: int
-    skipped: int
-    quarantined: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

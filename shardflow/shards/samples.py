@@ -22,6 +22,8 @@ __all__ = ["SampleEntry", "SampleFacts", "SamplesTable"]
 
 KIND = "samples"
 FORMAT_VERSION = 1
+FACT_COLUMNS = ("text_bytes", "num_series", "num_slices", "rows", "columns")
+COLUMNS = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +74,20 @@ class SamplesTable:
     """
 
     def __init__(self, table: Table) -> None:
-        meta = table.meta
-        if meta.get("kind") != KIND or meta.get("format_version") != FORMAT_VERSION:
-            raise FormatError(
-                f"{table.name} must be a {KIND} table of format {FORMAT_VERSION}, got kind "
-                f"{meta.get('kind')!a}, format {meta.get('format_version')!a}; a newer one needs a newer shardflow."
-            )
+        table.expect_kind(KIND, FORMAT_VERSION)
         self._table = table
-        self.splits = {name: range(start, stop) for name, (start, stop) in meta["splits"].items()}
-        self.modalities: tuple[str, ...] = tuple(meta["modalities"])
+        try:
+            self.splits = {name: range(start, stop) for name, (start, stop) in table.meta["splits"].items()}
+            self.modalities: tuple[str, ...] = tuple(table.meta["modalities"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise FormatError(f"{table.name} must name splits and modalities, got other meta data.") from None
         self.num_samples = sum(len(rows) for rows in self.splits.values())
+        lengths = {table.num_rows(name) for name in COLUMNS}
+        if lengths != {self.num_samples}:
+            raise FormatError(
+                f"{table.name} must have columns of {self.num_samples} rows, got {sorted(lengths)}; "
+                "run `shardflow verify`."
+            )
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -147,7 +153,7 @@ class SamplesTable:
             "offset_bytes": np.array([entry.offset_bytes for entry in rows], "<u8"),
             "num_bytes": np.array([entry.num_bytes for entry in rows], "<u8"),
         }
-        for name in ("text_bytes", "num_series", "num_slices", "rows", "columns"):
+        for name in FACT_COLUMNS:
             columns[name] = np.array([getattr(entry.facts, name) for entry in rows], "<u4")
         columns["modality"] = np.array([modalities.index(entry.facts.modality) for entry in rows], "u1")
         return encode_table(

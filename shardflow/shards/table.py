@@ -107,6 +107,27 @@ class Table:
         """The names of the columns, in file order."""
         return tuple(self._columns)
 
+    def expect_kind(self, kind: str, format_version: int) -> None:
+        """Refuse a table that holds something else, or a newer format of it.
+
+        Raises:
+            FormatError: ``meta`` names another kind or format version.
+        """
+        found = (self.meta.get("kind"), self.meta.get("format_version"))
+        if found != (kind, format_version):
+            raise FormatError(
+                f"{self.name} must be of kind {kind}, format {format_version}, got {found[0]!a} {found[1]!a}; "
+                "a newer format needs a newer shardflow."
+            )
+
+    def num_rows(self, name: str) -> int:
+        """Return the length of a column's first axis.
+
+        Raises:
+            FormatError: There is no such column.
+        """
+        return self._column(name).shape[0]
+
     def column(self, name: str) -> NDArray[Any]:
         """Return a column as a read-only view, with all of its blocks checked.
 

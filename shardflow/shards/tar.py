@@ -18,6 +18,8 @@ __all__ = [
     "encode_member",
     "member_header",
     "member_num_bytes",
+    "padding",
+    "parse_member_header",
 ]
 
 BLOCK_NUM_BYTES = 512
@@ -62,6 +64,23 @@ def member_header(name: str, num_bytes: int) -> bytes:
             _AFTER_CHECKSUM,
         ]
     )
+
+
+def parse_member_header(header: bytes) -> tuple[str, int]:
+    """Read name and payload size from a header, which must be the one that `member_header` makes of them.
+
+    Raises:
+        FormatError: It is another one: damaged, of another writer, or no header.
+    """
+    name = header[:MAX_NAME_NUM_BYTES].rstrip(b"\0")
+    try:
+        num_bytes = int(header[124:135], 8)
+        is_ours = member_header(name.decode("ascii"), num_bytes) == header
+    except (ValueError, FormatError):
+        is_ours = False
+    if not is_ours:
+        raise FormatError("a tar header must be the one of format 1 for its name and size, got another one.")
+    return name.decode("ascii"), num_bytes
 
 
 def padding(num_bytes: int) -> bytes:
