@@ -110,18 +110,22 @@ def read_ledger(run: Path, *, committed_only: bool = True) -> list[LedgerStep]:
         CheckpointError: a rank's file, or a step that a checkpoint counts, is missing.
     """
     lineage: dict[int, LedgerStep] = {}
+    first: int | None = None  # not 0 for a run that went on from another run's checkpoint
     for attempt in _attempts(run):
         start, steps = _read_attempt(_attempt_folder(run, attempt), attempt)
+        if start is None:
+            continue
+        first = start if first is None else min(first, start)
         lineage = {number: step for number, step in lineage.items() if number < start}
         lineage.update(steps)
     if committed_only:
         num_committed = _num_committed(run)
         lineage = {number: step for number, step in lineage.items() if number < num_committed}
-        missing = sorted(set(range(num_committed)) - lineage.keys())
+        missing = sorted(set(range(first or 0, num_committed)) - lineage.keys())
         if missing:
             raise CheckpointError(
                 f"the run ledger must hold every committed step, got none of global step {missing[0]} "
-                f"({len(missing)} of {num_committed} missing); the ledger folder was changed."
+                f"({len(missing)} missing); the ledger folder was changed."
             )
     return [lineage[number] for number in sorted(lineage)]
 
@@ -142,13 +146,13 @@ def _attempt_folder(run: Path, attempt: int) -> Path:
     return run / _FOLDER / f"attempt-{attempt:04d}"
 
 
-def _read_attempt(folder: Path, attempt: int) -> tuple[int, dict[int, LedgerStep]]:
+def _read_attempt(folder: Path, attempt: int) -> tuple[int | None, dict[int, LedgerStep]]:
     """Read the steps that all ranks of an attempt finished, and where the attempt started."""
     files = sorted(path for path in folder.iterdir() if _RANK.fullmatch(path.name))
     ranks = [list(read_events(path)) for path in files]
     headers = [events[0] for events in ranks if events and events[0]["event"] == "attempt"]
     if not headers:  # killed before any rank had written: nothing was done, nothing is superseded
-        return 0x7FFFFFFFFFFFFFFF, {}
+        return None, {}
     start, world_size = int(headers[0]["start"]), int(headers[0]["world_size"])
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for events in ranks:

@@ -23,7 +23,7 @@ from shardflow.training.prepare import prepare_run
 from shardflow.training.resume import RunLock, StartDecision, decide_start
 from shardflow.training.signals import StopRequest
 
-__all__ = ["TrainSummary", "train"]
+__all__ = ["TrainSummary", "train", "train_on"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,27 +78,38 @@ def train(
         ShardflowError: settings, dataset, checkpoint or data are wrong, ranks are missing, or a step cannot
             be taken.
     """
-    started = time.perf_counter()
     timeouts = Timeouts(
         startup=timedelta(seconds=config.timeouts.startup_s),
         steady=timedelta(seconds=config.timeouts.steady_s),
         control=timedelta(seconds=config.timeouts.control_s),
     )
+    with join_ranks(config.run.device, timeouts) as ranks:
+        return train_on(ranks, config, on_step=on_step, stop=stop)
+
+
+def train_on(
+    ranks: Ranks,
+    config: TrainConfig,
+    *,
+    on_step: Callable[[StepMetrics, int], None] | None = None,
+    stop: StopRequest | None = None,
+) -> TrainSummary:
+    """Do the same on ranks that have joined already; arguments and errors as in :func:`train`."""
+    started = time.perf_counter()
+    stop = stop or StopRequest()
     with ExitStack() as stack:
-        ranks = stack.enter_context(join_ranks(config.run.device, timeouts))
         checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=config.run.keep_last)
         decision = _decide(config, ranks, checkpoints, stack)
         checkpoint = read_checkpoint(Path(decision.checkpoint)) if decision.checkpoint else None
         progress = _progress(checkpoint)
-        parts = prepare_run(config, ranks, checkpoints, decision, checkpoint, stop or StopRequest(), stack)
-        # Of its own checkpoints a run needs no second copy; another run's checkpoint is not in its folder
-        # yet.
-        is_own = checkpoint is not None and checkpoint.name in checkpoints.names()
-        loop = TrainingLoop(parts, progress, on_step, is_saved=is_own)
+        parts = prepare_run(config, ranks, checkpoints, decision, checkpoint, stop, stack)
+        # Of its own checkpoints a run needs no second copy; another run's is not in its folder yet.
+        is_saved = checkpoint is not None and checkpoint.name in checkpoints.names()
+        loop = TrainingLoop(parts, progress, on_step, is_saved=is_saved)
         outcome = loop.run()
         return TrainSummary(
             outcome=outcome,
-            stop_signal=parts.stop.signal_name,
+            stop_signal=stop.signal_name,
             rank=ranks.rank,
             world_size=ranks.world_size,
             attempt=decision.attempt,
