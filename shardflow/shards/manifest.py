@@ -145,7 +145,7 @@ class Manifest:
         expected = sha256_hex(canonical_json(body))
         if digest != expected:
             raise ManifestError(
-                f"a manifest's digest must be {expected}, got {digest!a}; fetch the file again."
+                f"a manifest must carry its content's digest {expected}, got {digest!a}; fetch it again."
             )
         try:
             return _from_body(body)

@@ -116,7 +116,7 @@ class Table:
         found = (self.meta.get("kind"), self.meta.get("format_version"))
         if found != (kind, format_version):
             raise FormatError(
-                f"{self.name} must be of kind {kind}, format {format_version}, got {found[0]!a} {found[1]!a}; "
+                f"{self.name} must be a {kind} of format {format_version}, got {found[0]!a} {found[1]!a}; "
                 "a newer format needs a newer shardflow."
             )
 

@@ -12,8 +12,8 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardflow.errors import AlreadyExistsError, StorageError
@@ -38,14 +38,12 @@ def fsync_directory(path: Path) -> None:
     Raises:
         StorageError: The folder cannot be opened or synced.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _naming("syncing the folder", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise _failure("syncing the folder of", path, error) from error
 
 
 def make_directories(path: Path) -> None:
@@ -61,10 +59,8 @@ def make_directories(path: Path) -> None:
             break
         path = path.parent
     for folder in reversed(missing):
-        try:
+        with _naming("creating the folder", folder):
             folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise _failure("creating the folder", folder, error) from error
         fsync_directory(folder.parent)
 
 
@@ -78,8 +74,9 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, replace: b
 
     Raises:
         AlreadyExistsError: ``path`` exists and ``replace`` is false. The existing file is untouched.
-        StorageError: The file could not be written (no space, no permission, failed fsync). Nothing is left
-            behind.
+        StorageError: The file could not be written (no space, no permission, failed fsync); nothing is left
+            behind. Where only the last step failed, syncing the folder, the file stands whole, but a power
+            cut may undo it.
     """
     if not replace and path.exists():
         raise _exists(path)
@@ -87,37 +84,47 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, replace: b
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         _write_synced(temporary, chunks)
-        if replace:
-            temporary.replace(path)
-        else:
-            # A rename would silently replace what another writer published meanwhile; a link cannot.
-            os.link(temporary, path)
-            temporary.unlink()
-    except FileExistsError:
+        with _naming("publishing", path):
+            if replace:
+                temporary.replace(path)
+            else:
+                # A rename would silently replace what another writer published meanwhile; a link cannot.
+                os.link(temporary, path)
+    finally:
         _remove(temporary)
-        raise _exists(path) from None
-    except OSError as error:
-        _remove(temporary)
-        raise _failure("writing", path, error) from error
-    except BaseException:
-        _remove(temporary)
-        raise
     fsync_directory(path.parent)
 
 
 def _write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    # 0o666 leaves the mode to the umask, unlike tempfile's 0o600, which other users of a dataset could not
-    # read.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    # The errors of the caller's chunks pass as they are; only those of writing are translated.
+    with _naming("creating", path):
+        # 0o666 leaves the mode to the umask, unlike tempfile's 0o600, which others could not read.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for chunk in chunks:
             rest = memoryview(chunk).cast("B")
-            while rest.nbytes:
-                rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
+            with _naming("writing", path):
+                while rest.nbytes:
+                    rest = rest[os.write(descriptor, rest) :]
+        with _naming("syncing", path):
+            os.fsync(descriptor)
     finally:
         # On network file systems close is where a write error may show first, so its error must count too.
-        os.close(descriptor)
+        with _naming("closing", path):
+            os.close(descriptor)
+
+
+@contextmanager
+def _naming(action: str, path: Path) -> Iterator[None]:
+    """Translate an error of the operating system; a name that stands already is an error of its own."""
+    try:
+        yield
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        reason = os.strerror(error.errno) if error.errno else type(error).__name__
+        raise StorageError(f"{action} {path.name} must succeed, got {code} ({reason}).") from error
 
 
 def _remove(path: Path) -> None:
@@ -129,9 +136,3 @@ def _exists(path: Path) -> AlreadyExistsError:
     return AlreadyExistsError(
         f"{path.name} must be new, got a file that stands already; files are written once."
     )
-
-
-def _failure(action: str, path: Path, error: OSError) -> StorageError:
-    code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    reason = os.strerror(error.errno) if error.errno else type(error).__name__
-    return StorageError(f"{action} {path.name} must succeed, got {code} ({reason}); nothing was left behind.")

@@ -74,7 +74,7 @@ class LocalStore:
         """Return an object whole; see `ByteStore.read`."""
         with self._opened(path) as fileno:
             data = bytearray(os.fstat(fileno).st_size)
-            _read_into(fileno, path, 0, [memoryview(data)])
+            _read_into(fileno, path, 0, [memoryview(data)] if data else [])
         return bytes(data)
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
@@ -182,7 +182,7 @@ class LocalStore:
 
 
 def _read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> None:
-    """Fill the pieces one after another from ``offset``; the kernel may deliver less per call than asked."""
+    """Fill pieces, none empty, one after another from ``offset``; a call may deliver less than asked."""
     while pieces:
         num_read = os.preadv(fileno, pieces, offset)
         if not num_read:

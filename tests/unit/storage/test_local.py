@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import StorageError
+from shardflow.storage import ByteRange, LocalStore, open_store
+from tests.conformance.stores import CONTENT, StoreConformance
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "dataset")
+
+
+class TestLocalStore(StoreConformance):
+    """The contract of all stores."""
+
+
+def _open_descriptors(root: Path) -> int:
+    links = list(Path("/proc/self/fd").iterdir())
+    return sum(str(root) in str(link.readlink()) for link in links if link.is_symlink())
+
+
+def test_no_more_descriptors_stay_open_than_asked(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, max_open_files=3)
+    for number in range(10):
+        store.put_new(f"o{number}", b"x")
+        store.read(f"o{number}")
+    assert _open_descriptors(tmp_path) == 3
+    store.close()
+    assert _open_descriptors(tmp_path) == 0
+    assert store.read("o1") == b"x"
+    store.close()
+
+
+def test_a_descriptor_in_use_survives_its_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path, max_open_files=1)
+    store.put_new("a", CONTENT)
+    store.put_new("b", b"b")
+    real = os.preadv
+
+    def evict_then_read(fileno: int, pieces: Sequence[memoryview], offset: int) -> int:
+        monkeypatch.setattr(os, "preadv", real)
+        assert store.read("b") == b"b"
+        return real(fileno, pieces, offset)
+
+    monkeypatch.setattr(os, "preadv", evict_then_read)
+    assert store.read("a") == CONTENT
+    assert _open_descriptors(tmp_path) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("most", [1, 7, 4096])
+def test_short_reads_of_the_kernel_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """preadv may deliver less than asked: in the middle of a buffer, or between two."""
+    store = LocalStore(tmp_path)
+    store.put_new("a", CONTENT)
+
+    def read_little(fileno: int, pieces: Sequence[memoryview], offset: int) -> int:
+        left = most
+        cut: list[memoryview] = []
+        for piece in pieces:
+            cut.append(piece[: min(left, piece.nbytes)])
+            left -= cut[-1].nbytes
+            if not left:
+                break
+        return real(fileno, cut, offset)
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", read_little)
+    spans = [(3, 10), (13, 90), (600, 33), (9000, 11)]
+    buffers = [bytearray(num_bytes) for _, num_bytes in spans]
+    store.read_ranges("a", [ByteRange(*span) for span in spans], [memoryview(b) for b in buffers])
+    assert buffers == [CONTENT[offset : offset + num_bytes] for offset, num_bytes in spans]
+
+
+def test_close_ranges_cost_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields of a sample, with tar headers and padding between them."""
+    store = LocalStore(tmp_path)
+    store.put_new("a", CONTENT)
+    calls: list[int] = []
+    real = os.preadv
+
+    def counted(fileno: int, pieces: Sequence[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return real(fileno, pieces, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    ranges = [ByteRange(512 + 1024 * number, 100) for number in range(8)]
+    store.read_ranges("a", ranges, [memoryview(bytearray(100)) for _ in ranges])
+    assert calls == [512]
+
+
+def test_a_failing_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put_new("a", CONTENT)
+
+    def fail(fileno: int, pieces: Sequence[memoryview], offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StorageError, match="a must be readable, got OSError 5"):
+        store.read("a")
+
+
+def test_a_child_process_reads_through_a_store_of_its_parent(tmp_path: Path) -> None:
+    """Even if a thread of the parent held the lock at the moment of the fork."""
+    store = LocalStore(tmp_path)
+    store.put_new("a", CONTENT)
+    store.read("a")
+    with store._lock:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = int(store.read("a") != CONTENT)
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_unfinished_files_are_not_listed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_new("a", b"")
+    (tmp_path / ".b.0123456789abcdef.tmp").write_bytes(b"half")
+    assert store.list("") == ["a"]
+
+
+def test_a_url_opens_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "data set"
+    LocalStore(folder).put_new("a", b"x")
+    for url in (str(folder), folder, f"file://{str(folder).replace(' ', '%20')}"):
+        assert open_store(url).read("a") == b"x"
+
+
+@pytest.mark.parametrize(
+    ("url", "match"), [("s3://bucket/data", "s3://"), ("file://host/data", "name no host")]
+)
+def test_an_unknown_url_is_refused(url: str, match: str) -> None:
+    with pytest.raises(StorageError, match=match):
+        open_store(url)
+
+
+def test_threads_that_start_together_open_one_descriptor(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_new("a", CONTENT)
+    barrier = threading.Barrier(8)
+
+    def read() -> None:
+        barrier.wait()
+        store.size("a")
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert _open_descriptors(tmp_path) == 1
+    store.close()
