@@ -1,0 +1,163 @@
+"""The demo's picture: slices beside their reports, and the loss of both runs."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
+from numpy.typing import NDArray
+
+from pipelines.demo.check import Losses
+from pipelines.demo.studies import GENERATED
+from shardflow.shards import Dataset, decode_array
+from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, parse_slice_field
+
+__all__ = ["Resumption", "draw"]
+
+_NUM_STUDIES = 4
+_NUM_SLICES = 5
+_TEXT_COLUMNS = 46
+_INK, _FAINT, _FIRST, _SECOND, _ALARM = "#1b1f24", "#6a737d", "#1f6feb", "#e36209", "#cb2431"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """Where the killed run was cut, and where it went on; both count steps done."""
+
+    killed_after: int
+    resumed_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Study:
+    title: str
+    slices: list[NDArray[Any]]
+    """Each ``(rows, columns)`` or ``(rows, columns, 3)``."""
+    aspect: float
+    """Height of a pixel over its width."""
+    display_range: tuple[float, float]
+    report: str
+
+
+def draw(dataset: Dataset, reference: Losses, killed: Losses, resumption: Resumption, path: Path) -> None:
+    """Draw the picture into a PNG file."""
+    with mpl.rc_context({"font.family": "DejaVu Sans", "text.color": _INK, "axes.edgecolor": _FAINT}):
+        figure = Figure(figsize=(15, 11.2), dpi=100, facecolor="white", layout=None)
+        grid = figure.add_gridspec(
+            _NUM_STUDIES + 1,
+            _NUM_SLICES + 1,
+            width_ratios=[*[1.0] * _NUM_SLICES, 2.5],
+            height_ratios=[*[1.0] * _NUM_STUDIES, 1.75],
+            left=0.045, right=0.985, top=0.925, bottom=0.06, wspace=0.05, hspace=0.28,
+        )  # fmt: skip
+        figure.text(0.045, 0.962, "shardflow demo", size=19, weight="bold")
+        figure.text(
+            0.173, 0.9635, "real slices as they lie in the dataset, beside reports that the demo generated",
+            size=12.5, color=_FAINT,
+        )  # fmt: skip
+        for row, study in enumerate(_studies(dataset)):
+            _draw_study(figure, grid, row, study)
+        _draw_losses(figure, grid, reference, killed, resumption)
+        figure.savefig(path)
+
+
+def _studies(dataset: Dataset) -> list[_Study]:
+    """Choose studies that look different: of each modality the one with most pixels, then the next ones."""
+    samples = dataset.samples
+    pixels = samples.column("rows").astype(np.int64) * samples.column("columns")
+    weight = pixels * np.minimum(samples.column("num_slices"), _NUM_SLICES)
+    order = np.argsort(-weight, kind="stable").tolist()
+    seen: dict[str, int] = {}
+    ranked = []
+    for row in order:
+        modality = samples.modality(row)
+        ranked.append((seen.setdefault(modality, 0), -int(weight[row]), row))
+        seen[modality] += 1
+    chosen = sorted(ranked)[:_NUM_STUDIES]
+    return [_read_study(dataset, row) for _, _, row in sorted(chosen, key=lambda entry: entry[1])]
+
+
+def _read_study(dataset: Dataset, row: int) -> _Study:
+    _, fields = dataset.sample_fields(row)
+    names = [field.name for field in fields]
+    slices = [name for name in names if (part := parse_slice_field(name)) and part.series == 0]
+    shown = sorted({round(place) for place in np.linspace(0, len(slices) - 1, _NUM_SLICES)})
+    read = dataset.read_fields(row, [STUDY_FIELD, REPORT_FIELD, *(slices[place] for place in shown)])
+    series = json.loads(read[STUDY_FIELD])["series"][0]
+    spacing = series["pixel_spacing_mm"] or [1.0, 1.0]
+    low, high = series["display_range"]
+    body_part = f" {series['body_part'].lower()}" if series.get("body_part") else ""
+    return _Study(
+        title=f"{series['modality']}{body_part}, {len(slices)} x {series['rows']} x {series['columns']}",
+        slices=[decode_array("b2nd", read[slices[place]]) for place in shown],
+        aspect=spacing[0] / spacing[1],
+        display_range=(low, high),
+        report=read[REPORT_FIELD].decode("utf-8"),
+    )
+
+
+def _draw_study(figure: Figure, grid: GridSpec, row: int, study: _Study) -> None:
+    for column, pixels in enumerate(study.slices):
+        axes = figure.add_subplot(grid[row, column])
+        axes.imshow(
+            pixels,
+            cmap="gray",
+            vmin=study.display_range[0],
+            vmax=study.display_range[1],
+            aspect=study.aspect,
+            interpolation="nearest",
+        )
+        axes.set_axis_off()
+        axes.set_anchor("W")
+        if column == 0:
+            axes.set_title(study.title, loc="left", size=11, weight="bold", pad=5)
+    text = figure.add_subplot(grid[row, _NUM_SLICES])
+    text.set_axis_off()
+    body = study.report.removeprefix(GENERATED).strip()
+    lines = [line for paragraph in body.splitlines() for line in textwrap.wrap(paragraph, _TEXT_COLUMNS)]
+    text.text(
+        0.02, 0.98, "GENERATED", transform=text.transAxes, va="top", size=8.5, weight="bold", color="white",
+        bbox={"boxstyle": "round,pad=0.35", "facecolor": _ALARM, "edgecolor": "none"},
+    )  # fmt: skip
+    text.text(0.02, 0.82, "\n".join(lines), transform=text.transAxes, va="top", size=10.5, linespacing=1.45)
+
+
+def _draw_losses(
+    figure: Figure, grid: GridSpec, reference: Losses, killed: Losses, resumption: Resumption
+) -> None:
+    axes = figure.add_subplot(grid[_NUM_STUDIES, :])
+    axes.plot(
+        reference.steps, reference.values, color=_FIRST, linewidth=5, alpha=0.35, solid_capstyle="round",
+        label="undisturbed run, 2 processes",
+    )  # fmt: skip
+    axes.plot(
+        killed.steps, killed.values, color=_SECOND, linewidth=1.6, label="killed run, 2 processes, then 1"
+    )
+    cut, again = resumption.killed_after, resumption.resumed_after
+    axes.axvspan(again + 0.5, cut + 0.5, color=_ALARM, alpha=0.10, linewidth=0)
+    axes.axvline(cut + 0.5, color=_ALARM, linewidth=1.4, linestyle=(0, (4, 3)))
+    top = max(reference.values + killed.values)
+    axes.annotate(
+        f"one rank killed (SIGKILL) after step {cut};\nthe run goes on from the checkpoint of step {again}",
+        xy=(cut + 0.5, top * 0.93), xytext=(10, 0), textcoords="offset points", va="top", size=10,
+        color=_ALARM,
+    )  # fmt: skip
+    axes.set_xlim(0.5, reference.steps[-1] + 0.5)
+    axes.set_ylim(0, top * 1.05)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.grid(axis="y", color="#e1e4e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, loc="lower left", fontsize=10.5)
+    axes.set_title(
+        "Training loss: both runs see the same samples in the same steps", loc="left", size=11, weight="bold"
+    )

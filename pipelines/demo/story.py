@@ -1,0 +1,273 @@
+"""The course of the demo, a method a chapter; every job in it is one that a user would start by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pipelines.demo import settings
+from pipelines.demo.check import committed_sequence, first_difference, losses, planned_sequence
+from pipelines.demo.launch import TrainingJob, run_command
+from pipelines.demo.picture import Resumption, draw
+from pipelines.demo.studies import find_studies, input_folders, write_reports
+from shardflow.shards import Dataset
+from shardflow.training.metrics import read_metrics
+
+__all__ = ["Story"]
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_CHAPTERS = 9
+# The loss must fall to this share of its first value, or the demo fails.
+_LOSS_SHARE = 0.6
+
+
+class Story:
+    """The demo.
+
+    Args:
+        output: Folder that all files go to; emptied first.
+        console: Where the demo speaks.
+        keep: Name of the one file in the folder that stays.
+    """
+
+    def __init__(self, output: Path, console: Console, *, keep: str) -> None:
+        self._output = output
+        self._console = console
+        self._started = time.monotonic()
+        self._chapter = 0
+        for entry in output.iterdir():
+            if entry.name != keep:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+    def tell(self) -> int:
+        """Run all of it.
+
+        Returns:
+            0 if everything that the demo claims holds, else 1.
+
+        Raises:
+            RuntimeError: A job failed.
+        """
+        self._say(f"Everything goes to {self._output}; commands below run in that folder.")
+        self._write_reports()
+        self._pack()
+        self._verify()
+        num_steps = self._plan()
+        self._make_tokenizer()
+        self._train("undisturbed", 2, num_steps * settings.EPOCHS)
+        resumption = self._train_and_kill(num_steps)
+        return self._compare(resumption)
+
+    def _write_reports(self) -> None:
+        self._open("Reports for studies that have none")
+        folders = input_folders(_REPOSITORY)
+        studies = find_studies(folders)
+        kinds = Counter(study.modality for study in studies.values())
+        write_reports(studies, self._output / "reports.csv")
+        settings.write_pack_config(self._output / "pack.toml", folders)
+        settings.write_key(self._output / "private" / "secret.key")
+        self._say(
+            f"Real DICOM files in {len(folders)} folders: those of pydicom's wheel"
+            + (
+                f" and {len(folders) - 2} of ../shared/data."
+                if len(folders) > 2
+                else "; ../shared/data is not here."
+            )
+        )
+        self._say(
+            "They come without reports, so the demo writes generated ones: "
+            + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            + " studies."
+        )
+
+    def _pack(self) -> None:
+        self._open("Pack them into WebDataset shards")
+        printed = self._run("shardflow", "pack", "--config", "pack.toml", show_errors=True)
+        summary: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        ledger = (self._output / "dataset" / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, ledger) if "outcome" in row]
+        outcomes = Counter(row["outcome"] for row in rows)
+        reasons = Counter(row["reason"] for row in rows if row["reason"])
+        self._say(
+            f"{len(rows)} inputs: "
+            + ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+            + "."
+        )
+        self._say(
+            "Why not packed (every input is in the ledger with its reason): "
+            + ", ".join(f"{count} {name}" for name, count in reasons.most_common())
+            + "."
+        )
+        self._say(f"dataset_id {summary['dataset_id']}")
+
+    def _verify(self) -> None:
+        self._open("Verify every byte")
+        self._say(self._run("shardflow", "verify", "dataset"))
+
+    def _plan(self) -> int:
+        self._open("Plan an epoch before its first step")
+        command = self._plan_command(0)
+        self._say(self._run(*command))
+        lines = self._run(*command, "--json", show_command=False).splitlines()
+        num_steps: int = json.loads(lines[-1])["step"] + 1
+        if num_steps < 2:
+            raise RuntimeError("an epoch has one step only, so no rank can be killed inside one")
+        return num_steps
+
+    def _make_tokenizer(self) -> None:
+        self._open("Train a tokenizer on the reports")
+        command = ["python", "-m", "pipelines.train_tokenizer", "--dataset", "dataset"]
+        self._run(*command, "--vocab-size", "384", "--output", "tokenizer")
+        settings.write_train_config(self._output / "train.toml")
+        self._say(
+            "The model: a small vision encoder and a causal language model, from numbers in train.toml."
+        )
+
+    def _train(self, run: str, num_processes: int, num_steps: int) -> None:
+        self._open("Train on 2 processes, undisturbed: the run to compare with")
+        with self._job(run, num_processes, 1) as job, self._steps(num_steps) as show:
+            self._finish(job, show)
+
+    def _train_and_kill(self, num_steps: int) -> Resumption:
+        total = num_steps * settings.EPOCHS
+        # In the middle of the middle epoch, and between two checkpoints.
+        kill_after = num_steps * (settings.EPOCHS // 2) + max(1, num_steps // 2)
+        self._open("The same again, but one rank is killed in the middle of an epoch")
+        with self._job("killed", 2, 1) as job, self._steps(total) as show:
+            if not job.wait_for_step(kill_after, show):
+                raise RuntimeError(f"the training job ended too early; see {job.log}\n{job.tail()}")
+            pid = job.kill_rank(1)
+            code = job.wait(show)
+        done = len(read_metrics(self._output / "killed"))
+        epoch, step = divmod(done, num_steps)
+        self._say(
+            f"Rank 1 (process {pid}) got SIGKILL after step {step} of {num_steps} in epoch {epoch}; "
+            f"torchrun ended with code {code}."
+        )
+        self._open("Go on, on one process")
+        with self._job("killed", 1, 2) as job, self._steps(total) as show:
+            self._finish(job, show)
+        course = losses(self._output / "killed")
+        resumed = sum(attempt == 1 for attempt in course.attempts)
+        self._say(
+            f"It went on after step {resumed}, the newest checkpoint; "
+            f"{done - resumed} steps behind it were done again."
+        )
+        return Resumption(killed_after=done, resumed_after=resumed)
+
+    def _compare(self, resumption: Resumption) -> int:
+        self._open("Compare")
+        killed = committed_sequence(self._output / "killed")
+        undisturbed = committed_sequence(self._output / "undisturbed")
+        plans = [
+            (epoch, self._run(*self._plan_command(epoch), "--json", show_command=False))
+            for epoch in range(settings.EPOCHS)
+        ]
+        planned = planned_sequence(plans, micro_batches_per_step=settings.MICRO_BATCHES_PER_STEP)
+        first, second = losses(self._output / "undisturbed"), losses(self._output / "killed")
+        apart = max((abs(a - b) for a, b in zip(first.values, second.values, strict=False)), default=0.0)
+        claims = [
+            ("sequence of samples equals the undisturbed run's", first_difference(killed, undisturbed)),
+            ("both equal what shardflow plan had printed", first_difference(undisturbed, planned)),
+            (
+                f"loss falls: {second.first:.2f} -> {second.last:.2f} nats a token",
+                None if second.last < _LOSS_SHARE * second.first else f"by less than {1 - _LOSS_SHARE:.0%}",
+            ),
+        ]
+        picture = self._output / "demo.png"
+        draw(Dataset.open(self._output / "dataset"), first, second, resumption, picture)
+        num_samples = sum(key is not None for *_, key in killed)
+        self._say(
+            f"{num_samples:,} samples in {len(second.steps):,} committed steps of {settings.EPOCHS} epochs; "
+            f"the losses of the two runs differ by {apart:.1e} at most."
+        )
+        for claim, problem in claims:
+            if problem:
+                self._console.print(f"  [bold red]FAILED[/]  {claim}: {problem}")
+            else:
+                self._console.print(f"  [bold green]holds[/]   {claim}")
+        self._say(f"Look at {picture}")
+        self._say(f"{time.monotonic() - self._started:.0f} seconds in all.")
+        return 1 if any(problem for _, problem in claims) else 0
+
+    # How it speaks and starts things.
+
+    def _open(self, title: str) -> None:
+        self._chapter += 1
+        self._console.print(f"\n[bold]{self._chapter}/{_CHAPTERS}  {title}[/]")
+
+    def _say(self, text: str) -> None:
+        for line in text.splitlines():
+            self._console.print(f"  {line}", markup=False)
+
+    def _run(self, *command: str, show_errors: bool = False, show_command: bool = True) -> str:
+        if show_command:
+            self._console.print(f"  [dim]$ {' '.join(command)}[/]")
+        return run_command(list(command), show_errors=show_errors, folder=self._output)
+
+    def _plan_command(self, epoch: int) -> list[str]:
+        options = {
+            "split": "train",
+            "seed": settings.SEED,
+            "epoch": epoch,
+            "micro-batch-size": settings.MICRO_BATCH_SIZE,
+            "micro-batches-per-step": settings.MICRO_BATCHES_PER_STEP,
+            "world-size": 2,
+            "tail": settings.TAIL,
+        }
+        return [
+            "shardflow",
+            "plan",
+            "dataset",
+            *(part for name, value in options.items() for part in (f"--{name}", str(value))),
+        ]
+
+    def _job(self, run: str, num_processes: int, attempt: int) -> Any:
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes)]
+        command += ["-m", "pipelines.train", "--config", "train.toml", "--set", f"run.output={run}"]
+        self._console.print(f"  [dim]$ {' '.join(command)}[/]")
+        log = self._output / "logs" / f"{run}-{attempt}.log"
+        return TrainingJob.start(command, run=self._output / run, log=log, folder=self._output)
+
+    def _steps(self, num_steps: int) -> Any:
+        return _StepBar(self._console, num_steps)
+
+    def _finish(self, job: TrainingJob, show: Any) -> None:
+        code = job.wait(show)
+        if code:
+            raise RuntimeError(f"the training job ended with code {code}; see {job.log}\n{job.tail()}")
+
+
+class _StepBar:
+    """A bar of steps with the loss beside it; on no terminal, one line at the end."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._last: tuple[int, float | None] = (0, None)
+        columns = (TextColumn("  "), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._task = self._progress.add_task("starting", total=num_steps)
+
+    def __enter__(self) -> _StepBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        done, loss = self._last
+        self._console.print(
+            f"  {done} of {self._num_steps} steps" + (f", loss {loss:.3f}" if loss is not None else "")
+        )
+
+    def __call__(self, done: int, loss: float | None) -> None:
+        self._last = (done, loss)
+        label = f"loss {loss:.3f}" if loss is not None else ""
+        self._progress.update(self._task, completed=done, description=label)

@@ -1,0 +1,165 @@
+"""What all commands share: opening the dataset named on the command line, and writing text or JSON.
+
+Text for people goes through rich, which drops colours where standard output is no terminal; JSON is one
+object a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shardflow.errors import ConfigError
+from shardflow.shards import Dataset
+
+__all__ = [
+    "add_dataset",
+    "add_json",
+    "existing_dataset",
+    "human_bytes",
+    "natural_number",
+    "open_dataset",
+    "positive_number",
+    "show_facts",
+    "show_lines",
+    "show_table",
+    "step_progress",
+    "write_json",
+]
+
+_UNIT_BYTES = 1024
+
+
+def add_dataset(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument every reading command has."""
+    parser.add_argument("dataset", metavar="DATASET", help="folder or file:// address of a packed dataset")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="write JSON for tools instead of text for people")
+
+
+def existing_dataset(url: str) -> str:
+    """Return the address, or say that nothing is there before anything is called damaged.
+
+    Raises:
+        ConfigError: It is a local path, and no folder is there.
+    """
+    parts = urlparse(url)
+    if parts.scheme in {"", "file"}:
+        path = Path(unquote(parts.path) if parts.scheme else url)
+        if not path.is_dir():
+            raise ConfigError(
+                f"DATASET must be an existing folder, got {url!r}; make one with: shardflow pack."
+            )
+    return url
+
+
+def open_dataset(url: str) -> Dataset:
+    """Open the newest version of a dataset.
+
+    Raises:
+        ConfigError: No such folder.
+        ManifestError: No manifest, or one that cannot be trusted.
+    """
+    return Dataset.open(existing_dataset(url))
+
+
+def natural_number(text: str) -> int:
+    """Parse an integer of at least 0, for argparse."""
+    return _number(text, at_least=0)
+
+
+def positive_number(text: str) -> int:
+    """Parse an integer of at least 1, for argparse."""
+    return _number(text, at_least=1)
+
+
+def _number(text: str, *, at_least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {at_least}, got {text!r}")
+    return value
+
+
+def human_bytes(num_bytes: int) -> str:
+    """Render a size for people: ``1.4 GiB``; exact below one KiB."""
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < _UNIT_BYTES:
+            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= _UNIT_BYTES
+    return f"{size:.1f} TiB"
+
+
+def write_json(value: Any) -> None:
+    """Write one JSON object as one line of standard output."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=True) + "\n")
+
+
+def _console() -> Console:
+    # soft_wrap: a line cut at 80 columns is of no use to grep.
+    return Console(highlight=False, soft_wrap=True)
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Print lines of plain text."""
+    for line in lines:
+        _console().print(line, markup=False)
+
+
+def show_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Print aligned ``name  value`` lines."""
+    pairs = [(name, str(value)) for name, value in facts]
+    width = max((len(name) for name, _ in pairs), default=0)
+    console = _console()
+    for name, value in pairs:
+        console.print(f"[bold]{name:<{width}}[/]  {escape(value)}")
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a small table: the first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = _console()
+    console.print()
+    console.print(table)
+
+
+@contextmanager
+def step_progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on standard error while the body runs; nothing where that is no terminal.
+
+    Yields:
+        A function that takes how much is done and how much there is, or None.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,75 @@
+"""``shardflow verify``: read every byte of a dataset again, and say where each file's first damage lies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from shardflow.shards import Damage, VerifyReport, verify
+
+from pipelines.surface import (
+    add_dataset,
+    add_json,
+    existing_dataset,
+    human_bytes,
+    positive_number,
+    show_lines,
+    step_progress,
+    write_json,
+)
+
+__all__ = ["EXIT_DAMAGED", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY = "check every byte against index and manifest"
+DESCRIPTION = """\
+Reads the whole dataset: the manifest against its own digest, every file against the manifest, every field
+against its index, and what lies between the fields.
+
+Exit code 0: all is as it was written. 1: something is damaged; each file's first damage is named with its
+place.
+"""
+EXIT_DAMAGED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow verify``."""
+    parser.description = DESCRIPTION
+    add_dataset(parser)
+    parser.add_argument(
+        "--threads",
+        type=positive_number,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="shards read at once",
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; 0 where nothing is damaged, else 1."""
+    url = existing_dataset(arguments.dataset)
+    with step_progress("verifying shards") as progress:
+        report = verify(url, num_threads=arguments.threads, progress=progress)
+    if arguments.json:
+        write_json({"ok": report.is_whole, **report.to_json()})
+    else:
+        show_lines(_lines(report))
+    return 0 if report.is_whole else EXIT_DAMAGED
+
+
+def _lines(report: VerifyReport) -> list[str]:
+    checked = (
+        f"{human_bytes(report.num_bytes)} in {report.num_files:,} files: {report.num_shards:,} shards, "
+        f"{report.num_samples:,} samples, {report.num_fields:,} fields"
+    )
+    lines = [f"note: {note}" for note in report.notes]
+    if report.is_whole:
+        return [*lines, f"whole: {report.dataset_id}", checked]
+    files = "1 file" if len(report.damages) == 1 else f"{len(report.damages)} files"
+    return [*lines, *map(_describe, report.damages), f"damaged: {files} of {checked}"]
+
+
+def _describe(damage: Damage) -> str:
+    where = damage.place if damage.offset is None else f"{damage.place}, byte {damage.offset}"
+    what = ".".join(part for part in (damage.sample_key, damage.field) if part)
+    return f"{damage.path}: {damage.problem} ({where}{f'; {what}' if what else ''})"
