@@ -1,0 +1,175 @@
+"""Assemble one shard from its fragments, and check one that stands; runs in a packing process.
+
+A shard is written, fsynced and renamed before its record is, and its fragments are removed after that: at any
+moment either the fragments or a whole shard with its record stand. A shard without a record is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from shardflow.errors import ChecksumError
+from shardflow.packing.fragment import Fragment, copy_members, fragment_path, read_fragment
+from shardflow.packing.workplace import storage_error, write_plainly
+from shardflow.shards.index import ShardIndex
+from shardflow.shards.tar import END_OF_ARCHIVE
+from shardflow.storage.atomic import write_atomic
+
+__all__ = ["Assembler", "load_record"]
+
+_READ_BYTES: Final = 1 << 22
+
+
+class _DigestingCopy:
+    """Copies the members of fragments, taking size and SHA-256 on the way."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.sha256 = hashlib.sha256()
+        self.damaged: str | None = None
+
+    def chunks(self, parts: Sequence[tuple[Path, Fragment]]) -> Iterator[bytes]:
+        for path, fragment in parts:
+            try:
+                for piece in copy_members(path, fragment):
+                    yield self._count(piece)
+            except ChecksumError:
+                self.damaged = fragment.sample_key
+                raise
+        yield self._count(END_OF_ARCHIVE)
+
+    def _count(self, piece: bytes) -> bytes:
+        self.num_bytes += len(piece)
+        self.sha256.update(piece)
+        return piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembler:
+    """Makes shards out of fragments, with the folders that all of them share."""
+
+    output: Path
+    fragments: Path
+    records: Path
+
+    def assemble(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a shard, its index and its record; then remove the fragments.
+
+        Args:
+            payload: ``name``; ``digest`` of all that the shard depends on; ``studies`` as
+                ``[sample_key, task_digest]`` each, in the order of the tar.
+
+        Returns:
+            ``missing``: sample keys whose fragment is absent or damaged; where there are any, nothing was
+            written.
+
+        Raises:
+            StorageError: A file cannot be written.
+        """
+        name = str(payload["name"])
+        places = {key: fragment_path(self.fragments, key) for key, _ in payload["studies"]}
+        found = [read_fragment(places[key], digest) for key, digest in payload["studies"]]
+        missing = [key for (key, _), part in zip(payload["studies"], found, strict=True) if part is None]
+        if missing:
+            return {"missing": missing}
+        parts = [fragment for fragment in found if fragment is not None]
+        packed = [(places[part.sample_key], part) for part in parts if part.facts is not None]
+        record: dict[str, Any] = {
+            "digest": payload["digest"],
+            "name": name,
+            "tar": None,
+            "index": None,
+            "samples": [],
+        }
+        if packed:
+            copy = _DigestingCopy()
+            try:
+                write_atomic(self.output / "shards" / f"{name}.tar", copy.chunks(packed), replace=True)
+            except ChecksumError:
+                with suppress(OSError):
+                    places[str(copy.damaged)].unlink()
+                return {"missing": [copy.damaged]}
+            record["tar"] = {"num_bytes": copy.num_bytes, "sha256": copy.sha256.hexdigest()}
+            samples, table = _index(name, copy.num_bytes, [part for _, part in packed])
+            write_atomic(self.output / "shards" / f"{name}.idx", [table], replace=True)
+            record["index"] = {"num_bytes": len(table), "sha256": hashlib.sha256(table).hexdigest()}
+            record["samples"] = samples
+        record["outcomes"] = {part.sample_key: asdict(part.outcome) for part in parts}
+        text = json.dumps(record, separators=(",", ":")).encode("ascii")
+        write_plainly(self.records / f"{name}.json", text, mode=0o644)
+        for path in places.values():
+            with suppress(OSError):
+                path.unlink()
+        return {"missing": []}
+
+    def check(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Tell whether a shard of a former run stands and is whole.
+
+        Args:
+            payload: ``name`` and ``digest`` as in `assemble`.
+
+        Returns:
+            ``stands``.
+        """
+        name = str(payload["name"])
+        record = load_record(self.records, name)
+        if record is None or record["digest"] != payload["digest"]:
+            return {"stands": False}
+        files = [(f"{name}.tar", record["tar"]), (f"{name}.idx", record["index"])]
+        return {
+            "stands": all(
+                entry is None or _has_digest(self.output / "shards" / file, entry) for file, entry in files
+            )
+        }
+
+
+def load_record(folder: Path, name: str) -> dict[str, Any] | None:
+    """Read what is known of a shard; None where it does not stand."""
+    try:
+        record: dict[str, Any] = json.loads((folder / f"{name}.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record
+
+
+def _index(name: str, num_bytes: int, parts: Sequence[Fragment]) -> tuple[list[dict[str, Any]], bytes]:
+    """Move the fields to their places in the shard; return the samples' rows and the index."""
+    samples: list[dict[str, Any]] = []
+    located = []
+    offset = 0
+    for part in parts:
+        located.append(
+            (part.sample_key, [replace(place, offset=place.offset + offset) for place in part.fields])
+        )
+        samples.append(
+            {
+                "sample_key": part.sample_key,
+                "offset_bytes": offset,
+                "num_bytes": part.num_bytes,
+                "num_fields": len(part.fields),
+                "facts": None if part.facts is None else asdict(part.facts),
+            }
+        )
+        offset += part.num_bytes
+    return samples, ShardIndex.encode(name, num_bytes, located)
+
+
+def _has_digest(path: Path, entry: Mapping[str, Any]) -> bool:
+    hasher = hashlib.sha256()
+    try:
+        if path.stat().st_size != entry["num_bytes"]:
+            return False
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_READ_BYTES):
+                hasher.update(piece)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise storage_error("reading a shard back", error) from None
+    return bool(hasher.hexdigest() == entry["sha256"])

@@ -1,0 +1,101 @@
+"""The life of one packing process: take limits, then answer tasks until the job closes the channel.
+
+Started by `shardflow.packing.pool` in a fresh interpreter, never by a fork: decoders and their threads do not
+survive one. Once it runs, its standard streams lead nowhere, because native libraries print what they stumble
+over; only results reach the job, and a failure carries a class name and a place in the code, no text.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import os
+import resource
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, TypeAlias
+
+from shardflow.errors import StorageError
+from shardflow.logs import describe_exception
+from shardflow.packing.channel import Channel, ChannelClosedError
+from shardflow.packing.limits import ChildLimits, end_with
+
+__all__ = ["Handler", "HandlerFactory", "main", "peak_memory_bytes"]
+
+Handler: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+"""Answers one task: ``handler(kind, payload) -> result``, all of JSON."""
+
+HandlerFactory: TypeAlias = Callable[[Mapping[str, Any]], Handler]
+"""Makes the handler from the job's setup, once per process; named ``"module:function"``."""
+
+_LINUX_RSS_UNIT: Final = 1024
+
+
+def main(channel_fileno: int, parent_pid: int) -> None:
+    """Run until the channel closes.
+
+    Args:
+        channel_fileno: This process's end of the socket pair.
+        parent_pid: The job; this process ends with it.
+    """
+    end_with(parent_pid)
+    log_fileno = os.dup(sys.stderr.fileno())
+    faulthandler.enable(file=log_fileno)
+    channel = Channel(socket.socket(fileno=channel_fileno))
+    with suppress(ChannelClosedError):
+        try:
+            start = channel.receive()
+            limits = ChildLimits.from_json(start["limits"])
+            limits.apply()
+            handler = _silently(lambda: _make_handler(start["handlers"], start["setup"]))
+        except Exception as error:  # noqa: BLE001 - said to the job, which gives up
+            channel.send({"cannot_start": describe_exception(error)})
+            return
+        channel.send({"ready": os.getpid()})
+        _close_streams()
+        while True:
+            task = channel.receive()
+            limits.start_task()
+            channel.send({**_answer(handler, task), "peak_memory_bytes": peak_memory_bytes()})
+
+
+def peak_memory_bytes() -> int:
+    """Return the most resident memory that this process ever had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * _LINUX_RSS_UNIT
+
+
+def _make_handler(name: str, setup: Mapping[str, Any]) -> Handler:
+    module, _, function = name.partition(":")
+    factory: HandlerFactory = getattr(importlib.import_module(module), function)
+    return factory(setup)
+
+
+def _silently(make: Callable[[], Handler]) -> Handler:
+    """Turn off what would print the text of others; before the libraries are imported that print it."""
+    warnings.simplefilter("ignore")
+    logging.lastResort = None
+    logging.disable(logging.CRITICAL)
+    return make()
+
+
+def _close_streams() -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _answer(handler: Handler, task: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {"result": handler(task["kind"], task["payload"])}
+    except MemoryError:
+        return {"failure": "out_of_memory", "detail": "MemoryError"}
+    except StorageError as error:
+        return {"failure": "storage", "detail": error.message}
+    except Exception as error:  # noqa: BLE001 - the one place where whatever a study does becomes an outcome
+        return {"failure": "failed", "detail": describe_exception(error)}

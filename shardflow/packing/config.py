@@ -1,0 +1,183 @@
+"""Settings of a packing job.
+
+Two kinds of settings stand apart, because the one decides bytes and the other must not: what decides the
+dataset's content (`PackConfig.content`, part of every digest), and how the job runs (folders, processes,
+memory, time), which gives the same bytes whatever it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from shardflow.configs import Bounds, ByteSize, check_fields
+from shardflow.errors import ConfigError
+from shardflow.shards.canonical import canonical_json
+
+__all__ = [
+    "BadInstancePolicy",
+    "ExecutionConfig",
+    "IdentityConfig",
+    "InputsConfig",
+    "LimitsConfig",
+    "PackConfig",
+    "PolicyConfig",
+    "ShardsConfig",
+]
+
+BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
+
+_SPLIT_NAME = re.compile(r"[a-z0-9]{1,32}")
+_KIB = 1 << 10
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputsConfig:
+    """Where the inputs lie; nothing is ever written there."""
+
+    dicom: tuple[Path, ...]
+    """Folders (or single files); every file below them ends in one outcome."""
+    reports: Path | None = None
+    """Table or folder of reports; none packs images alone."""
+    reports_format: Literal["csv", "folder", "jsonl"] = "csv"
+    """How ``reports`` is to be read."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.dicom:
+            raise ConfigError("dicom must name at least one folder, got none; add one.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdentityConfig:
+    """The secret behind every surrogate."""
+
+    key_file: Path | None = None
+    """File of at least 32 random bytes, mode 0600. By default ``secret.key`` in the private folder, made by
+    the first run; keep it: with another key every sample has another name and patients change their split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardsConfig:
+    """How samples become files."""
+
+    target_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = 512 * _MIB
+    """A shard is closed before its estimated size passes this; a larger study has a shard of its own."""
+    max_samples: Annotated[int, Bounds(1, 1 << 24)] = 10_000
+    """A shard is closed at this many studies."""
+    codec: Literal["b2nd", "npy"] = "b2nd"
+    """Codec of the slices: ``b2nd`` (compressed, lossless) or ``npy`` (raw)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """What becomes of inputs that are not as they should be."""
+
+    require_report: bool = False
+    """Skip studies that no report names."""
+    on_bad_instance: BadInstancePolicy = "quarantine_study"
+    """Whether one unreadable image takes its study with it, or is left out and named."""
+    max_quarantined_share: Annotated[float, Bounds(0, 1)] = 0.05
+    """Largest share of inputs (files and reports) that may be quarantined; above it nothing is published."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitsConfig:
+    """Counts that decide outcomes: the same on every machine, checked before anything is allocated."""
+
+    max_frame_pixels: Annotated[int, Bounds(1)] = 1 << 28
+    """Rows times columns of one frame."""
+    max_frames: Annotated[int, Bounds(1)] = 1 << 16
+    """Frames of one instance."""
+    max_pixel_bytes: Annotated[ByteSize, Bounds(1)] = 16 * _GIB
+    """Decoded bytes of one instance."""
+    max_header_bytes: Annotated[ByteSize, Bounds(1)] = 64 * _MIB
+    """Bytes of one file before its pixel data."""
+    max_inflated_bytes: Annotated[ByteSize, Bounds(1)] = 512 * _MIB
+    """Bytes that a file in the deflated transfer syntax inflates to."""
+    max_study_bytes: Annotated[ByteSize, Bounds(1)] = 64 * _GIB
+    """Decoded bytes of one study."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionConfig:
+    """How the job runs; changes its speed and never its bytes."""
+
+    num_processes: Annotated[int, Bounds(0, 4096)] = 0
+    """Packing processes; 0 takes every processor that the job may use."""
+    memory_bytes: Annotated[ByteSize, Bounds(512 * _MIB)] = 4 * _GIB
+    """Address space of one packing process; about 0.3 GiB of it are libraries."""
+    task_timeout_s: Annotated[float, Bounds(0.1)] = 900.0
+    """Time for one study (or shard, or batch of headers); past it the process is killed and replaced."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def resolved_num_processes(self) -> int:
+        """Number of processes, with 0 resolved for this machine."""
+        return self.num_processes or len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackConfig:
+    """All settings of a packing job."""
+
+    output: Path
+    """Folder of the dataset: new, empty, or of an interrupted job with the same settings."""
+    private_dir: Path
+    """Folder outside the dataset for what must never be in it (mode 0700): the key, the way back from
+    surrogates to paths, headers while the job runs, recorded deaths of processes. One for each dataset."""
+    inputs: InputsConfig
+    identity: IdentityConfig = field(default_factory=IdentityConfig)
+    splits: dict[str, int] = field(default_factory=lambda: {"train": 90, "val": 5, "test": 5})
+    """Parts of each split, in the order in which the dataset lists them; patients are dealt by a keyed
+    hash."""
+    shards: ShardsConfig = field(default_factory=ShardsConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, parts in self.splits.items():
+            if not _SPLIT_NAME.fullmatch(name):
+                raise ConfigError(f"a split's name must be 1 to 32 of [a-z0-9], got {name!r}; rename it.")
+            if parts < 0:
+                raise ConfigError(f"splits.{name} must be at least 0, got {parts}; correct it.")
+        if sum(self.splits.values()) < 1:
+            raise ConfigError("splits must have at least one part in all, got 0; give a split some.")
+
+    @property
+    def key_file(self) -> Path:
+        """Where the secret key lies."""
+        return self.identity.key_file or self.private_dir / "secret.key"
+
+    def content(self) -> dict[str, Any]:
+        """Return the settings that decide the dataset's bytes, as JSON without fractions."""
+        return {
+            "limits": asdict(self.limits),
+            "on_bad_instance": self.policy.on_bad_instance,
+            "require_report": self.policy.require_report,
+            "shards": asdict(self.shards),
+            "splits": [[name, parts] for name, parts in self.splits.items()],
+        }
+
+    def content_digest(self) -> str:
+        """Return the SHA-256 of `content`: the ``config_digest`` of the manifest."""
+        return hashlib.sha256(canonical_json(self.content())).hexdigest()

@@ -1,0 +1,116 @@
+"""The header pass: every input file is opened once, in batches dealt to the packing processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardflow.errors import ShardflowError, StorageError
+from shardflow.packing.inventory import FileTable
+from shardflow.packing.pool import ChildPool, Task, TaskDone
+from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
+from shardflow.sources.reasons import Reason
+
+if TYPE_CHECKING:
+    from shardflow.deid.pseudonyms import SecretKey
+    from shardflow.packing.progress import Progress
+    from shardflow.sources.dicom import DiscoveredFile
+
+__all__ = ["BATCH_FILES", "HeaderPass", "batch_name"]
+
+BATCH_FILES: Final = 128
+"""Files of one task. Fixed, so that a restart with other processes finds the same batches."""
+
+
+def batch_name(file: int) -> str:
+    """Name the file of header rows that holds an input file's row."""
+    return f"batch-{file // BATCH_FILES:07d}.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderPass:
+    """Reads all headers, and survives those that cannot be read."""
+
+    pool: ChildPool
+    files: Sequence[DiscoveredFile]
+    key: SecretKey
+    recorded: RecordedOutcomes
+    task_timeout_s: float
+    progress: Progress
+
+    def run(self) -> FileTable:
+        """Return the inventory of all files.
+
+        Raises:
+            ShardflowError: Processes cannot start, or a batch cannot be read even without its bad files.
+            StorageError: Header rows cannot be written.
+        """
+        table = FileTable(len(self.files))
+        self.progress.phase("headers", len(self.files))
+        starts = list(range(0, len(self.files), BATCH_FILES))
+        troubled = self._scan(table, starts)
+        if troubled:
+            for start in sorted(troubled):
+                self._probe(start)
+            self.pool.restart()
+            if self._scan(table, sorted(troubled)):
+                raise ShardflowError(
+                    "the header pass must end with every batch read, got one that failed again without its "
+                    "bad files; run the job again, with more execution.memory_bytes if it is small."
+                )
+        return table
+
+    def _scan(self, table: FileTable, starts: Sequence[int]) -> list[int]:
+        """Scan batches; return those whose process died or failed."""
+        waiting = list(reversed(starts))
+        troubled: list[int] = []
+        while waiting or self.pool.num_running:
+            while waiting and self.pool.has_idle:
+                self.pool.submit(self._scan_task(waiting.pop()))
+            done = self.pool.wait()
+            start: int = done.task.handle
+            if done.result is None:
+                _raise_storage(done)
+                troubled.append(start)
+            else:
+                table.add(start, done.result["rows"])
+                self.progress.advance(len(done.result["rows"]))
+        return troubled
+
+    def _scan_task(self, start: int) -> Task:
+        batch = self.files[start : start + BATCH_FILES]
+        entries = [
+            [file.root_index, file.relative_path, file.num_bytes, self._known_reason(file)] for file in batch
+        ]
+        return self._task("scan", {"name": batch_name(start), "files": entries}, start)
+
+    def _probe(self, start: int) -> None:
+        """Read the files of a batch one by one, alone, to find and record those that end their process."""
+        for file in self.files[start : start + BATCH_FILES]:
+            if self._known_reason(file) is not None:
+                continue
+            self.pool.restart(1)
+            self.pool.submit(
+                self._task("probe", {"root": file.root_index, "path": file.relative_path}, start)
+            )
+            done = self.pool.wait()
+            if done.failure is not None:
+                _raise_storage(done)
+                self.recorded.add(self._surrogate(file), file.num_bytes, reason_of_failure(done.failure))
+
+    def _known_reason(self, file: DiscoveredFile) -> Reason | str | None:
+        if file.problem is not None or not len(self.recorded):
+            return file.problem
+        return self.recorded.find(self._surrogate(file), file.num_bytes)
+
+    def _surrogate(self, file: DiscoveredFile) -> str:
+        return self.key.surrogate("input", f"{file.root_index}/{file.relative_path}")
+
+    def _task(self, kind: str, payload: dict[str, Any], start: int) -> Task:
+        return Task(kind=kind, payload=payload, timeout_s=self.task_timeout_s, handle=start)
+
+
+def _raise_storage(done: TaskDone) -> None:
+    if done.failure == "storage":
+        raise StorageError(done.detail)

@@ -1,0 +1,156 @@
+"""Header rows: what the header pass found, one JSON line for each input file, kept in the private folder.
+
+The job keeps a few numbers per file in memory (`shardflow.packing.inventory`); everything else about a file
+waits here until its study is packed, so that memory does not grow with the number of attributes. Rows hold
+identifiers and therefore lie in the private folder, and only while the job runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from shardflow.errors import StorageError
+from shardflow.packing.workplace import storage_error, write_plainly
+from shardflow.sources.dicom import ImageDescription, InstanceHeader, PlaneHeader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["HeaderRow", "RowPlace", "load_rows", "read_rows", "store_rows"]
+
+RowPlace: TypeAlias = "tuple[str, int, int]"
+"""Name of the file of rows, offset and number of bytes of one row."""
+
+_END: Final = b"end\n"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderRow:
+    """One input file after the header pass; ``reason`` is set where it cannot be packed."""
+
+    root_index: int
+    relative_path: str
+    header: InstanceHeader | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON."""
+        header = None if self.header is None else _header_to_json(self.header)
+        return {"root": self.root_index, "path": self.relative_path, "header": header, "reason": self.reason}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> HeaderRow:
+        """Read what `to_json` wrote."""
+        header = None if row["header"] is None else _header_from_json(row["header"])
+        return cls(row["root"], row["path"], header, row["reason"])
+
+    def digest(self) -> int:
+        """Return 64 bits of the header's content: equal for a file that was moved or renumbered."""
+        content: Any = self.reason
+        if self.header is not None:
+            content = _header_to_json(self.header)
+            del content["file_index"]
+        return int.from_bytes(hashlib.sha256(_encode(content)).digest()[:8], "little")
+
+
+def store_rows(path: Path, digest: str, rows: Sequence[HeaderRow]) -> list[tuple[int, int]]:
+    """Write the rows of a batch of files.
+
+    Args:
+        path: File in the private folder.
+        digest: What the batch depends on; `load_rows` takes the file only for the same digest.
+        rows: One for each input file.
+
+    Returns:
+        Offset and number of bytes of each row in the file.
+    """
+    lines = [_encode(row.to_json()) + b"\n" for row in rows]
+    places: list[tuple[int, int]] = []
+    offset = len(digest) + 1
+    for line in lines:
+        places.append((offset, len(line)))
+        offset += len(line)
+    write_plainly(path, b"".join([digest.encode(), b"\n", *lines, _END]))
+    return places
+
+
+def load_rows(path: Path, digest: str) -> tuple[list[HeaderRow], list[tuple[int, int]]] | None:
+    """Read a batch's rows and their places back; None where absent, torn or of another digest."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    start = len(digest) + 1
+    if data[:start] != digest.encode() + b"\n" or not data.endswith(b"\n" + _END):
+        return None
+    lines = data[start : -len(_END)].splitlines(keepends=True)
+    places: list[tuple[int, int]] = []
+    for line in lines:
+        places.append((start, len(line)))
+        start += len(line)
+    try:
+        return [HeaderRow.from_json(json.loads(line)) for line in lines], places
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
+    """Read single rows, in the order of ``places``.
+
+    Raises:
+        StorageError: A row cannot be read back; the header pass has to run again.
+    """
+    rows: list[HeaderRow] = []
+    descriptors: dict[str, int] = {}
+    try:
+        for name, offset, num_bytes in places:
+            if name not in descriptors:
+                descriptors[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            rows.append(HeaderRow.from_json(json.loads(os.pread(descriptors[name], num_bytes, offset))))
+    except OSError as error:
+        raise storage_error("reading header rows of the private folder", error) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"header rows must be as they were written, got {type(error).__name__}; "
+            "remove the headers folder in the private folder and run the job again."
+        ) from None
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return rows
+
+
+def _encode(value: Any) -> bytes:
+    # ASCII: a file name that is not UTF-8 travels as lone surrogates, which only escapes can carry.
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode("ascii")
+
+
+_HEADER_FIELDS: Final = tuple(field.name for field in dataclasses.fields(InstanceHeader))
+_IMAGE_FIELDS: Final = tuple(field.name for field in dataclasses.fields(ImageDescription))
+_PLANE_FIELDS: Final = tuple(field.name for field in dataclasses.fields(PlaneHeader))
+
+
+def _header_to_json(header: InstanceHeader) -> dict[str, Any]:
+    fields = {name: getattr(header, name) for name in _HEADER_FIELDS}
+    fields["image"] = [getattr(header.image, name) for name in _IMAGE_FIELDS]
+    fields["planes"] = [[getattr(plane, name) for name in _PLANE_FIELDS] for plane in header.planes]
+    return fields
+
+
+def _header_from_json(fields: Mapping[str, Any]) -> InstanceHeader:
+    values = {name: _tuples(value) for name, value in fields.items()}
+    values["image"] = ImageDescription(**dict(zip(_IMAGE_FIELDS, values["image"], strict=True)))
+    values["planes"] = tuple(
+        PlaneHeader(**dict(zip(_PLANE_FIELDS, plane, strict=True))) for plane in values["planes"]
+    )
+    return InstanceHeader(**values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,306 @@
+"""A pool of long-lived packing processes that may die at any moment.
+
+Owns starting, feeding, timing, killing and replacing them. A task that kills its process, passes its deadline
+or runs out of memory comes back as a failed task; it never takes another task or the job with it. What a
+failure means for a study is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+
+from shardflow.errors import ShardflowError
+from shardflow.packing.channel import Channel, ChannelClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    from shardflow.packing.limits import ChildLimits
+
+__all__ = ["ChildPool", "Failure", "Task", "TaskDone"]
+
+Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "storage"]
+
+_BOOT: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from shardflow.packing.child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_START_TIMEOUT_S: Final = 120.0
+_SEND_TIMEOUT_S: Final = 60.0
+_EXIT_S: Final = 1.0
+# One thread per process: blosc2 gives other bytes with more, and thread pools reserve address space.
+_SINGLE_THREADED: Final = dict.fromkeys(
+    [
+        "BLOSC_NTHREADS",
+        "MALLOC_ARENA_MAX",
+        "MKL_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+    ],
+    "1",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One piece of work for a packing process."""
+
+    kind: str
+    payload: Mapping[str, Any]
+    """JSON; what the handler gets."""
+    timeout_s: float
+    """Wall time after which the process is killed."""
+    handle: Any = None
+    """The caller's own mark; stays in the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskDone:
+    """What became of a task: a result, or a failure."""
+
+    task: Task
+    result: dict[str, Any] | None = None
+    failure: Failure | None = None
+    detail: str = ""
+    """Class name and place in the code; never text of an input."""
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    deadline: float
+    is_ready: bool = False
+    task: Task | None = None
+    done: list[TaskDone] = field(default_factory=list)
+
+
+class ChildPool:
+    """Feeds tasks to packing processes; use as a context manager, which ends them all.
+
+    Args:
+        num_processes: How many run at once.
+        limits: What each may take.
+        handlers: ``"module:function"`` that makes the task handler inside a process.
+        setup: What that function is given; JSON.
+        log_path: Where processes write why they could not start, and stacks of crashes.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        limits: ChildLimits,
+        *,
+        handlers: str,
+        setup: Mapping[str, Any],
+        log_path: Path,
+    ) -> None:
+        self._limits = limits
+        self._handlers = handlers
+        self._setup = setup
+        self._log_path = log_path
+        self._selector = selectors.DefaultSelector()
+        self._children: list[_Child] = []
+        self._full_num_processes = num_processes
+        self._num_processes = num_processes
+        self.num_replaced = 0
+        self.peak_memory_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the living children."""
+        return [child.process.pid for child in self._children]
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a task may be submitted now without waiting for another."""
+        return len(self._children) < self._num_processes or any(
+            child.task is None for child in self._children
+        )
+
+    @property
+    def num_running(self) -> int:
+        """Number of tasks submitted and not come back."""
+        return sum(child.task is not None for child in self._children)
+
+    def restart(self, num_processes: int | None = None) -> None:
+        """Go on with fresh processes: as many as given, else as many as at first; nothing may be running."""
+        self._num_processes = num_processes or self._full_num_processes
+        while self._children:
+            self._end(self._children[-1])
+
+    def submit(self, task: Task) -> None:
+        """Give a task to an idle process, starting one if need be."""
+        child = next((child for child in self._children if child.task is None), None) or self._start()
+        child.task = task
+        if child.is_ready:
+            self._send_task(child)
+
+    def wait(self) -> TaskDone:
+        """Wait until any submitted task comes back.
+
+        Raises:
+            ShardflowError: Processes cannot start at all.
+        """
+        if not self.num_running:
+            raise ValueError("nothing was submitted")
+        while True:
+            for child in self._children:
+                if child.done:
+                    return child.done.pop()
+            now = time.monotonic()
+            late = [child for child in self._children if child.task is not None and child.deadline <= now]
+            for child in late:
+                return self._timed_out(child)
+            next_deadline = min(child.deadline for child in self._children if child.task is not None)
+            for key, _ in self._selector.select(max(0.0, next_deadline - now)):
+                if (lost := self._read(key.data)) is not None:
+                    return lost
+
+    def close(self) -> None:
+        """End every process and wait for its end; unfinished tasks are forgotten."""
+        while self._children:
+            self._end(self._children[-1])
+        self._selector.close()
+
+    def _start(self) -> _Child:
+        ours, theirs = socket.socketpair()
+        with theirs, self._log_path.open("ab") as log:
+            process = subprocess.Popen(
+                # -P: a folder in the working directory must not shadow a library.
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    _BOOT,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    json.dumps(sys.path),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **_SINGLE_THREADED},
+            )
+        child = _Child(process, Channel(ours), deadline=time.monotonic() + _START_TIMEOUT_S)
+        self._children.append(child)
+        self._selector.register(child.channel, selectors.EVENT_READ, child)
+        with suppress(ChannelClosedError):  # its death is seen when it is read from
+            child.channel.send(
+                {"limits": self._limits.to_json(), "handlers": self._handlers, "setup": dict(self._setup)},
+                timeout_s=_SEND_TIMEOUT_S,
+            )
+        return child
+
+    def _send_task(self, child: _Child) -> None:
+        task = child.task
+        if task is None:
+            return
+        child.deadline = time.monotonic() + task.timeout_s
+        with suppress(ChannelClosedError):
+            child.channel.send({"kind": task.kind, "payload": dict(task.payload)}, timeout_s=_SEND_TIMEOUT_S)
+
+    def _read(self, child: _Child) -> TaskDone | None:
+        """Take what a process sent; a task that is lost with its process comes back at once."""
+        try:
+            for message in child.channel.receive_available():
+                self._take(child, message)
+        except ChannelClosedError:
+            if child.done:
+                done = child.done.pop()
+                self._end(child)
+                return done
+            return self._died(child)
+        if child.done and child.done[-1].failure == "out_of_memory":
+            # What is left of its address space is in pieces: the next study deserves a whole one.
+            done = child.done.pop()
+            self._end(child)
+            self.num_replaced += 1
+            return done
+        return None
+
+    def _take(self, child: _Child, message: dict[str, Any]) -> None:
+        if "cannot_start" in message:
+            raise _cannot_start(str(message["cannot_start"]))
+        if "ready" in message:
+            child.is_ready = True
+            self._send_task(child)
+            return
+        task, child.task = child.task, None
+        if task is None:
+            return
+        self.peak_memory_bytes = max(self.peak_memory_bytes, int(message.get("peak_memory_bytes", 0)))
+        child.done.append(
+            TaskDone(
+                task=task,
+                result=message.get("result"),
+                failure=message.get("failure"),
+                detail=str(message.get("detail", "")),
+            )
+        )
+
+    def _timed_out(self, child: _Child) -> TaskDone:
+        task = child.task
+        if not child.is_ready or task is None:
+            raise _cannot_start(f"nothing heard for {_START_TIMEOUT_S:g} s")
+        self._end(child)
+        self.num_replaced += 1
+        return TaskDone(task=task, failure="timeout", detail=f"no answer within {task.timeout_s:g} s")
+
+    def _died(self, child: _Child) -> TaskDone | None:
+        task = child.task
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(_EXIT_S)  # its own end tells more than our kill
+        self._end(child)
+        code = child.process.returncode
+        if not child.is_ready:
+            raise _cannot_start(_describe_exit(code))
+        self.num_replaced += 1
+        if task is None:
+            return None
+        failure: Failure = "timeout" if code == -signal.SIGXCPU else "killed"
+        return TaskDone(task=task, failure=failure, detail=_describe_exit(code))
+
+    def _end(self, child: _Child) -> None:
+        self._children.remove(child)
+        self._selector.unregister(child.channel)
+        child.channel.close()
+        # Files appear whole or not at all, so there is nothing that a gentler end would save.
+        child.process.kill()
+        child.process.wait()
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _cannot_start(detail: str) -> ShardflowError:
+    return ShardflowError(
+        f"a packing process must start, got: {detail}; raise limits.process_memory if it is small, "
+        "and see packing-processes.log in the private folder."
+    )

@@ -1,0 +1,330 @@
+"""The study pass: packs every planned study and assembles every shard, whatever happens to single processes.
+
+Shards are opened in planned order and their studies dealt largest first, so that no large study is the last
+one; a shard is assembled as soon as its studies are done, so that the work folder holds a few shards at most.
+What is packed when, and by which process, never shows in the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardflow.errors import ShardflowError, StorageError
+from shardflow.packing.assembly import load_record
+from shardflow.packing.fragment import FragmentWriter, StudyOutcome, fragment_path
+from shardflow.packing.header_pass import batch_name
+from shardflow.packing.inventory import UNDECIDED, reason_code
+from shardflow.packing.pool import ChildPool, Task, TaskDone
+from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
+from shardflow.sources.reasons import Outcome, outcome_of
+
+if TYPE_CHECKING:
+    from shardflow.packing.inventory import FileTable
+    from shardflow.packing.linking import ReportTable
+    from shardflow.packing.plan import PackPlan
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.workplace import Workplace
+
+__all__ = ["QuarantineLimitError", "StudyPass"]
+
+_FRAGMENT_VERSION: Final = 1
+_MAX_ASSEMBLIES: Final = 3
+
+
+class QuarantineLimitError(Exception):
+    """More inputs are quarantined than the job allows; stays inside the packing package."""
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    number: int
+    digest: str
+    waiting: set[int]
+    """Studies that are not packed yet."""
+    num_assemblies: int = 0
+
+
+class StudyPass:
+    """Packs the studies of a plan into its shards.
+
+    Args:
+        pool: The packing processes.
+        plan: What goes where.
+        files: The inventory.
+        reports: The reports.
+        place: The folders.
+        recorded: Outcomes of former runs.
+        basis: All that every fragment depends on: settings, versions, key.
+        max_quarantined: Number of quarantined inputs above which the job stops.
+        task_timeout_s: Time for one task.
+        progress: Hears of every study that is done.
+    """
+
+    def __init__(
+        self,
+        pool: ChildPool,
+        plan: PackPlan,
+        files: FileTable,
+        reports: ReportTable,
+        place: Workplace,
+        *,
+        recorded: RecordedOutcomes,
+        basis: str,
+        max_quarantined: int,
+        task_timeout_s: float,
+        progress: Progress,
+    ) -> None:
+        self._pool = pool
+        self._plan = plan
+        self._files = files
+        self._reports = reports
+        self._place = place
+        self._recorded = recorded
+        self._basis = basis
+        self._max_quarantined = max_quarantined
+        self._timeout_s = task_timeout_s
+        self._progress = progress
+        self._next_shard = 0
+        self._ready: deque[Task] = deque()
+        self._open: dict[int, _OpenShard] = {}
+        self._shard_of: dict[int, int] = {}
+        self._troubled: list[int] = []
+        self._exceptions: dict[int, StudyOutcome] = {}
+        self._is_counted = np.zeros(len(files.studies), np.bool_)
+        self.num_quarantined = 0
+
+    def run(self, num_quarantined: int) -> None:
+        """Pack and assemble everything.
+
+        Args:
+            num_quarantined: Inputs that headers and reports alone have quarantined.
+
+        Raises:
+            QuarantineLimitError: Too many inputs are quarantined; what is packed stays for the next run.
+            StorageError: Something cannot be written or read back.
+            ShardflowError: Processes cannot start.
+        """
+        self._progress.phase("studies", self._plan.num_studies)
+        self._count_quarantined(num_quarantined)
+        self._drain()
+        troubled, self._troubled = sorted(self._troubled, key=self._key), []
+        for study in troubled:
+            self._retry_alone(study)
+        self._pool.restart()
+        self._drain()
+
+    def decide_exceptions(self) -> None:
+        """Write down what is known of files that are not packed, when the job stops before its end."""
+        for study, outcome in self._exceptions.items():
+            files = self._files.files_of(study)
+            undecided = self._files.reason[files] == UNDECIDED
+            for position, file in enumerate(files.tolist()):
+                reason = outcome.instances.get(position, outcome.reason)
+                if undecided[position] and reason is not None:
+                    self._files.reason[file] = reason_code(reason)
+
+    def _drain(self) -> None:
+        """Keep every process busy until nothing is left that can be done in company."""
+        while True:
+            while self._pool.has_idle and (task := self._next_task()) is not None:
+                self._pool.submit(task)
+            if not self._pool.num_running:
+                return
+            self._take(self._pool.wait())
+
+    def _next_task(self) -> Task | None:
+        while not self._ready and self._next_shard < len(self._plan.shards):
+            self._open_shard(self._next_shard, may_stand=True)
+            self._next_shard += 1
+        return self._ready.popleft() if self._ready else None
+
+    def _open_shard(self, number: int, *, may_stand: bool) -> None:
+        """Make the tasks of a shard: a look at the one that stands, or its studies."""
+        shard = self._plan.shards[number]
+        members = [[self._key(study), self._task_digest(study)] for study in shard.studies]
+        digest = _digest([shard.name, members])
+        self._open[number] = _OpenShard(number, digest, set(shard.studies))
+        for study in shard.studies:
+            self._shard_of[study] = number
+        if may_stand and load_record(self._place.records, shard.name) is not None:
+            self._ready.append(self._task("check", {"name": shard.name, "digest": digest}, number))
+            return
+        sizes = {study: self._study_bytes(study) for study in shard.studies}
+        for study in sorted(shard.studies, key=lambda study: (-sizes[study], self._key(study))):
+            self._submit_study(study)
+
+    def _submit_study(self, study: int) -> None:
+        reason = (
+            self._recorded.find(self._key(study), self._study_bytes(study)) if len(self._recorded) else None
+        )
+        if reason is not None:
+            self._give_up(study, reason)
+            return
+        self._ready.append(self._study_task(study))
+
+    def _take(self, done: TaskDone) -> None:
+        if done.failure == "storage":
+            raise StorageError(done.detail)
+        match done.task.kind:
+            case "study" if done.result is None:
+                self._troubled.append(done.task.handle)
+            case "study" if done.result is not None:
+                self._finish_study(done.task.handle, StudyOutcome.from_json(done.result["outcome"]))
+            case "check":
+                self._take_check(done.task.handle, stands=done.result is not None and done.result["stands"])
+            case _:
+                self._take_shard(done)
+
+    def _take_check(self, number: int, *, stands: bool) -> None:
+        shard = self._plan.shards[number]
+        record = load_record(self._place.records, shard.name) if stands else None
+        if record is None:
+            self._open_shard(number, may_stand=False)
+            return
+        for study in shard.studies:
+            self._count_outcome(study, StudyOutcome.from_json(record["outcomes"][self._key(study)]))
+        del self._open[number]
+
+    def _take_shard(self, done: TaskDone) -> None:
+        """Close a shard; one that lacks fragments, or whose process died, is assembled again."""
+        number: int = done.task.handle
+        shard = self._open[number]
+        missing = set(done.result["missing"]) if done.result is not None else None
+        if missing is not None and not missing:
+            del self._open[number]
+            return
+        shard.num_assemblies += 1
+        if shard.num_assemblies >= _MAX_ASSEMBLIES:
+            problem = f"{done.failure}, {done.detail}" if missing is None else "fragments that do not last"
+            raise ShardflowError(
+                f"{self._plan.shards[number].name} must come together within {_MAX_ASSEMBLIES} tries, got: "
+                f"{problem}; check the disk and run the job again, it goes on from here."
+            )
+        if missing is None:
+            self._ready.appendleft(done.task)
+            return
+        for study in self._plan.shards[number].studies:
+            if self._key(study) in missing:
+                shard.waiting.add(study)
+                self._submit_study(study)
+
+    def _finish_study(self, study: int, outcome: StudyOutcome) -> None:
+        self._count_outcome(study, outcome)
+        self._close_study(study)
+
+    def _close_study(self, study: int) -> None:
+        shard = self._open[self._shard_of[study]]
+        shard.waiting.discard(study)
+        if shard.waiting:
+            return
+        planned = self._plan.shards[shard.number]
+        members = [[self._key(member), self._task_digest(member)] for member in planned.studies]
+        payload = {"name": planned.name, "digest": shard.digest, "studies": members}
+        self._ready.appendleft(self._task("shard", payload, shard.number))
+
+    def _retry_alone(self, study: int) -> None:
+        """Try a study once more with the machine to itself; a second failure is its outcome."""
+        self._pool.restart(1)
+        self._pool.submit(self._study_task(study))
+        done = self._pool.wait()
+        if done.failure == "storage":
+            raise StorageError(done.detail)
+        if done.result is not None:
+            self._finish_study(study, StudyOutcome.from_json(done.result["outcome"]))
+        elif done.failure is not None:
+            reason = reason_of_failure(done.failure)
+            self._progress.note(f"sample {self._key(study)} is quarantined: {reason} ({done.detail})")
+            self._recorded.add(self._key(study), self._study_bytes(study), reason)
+            self._give_up(study, reason)
+
+    def _give_up(self, study: int, reason: str) -> None:
+        """Leave a fragment without members in the place of a study that ends its process."""
+        key = self._key(study)
+        path = fragment_path(self._place.fragments, key)
+        outcome = StudyOutcome(outcome=Outcome.QUARANTINED, reason=str(reason), instances={})
+        with FragmentWriter(path, sample_key=key, task_digest=self._task_digest(study)) as writer:
+            writer.commit(outcome, None)
+        self._finish_study(study, outcome)
+
+    def _count_outcome(self, study: int, outcome: StudyOutcome) -> None:
+        if self._is_counted[study]:
+            return
+        self._is_counted[study] = True
+        self._progress.advance()
+        if outcome.reason is not None or outcome.instances:
+            self._exceptions[study] = outcome
+        own = [outcome_of(reason) is Outcome.QUARANTINED for reason in outcome.instances.values()]
+        shared = self._num_undecided(study) - len(own)
+        if outcome.outcome == Outcome.QUARANTINED:
+            self._count_quarantined(sum(own) + shared + (study in self._reports.report_of))
+        else:
+            self._count_quarantined(sum(own))
+
+    def _count_quarantined(self, count: int) -> None:
+        self.num_quarantined += count
+        if self.num_quarantined > self._max_quarantined:
+            raise QuarantineLimitError
+
+    def _study_task(self, study: int) -> Task:
+        files = self._files.files_of(study)
+        entries = [
+            [
+                position,
+                batch_name(file),
+                int(self._files.row_offset[file]),
+                int(self._files.row_num_bytes[file]),
+            ]
+            for position, file in enumerate(files.tolist())
+            if self._files.reason[file] == UNDECIDED
+        ]
+        report = self._reports.report_of.get(study)
+        text = (
+            None
+            if report is None
+            else [int(self._reports.offset[report]), int(self._reports.num_bytes[report])]
+        )
+        payload = {
+            "sample_key": self._key(study),
+            "task_digest": self._task_digest(study),
+            "files": entries,
+            "report": text,
+        }
+        return self._task("study", payload, study)
+
+    def _task_digest(self, study: int) -> str:
+        files = self._files.files_of(study)
+        report = self._reports.report_of.get(study)
+        return _digest(
+            [
+                _FRAGMENT_VERSION,
+                self._basis,
+                self._key(study),
+                self._files.digest[files].tolist(),
+                self._files.modified_ns[files].tolist(),
+                self._files.reason[files].tolist(),
+                None if report is None else int(self._reports.digest[report]),
+            ]
+        )
+
+    def _task(self, kind: str, payload: Mapping[str, Any], handle: int) -> Task:
+        return Task(kind=kind, payload=payload, timeout_s=self._timeout_s, handle=handle)
+
+    def _key(self, study: int) -> str:
+        return self._files.studies.keys[study]
+
+    def _study_bytes(self, study: int) -> int:
+        return int(self._files.decoded_bytes[self._files.files_of(study)].sum())
+
+    def _num_undecided(self, study: int) -> int:
+        return int((self._files.reason[self._files.files_of(study)] == UNDECIDED).sum())
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode("ascii")).hexdigest()

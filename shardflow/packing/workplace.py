@@ -1,0 +1,194 @@
+"""The folders of a job: the dataset's, the hidden work folder inside it, and the private one beside it.
+
+Owns who may write there (one job at a time) and what may be there. The dataset's folder only ever holds the
+manifest, ``shards/``, ``samples/``, ``ledger.jsonl`` and, while a job runs or after it was killed,
+``.work/``. The private folder holds identifiers; nothing of it is ever copied into the dataset.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardflow.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardflow.packing.config import PackConfig
+
+__all__ = ["Workplace", "locked_workplace", "storage_error", "write_plainly"]
+
+_WORK: Final = ".work"
+_OWN_NAMES: Final = ("manifest-", "shards", "samples", "ledger.jsonl", _WORK)
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """Where everything lies while a job runs."""
+
+    output: Path
+    private: Path
+
+    @property
+    def work(self) -> Path:
+        """Hidden folder for what is not yet, or never will be, part of the dataset; removed at the end."""
+        return self.output / _WORK
+
+    @property
+    def fragments(self) -> Path:
+        """Packed studies that wait for their shard."""
+        return self.work / "fragments"
+
+    @property
+    def records(self) -> Path:
+        """What is known of each shard that stands."""
+        return self.work / "shards"
+
+    @property
+    def headers(self) -> Path:
+        """Header rows of the input files; private."""
+        return self.private / "headers"
+
+    @property
+    def reports(self) -> Path:
+        """Texts of the reports, one after another; private."""
+        return self.private / "reports.bin"
+
+    @property
+    def recorded_outcomes(self) -> Path:
+        """Studies and files that ended their process twice; private, an input of every run."""
+        return self.private / "resource_outcomes.jsonl"
+
+    @property
+    def process_log(self) -> Path:
+        """What packing processes say while they start, and where in the code they crashed; private."""
+        return self.private / "packing-processes.log"
+
+    def private_ledger(self, plan_digest: str) -> Path:
+        """The way back from surrogates to input paths; private."""
+        return self.private / f"inputs-{plan_digest[:16]}.jsonl"
+
+    def remove_work(self) -> None:
+        """Remove the work folder and the private spools: the dataset is complete without them."""
+        shutil.rmtree(self.headers, ignore_errors=True)
+        self.reports.unlink(missing_ok=True)
+        shutil.rmtree(self.work)
+
+
+@contextmanager
+def locked_workplace(config: PackConfig) -> Iterator[Workplace]:
+    """Make the folders and hold the only right to write into them.
+
+    Raises:
+        ConfigError: The folders are not as they must be, or another job holds the right.
+        StorageError: They cannot be made.
+    """
+    output, private = config.output.absolute(), config.private_dir.absolute()
+    _check_apart(output, private, config.inputs.dicom)
+    _check_contents(output)
+    place = Workplace(output, private)
+    try:
+        private.mkdir(parents=True, exist_ok=True, mode=0o700)
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"output and private_dir must be folders that can be made, got {type(error).__name__}; "
+            "correct them."
+        ) from None
+    if stat.S_IMODE(private.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError("private_dir must be closed to group and others; run chmod 700 on it.")
+    with _lock(private / "lock", "private_dir"), _lock(place.work / "lock", "output"):
+        for folder in (place.fragments, place.records):
+            folder.mkdir(parents=True, exist_ok=True)
+        place.headers.mkdir(exist_ok=True, mode=0o700)
+        yield place
+
+
+def write_plainly(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Write a file of the work or private folder: whole or not at all, but not forced to the disk.
+
+    What a power cut takes of it is made again; its readers check what they read.
+
+    Raises:
+        StorageError: No space, or no permission.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise storage_error("writing a work file", error) from None
+
+
+def storage_error(action: str, error: OSError) -> StorageError:
+    """Say what failed without a path: work files are named after surrogates, but folders after people."""
+    reason = os.strerror(error.errno) if error.errno else type(error).__name__
+    return StorageError(
+        f"{action} must succeed, got: {reason}; make room or repair it, and run the job again."
+    )
+
+
+def _check_apart(output: Path, private: Path, inputs: tuple[Path, ...]) -> None:
+    resolved_output, resolved_private = output.resolve(), private.resolve()
+    if resolved_private.is_relative_to(resolved_output) or resolved_output.is_relative_to(resolved_private):
+        raise ConfigError(
+            "private_dir must lie outside output, and output outside private_dir; move one of them."
+        )
+    for index, root in enumerate(inputs):
+        resolved = root.resolve()
+        for name, own in (("output", resolved_output), ("private_dir", resolved_private)):
+            if own.is_relative_to(resolved) or resolved.is_relative_to(own):
+                raise ConfigError(
+                    f"{name} must lie apart from inputs.dicom[{index}], got one inside the other; move it."
+                )
+
+
+def _check_contents(output: Path) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ConfigError("output must be a folder, got a file; name another place.")
+    foreign = [entry for entry in output.iterdir() if not entry.name.startswith(_OWN_NAMES)]
+    if foreign:
+        raise ConfigError(
+            f"output must be new, empty or a dataset, got a folder with {len(foreign)} other entries; "
+            "name another place."
+        )
+
+
+@contextmanager
+def _lock(path: Path, name: str) -> Iterator[None]:
+    """Hold an exclusive lock that the kernel drops when this process ends, however it ends."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"{name} must be used by one job at a time, got a running one; wait for it."
+                ) from None
+            if not _is_same_file(descriptor, path):
+                continue  # the job that held it has just ended and removed it
+            yield
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
