@@ -69,12 +69,13 @@ class BufferPool:
             dies.
         """
         size = _rounded(num_bytes)
-        self._settle()
         with self._lock:
+            self._drain()
             memory = self._pop(size)
+            self._num_allocated += memory is None
+        self._settle()  # what came back while we held the lock
         if memory is None:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._num_allocated += 1
         return np.asarray(_Lease(memory, self))[:num_bytes]
 
     def take_back(self, memory: mmap.mmap) -> None:
@@ -88,17 +89,23 @@ class BufferPool:
             if not self._lock.acquire(blocking=False):
                 return  # the holder, possibly this very thread further up, looks again when it is done
             try:
-                while self._returned:
-                    self._keep(self._returned.popleft())
+                self._drain()
             finally:
                 self._lock.release()
+
+    def _drain(self) -> None:
+        while self._returned:
+            self._keep(self._returned.popleft())
 
     def _keep(self, memory: mmap.mmap) -> None:
         size = len(memory)
         self._free[size] = [*self._free.pop(size, ()), memory]
         self._free_bytes += size
         while self._free_bytes > max(self._max_free_bytes, size):
-            self._pop(next(iter(self._free)))
+            oldest = next(iter(self._free))
+            self._free_bytes -= len(self._free[oldest].pop())
+            if not self._free[oldest]:
+                del self._free[oldest]
 
     def _pop(self, size: int) -> mmap.mmap | None:
         """Take a free buffer of a size, which then counts as the size asked for last."""

@@ -1,0 +1,112 @@
+"""What the loader's tests share: stores that count, stall or lie, damage on disk, and the pure plan's answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from shardflow.epochs import BatchSpec, EpochPlan, RankSchedule
+from shardflow.loading import Batch
+from shardflow.shards import Dataset
+from shardflow.storage import ByteRange, ByteStore
+
+__all__ = [
+    "HookedStore",
+    "flip_bit",
+    "hooked",
+    "loader_threads",
+    "locate",
+    "planned_keys",
+    "received_keys",
+]
+
+Reading = Callable[[str, Sequence[ByteRange]], None]
+Keys = tuple[int, int, int, tuple[str | None, ...], tuple[float, ...]]
+
+
+class HookedStore:
+    """A store that tells, before each ranged read, what is to be read; the hook may wait or raise."""
+
+    def __init__(self, store: ByteStore, before: Reading) -> None:
+        self._store = store
+        self._before = before
+        self.damage: Callable[[str, ByteRange, memoryview], None] | None = None
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def size(self, path: str) -> int:
+        return self._store.size(path)
+
+    def read(self, path: str) -> bytes:
+        return self._store.read(path)
+
+    def read_ranges(self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
+        self._before(path, ranges)
+        self._store.read_ranges(path, ranges, buffers)
+        if self.damage is not None:
+            for span, buffer in zip(ranges, buffers, strict=True):
+                self.damage(path, span, buffer)
+
+    def map(self, path: str) -> memoryview:
+        return self._store.map(path)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        self._store.put_new(path, data)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._store.list(prefix)
+
+
+def hooked(url: str, before: Reading) -> tuple[Dataset, HookedStore]:
+    """Open a dataset through a store that calls ``before``."""
+    dataset = Dataset.open(url)
+    store = HookedStore(dataset.store, before)
+    return Dataset(store, dataset.manifest), store
+
+
+def locate(dataset: Dataset, row: int, field: str) -> tuple[Path, int, int]:
+    """Return the file, offset and size of a sample's field."""
+    path, fields = dataset.sample_fields(row)
+    found = next(entry for entry in fields if entry.name.startswith(field))
+    return Path(dataset.store.url) / path, found.offset, found.num_bytes
+
+
+def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
+    """Flip one bit of a file in place."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        value = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([value ^ (1 << bit)]))
+
+
+def loader_threads() -> list[threading.Thread]:
+    """Threads of any loader that are alive."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("shardflow-loading")]
+
+
+def planned_keys(
+    dataset: Dataset, split: str, spec: BatchSpec, *, seed: int, epoch: int, rank: int = 0, world_size: int = 1
+) -> Iterator[Keys]:
+    """What the pure plan says a rank receives: ``(epoch, step, micro, keys, weights)`` a micro-batch."""
+    plan = EpochPlan(dataset.splits[split], spec, seed=seed, epoch=epoch)
+    schedule = RankSchedule(spec.micro_batches_per_step, world_size)
+    for step in range(plan.num_steps):
+        rows, weights = plan.step(step)
+        for micro in schedule.micros(rank):
+            if schedule.is_filler(micro):
+                size = spec.micro_batch_size
+                yield epoch, step, micro, (None,) * size, (0.0,) * size
+                continue
+            keys = tuple(dataset.samples.sample_key(row) if row >= 0 else None for row in rows[micro].tolist())
+            yield epoch, step, micro, keys, tuple(weights[micro].astype(float).tolist())
+
+
+def received_keys(batches: Iterable[Batch]) -> Iterator[Keys]:
+    """The same of what a loader yields."""
+    for batch in batches:
+        weights = tuple(batch.arrays["weight"].astype(float).tolist())
+        yield batch.epoch, batch.step, batch.micro, tuple(batch.keys), weights
