@@ -132,8 +132,8 @@ def _describe(summary: PackSummary) -> Iterator[str]:
         yield "Not packed: " + ", ".join(f"{count} {reason}" for reason, count in ranked) + "."
     match summary.status:
         case "quarantine_limit":
-            yield "Too many inputs are quarantined: nothing is published; what is packed stands for the next run."
-            yield "See inputs-*.jsonl in private_dir; repair the inputs, or raise policy.max_quarantined_share."
+            yield "Too many inputs are quarantined: nothing is published; what is packed stands."
+            yield "See inputs-*.jsonl in private_dir; repair inputs, or raise policy.max_quarantined_share."
             return
         case "already_packed":
             yield "This dataset is already packed."

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from shardflow.errors import StorageError
@@ -32,7 +33,7 @@ Handler: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 HandlerFactory: TypeAlias = Callable[[Mapping[str, Any]], Handler]
 """Makes the handler from the job's setup, once per process; named ``"module:function"``."""
 
-_LINUX_RSS_UNIT: Final = 1024
+_KIB: Final = 1024
 
 
 def main(channel_fileno: int, parent_pid: int) -> None:
@@ -65,8 +66,13 @@ def main(channel_fileno: int, parent_pid: int) -> None:
 
 def peak_memory_bytes() -> int:
     """Return the most resident memory that this process ever had."""
+    with suppress(OSError, ValueError):
+        # Not ru_maxrss: on Linux a process begins with that of the one that started it.
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * _KIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * _LINUX_RSS_UNIT
+    return peak if sys.platform == "darwin" else peak * _KIB
 
 
 def _make_handler(name: str, setup: Mapping[str, Any]) -> Handler:

@@ -59,6 +59,7 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
         reports=Path(setup["reports"]),
         fragments=fragments,
         key=key,
+        limits=limits,
         codec=setup["codec"],
         on_bad_instance=setup["on_bad_instance"],
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +26,7 @@ from shardflow.shards.samples import SampleFacts
 from shardflow.sources.dicom import (
     DecodedSlice,
     DisplayRange,
+    HeaderLimits,
     InstanceHeader,
     SliceForm,
     Stack,
@@ -68,6 +69,7 @@ class StudyPacker:
     fragments: Path
     """Folder of the fragments."""
     key: SecretKey
+    limits: HeaderLimits
     codec: str
     on_bad_instance: BadInstancePolicy
 
@@ -216,7 +218,9 @@ class _StudyWork:
         for copy in study.copies:
             position = copy.copy.file_index
             try:
-                check_copies(dataclasses.replace(study, copies=(copy,)), self._locate)
+                check_copies(
+                    dataclasses.replace(study, copies=(copy,)), self._locate, limits=self._packer.limits
+                )
             except SourceError as error:
                 raise _BadInstanceError(position, error.reason) from None
             self._reasons[position] = Reason.DUPLICATE_INSTANCE
@@ -226,10 +230,12 @@ class _StudyWork:
         form = form_of([part.instance for part in stack.slices])
         display = DisplayRange(stack, form)
         num_clipped = num_padding = 0
+        decoders: set[str] = set()
         for index, decoded in enumerate(self._decode(stack, form)):
             display.add(decoded)
             num_clipped += decoded.num_clipped
             num_padding += decoded.num_padding
+            decoders.add(decoded.decoder)
             payload = encode_array(self._packer.codec, decoded.pixels)
             self._writer.add(slice_field(number, index, self._packer.codec), payload)
         technical = allow_technical(self._attributes(stack))
@@ -239,6 +245,7 @@ class _StudyWork:
             "body_part": technical.get("BodyPartExamined"),
             "codec": self._packer.codec,
             "columns": stack.columns,
+            "decoders": sorted(decoders),
             "display_range": list(display.result()),
             "dtype": form.dtype,
             "flags": list(stack.flags),
@@ -265,7 +272,8 @@ class _StudyWork:
         for _, parts in itertools.groupby(stack.slices, key=lambda part: part.instance.file_index):
             together = list(parts)
             instance, frames = together[0].instance, [part.frame for part in together]
-            slices = iter_slices(self._locate(instance), instance, form=form, frames=frames)
+            path, limits = self._locate(instance), self._packer.limits
+            slices = iter_slices(path, instance, form=form, frames=frames, limits=limits)
             try:
                 yield from slices
             except SourceError as error:
@@ -275,7 +283,7 @@ class _StudyWork:
         """Decode what is left once, so that every bad file is named and packing starts again only once."""
         for header in self._usable():
             try:
-                for _ in iter_slices(self._locate(header), header):
+                for _ in iter_slices(self._locate(header), header, limits=self._packer.limits):
                     pass
             except SourceError as error:
                 self._reasons[header.file_index] = error.reason
@@ -291,8 +299,3 @@ def _encode_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     ).encode()
-
-
-def study_files(positions: Sequence[int], places: Sequence[tuple[str, int, int]]) -> list[list[Any]]:
-    """Build the ``files`` of `StudyPacker.pack`'s payload."""
-    return [[position, *place] for position, place in zip(positions, places, strict=True)]
