@@ -7,6 +7,7 @@ into the caller's buffer.
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any, NamedTuple
 
@@ -31,9 +32,11 @@ _MIN_BLOCK_NUM_BYTES = 16 * 1024
 # length, i64 uncompressed and compressed size, all big-endian after their MessagePack marks.
 _FRAME_MAGIC = b"\x9e\xa8b2frame\0\xd2"
 _HEADER_NUM_BYTES = struct.Struct(">i")
+_FRAME_NUM_BYTES = struct.Struct(">Q")
 _CHUNK_SIZES = struct.Struct(">qxq")
 _CHUNK_HEADER = struct.Struct("<4xiii")
 _METALAYER_MARK = b"\xa4b2nd\xd2"
+_DTYPE = re.compile(rb"<[iuf][248]|\|[iu]1")
 
 
 class _Frame(NamedTuple):
@@ -126,12 +129,13 @@ def _is_one_plain_chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) 
 def _parse(payload: memoryview) -> _Frame:
     try:
         return _parse_unguarded(payload)
-    except (ValueError, TypeError, IndexError, struct.error, SyntaxError):
+    except (ValueError, TypeError, IndexError, struct.error):
         raise FormatError("a b2nd payload must be a Blosc2 NDArray frame, got other bytes.") from None
 
 
 def _parse_unguarded(payload: memoryview) -> _Frame:
-    if bytes(payload[:11]) != _FRAME_MAGIC:
+    (frame_num_bytes,) = _FRAME_NUM_BYTES.unpack_from(payload, 16)
+    if bytes(payload[:11]) != _FRAME_MAGIC or frame_num_bytes != payload.nbytes:
         raise ValueError
     (chunk_start,) = _HEADER_NUM_BYTES.unpack_from(payload, 11)
     _, chunk_num_bytes = _CHUNK_SIZES.unpack_from(payload, 30)
@@ -152,7 +156,8 @@ def _parse_unguarded(payload: memoryview) -> _Frame:
     if header[at] != 0 or header[at + 1] != 0xDB or min(shape, default=0) < 1 or min(block_shape) < 1:
         raise ValueError
     (length,) = _HEADER_NUM_BYTES.unpack_from(header, at + 2)
-    dtype = np.dtype(header[at + 6 : at + 6 + length].decode("ascii"))
-    if dtype.hasobject:
+    name = header[at + 6 : at + 6 + length]
+    if not _DTYPE.fullmatch(name):
         raise ValueError
+    dtype = np.dtype(name.decode("ascii"))
     return _Frame(shape, chunk_shape, block_shape, dtype, chunk_start, chunk_num_bytes)

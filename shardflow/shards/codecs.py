@@ -6,18 +6,16 @@ section 4). No codec here notices every flipped bit: check a field's crc32c befo
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.shards import b2nd
+from shardflow.shards import b2nd, npy
 
 __all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Payload", "array_header", "decode_array", "encode_array"]
 
@@ -90,7 +88,10 @@ def decode_array(codec: str, payload: Payload, out: NDArray[Any] | None = None) 
     view = _view(payload)
     if out is None:
         shape, dtype = functions.read_header(view)
-        out = np.empty(shape, dtype)
+        try:
+            out = np.empty(shape, dtype)
+        except (ValueError, MemoryError):
+            raise FormatError(f"a slice must fit into memory, got {dtype} {shape}.") from None
     elif not (out.flags.c_contiguous and out.flags.writeable):
         raise FormatError(f"an output array must be writable and C-contiguous, got strides {out.strides}.")
     functions.decode(view, out)
@@ -110,42 +111,9 @@ def _codec(name: str) -> Codec:
         raise FormatError(f"a codec must be one of {', '.join(sorted(CODECS))}, got {name!a}.") from None
 
 
-def _encode_npy(array: NDArray[Any]) -> bytes:
-    stream = io.BytesIO()
-    npy_format.write_array(stream, array, version=(1, 0), allow_pickle=False)
-    return stream.getvalue()
-
-
-def _parse_npy(payload: memoryview) -> tuple[ArrayHeader, int]:
-    stream = io.BytesIO(bytes(payload[:1024]))
-    try:
-        version = npy_format.read_magic(stream)
-        shape, is_fortran, dtype = npy_format.read_array_header_1_0(stream)
-    except ValueError:
-        raise FormatError("an npy payload must be a NumPy 1.0 array file, got other bytes.") from None
-    if version != (1, 0) or is_fortran or dtype.hasobject:
-        raise FormatError("an npy payload must be version 1.0, plain numbers in C order, got another layout.")
-    return (shape, dtype), stream.tell()
-
-
-def _read_npy_header(payload: memoryview) -> ArrayHeader:
-    return _parse_npy(payload)[0]
-
-
-def _decode_npy(payload: memoryview, out: NDArray[Any]) -> None:
-    (shape, dtype), start = _parse_npy(payload)
-    if shape != out.shape or dtype != out.dtype:
-        raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {dtype} {shape}.")
-    if payload.nbytes != start + out.nbytes:
-        raise FormatError(
-            f"an npy payload must hold {out.nbytes} bytes of data, got {payload.nbytes - start}."
-        )
-    out[...] = np.frombuffer(payload, dtype, offset=start).reshape(shape)
-
-
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode),
-        "npy": Codec(_encode_npy, _read_npy_header, _decode_npy),
+        "npy": Codec(npy.encode, npy.read_header, npy.decode),
     }
 )

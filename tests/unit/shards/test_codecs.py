@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from typing import Any
+
+import blosc2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.shards.codecs import CODECS, array_header, decode_array, encode_array
+
+pytestmark = pytest.mark.fast
+
+DTYPES = ["|u1", "|i1", "<i2", "<u2", "<i4", "<f4", "<f8"]
+SHAPES = [
+    (1, 1),
+    (2, 2),
+    (1, 300),
+    (300, 1),
+    (7, 5),
+    (64, 48),
+    (61, 3),
+    (40, 30, 3),
+    (5, 4, 1),
+    (512, 512),
+    (509, 700),
+]
+
+
+def _pixels(shape: tuple[int, ...], dtype: str, kind: str) -> NDArray[Any]:
+    rng = np.random.default_rng([len(shape), *shape])
+    if kind == "zeros":
+        return np.zeros(shape, dtype)
+    if kind == "one value":
+        return np.full(shape, 7, dtype)
+    if kind == "smooth":
+        return (
+            np.add.outer(np.arange(shape[0]), np.arange(int(np.prod(shape[1:])))).reshape(shape).astype(dtype)
+        )
+    return (
+        rng.integers(0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("kind", ["noise", "smooth", "one value", "zeros"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_come_back_bit_for_bit(codec: str, kind: str, dtype: str) -> None:
+    for shape in SHAPES:
+        pixels = _pixels(shape, dtype, kind)
+        payload = encode_array(codec, pixels)
+        assert array_header(codec, payload) == (shape, np.dtype(dtype))
+        assert decode_array(codec, payload).tobytes() == pixels.tobytes()
+        out = np.full(shape, 1, dtype)
+        for view in (payload, bytearray(payload), memoryview(payload), np.frombuffer(payload, np.uint8)):
+            out[...] = 1
+            assert decode_array(codec, view, out) is out
+            assert out.tobytes() == pixels.tobytes()
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(CODECS)),
+    hnp.arrays(
+        st.sampled_from([">i2", ">u4", "<i2", "|u1", ">f4", "<f8"]),
+        hnp.array_shapes(min_dims=2, max_dims=3, max_side=20),
+    ),
+)
+def test_any_array_comes_back_little_endian(codec: str, pixels: NDArray[Any]) -> None:
+    found = decode_array(codec, encode_array(codec, pixels.transpose()))
+    assert found.dtype == pixels.dtype.newbyteorder("<")
+    assert found.tobytes() == np.ascontiguousarray(pixels.transpose(), found.dtype).tobytes()
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_the_same_slice_gives_the_same_bytes(codec: str) -> None:
+    pixels = _pixels((509, 700), "<i2", "noise")
+    payloads: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: payloads.append(encode_array(codec, pixels.copy()))) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(payloads) == 6
+    assert len(set(payloads)) == 1
+
+
+def test_plain_readers_read_the_payloads() -> None:
+    """Without shardflow: python-blosc2 and NumPy."""
+    for shape in SHAPES:
+        for kind in ("noise", "smooth", "one value", "zeros"):
+            pixels = _pixels(shape, "<i2", kind)
+            frame = blosc2.ndarray_from_cframe(encode_array("b2nd", pixels))
+            assert frame[...].tobytes() == pixels.tobytes()
+            assert frame.dtype == pixels.dtype
+            assert np.load(io.BytesIO(encode_array("npy", pixels))).tobytes() == pixels.tobytes()
+
+
+def test_the_documented_filters_are_used() -> None:
+    frame = blosc2.ndarray_from_cframe(encode_array("b2nd", _pixels((512, 512), "<i2", "smooth")))
+    assert frame.cparams.codec == blosc2.Codec.ZSTD
+    assert frame.cparams.clevel == 1
+    filters = [item for item in frame.cparams.filters if item != blosc2.Filter.NOFILTER]
+    assert filters == [blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA]
+    assert (frame.chunks, frame.blocks) == ((512, 512), (256, 512))
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_rows"),
+    [
+        ((512, 512), 256),  # 256 KiB
+        ((64, 64), 64),  # small: one block
+        ((509, 700), 509),  # prime: its divisor 1 is too small a block
+        ((3000, 2400), 50),  # 234 KiB, the largest divisor that fits
+        ((1, 200_000), 1),  # one row over the limit stays whole
+    ],
+)
+def test_blocks_are_full_rows_that_divide_the_slice(shape: tuple[int, int], block_rows: int) -> None:
+    frame = blosc2.ndarray_from_cframe(encode_array("b2nd", np.zeros(shape, "<i2")))
+    assert frame.blocks == (block_rows, shape[1])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "blocks"),
+    [
+        ((64, 48), (16, 48)),
+        ((64, 48), (16, 16)),
+        ((32, 48), (16, 48)),
+        ((64, 48), (10, 48)),
+        ((20, 20), (7, 9)),
+    ],
+)
+def test_frames_of_other_writers_decode(chunks: tuple[int, int], blocks: tuple[int, int]) -> None:
+    """Several chunks, blocks that cut rows or stand over the edge: slower, never wrong."""
+    pixels = _pixels((64, 48), "<i2", "noise")
+    payload = blosc2.asarray(pixels, chunks=chunks, blocks=blocks).to_cframe()
+    assert array_header("b2nd", payload) == ((64, 48), np.dtype("<i2"))
+    assert decode_array("b2nd", payload).tobytes() == pixels.tobytes()
+
+
+def test_a_chunk_that_is_larger_than_the_output_never_overruns_it() -> None:
+    """blosc2.decompress2 writes what the chunk says, however small the buffer; the chunk must be asked
+    first.
+    """
+    pixels = _pixels((64, 48), "<i2", "noise")
+    payload = bytearray(encode_array("b2nd", pixels))
+    start = int.from_bytes(payload[11:15], "big")
+    payload[start + 4 : start + 8] = (64 * 48 * 2 * 4).to_bytes(4, "little")
+    room = np.full((128, 48), 9, "<i2")
+    with pytest.raises(FormatError):
+        decode_array("b2nd", payload, room[:64])
+    assert (room[64:] == 9).all()
+
+
+def test_flipped_bits_never_crash_nor_overrun() -> None:
+    """crc32c is checked before; yet a payload that passes by must not corrupt memory."""
+    pixels = _pixels((16, 16), "<i2", "noise")
+    for codec in sorted(CODECS):
+        payload = bytearray(encode_array(codec, pixels))
+        room = np.full((48, 16), 9, "<i2")
+        for bit in range(0, 8 * len(payload), 3):
+            payload[bit // 8] ^= 1 << bit % 8
+            with contextlib.suppress(FormatError):
+                decode_array(codec, bytes(payload), room[16:32])
+            payload[bit // 8] ^= 1 << bit % 8
+        assert (room[:16] == 9).all()
+        assert (room[32:] == 9).all()
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_cut_payloads_are_refused(codec: str) -> None:
+    payload = encode_array(codec, _pixels((16, 16), "<i2", "noise"))
+    for stop in range(0, len(payload) - 1, 7):
+        with pytest.raises(FormatError):
+            decode_array(codec, payload[:stop], np.empty((16, 16), "<i2"))
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.empty((5, 7), "<i2"),
+        np.empty((7, 5), "<u2"),
+        np.empty((7, 5), ">i2"),
+        np.empty((7, 5, 1), "<i2"),
+        np.empty((7, 10), "<i2")[:, ::2],
+        np.empty((7, 5), "<i2", order="F"),
+    ],
+)
+def test_an_output_that_does_not_fit_is_refused(codec: str, out: NDArray[Any]) -> None:
+    payload = encode_array(codec, np.zeros((7, 5), "<i2"))
+    with pytest.raises(FormatError):
+        decode_array(codec, payload, out)
+
+
+def test_a_read_only_output_is_refused() -> None:
+    out = np.zeros((7, 5), "<i2")
+    out.flags.writeable = False
+    with pytest.raises(FormatError, match="writable"):
+        decode_array("npy", encode_array("npy", out), out)
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        np.zeros(4, "<i2"),
+        np.zeros((0, 4), "<i2"),
+        np.zeros((2, 2, 2, 2), "<i2"),
+        np.zeros((2, 2), bool),
+        np.zeros((2, 2), "O"),
+        np.zeros((2, 2), "c8"),
+    ],
+)
+def test_what_is_no_slice_is_refused(pixels: NDArray[Any]) -> None:
+    for codec in CODECS:
+        with pytest.raises(FormatError, match="a slice must be"):
+            encode_array(codec, pixels)
+
+
+def test_an_unknown_codec_is_named_beside_the_known() -> None:
+    for call in (
+        lambda: encode_array("png", np.zeros((2, 2))),
+        lambda: decode_array("png", b""),
+        lambda: array_header("png", b""),
+    ):
+        with pytest.raises(FormatError, match="one of b2nd, npy, got 'png'"):
+            call()
+
+
+def test_an_object_array_is_never_unpickled() -> None:
+    stream = io.BytesIO()
+    np.save(stream, np.array([[print]], object), allow_pickle=True)
+    with pytest.raises(FormatError, match="plain numbers"):
+        decode_array("npy", stream.getvalue())
+
+
+def test_decoding_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And uses one thread: python-blosc2's default would start as many as there are cores for each slice."""
+    calls: list[dict[str, Any]] = []
+    real = blosc2.decompress2
+
+    def recorded(source: Any, dst: Any, **keywords: Any) -> None:
+        calls.append(keywords)
+        real(source, dst=dst, **keywords)
+
+    monkeypatch.setattr(blosc2, "decompress2", recorded)
+    decode_array("b2nd", encode_array("b2nd", np.arange(256, dtype="<i2").reshape(16, 16)))
+    assert calls == [{"nthreads": 1}]
+    assert blosc2.set_releasegil(True) is True  # returns the value before

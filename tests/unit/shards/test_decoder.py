@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardflow.errors import FormatError
+from shardflow.shards.codecs import encode_array
+from shardflow.shards.decoder import decode_field, webdataset_decoder
+
+pytestmark = pytest.mark.fast
+
+
+def test_fields_decode_by_the_last_part_of_their_name() -> None:
+    pixels = np.arange(12, dtype="<i2").reshape(3, 4)
+    for codec in ("b2nd", "npy"):
+        assert np.array_equal(decode_field(f"s000.i0001.{codec}", encode_array(codec, pixels)), pixels)
+    assert decode_field("study.json", b'{"a":[1.5]}') == {"a": [1.5]}
+    assert decode_field("report.txt", "Befund: \u00f6dem".encode()) == "Befund: \u00f6dem"
+
+
+@pytest.mark.parametrize(
+    ("field", "data"),
+    [
+        ("a.json", b"{"),
+        ("a.json", b"[" * 100_000),
+        ("a.txt", b"\xff"),
+        ("a.b2nd", b"x"),
+        ("a.npy", b""),
+        ("a.pkl", b""),
+    ],
+)
+def test_what_does_not_decode_is_refused_without_its_text(field: str, data: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode_field(field, data)
+
+
+def test_webdataset_gets_none_for_what_is_not_ours() -> None:
+    assert webdataset_decoder(".preview.jpg", b"x") is None
+    assert webdataset_decoder(".model.pkl", b"x") is None
+    assert webdataset_decoder(".report.txt", b"x") == "x"
+    assert webdataset_decoder(".study.json", b"{}") == {}
