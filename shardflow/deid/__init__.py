@@ -3,6 +3,7 @@
 Surrogates replace identifiers (`pseudonyms`); technical attributes pass an allowlist that fails closed (`allowlist`).
 """
 
+from shardflow.deid.allowlist import KEYWORDS, allow_patient, allow_technical
 from shardflow.deid.pseudonyms import SecretKey
 
-__all__ = ["SecretKey"]
+__all__ = ["KEYWORDS", "SecretKey", "allow_patient", "allow_technical"]

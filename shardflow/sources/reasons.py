@@ -33,6 +33,7 @@ class Reason(StrEnum):
     DECODE_FAILED = "DECODE_FAILED"
     DICOM_DIRECTORY = "DICOM_DIRECTORY"
     DUPLICATE_INSTANCE = "DUPLICATE_INSTANCE"
+    DUPLICATE_REPORT = "DUPLICATE_REPORT"
     EMPTY_REPORT = "EMPTY_REPORT"
     FILE_UNREADABLE = "FILE_UNREADABLE"
     HEADER_UNREADABLE = "HEADER_UNREADABLE"
@@ -40,6 +41,7 @@ class Reason(StrEnum):
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
     MISSING_IDENTIFIER = "MISSING_IDENTIFIER"
     NOT_DICOM = "NOT_DICOM"
+    NOT_REPORT = "NOT_REPORT"
     NOT_REGULAR_FILE = "NOT_REGULAR_FILE"
     NO_PIXEL_DATA = "NO_PIXEL_DATA"
     PIXEL_DATA_TRUNCATED = "PIXEL_DATA_TRUNCATED"
@@ -84,6 +86,9 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.DUPLICATE_INSTANCE: ReasonInfo(
         Outcome.SKIPPED, "The file is a copy of an instance that is packed from another file."
     ),
+    Reason.DUPLICATE_REPORT: ReasonInfo(
+        Outcome.SKIPPED, "The report repeats, word for word, another report of the same study."
+    ),
     Reason.EMPTY_REPORT: ReasonInfo(Outcome.SKIPPED, "The report holds no text."),
     Reason.FILE_UNREADABLE: ReasonInfo(
         Outcome.QUARANTINED, "The operating system refused to open or read the file."
@@ -105,6 +110,9 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.NOT_REGULAR_FILE: ReasonInfo(
         Outcome.SKIPPED,
         "The entry is a symbolic link, socket, pipe or device, which is never followed or read.",
+    ),
+    Reason.NOT_REPORT: ReasonInfo(
+        Outcome.SKIPPED, "The entry of the report folder is not a text file named <StudyInstanceUID>.txt."
     ),
     Reason.NO_PIXEL_DATA: ReasonInfo(Outcome.SKIPPED, "The object is DICOM and holds no pixel data."),
     Reason.PIXEL_DATA_TRUNCATED: ReasonInfo(

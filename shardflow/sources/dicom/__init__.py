@@ -7,24 +7,20 @@ The data's way: `discover` lists files, `headers` reads the facts, `series` grou
 from shardflow.sources.dicom.attributes import AttributeValue, read_attributes
 from shardflow.sources.dicom.description import ImageDescription
 from shardflow.sources.dicom.discover import DiscoveredFile, discover
+from shardflow.sources.dicom.display import DisplayRange
 from shardflow.sources.dicom.geometry import StackGeometry
-from shardflow.sources.dicom.headers import InstanceHeader, read_header
+from shardflow.sources.dicom.header_json import header_from_json, header_to_json
+from shardflow.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
 from shardflow.sources.dicom.limits import HeaderLimits
-from shardflow.sources.dicom.pixels import (
-    DecodedSlice,
-    DisplayRange,
-    SliceForm,
-    check_copies,
-    form_of,
-    iter_slices,
-    iter_stack,
-)
+from shardflow.sources.dicom.pixels import DecodedSlice, check_copies, iter_slices, iter_stack
 from shardflow.sources.dicom.planes import PlaneHeader
 from shardflow.sources.dicom.series import Copy, Grouping, Rejection, Study, build_studies
 from shardflow.sources.dicom.stacks import SliceRef, Stack, StackKind
+from shardflow.sources.dicom.units import SliceForm, form_of
 
 __all__ = [
     "AttributeValue",
+    "BrokenInstance",
     "Copy",
     "DecodedSlice",
     "DiscoveredFile",
@@ -45,6 +41,8 @@ __all__ = [
     "check_copies",
     "discover",
     "form_of",
+    "header_from_json",
+    "header_to_json",
     "iter_slices",
     "iter_stack",
     "read_attributes",

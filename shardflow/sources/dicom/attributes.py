@@ -1,18 +1,96 @@
-"""The full set of technical attributes, once per stack."""
+"""The full set of technical attributes: read once per stack, not once per file.
+
+Reads by keyword, decides nothing: which attributes are worth reading and which values may leave is the business of
+`shardflow.deid.allowlist`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from pydicom.datadict import dictionary_VR, tag_for_keyword
+
+from shardflow.errors import ConfigError
+from shardflow.sources.dicom import values
+from shardflow.sources.dicom.elements import Elements, read_elements
+from shardflow.sources.dicom.limits import HeaderLimits
 
 __all__ = ["AttributeValue", "read_attributes"]
 
-AttributeValue = str | int | float | list[str] | list[int] | list[float]
+AttributeValue = tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
+"""All values of one attribute."""
+
+_CHARACTER_SET = 0x00080005
+_DEFAULT_LIMITS = HeaderLimits()
 
 
-def read_attributes(path: Path, keywords: Sequence[str]) -> dict[str, AttributeValue]:
-    """Read named attributes of one file, by DICOM keyword; absent and unreadable ones are left out.
+def read_attributes(
+    path: Path, keywords: Sequence[str], *, limits: HeaderLimits = _DEFAULT_LIMITS
+) -> dict[str, AttributeValue]:
+    """Read named attributes of one file.
 
-    The values are as they stand in the file: pass them through `shardflow.deid.allowlist` before anything else.
+    Args:
+        path: The file.
+        keywords: DICOM keywords of attributes that are not sequences.
+        limits: Bounds on what is read.
+
+    Returns:
+        Keyword to all its values; an attribute that is absent, empty or unreadable is left out. Values stand as in the
+        file and may identify a patient.
+
+    Raises:
+        ConfigError: A keyword is unknown or names a sequence.
+        SourceError: As `read_elements`.
     """
-    raise NotImplementedError
+    tags = {keyword: _tag(keyword) for keyword in keywords}
+    elements = read_elements(
+        path,
+        frozenset({_CHARACTER_SET, *tags.values()}),
+        max_header_bytes=limits.max_header_bytes,
+        max_inflated_bytes=limits.max_inflated_bytes,
+    )
+    found = {keyword: _READERS[_representation(tag)](elements, tag) for keyword, tag in tags.items()}
+    return {keyword: value for keyword, value in found.items() if value}
+
+
+def _tag(keyword: str) -> int:
+    tag = tag_for_keyword(keyword)
+    if tag is None or _representation(tag) not in _READERS:
+        raise ConfigError(f"attribute keywords must name DICOM values, got {keyword!r}; see PS3.6.")
+    return int(tag)
+
+
+def _representation(tag: int) -> str:
+    return str(dictionary_VR(tag)).split(" or ", maxsplit=1)[0]
+
+
+def _texts(elements: Elements, tag: int) -> tuple[str, ...]:
+    text = values.text(elements, tag)
+    return tuple(part.strip() for part in text.split("\\")) if text else ()
+
+
+def _decimals(elements: Elements, tag: int) -> tuple[float, ...]:
+    return values.decimals(elements, tag) or ()
+
+
+def _doubles(elements: Elements, tag: int) -> tuple[float, ...]:
+    return values.doubles(elements, tag, max(1, len(elements.values.get(tag, b"")) // 8)) or ()
+
+
+def _shorts(elements: Elements, tag: int) -> tuple[int, ...]:
+    return values.integers(elements, tag)
+
+
+def _integer(elements: Elements, tag: int) -> tuple[int, ...]:
+    number = values.integer(elements, tag)
+    return () if number is None else (number,)
+
+
+_READERS: dict[str, Callable[[Elements, int], AttributeValue]] = {
+    **dict.fromkeys(("AE", "AS", "CS", "DA", "DT", "LO", "LT", "PN", "SH", "ST", "TM", "UI", "UT"), _texts),
+    "DS": _decimals,
+    "FD": _doubles,
+    "IS": _integer,
+    "US": _shorts,
+}

@@ -94,12 +94,17 @@ class FileElements(Elements):
     pixel_num_bytes: int | None = None
     """None: encapsulated."""
     flags: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why the walk ended early; what was read before that place is there."""
 
 
 def read_elements(
     path: Path, wanted: frozenset[int], *, max_header_bytes: int, max_inflated_bytes: int
 ) -> FileElements:
     """Read the asked-for elements that come before the pixel data.
+
+    A file that is damaged after its meta information comes back with a `FileElements.problem`, so that its identifiers
+    are known where they precede the damage.
 
     Raises:
         SourceError: FILE_UNREADABLE, NOT_DICOM, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -167,7 +172,14 @@ def _parse(data: bytes, num_bytes: int, wanted: frozenset[int], max_inflated_byt
         found.num_bytes = len(data)
     _guess_encoding(data[start : start + 8], found)
     walk = _Walk(data, found.num_bytes, is_little_endian=found.is_little_endian)
-    walk.dataset(start, wanted, found)
+    try:
+        walk.dataset(start, wanted, found)
+    except _MalformedError as error:
+        found.problem = str(error)
+    except _NeedMoreError:
+        if len(data) < found.num_bytes:
+            raise
+        found.problem = "the file ends inside an element"
     return found
 
 

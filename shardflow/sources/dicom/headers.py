@@ -6,9 +6,11 @@ per file crosses from the process that reads to the process that plans.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardflow.errors import SourceError
 from shardflow.sources.dicom import values
 from shardflow.sources.dicom.description import DESCRIPTION_TAGS, ImageDescription, describe_image
 from shardflow.sources.dicom.dictionary import (
@@ -22,7 +24,7 @@ from shardflow.sources.dicom.limits import HeaderLimits
 from shardflow.sources.dicom.planes import PLANE_TAGS, PlaneHeader, read_planes
 from shardflow.sources.reasons import Reason, source_error
 
-__all__ = ["InstanceHeader", "read_header"]
+__all__ = ["BrokenInstance", "InstanceHeader", "read_header"]
 
 _SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
     0x00080016,
@@ -110,7 +112,26 @@ class InstanceHeader:
         return f"InstanceHeader({self.modality}, {image.num_frames} x {image.rows} x {image.columns})"
 
 
-def read_header(path: Path, *, file_index: int = 0, limits: HeaderLimits = _DEFAULT_LIMITS) -> InstanceHeader:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenInstance:
+    """An image that cannot be packed although its file says where it belongs: its study is not whole."""
+
+    file_index: int
+    patient_id: str
+    """``""`` where it is missing, as with the other identifiers."""
+    study_instance_uid: str
+    sop_instance_uid: str
+    reason: Reason
+    detail: str
+    """Numbers and tags; never a value of the file."""
+
+    def __repr__(self) -> str:
+        return f"BrokenInstance({self.reason})"
+
+
+def read_header(
+    path: Path, *, file_index: int = 0, limits: HeaderLimits = _DEFAULT_LIMITS
+) -> InstanceHeader | BrokenInstance:
     """Read what packing needs of one file; pixels are not read.
 
     Args:
@@ -118,13 +139,33 @@ def read_header(path: Path, *, file_index: int = 0, limits: HeaderLimits = _DEFA
         file_index: Handed through to the header.
         limits: Bounds on what the file declares.
 
+    Returns:
+        The header, or what is known of an image that should have been packable and is not.
+
     Raises:
-        SourceError: The file cannot be packed; ``reason`` is a `Reason`.
+        SourceError: The file is no image, or damaged so that nobody can say what it is; ``reason`` is a `Reason`.
     """
     elements = read_elements(
         path, _WANTED, max_header_bytes=limits.max_header_bytes, max_inflated_bytes=limits.max_inflated_bytes
     )
     sop_class = _check_kind(elements)
+    try:
+        return _read_instance(elements, sop_class, file_index, limits)
+    except SourceError as error:
+        return BrokenInstance(
+            file_index=file_index,
+            patient_id=values.text(elements, _PATIENT),
+            study_instance_uid=values.code(elements, _STUDY),
+            sop_instance_uid=values.code(elements, _SOP_INSTANCE),
+            reason=Reason(error.reason),
+            detail=error.message,
+        )
+
+
+def _read_instance(
+    elements: FileElements, sop_class: str, file_index: int, limits: HeaderLimits
+) -> InstanceHeader:
+    _check_readable(elements)
     identifiers = _identifiers(elements)
     image, image_flags = describe_image(elements, limits)
     pixel_flags = _check_pixel_extent(elements, image)
@@ -135,7 +176,7 @@ def read_header(path: Path, *, file_index: int = 0, limits: HeaderLimits = _DEFA
         file_index=file_index,
         **identifiers,
         sop_class_uid=sop_class,
-        transfer_syntax_uid=elements.transfer_syntax_uid,
+        transfer_syntax_uid=sys.intern(elements.transfer_syntax_uid),
         modality=values.code(elements, _MODALITY).upper(),
         image_type=image_type,
         series_number=values.integer(elements, _SERIES_NUMBER),
@@ -160,21 +201,28 @@ def read_header(path: Path, *, file_index: int = 0, limits: HeaderLimits = _DEFA
 
 
 def _check_kind(elements: FileElements) -> str:
-    """SOP class of a file whose kind and encoding can be packed."""
+    """SOP class of a file that is an image; nothing is said yet about whether it can be read."""
     if elements.media_sop_class_uid == MEDIA_DIRECTORY:
         raise source_error(Reason.DICOM_DIRECTORY)
     sop_class = values.code(elements, _SOP_CLASS) or elements.media_sop_class_uid
     if sop_class and sop_class not in IMAGE_CLASSES:
         raise source_error(Reason.UNSUPPORTED_SOP_CLASS)
-    if elements.pixel_tag is None:
+    if elements.problem is None and elements.pixel_tag is None:
         raise source_error(Reason.NO_PIXEL_DATA, "" if sop_class else "and no SOP Class UID")
     if not sop_class:
+        if elements.problem is not None:
+            raise source_error(Reason.HEADER_UNREADABLE, elements.problem)
         raise source_error(Reason.UNSUPPORTED_SOP_CLASS, "no SOP Class UID")
+    return sop_class
+
+
+def _check_readable(elements: FileElements) -> None:
+    if elements.problem is not None:
+        raise source_error(Reason.HEADER_UNREADABLE, elements.problem)
     if elements.transfer_syntax_uid not in NATIVE_SYNTAXES | ENCAPSULATED_SYNTAXES:
         raise source_error(Reason.UNSUPPORTED_TRANSFER_SYNTAX)
     if elements.pixel_tag != _PIXEL_DATA:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "floating point pixel data")
-    return sop_class
 
 
 def _identifiers(elements: FileElements) -> dict[str, str]:

@@ -1,4 +1,10 @@
-"""From stored values to slices in modality units."""
+"""From stored values to slices in modality units.
+
+Order of operations: stored values -> padding found -> modality LUT or slope and intercept -> range check -> MONOCHROME1
+mirrored -> padding filled. No window is applied: `display` says what a viewer should show, the values stay.
+
+Source: DICOM PS3.3, C.11.1 (modality LUT), C.7.5.1.1.2 (pixel padding), C.7.6.3.1.2 (MONOCHROME1).
+"""
 
 from __future__ import annotations
 
@@ -10,82 +16,209 @@ from typing import Any
 import numpy as np
 
 from shardflow.sources.dicom.headers import InstanceHeader
+from shardflow.sources.dicom.limits import HeaderLimits
+from shardflow.sources.dicom.luts import LookupTable, read_modality_lut
+from shardflow.sources.dicom.planes import PlaneHeader
 from shardflow.sources.dicom.series import Study
 from shardflow.sources.dicom.stacks import Stack
+from shardflow.sources.dicom.stored import iter_stored
+from shardflow.sources.dicom.units import AIR_HU, SliceForm, form_of
+from shardflow.sources.reasons import Reason, source_error
 
-__all__ = [
-    "DecodedSlice",
-    "DisplayRange",
-    "SliceForm",
-    "check_copies",
-    "form_of",
-    "iter_slices",
-    "iter_stack",
-]
+__all__ = ["DecodedSlice", "check_copies", "iter_slices", "iter_stack"]
 
+Array = np.ndarray[Any, np.dtype[Any]]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SliceForm:
-    """What all slices of a stack look like; a pure function of headers, so it is known before anything is decoded."""
-
-    dtype: str
-    """NumPy name: int16, uint16, uint8, int32 or float32."""
-    unit: str
-    """``HU``, ``rgb``, ``raw``, or a unit of a closed list such as ``BQML``."""
-    invert: bool
-    """MONOCHROME1 of a display image: values are mirrored once, so that larger is brighter."""
+_DEFAULT_LIMITS = HeaderLimits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedSlice:
-    """One slice: ``(rows, columns)`` or ``(rows, columns, 3)`` in modality units, C order."""
+    """One slice in modality units."""
 
-    pixels: np.ndarray[Any, np.dtype[Any]]
+    pixels: Array
+    """``(rows, columns)`` or ``(rows, columns, 3)`` of the dtype of the form; C order; may be read-only."""
     num_clipped: int
     """Pixels that did not fit the dtype and were cut to its range."""
     num_padding: int
     """Pixels that the file marks as outside the image."""
-
-
-def form_of(instances: Sequence[InstanceHeader]) -> SliceForm:
-    """Decide dtype, unit and polarity for slices that must look alike."""
-    raise NotImplementedError
+    valid: Array | None
+    """``(rows, columns)`` bool, False at padding; None where there is none."""
+    decoder: str
+    """``native``, ``imagecodecs``, ``pillow`` or ``pydicom``."""
 
 
 def iter_slices(
-    path: Path, header: InstanceHeader, *, form: SliceForm | None = None, frames: Sequence[int] | None = None
+    path: Path,
+    header: InstanceHeader,
+    *,
+    form: SliceForm | None = None,
+    frames: Sequence[int] | None = None,
+    limits: HeaderLimits = _DEFAULT_LIMITS,
 ) -> Iterator[DecodedSlice]:
-    """Decode the frames of one file, in file order or as listed, in modality units.
+    """Decode the frames of one file in modality units; one frame in memory at a time.
+
+    Args:
+        path: The file that ``header`` was read from.
+        header: Its header.
+        form: What the slices must look like; by default what this one header asks for.
+        frames: Which frames, in which order; by default all in file order.
+        limits: Bounds on what the file may inflate to.
 
     Raises:
-        SourceError: PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX, LIMIT_EXCEEDED, FILE_UNREADABLE.
+        SourceError: PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX, LIMIT_EXCEEDED, FILE_UNREADABLE
+            or INVALID_IMAGE_DESCRIPTION.
     """
-    raise NotImplementedError
+    form = form or form_of([header])
+    frames = range(header.image.num_frames) if frames is None else frames
+    lut = (
+        read_modality_lut(path, limits, is_signed=header.image.is_signed) if header.has_modality_lut else None
+    )
+    for frame, (stored, decoder) in zip(frames, iter_stored(path, header, frames, limits), strict=True):
+        yield _to_modality(stored, header, header.plane(frame), form, lut, decoder)
 
 
-def iter_stack(stack: Stack, locate: Callable[[InstanceHeader], Path]) -> Iterator[DecodedSlice]:
-    """Decode a stack in geometric order; one slice in memory at a time. Raises as `iter_slices`."""
-    raise NotImplementedError
+def iter_stack(
+    stack: Stack,
+    locate: Callable[[InstanceHeader], Path],
+    *,
+    form: SliceForm | None = None,
+    limits: HeaderLimits = _DEFAULT_LIMITS,
+) -> Iterator[DecodedSlice]:
+    """Decode a stack in geometric order, all slices in one form. Raises as `iter_slices`.
+
+    Args:
+        stack: What to decode.
+        locate: Path of an instance's file.
+        form: The form of the whole stack, where the caller has it already.
+        limits: Bounds on what a file may inflate to.
+    """
+    form = form or form_of([one.instance for one in stack.slices])
+    position = 0
+    while position < len(stack.slices):
+        # Neighbours out of one multi-frame file are read in one go.
+        instance = stack.slices[position].instance
+        stop = position + 1
+        while stop < len(stack.slices) and stack.slices[stop].instance is instance:
+            stop += 1
+        frames = [one.frame for one in stack.slices[position:stop]]
+        yield from iter_slices(locate(instance), instance, form=form, frames=frames, limits=limits)
+        position = stop
 
 
-def check_copies(study: Study, locate: Callable[[InstanceHeader], Path]) -> None:
-    """Make sure that files with one SOP Instance UID hold the same pixels.
+def check_copies(
+    study: Study, locate: Callable[[InstanceHeader], Path], *, limits: HeaderLimits = _DEFAULT_LIMITS
+) -> None:
+    """Make sure that files with one SOP Instance UID hold the same image, however they are compressed.
 
     Raises:
         SourceError: CONFLICTING_INSTANCE where they differ; else as `iter_slices`.
     """
-    raise NotImplementedError
+    for pair in study.copies:
+        kept, copy = pair.kept, pair.copy
+        if _places(kept) != _places(copy):
+            raise source_error(Reason.CONFLICTING_INSTANCE, "frames or positions")
+        form = form_of([kept])
+        both = zip(
+            iter_slices(locate(kept), kept, form=form, limits=limits),
+            iter_slices(locate(copy), copy, form=form, limits=limits),
+            strict=True,
+        )
+        if not all(np.array_equal(first.pixels, second.pixels) for first, second in both):
+            raise source_error(Reason.CONFLICTING_INSTANCE, "pixels")
 
 
-class DisplayRange:
-    """Collects, slice by slice, what a viewer should map to black and white; in stored units of the stack."""
+def _places(header: InstanceHeader) -> list[object]:
+    return [header.image.num_frames, *((plane.position, plane.orientation) for plane in header.planes)]
 
-    def __init__(self, stack: Stack, form: SliceForm) -> None:
-        raise NotImplementedError
 
-    def add(self, decoded: DecodedSlice) -> None:
-        """Take one slice into account."""
+def _to_modality(
+    stored: Array,
+    header: InstanceHeader,
+    plane: PlaneHeader,
+    form: SliceForm,
+    lut: LookupTable | None,
+    decoder: str,
+) -> DecodedSlice:
+    if header.image.is_colour:
+        return DecodedSlice(pixels=stored, num_clipped=0, num_padding=0, valid=None, decoder=decoder)
+    valid = _valid(stored, header.padding)
+    if lut is not None:
+        pixels, num_clipped = _mirror_and_fit(lut.apply(stored), form, valid)
+    else:
+        pixels, num_clipped = _rescale(stored, plane, form, valid)
+    if valid is not None:
+        pixels = _fill_padding(pixels, valid, form)
+    num_padding = 0 if valid is None else int(valid.size - np.count_nonzero(valid))
+    return DecodedSlice(
+        pixels=pixels, num_clipped=num_clipped, num_padding=num_padding, valid=valid, decoder=decoder
+    )
 
-    def result(self) -> tuple[float, float]:
-        """Low and high, low < high."""
-        raise NotImplementedError
+
+def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
+    """Where a slice holds data; None where it is all data."""
+    if padding is None:
+        return None
+    low, high = padding
+    is_padding = (stored >= low) & (stored <= high) if low != high else stored == low
+    return None if not is_padding.any() else ~is_padding
+
+
+def _rescale(stored: Array, plane: PlaneHeader, form: SliceForm, valid: Array | None) -> tuple[Array, int]:
+    slope, intercept = plane.slope or 1.0, plane.intercept or 0.0
+    if form.mirror is not None:
+        slope, intercept = -slope, form.mirror - intercept
+    if form.range is not None and abs(slope) == 1.0 and intercept.is_integer():
+        lowest, highest = sorted(
+            int(slope) * int(end) + int(intercept) for end in (stored.min(), stored.max())
+        )
+        if form.range[0] <= lowest and highest <= form.range[1]:
+            return _add_exactly(stored, int(intercept), np.dtype(form.dtype), is_negative=slope < 0), 0
+    pixels = stored.astype(np.float64)
+    pixels *= slope
+    pixels += intercept
+    return _fit(pixels, form, valid)
+
+
+def _mirror_and_fit(looked_up: Array, form: SliceForm, valid: Array | None) -> tuple[Array, int]:
+    pixels = looked_up.astype(np.float64)
+    return _fit(pixels if form.mirror is None else form.mirror - pixels, form, valid)
+
+
+def _add_exactly(stored: Array, intercept: int, dtype: np.dtype[Any], *, is_negative: bool) -> Array:
+    """Plus or minus ``stored`` plus an integer, in the target dtype: what CT and MR need, with no wider array.
+
+    The caller has checked that every result fits. Then arithmetic modulo the width of the dtype is exact, whatever the
+    steps between wrap to.
+    """
+    if intercept == 0 and not is_negative and stored.dtype == dtype:
+        return stored
+    pixels = stored.astype(dtype)
+    offset = np.array([intercept]).astype(dtype)
+    (np.subtract if is_negative else np.add)(offset, pixels, out=pixels)
+    return pixels
+
+
+def _fit(pixels: Array, form: SliceForm, valid: Array | None) -> tuple[Array, int]:
+    """Round to the dtype, cut what lies outside its range, and count it."""
+    if form.range is None:
+        return pixels.astype(np.float32), 0
+    np.rint(pixels, out=pixels)
+    low, high = form.range
+    if low <= pixels.min() and pixels.max() <= high:
+        return pixels.astype(form.dtype), 0
+    outside = (pixels < low) | (pixels > high)
+    if valid is not None:
+        outside &= valid
+    return np.clip(pixels, low, high).astype(form.dtype), int(np.count_nonzero(outside))
+
+
+def _fill_padding(pixels: Array, valid: Array, form: SliceForm) -> Array:
+    """Padding becomes air in a CT, elsewhere the darkest value of the slice."""
+    if form.unit == "HU":
+        fill = AIR_HU
+    else:
+        fill = pixels.min(initial=np.iinfo(form.dtype).max if form.range else np.inf, where=valid)
+        fill = fill if valid.any() else 0
+    filled: Array = np.where(valid, pixels, np.asarray(fill).astype(pixels.dtype))
+    return filled

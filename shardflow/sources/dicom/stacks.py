@@ -234,7 +234,7 @@ def _order_without_positions(group: list[SliceRef]) -> tuple[list[SliceRef], Sta
         flag = "ordered_by_instance_number" if is_numbered else "ordered_by_identifier"
         ordered = sorted(group, key=lambda one: one.order)
     spacing = ordered[0].plane.pixel_spacing
-    flags = {"no_position", flag}
+    flags = {"no_position", flag} if len(group) > 1 else {"no_position"}
     if spacing is None and (spacing := ordered[0].instance.detector_spacing) is not None:
         flags.add("detector_plane_spacing")
     return ordered, StackGeometry(pixel_spacing_mm=spacing, slice_spacing_mm=None, affine_lps=None), flags

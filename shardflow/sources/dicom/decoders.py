@@ -1,0 +1,196 @@
+"""Decode one encoded frame: an explicit order of decoders for every transfer syntax.
+
+imagecodecs comes first everywhere: it is the fastest or as fast as any, releases the GIL, reads 12-bit JPEG, and holds no
+GPL code. It is registered as a plugin of pydicom's decoder interface, so pydicom's own handling of signs, planes and
+colour applies. Pillow and pydicom's RLE decoder are tried where it fails. The order is fixed, never "what happens to be
+installed": decoders differ by 1-3 levels on lossy JPEG, and a dataset must not depend on a machine.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import Any
+
+import imagecodecs
+import numpy as np
+from pydicom.pixels.decoders.base import Decoder, DecodeRunner, get_decoder
+
+from shardflow.sources.dicom.codestream import CodestreamHeader, read_jpeg2000_header, read_jpeg_header
+from shardflow.sources.dicom.description import ImageDescription
+from shardflow.sources.dicom.dictionary import RLE
+from shardflow.sources.dicom.quiet import third_party_silence
+from shardflow.sources.reasons import Reason, source_error
+
+__all__ = ["DECODER_DEPENDENCIES", "DECODER_ORDER", "decode_frame", "decode_with_imagecodecs", "is_available"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_JPEG = "1.2.840.10008.1.2.4."
+_LOSSY_JPEG = frozenset({_JPEG + "50", _JPEG + "51"})
+_LOSSLESS_JPEG = frozenset({_JPEG + "57", _JPEG + "70"})
+_JPEG_LS = frozenset({_JPEG + "80", _JPEG + "81"})
+_JPEG_2000 = frozenset({_JPEG + "90", _JPEG + "91"})
+_HTJ2K = frozenset({_JPEG + "201", _JPEG + "202", _JPEG + "203"})
+
+DECODER_ORDER: dict[str, tuple[str, ...]] = {
+    RLE: ("imagecodecs", "pydicom"),
+    **dict.fromkeys(_LOSSY_JPEG | _JPEG_2000, ("imagecodecs", "pillow")),
+    **dict.fromkeys(_LOSSLESS_JPEG | _JPEG_LS | _HTJ2K, ("imagecodecs",)),
+}
+"""Which decoders are tried, in this order, for each encapsulated transfer syntax."""
+
+DECODER_DEPENDENCIES = dict.fromkeys(DECODER_ORDER, ("imagecodecs>=2025.3.30",))
+"""Part of pydicom's plugin interface."""
+
+_PLUGIN = "imagecodecs"
+
+
+def is_available(uid: str) -> bool:
+    """Whether the plugin decodes a transfer syntax (part of pydicom's plugin interface)."""
+    return uid in DECODER_ORDER
+
+
+def decode_frame(data: bytes, image: ImageDescription, transfer_syntax_uid: str) -> tuple[Array, str]:
+    """Decode one frame.
+
+    Args:
+        data: The encoded frame, its fragments joined.
+        image: What the header says; the frame must have this shape.
+        transfer_syntax_uid: A key of `DECODER_ORDER`.
+
+    Returns:
+        ``(rows, columns)`` stored values, or ``(rows, columns, 3)`` RGB; and the name of the decoder. The dtype is what
+        ``bits_allocated`` and the signedness say; values of RLE frames still hold their unused bits.
+
+    Raises:
+        SourceError: UNSUPPORTED_TRANSFER_SYNTAX or DECODE_FAILED.
+    """
+    order = DECODER_ORDER.get(transfer_syntax_uid)
+    if order is None:
+        raise source_error(Reason.UNSUPPORTED_TRANSFER_SYNTAX)
+    _check_codestream(data, image, transfer_syntax_uid)
+    failures: list[str] = []
+    for name in order:
+        try:
+            with third_party_silence():
+                array, _ = _decoder(transfer_syntax_uid).as_array(
+                    _encapsulated(data),
+                    index=0,
+                    validate=False,
+                    decoding_plugin=name,
+                    correct_unused_bits=transfer_syntax_uid != RLE,
+                    pixel_keyword="PixelData",
+                    number_of_frames=1,
+                    rows=image.rows,
+                    columns=image.columns,
+                    samples_per_pixel=image.samples_per_pixel,
+                    bits_allocated=image.bits_allocated,
+                    bits_stored=image.bits_stored,
+                    pixel_representation=int(image.is_signed),
+                    planar_configuration=image.planar_configuration,
+                    photometric_interpretation=image.photometric_interpretation,
+                )
+        except _OutOfMemoryError:
+            raise MemoryError from None
+        except Exception as error:  # noqa: BLE001 - any error of a decoder means: try the next one
+            failures.append(f"{name}: {type(error).__name__}")
+        else:
+            return array, name
+    raise source_error(Reason.DECODE_FAILED, "; ".join(failures))
+
+
+def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid: str) -> None:
+    """Refuse a frame whose own header tells another shape: a codec would allocate by it."""
+    header: CodestreamHeader | None
+    if transfer_syntax_uid == RLE:
+        segments = struct.unpack_from("<I", data)[0] if len(data) >= 64 else 0
+        if segments != image.samples_per_pixel * (image.bits_allocated // 8):
+            raise source_error(
+                Reason.DECODE_FAILED, f"{segments} RLE segments do not fit the samples and bits"
+            )
+        return
+    if transfer_syntax_uid in _JPEG_2000 | _HTJ2K:
+        header = read_jpeg2000_header(data)
+    else:
+        header = read_jpeg_header(data)
+    if header is None:
+        raise source_error(Reason.DECODE_FAILED, "the frame has no header of its codec")
+    found = header.rows, header.columns, header.num_components
+    if found != (image.rows, image.columns, image.samples_per_pixel):
+        raise source_error(
+            Reason.DECODE_FAILED, "rows, columns or components of the frame differ from the header's"
+        )
+
+
+@cache
+def _decoder(transfer_syntax_uid: str) -> Decoder:
+    decoder = get_decoder(transfer_syntax_uid)
+    if _PLUGIN not in decoder.available_plugins:
+        decoder.add_plugin(_PLUGIN, (__name__, "decode_with_imagecodecs"))
+    return decoder
+
+
+def _encapsulated(data: bytes) -> bytes:
+    """One frame as pydicom wants it: an empty offset table and one item."""
+    return b"".join((b"\xfe\xff\x00\xe0\0\0\0\0\xfe\xff\x00\xe0", struct.pack("<I", len(data)), data))
+
+
+class _OutOfMemoryError(BaseException):
+    """Carries a MemoryError past pydicom, which turns every Exception of a plugin into a failed decoding."""
+
+
+def decode_with_imagecodecs(src: bytes, runner: DecodeRunner) -> Any:
+    """Decode a frame (the function of pydicom's plugin interface)."""
+    try:
+        return _decode_any(src, runner)
+    except MemoryError:
+        raise _OutOfMemoryError from None
+
+
+def _decode_any(src: bytes, runner: DecodeRunner) -> Any:
+    syntax = str(runner.transfer_syntax)
+    if syntax == RLE:
+        num_bytes = runner.rows * runner.columns * runner.samples_per_pixel * (runner.bits_allocated // 8)
+        decoded = imagecodecs.dicomrle_decode(
+            src, f"<u{runner.bits_allocated // 8}", out=bytearray(num_bytes)
+        )
+        runner.set_option("planar_configuration", 1)
+        return decoded
+    array = np.ascontiguousarray(_decode(src, syntax, runner))
+    runner.set_option("bits_allocated", 8 * array.dtype.itemsize)
+    if array.ndim == 3:
+        runner.set_option("planar_configuration", 0)
+    return array
+
+
+def _decode(src: bytes, syntax: str, runner: DecodeRunner) -> Array:
+    if syntax in _JPEG_LS:
+        return _array(imagecodecs.jpegls_decode(src))
+    if syntax in _JPEG_2000:
+        return _array(imagecodecs.jpeg2k_decode(src, numthreads=1))
+    if syntax in _HTJ2K:
+        return _array(imagecodecs.htj2k_decode(src))
+    if runner.samples_per_pixel == 1:
+        return _array(imagecodecs.jpeg8_decode(src))
+    if syntax in _LOSSLESS_JPEG:
+        return _array(imagecodecs.jpeg8_decode(src, colorspace="RGB", outcolorspace="RGB"))
+    stored = "RGB" if _holds_rgb(src, str(runner.photometric_interpretation)) else "YCBCR"
+    runner.set_option("photometric_interpretation", "RGB")
+    return _array(imagecodecs.jpeg8_decode(src, colorspace=stored, outcolorspace="RGB"))
+
+
+def _holds_rgb(src: bytes, photometric: str) -> bool:
+    """Whether a colour JPEG holds RGB: its own markers first, then what the header says."""
+    header = read_jpeg_header(src)
+    if header is None:
+        return photometric == "RGB"
+    if header.adobe_transform is not None:
+        return header.adobe_transform == 0
+    if header.component_ids in (b"RGB", b"rgb"):
+        return True
+    return photometric == "RGB" and not header.is_jfif
+
+
+def _array(decoded: Any) -> Array:
+    return np.asarray(decoded)
