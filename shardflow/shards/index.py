@@ -60,13 +60,15 @@ class ShardIndex:
 
     def __init__(self, table: Table) -> None:
         table.expect_kind(KIND, FORMAT_VERSION)
-        try:
-            self.shard: str = table.meta["shard"]
-            self.shard_num_bytes: int = table.meta["shard_num_bytes"]
-            # The same few names recur in every index of a dataset: keep one string of each per process.
-            self.field_names = tuple(sys.intern(name) for name in table.meta["field_names"])
-        except (KeyError, TypeError):
-            raise FormatError(f"{table.name} must name its shard and fields, got other meta data.") from None
+        self.shard: str = table.meta.get("shard", "")
+        self.shard_num_bytes: int = table.meta.get("shard_num_bytes", -1)
+        names = table.meta.get("field_names")
+        if not (
+            isinstance(self.shard, str) and isinstance(self.shard_num_bytes, int) and isinstance(names, list)
+        ):
+            raise FormatError(f"{table.name} must name its shard and fields, got other meta data.")
+        # The same few names recur in every index of a dataset: keep one string of each per process.
+        self.field_names = tuple(sys.intern(str(name)) for name in names)
         self.sample_keys: NDArray[np.bytes_] = table.column("sample_key")
         self.first_field: NDArray[np.uint32] = table.column("sample_first_field")
         self.field_name_ids: NDArray[np.uint32] = table.column("field_name")

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardflow.errors import FormatError, ManifestError, NotFoundError
 from shardflow.shards.canonical import Json, canonical_json, parse_json, sha256_hex
+from shardflow.shards.manifest_entries import FileEntry, LedgerEntry, ShardEntry, check_count, check_digest
 from shardflow.shards.outcomes import OutcomeCounts
 from shardflow.storage import ByteStore
 
@@ -32,50 +33,6 @@ __all__ = [
 FORMAT = "shardflow"
 FORMAT_VERSION = 1
 _PATH = re.compile(r"manifest-(\d{6})\.json", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileEntry:
-    """A file of the dataset: its path inside it, its size, its SHA-256."""
-
-    path: str
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardEntry:
-    """A shard: tar, index, and what they hold; known elsewhere by its position in the list."""
-
-    name: str
-    split: str
-    path: str
-    num_bytes: int
-    sha256: str
-    index: FileEntry
-    num_samples: int
-    num_fields: int
-
-    @property
-    def file(self) -> FileEntry:
-        """The tar as a file."""
-        return FileEntry(path=self.path, num_bytes=self.num_bytes, sha256=self.sha256)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LedgerEntry:
-    """The ledger: a file, and the head of its hash chain."""
-
-    path: str
-    num_bytes: int
-    sha256: str
-    head: str
-
-    @property
-    def file(self) -> FileEntry:
-        """The ledger as a file."""
-        return FileEntry(path=self.path, num_bytes=self.num_bytes, sha256=self.sha256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +58,18 @@ class Manifest:
     """Which pseudonym key made the sample keys; not a secret."""
     extra: Mapping[str, Json] = field(default_factory=dict)
     """Facts of the dataset as JSON without floats; never a clock, host or duration."""
+
+    def __post_init__(self) -> None:
+        check_count(self.manifest_version, "manifest_version")
+        for name in ("packed", "skipped", "quarantined"):
+            check_count(getattr(self.counts, name), name)
+        for digest, name in ((self.parent, "parent"), (self.config_digest, "config_digest")):
+            if digest is not None:
+                check_digest(digest, name)
+        names = [shard.name for shard in self.shards]
+        paths = [entry.path for entry in self.files()]
+        if len({*names}) < len(names) or len({*paths}) < len(paths):
+            raise ManifestError("a manifest must name each shard and each file once, got one twice.")
 
     @property
     def dataset_id(self) -> str:
@@ -277,8 +246,6 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     )
     if body["splits"] != manifest.splits:
         raise ManifestError("a manifest's splits must be the sums of its shards, got other numbers.")
-    if not all(_DIGEST.fullmatch(entry.sha256) for entry in manifest.files()):
-        raise ManifestError("a file's sha256 must be 64 hexadecimal digits, got another string.")
     if canonical_json(manifest._body()) != canonical_json(body):
         raise ManifestError("a manifest must hold the entries of format 1 and no others; see docs/format.md.")
     return manifest

@@ -19,7 +19,8 @@ __all__ = ["decode", "encode", "read_header"]
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
-    rb"\{'descr': '(<[iuf][248]|\|[iu]1)', 'fortran_order': False, 'shape': \((\d+), (\d+)(?:, (\d+))?\), \} *\n"
+    rb"\{'descr': '(<[iuf][248]|\|[iu]1)', 'fortran_order': False, "
+    rb"'shape': \((\d+), (\d+)(?:, (\d+))?\), \} *\n"
 )
 
 

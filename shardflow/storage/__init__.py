@@ -9,12 +9,13 @@ from __future__ import annotations
 from shardflow.storage.atomic import fsync_directory, is_temporary_name, write_atomic
 from shardflow.storage.local import LocalStore
 from shardflow.storage.opening import open_store
-from shardflow.storage.store import ByteRange, ByteStore
+from shardflow.storage.store import ByteRange, ByteStore, check_object_path
 
 __all__ = [
     "ByteRange",
     "ByteStore",
     "LocalStore",
+    "check_object_path",
     "fsync_directory",
     "is_temporary_name",
     "open_store",
