@@ -1,6 +1,7 @@
 """De-identification: what may leave the hospital, and under which name.
 
-Surrogates replace identifiers (`pseudonyms`); technical attributes pass an allowlist that fails closed (`allowlist`).
+Surrogates replace identifiers (`pseudonyms`); technical attributes pass an allowlist that fails closed
+(`allowlist`).
 """
 
 from shardflow.deid.allowlist import KEYWORDS, allow_patient, allow_technical

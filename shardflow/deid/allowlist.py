@@ -1,8 +1,9 @@
 """Which technical attributes may leave; everything else stays behind.
 
-Two gates, both fail closed: an attribute leaves only if its keyword is listed here, and only with a value of the kind
-that is listed: a number within plausible bounds, or a word of a closed vocabulary. A name typed into the field for the
-body part, or a date into the one for the weight, is no such value. Free text never leaves here.
+Two gates, both fail closed: an attribute leaves only if its keyword is listed here, and only with a value of
+the kind that is listed: a number within plausible bounds, or a word of a closed vocabulary. A name typed into
+the field for the body part, or a date into the one for the weight, is no such value. Free text never leaves
+here.
 
 Owns no parsing: values come from `shardflow.sources.dicom.read_attributes`.
 """
@@ -150,6 +151,7 @@ _RULES: dict[str, Rule] = {
 }
 _PRESENCE = {"ContrastBolusAgent": "has_contrast"}
 """Free text of which only the presence leaves."""
+_SPELLINGS = {"CTDIvol": "ctdi_vol"}
 _PATIENT = ("PatientAge", "PatientSex")
 
 KEYWORDS: tuple[str, ...] = tuple(sorted({*_RULES, *_PRESENCE, *_PATIENT}))
@@ -195,11 +197,13 @@ def allow_patient(attributes: Mapping[str, Values]) -> dict[str, str | int | Non
 
 
 def _snake_case(keyword: str) -> str:
-    """Keyword in snake case; runs of capitals stay one word.
+    """Keyword in snake case; a run of capitals stays one word.
 
     Example:
         >>> _snake_case("MRAcquisitionType"), _snake_case("KVP"), _snake_case("CTDIvol")
         ('mr_acquisition_type', 'kvp', 'ctdi_vol')
     """
+    if keyword in _SPELLINGS:
+        return _SPELLINGS[keyword]
     parts = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+", keyword)
     return "_".join(part.lower() for part in parts)

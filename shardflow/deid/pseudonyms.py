@@ -1,8 +1,8 @@
 """Surrogates: what stands in the dataset where an identifier stood.
 
-A surrogate is a keyed hash, so every process of every run agrees on it with nothing shared but the key; nobody without
-the key can enumerate patient numbers until one fits. Owns the key file and the two ways of using it. See
-docs/adr/0020-keyed-surrogates.md for why this is not a random table, and what that costs.
+A surrogate is a keyed hash, so every process of every run agrees on it with nothing shared but the key;
+nobody without the key can enumerate patient numbers until one fits. Owns the key file and the two ways of
+using it. See docs/adr/0020-keyed-surrogates.md for why this is not a random table, and what that costs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _KEY_ID_LABEL = b"shardflow-key-id-1"
 class SecretKey:
     """The key behind every surrogate of a dataset.
 
-    The bytes of the key never leave the object: not in ``repr``, not in a pickle (pass the path between processes).
-    Surrogates are frozen by golden values: changing the derivation renames every sample.
+    The bytes of the key never leave the object: not in ``repr``, not in a pickle (pass the path between
+    processes). Surrogates are frozen by golden values: changing the derivation renames every sample.
     """
 
     __slots__ = ("_key", "key_id")
@@ -46,7 +46,8 @@ class SecretKey:
         """
         if len(key) < MIN_KEY_BYTES:
             raise ConfigError(
-                f"the secret key must be at least {MIN_KEY_BYTES} bytes, got {len(key)}; make one with SecretKey.create."
+                f"the secret key must be at least {MIN_KEY_BYTES} bytes, got {len(key)}; "
+                "make one with SecretKey.create."
             )
         self._key = key
         self.key_id: str = hmac.new(key, _KEY_ID_LABEL, hashlib.sha256).hexdigest()[:8]
@@ -62,7 +63,8 @@ class SecretKey:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"the secret key file must be readable, got {type(error).__name__}; create one with SecretKey.create."
+                f"the secret key file must be readable, got {type(error).__name__}; "
+                "create one with SecretKey.create."
             ) from None
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
@@ -70,7 +72,8 @@ class SecretKey:
                 raise ConfigError("the secret key must be a regular file; give the path of a file.")
             if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(
-                    f"the secret key file must be closed to group and others, got mode {stat.S_IMODE(status.st_mode):04o}; "
+                    "the secret key file must be closed to group and others, "
+                    f"got mode {stat.S_IMODE(status.st_mode):04o}; "
                     "run chmod 600 on it."
                 )
             key = file.read(_MAX_KEY_BYTES + 1)
@@ -91,7 +94,8 @@ class SecretKey:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"the secret key file must not exist and its folder must be writable, got {type(error).__name__}."
+                "the secret key file must not exist and its folder must be writable, "
+                f"got {type(error).__name__}; give another path."
             ) from None
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(MIN_KEY_BYTES))
@@ -103,7 +107,8 @@ class SecretKey:
         """Stand-in for an identifier.
 
         Args:
-            kind: What the value is, such as ``"study"``; equal values of different kinds get unrelated surrogates.
+            kind: What the value is, such as ``"study"``; equal values of different kinds get unrelated
+                surrogates.
             value: The identifier.
 
         Returns:

@@ -1,9 +1,9 @@
 """Why an input was not packed: one closed list of codes.
 
-A code is what the ledger records and what a person filters by, so codes are never renamed and never reused (change class
-SHARD FORMAT). Two outcome classes exist beside *packed*: a **skipped** input was never a candidate (a text file, a
-structured report, an exact copy), a **quarantined** one should have been packed and could not be. Only quarantined inputs
-count against the job's limit.
+A code is what the ledger records and what a person filters by, so codes are never renamed and never reused
+(change class SHARD FORMAT). Two outcome classes exist beside *packed*: a **skipped** input was never a
+candidate (a text file, a structured report, an exact copy), a **quarantined** one should have been packed and
+could not be. Only quarantined inputs count against the job's limit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports: texts keyed by study, read record by record.
 
-Owns the formats, judges nothing about studies: two reports for one study come out as two records. A record that cannot
-be read comes out with a reason and its line, never with its content.
+Owns the formats, judges nothing about studies: two reports for one study come out as two records. A record
+that cannot be read comes out with a reason and its line, never with its content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shardflow.sources.reasons import Reason
 __all__ = ["MAX_REPORT_BYTES", "BrokenReport", "ReportFormat", "ReportRecord", "iter_reports", "load_reports"]
 
 ReportFormat = Literal["csv", "folder", "jsonl"]
-"""``csv``: columns study_instance_uid and text. ``folder``: <StudyInstanceUID>.txt. ``jsonl``: the same two keys."""
+"""``csv``: columns study_instance_uid and text. ``folder``: <StudyInstanceUID>.txt. ``jsonl``: the same two
+keys."""
 
 MAX_REPORT_BYTES = 1 << 24
 """Longest report that is read, and longest line of a table."""
@@ -111,7 +112,8 @@ def _next_row(rows: Any) -> list[str] | None:
         row: list[str] | None = next(rows, None)
     except csv.Error:
         raise ConfigError(
-            f"the report table must be well-formed CSV, got a quote or a field that does not end (line {rows.line_num}); "
+            "the report table must be well-formed CSV, got a quote or a field that does not end "
+            f"(line {rows.line_num}); "
             "repair the table, rows after this place would be lost."
         ) from None
     return row
@@ -122,7 +124,7 @@ def _find_columns(header: list[str] | None) -> tuple[int, int, int]:
     for wanted in (_KEY, _TEXT):
         if names.count(wanted) != 1:
             raise ConfigError(
-                f"the report table must have one column {wanted!r}, got {names.count(wanted)} of {len(names)} columns; "
+                f"the report table must have one column {wanted!r}, got {names.count(wanted)} of {len(names)}; "
                 "name it in the first line."
             )
     return names.index(_KEY), names.index(_TEXT), len(names)

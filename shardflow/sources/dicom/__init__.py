@@ -1,7 +1,7 @@
 """DICOM images: the only part of shardflow that imports pydicom and imagecodecs.
 
-The data's way: `discover` lists files, `headers` reads the facts, `series` groups and orders them with `geometry`,
-`pixels` decodes slices in modality units, `attributes` reads the technical attributes of a stack.
+The data's way: `discover` lists files, `headers` reads the facts, `series` groups and orders them with
+`geometry`, `pixels` decodes slices in modality units, `attributes` reads the technical attributes of a stack.
 """
 
 from shardflow.sources.dicom.attributes import AttributeValue, read_attributes

@@ -1,7 +1,7 @@
 """The full set of technical attributes: read once per stack, not once per file.
 
-Reads by keyword, decides nothing: which attributes are worth reading and which values may leave is the business of
-`shardflow.deid.allowlist`.
+Reads by keyword, decides nothing: which attributes are worth reading and which values may leave is the
+business of `shardflow.deid.allowlist`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def read_attributes(
         limits: Bounds on what is read.
 
     Returns:
-        Keyword to all its values; an attribute that is absent, empty or unreadable is left out. Values stand as in the
-        file and may identify a patient.
+        Keyword to all its values; an attribute that is absent, empty or unreadable is left out. Values stand
+        as in the file and may identify a patient.
 
     Raises:
         ConfigError: A keyword is unknown or names a sequence.

@@ -69,7 +69,7 @@ def read_jpeg_header(data: bytes) -> CodestreamHeader | None:
 
 
 def read_jpeg2000_header(data: bytes) -> CodestreamHeader | None:
-    """Read the size marker of a JPEG 2000 or HTJ2K stream, bare or inside JP2 boxes; None where there is none."""
+    """Read the size marker of a JPEG 2000 or HTJ2K stream, bare or in JP2 boxes; None where there is none."""
     try:
         position = _skip_boxes(data) if data.startswith(_JP2_SIGNATURE) else 0
         if position is None or data[position : position + 4] != b"\xff\x4f\xff\x51":
@@ -85,7 +85,7 @@ def read_jpeg2000_header(data: bytes) -> CodestreamHeader | None:
 
 
 def _skip_boxes(data: bytes) -> int | None:
-    """Where the codestream box begins; None where a box has no proper length, on which other parsers may hang."""
+    """Where the codestream box begins; None where a box has no proper length (other parsers hang there)."""
     position = 0
     while True:
         length, kind = struct.unpack_from(">I4s", data, position)

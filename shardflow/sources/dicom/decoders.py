@@ -1,9 +1,10 @@
 """Decode one encoded frame: an explicit order of decoders for every transfer syntax.
 
-imagecodecs comes first everywhere: it is the fastest or as fast as any, releases the GIL, reads 12-bit JPEG, and holds no
-GPL code. It is registered as a plugin of pydicom's decoder interface, so pydicom's own handling of signs, planes and
-colour applies. Pillow and pydicom's RLE decoder are tried where it fails. The order is fixed, never "what happens to be
-installed": decoders differ by 1-3 levels on lossy JPEG, and a dataset must not depend on a machine.
+imagecodecs comes first everywhere: it is the fastest or as fast as any, releases the GIL, reads 12-bit JPEG,
+and holds no GPL code. It is registered as a plugin of pydicom's decoder interface, so pydicom's own handling
+of signs, planes and colour applies. Pillow and pydicom's RLE decoder are tried where it fails. The order is
+fixed, never "what happens to be installed": decoders differ by 1-3 levels on lossy JPEG, and a dataset must
+not depend on a machine.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def decode_frame(data: bytes, image: ImageDescription, transfer_syntax_uid: str)
         transfer_syntax_uid: A key of `DECODER_ORDER`.
 
     Returns:
-        ``(rows, columns)`` stored values, or ``(rows, columns, 3)`` RGB; and the name of the decoder. The dtype is what
-        ``bits_allocated`` and the signedness say; values of RLE frames still hold their unused bits.
+        ``(rows, columns)`` stored values, or ``(rows, columns, 3)`` RGB; and the name of the decoder. The
+        dtype is what ``bits_allocated`` and the signedness say; values of RLE frames still hold their unused
+        bits.
 
     Raises:
         SourceError: UNSUPPORTED_TRANSFER_SYNTAX or DECODE_FAILED.

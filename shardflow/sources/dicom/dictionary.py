@@ -56,7 +56,8 @@ IMAGE_CLASSES = SECONDARY_CLASSES | frozenset(
         "481.1",  # RT image
     )
 )
-"""Objects whose pixels are packed. Segmentations, dose grids, parametric maps and whole slides are not among them."""
+"""Objects whose pixels are packed. Segmentations, dose grids, parametric maps and whole slides are not among
+them."""
 
 IMPLICIT_LITTLE = "1.2.840.10008.1.2"
 EXPLICIT_LITTLE = "1.2.840.10008.1.2.1"

@@ -1,8 +1,8 @@
 """Find every file below the input folders; owns the walk, judges no content.
 
-Nothing is skipped in silence: an entry that cannot be read as a file comes back with the reason in ``problem``, so that
-inputs = packed + skipped + quarantined holds from the first line. The list is sorted by root and relative path, so every
-process that walks the same tree sees the same list.
+Nothing is skipped in silence: an entry that cannot be read as a file comes back with the reason in
+``problem``, so that inputs = packed + skipped + quarantined holds from the first line. The list is sorted by
+root and relative path, so every process that walks the same tree sees the same list.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class DiscoveredFile:
 def discover(roots: Sequence[Path]) -> list[DiscoveredFile]:
     """List all entries below the roots, sorted by root and by the bytes of the relative path.
 
-    Links to files are followed (data sets are often trees of links); links to folders are not, because they can form
-    circles, and come back as ``NOT_REGULAR_FILE``. Folders that cannot be listed come back as ``FILE_UNREADABLE``.
+    Links to files are followed (data sets are often trees of links); links to folders are not, because they
+    can form circles, and come back as ``NOT_REGULAR_FILE``. Folders that cannot be listed come back as
+    ``FILE_UNREADABLE``.
 
     Raises:
-        ConfigError: There is no root, a root does not exist, or one root lies inside another (its files would be read
+        ConfigError: There is no root, a root does not exist, or one root lies inside another (its files would
+            be read
             twice).
     """
     if not roots:
@@ -65,13 +67,15 @@ def _check_roots(roots: Sequence[Path]) -> None:
             resolved.append(root.resolve(strict=True))
         except OSError as error:
             raise ConfigError(
-                f"input folder {number} of {len(roots)} must exist, got {type(error).__name__}; check the configuration."
+                f"input folder {number} of {len(roots)} must exist, got {type(error).__name__}; "
+                "check the configuration."
             ) from None
     for number, root in enumerate(resolved, start=1):
         for other_number, other in enumerate(resolved, start=1):
             if number != other_number and root.is_relative_to(other):
                 raise ConfigError(
-                    f"input folders must not lie inside one another, got number {number} inside number {other_number}; "
+                    "input folders must not lie inside one another, "
+                    f"got number {number} inside number {other_number}; "
                     "remove one of them."
                 )
 

@@ -1,7 +1,8 @@
 """What a viewer, or a first model, should map to black and white; in modality units, per stack.
 
-CT has a fixed wide window: Hounsfield units mean the same everywhere. Projections bring their own window. Everything
-else, MR above all, has no absolute scale and takes percentiles over the whole stack (per slice they would flicker).
+CT has a fixed wide window: Hounsfield units mean the same everywhere. Projections bring their own window.
+Everything else, MR above all, has no absolute scale and takes percentiles over the whole stack (per slice
+they would flicker).
 
 Source: DICOM PS3.3, C.11.2 (VOI LUT).
 """
@@ -28,7 +29,7 @@ _MIN_SIDE = 8
 
 
 class DisplayRange:
-    """Collects a stack slice by slice; keeps a regular grid of samples, about a million in all, never a slice."""
+    """Collects a stack slice by slice; keeps a grid of samples, about a million in all, never a slice."""
 
     def __init__(self, stack: Stack, form: SliceForm) -> None:
         self._fixed = _fixed_range(stack, form)

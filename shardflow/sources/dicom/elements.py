@@ -1,8 +1,9 @@
 """Walk the data elements of a DICOM file up to its pixel data; owns bytes and tags, knows no meaning.
 
-A walk keeps only the values that are asked for and skips everything else by its length, which is what makes the
-header pass several times faster than a full parse; it also learns where the pixel data lies, so that native
-pixels are never parsed for again. Values stay raw bytes: no third-party parser sees them, so none can quote one.
+A walk keeps only the values that are asked for and skips everything else by its length, which is what makes
+the header pass several times faster than a full parse; it also learns where the pixel data lies, so that
+native pixels are never parsed for again. Values stay raw bytes: no third-party parser sees them, so none can
+quote one.
 
 The walk is bounded: in bytes before the pixel data, in what a deflated file inflates to, and in depth.
 """
@@ -103,8 +104,8 @@ def read_elements(
 ) -> FileElements:
     """Read the asked-for elements that come before the pixel data.
 
-    A file that is damaged after its meta information comes back with a `FileElements.problem`, so that its identifiers
-    are known where they precede the damage.
+    A file that is damaged after its meta information comes back with a `FileElements.problem`, so that its
+    identifiers are known where they precede the damage.
 
     Raises:
         SourceError: FILE_UNREADABLE, NOT_DICOM, HEADER_UNREADABLE or LIMIT_EXCEEDED.

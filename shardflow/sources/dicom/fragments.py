@@ -1,10 +1,10 @@
 """Which bytes of an encapsulated file make up which frame.
 
-Reads item headers only; every fragment is checked against the size of the file, so a truncated file is found here and
-not by a codec that returns half an image.
+Reads item headers only; every fragment is checked against the size of the file, so a truncated file is found
+here and not by a codec that returns half an image.
 
-Source: DICOM PS3.5, A.4 (encapsulation), and PS3.3, C.7.6.3.1.8 (extended offset table: one fragment a frame, which
-the one-to-one rule below covers).
+Source: DICOM PS3.5, A.4 (encapsulation), and PS3.3, C.7.6.3.1.8 (extended offset table: one fragment a frame,
+which the one-to-one rule below covers).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def find_frames(descriptor: int, offset: int, file_num_bytes: int, num_frames: i
         ``num_frames`` lists of fragments.
 
     Raises:
-        SourceError: PIXEL_DATA_TRUNCATED, LIMIT_EXCEEDED, or DECODE_FAILED where fragments and frames do not fit.
+        SourceError: PIXEL_DATA_TRUNCATED, LIMIT_EXCEEDED, or DECODE_FAILED where fragments and frames do not
+            fit.
     """
     items = list(_items(descriptor, offset, file_num_bytes))
     if not items:
@@ -99,7 +100,7 @@ def _items(descriptor: int, offset: int, file_num_bytes: int) -> Iterator[Fragme
 def _split_by_table(
     descriptor: int, table: Fragment, fragments: Sequence[Fragment], num_frames: int
 ) -> list[list[Fragment]] | None:
-    """Split by the basic offset table, where it has one entry a frame and each hits the start of a fragment."""
+    """Split by the basic offset table, where it has an entry a frame and each hits the start of a fragment."""
     if table.num_bytes != 4 * num_frames:
         return None
     offsets = struct.unpack(f"<{num_frames}I", os.pread(descriptor, table.num_bytes, table.offset))

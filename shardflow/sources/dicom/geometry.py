@@ -1,7 +1,8 @@
 """Where the slices of a stack lie in space: order, spacing, affine, and what is odd about them.
 
-Only positions count. (0018,0088) *Spacing Between Slices* and (0018,0050) *Slice Thickness* are what a protocol says,
-not where slices are (a real series in the tests states 2.0 mm and lies 7 mm apart); a single slice has nothing else.
+Only positions count. (0018,0088) *Spacing Between Slices* and (0018,0050) *Slice Thickness* are what a
+protocol says, not where slices are (a real series in the tests states 2.0 mm and lies 7 mm apart); a single
+slice has nothing else.
 
 Source: DICOM PS3.3, C.7.6.2.1.1 (image position, image orientation).
 """
@@ -42,12 +43,14 @@ class StackGeometry:
     slice_spacing_mm: float | None
     """Median gap along the normal; for a single slice its stated thickness, or None."""
     affine_lps: tuple[tuple[float, float, float, float], ...] | None
-    """4 x 4: maps (column, row, slice, 1) to mm in LPS, at pixel centres. None where no position is known. The third
-    column keeps the shear of a tilted gantry; for a single slice of unstated thickness it is the unit normal."""
+    """4 x 4: maps (column, row, slice, 1) to mm in LPS, at pixel centres. None where no position is known.
+    The third column keeps the shear of a tilted gantry; for a single slice of unstated thickness it is the
+    unit normal."""
     num_missing: int = 0
     """Slices that a regular grid would hold between the first and the last and that are not there."""
     flags: tuple[str, ...] = ()
-    """Of ``single_slice``, ``missing_slices``, ``irregular_spacing``, ``gantry_tilt``, ``slices_not_aligned``."""
+    """Of ``single_slice``, ``missing_slices``, ``irregular_spacing``, ``gantry_tilt``,
+    ``slices_not_aligned``."""
 
 
 def normal_of(orientation: Orientation) -> Vector:

@@ -1,4 +1,7 @@
-"""Headers as JSON: how a plan keeps them between its two passes. Exact: floats survive, tuples come back as tuples."""
+"""Headers as JSON: how a plan keeps them between its two passes.
+
+Exact: floats survive, tuples come back as tuples.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The header pass: the few facts of a DICOM file that packing plans with.
 
-Owns what is taken out of a file; everything else is dropped at this door. A header is plain, small and picklable: one
-per file crosses from the process that reads to the process that plans.
+Owns what is taken out of a file; everything else is dropped at this door. A header is plain, small and
+picklable: one per file crosses from the process that reads to the process that plans.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class InstanceHeader:
     is_localizer: bool
     pixel_vr: str
     pixel_offset: int
-    """Where the value of the pixel data begins in the file; in the inflated stream for the deflated syntax."""
+    """Where the value of the pixel data begins in the file; in the inflated stream for the deflated
+    syntax."""
     pixel_num_bytes: int | None
     """Length of that value; None where it is encapsulated."""
     num_bytes: int
@@ -143,7 +144,8 @@ def read_header(
         The header, or what is known of an image that should have been packable and is not.
 
     Raises:
-        SourceError: The file is no image, or damaged so that nobody can say what it is; ``reason`` is a `Reason`.
+        SourceError: The file is no image, or damaged so that nobody can say what it is; ``reason`` is a
+            `Reason`.
     """
     elements = read_elements(
         path, _WANTED, max_header_bytes=limits.max_header_bytes, max_inflated_bytes=limits.max_inflated_bytes

@@ -1,6 +1,7 @@
-"""Lookup tables of a file: its modality LUT and its colour palette. Read only where a header says that there is one.
+"""Lookup tables of a file: its modality LUT and its palette. Read only where a header says there is one.
 
-Source: DICOM PS3.3, C.11.1.1 (modality LUT), C.7.6.3.1.5 and C.7.6.3.1.6 (palette), C.7.9.2 (segmented palette).
+Source: DICOM PS3.3, C.11.1.1 (modality LUT), C.7.6.3.1.5 and C.7.6.3.1.6 (palette), C.7.9.2 (segmented
+    palette).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def read_palette(path: Path, limits: HeaderLimits, *, is_signed: bool) -> Lookup
     """Read the palette of a PALETTE COLOR image as 8-bit RGB entries.
 
     Raises:
-        SourceError: INVALID_IMAGE_DESCRIPTION where the palette is absent or damaged; else as `read_elements`.
+        SourceError: INVALID_IMAGE_DESCRIPTION where the palette is absent or damaged; else as
+            `read_elements`.
     """
     elements = _read(path, {*_PALETTE_DESCRIPTORS, *_PALETTE_DATA, *_SEGMENTED_DATA}, limits)
     num_entries, first, bits = _descriptor(elements, _PALETTE_DESCRIPTORS[0], is_signed=is_signed)

@@ -1,7 +1,8 @@
 """From stored values to slices in modality units.
 
-Order of operations: stored values -> padding found -> modality LUT or slope and intercept -> range check -> MONOCHROME1
-mirrored -> padding filled. No window is applied: `display` says what a viewer should show, the values stay.
+Order of operations: stored values -> padding found -> modality LUT or slope and intercept -> range check ->
+MONOCHROME1 mirrored -> padding filled. No window is applied: `display` says what a viewer should show, the
+values stay.
 
 Source: DICOM PS3.3, C.11.1 (modality LUT), C.7.5.1.1.2 (pixel padding), C.7.6.3.1.2 (MONOCHROME1).
 """
@@ -66,7 +67,8 @@ def iter_slices(
         limits: Bounds on what the file may inflate to.
 
     Raises:
-        SourceError: PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX, LIMIT_EXCEEDED, FILE_UNREADABLE
+        SourceError: PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX, LIMIT_EXCEEDED,
+            FILE_UNREADABLE
             or INVALID_IMAGE_DESCRIPTION.
     """
     form = form or form_of([header])
@@ -186,10 +188,10 @@ def _mirror_and_fit(looked_up: Array, form: SliceForm, valid: Array | None) -> t
 
 
 def _add_exactly(stored: Array, intercept: int, dtype: np.dtype[Any], *, is_negative: bool) -> Array:
-    """Plus or minus ``stored`` plus an integer, in the target dtype: what CT and MR need, with no wider array.
+    """Plus or minus ``stored`` plus an integer, in the target dtype, with no wider array in between.
 
-    The caller has checked that every result fits. Then arithmetic modulo the width of the dtype is exact, whatever the
-    steps between wrap to.
+    The caller has checked that every result fits. Then arithmetic modulo the width of the dtype is exact,
+    whatever the steps between wrap to.
     """
     if intercept == 0 and not is_negative and stored.dtype == dtype:
         return stored

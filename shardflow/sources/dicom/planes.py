@@ -1,7 +1,7 @@
 """What may differ from frame to frame: place, spacing, rescale, window, phase.
 
-An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the shared groups, or
-(wrongly, but often) at its root; the nearest statement wins.
+An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the shared
+groups, or (wrongly, but often) at its root; the nearest statement wins.
 
 Source: DICOM PS3.3, C.7.6.16 (multi-frame functional groups), C.7.6.2 (image plane), C.11.1 (modality LUT).
 """
@@ -85,7 +85,8 @@ class PlaneHeader:
     intercept: float | None = None
     """(0028,1052) *Rescale Intercept*."""
     window: tuple[float, float] | None = None
-    """(0028,1050), (0028,1051): first *Window Center* and *Window Width* with a positive width, modality units."""
+    """(0028,1050), (0028,1051): first *Window Center* and *Window Width* with a positive width, modality
+    units."""
     phase: tuple[str, ...] = ()
     """Values of `PHASE_NAMES`, as text, only to be compared."""
 

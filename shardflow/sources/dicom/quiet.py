@@ -14,9 +14,9 @@ __all__ = ["third_party_silence"]
 def third_party_silence() -> Iterator[None]:
     """Drop every warning and every pydicom log record inside the block.
 
-    What matters in them is found by our own checks and comes back as a flag or a reason; their text (pydicom writes
-    ``Invalid value for VR UI: '<the value>'``) may hold identifiers. Exceptions pass: the caller keeps their class
-    and drops their text.
+    What matters in them is found by our own checks and comes back as a flag or a reason; their text (pydicom
+    writes ``Invalid value for VR UI: '<the value>'``) may hold identifiers. Exceptions pass: the caller keeps
+    their class and drops their text.
     """
     logger = logging.getLogger("pydicom")
     was_propagating = logger.propagate

@@ -1,6 +1,7 @@
 """From headers to studies: patient > study > series > stack of slices.
 
-Pure: no file is read here. The result depends on the set of headers alone, not on their order and not on file names.
+Pure: no file is read here. The result depends on the set of headers alone, not on their order and not on file
+    names.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class Grouping:
 def build_studies(headers: Iterable[InstanceHeader]) -> Grouping:
     """Group instances into studies, and order everything.
 
-    A study whose instances name several patients is rejected whole (CONFLICTING_IDENTIFIER): it could be in two splits
-    at once. Of several files with one SOP Instance UID one is kept, an uncompressed one if there is one; the others
-    are listed as copies.
+    A study whose instances name several patients is rejected whole (CONFLICTING_IDENTIFIER): it could be in
+    two splits at once. Of several files with one SOP Instance UID one is kept, an uncompressed one if there
+    is one; the others are listed as copies.
     """
     by_study: defaultdict[str, list[InstanceHeader]] = defaultdict(list)
     for header in headers:
@@ -108,7 +109,7 @@ def _build_study(instances: Sequence[InstanceHeader]) -> Study:
 
 
 def _preference(header: InstanceHeader) -> tuple[str, bool, int, str, int]:
-    """Which of several files with one identifier is kept: the smallest. The file's place decides only between equals."""
+    """Which of several files with one identifier is kept: the smallest; its place decides between equals."""
     return (
         header.sop_instance_uid,
         not header.is_native,

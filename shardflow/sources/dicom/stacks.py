@@ -1,8 +1,8 @@
 """Split one series into stacks and order the slices of each.
 
-A stack is what can be one array: slices of one shape, one orientation and one spacing, each at its own position. File
-names never count, and (0020,0013) *Instance Number* only where positions are absent: it rises with position in some
-series and falls in others.
+A stack is what can be one array: slices of one shape, one orientation and one spacing, each at its own
+position. File names never count, and (0020,0013) *Instance Number* only where positions are absent: it rises
+with position in some series and falls in others.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def _along_normal(group: Sequence[SliceRef], orientation: Orientation) -> list[t
 def _separate(numbered: list[tuple[int, SliceRef]]) -> list[tuple[list[SliceRef], set[str]]]:
     """Split where positions repeat: by the first phase that tells the repeats apart, else by order.
 
-    A phase counts where it has no more values than the positions have repeats, so that a value that differs on every
-    slice (a trigger time, say) does not tear a stack into single slices.
+    A phase counts where it has no more values than the positions have repeats, so that a value that differs
+    on every slice (a trigger time, say) does not tear a stack into single slices.
     """
     repeats = _repeats(numbered)
     if repeats == 1:
@@ -221,7 +221,7 @@ def _by_occurrence(numbered: Iterable[tuple[int, SliceRef]]) -> list[list[SliceR
 
 
 def _order_without_positions(group: list[SliceRef]) -> tuple[list[SliceRef], StackGeometry, set[str]]:
-    """Order by slice location where all have one of their own, else by instance number, else by identifier."""
+    """Order by slice location where all have one of their own, else by number, else by identifier."""
     locations = {one.instance.slice_location for one in group}
     numbers = {one.instance.instance_number for one in group}
     if None not in locations and len(locations) == len(group) > 1:

@@ -1,8 +1,8 @@
-"""Frames of one file as stored values: native ones straight out of the file, encapsulated ones through a decoder.
+"""Frames of one file as stored values: native ones straight from the file, others through a decoder.
 
-Owns bytes to arrays, and colour: a colour frame leaves as 8-bit RGB. Monochrome frames leave as the integers that were
-stored, without the bits above ``high_bit`` (they may hold an overlay) and with the sign extended; what the integers mean
-is the business of `pixels`.
+Owns bytes to arrays, and colour: a colour frame leaves as 8-bit RGB. Monochrome frames leave as the integers
+that were stored, without the bits above ``high_bit`` (they may hold an overlay) and with the sign extended;
+what the integers mean is the business of `pixels`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def iter_stored(
     """Yield the asked-for frames and the name of what decoded them; one frame in memory at a time.
 
     Yields:
-        ``(rows, columns)`` integers, or ``(rows, columns, 3)`` uint8 RGB; C order; may be read-only. The name is
-        ``"native"`` or one of `decoders.DECODER_ORDER`.
+        ``(rows, columns)`` integers, or ``(rows, columns, 3)`` uint8 RGB; C order; may be read-only. The name
+        is ``"native"`` or one of `decoders.DECODER_ORDER`.
 
     Raises:
-        SourceError: FILE_UNREADABLE, PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX, LIMIT_EXCEEDED
+        SourceError: FILE_UNREADABLE, PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX,
+            LIMIT_EXCEEDED
             or INVALID_IMAGE_DESCRIPTION.
     """
     image = header.image
@@ -178,7 +179,7 @@ def _used_bits(array: Array, image: ImageDescription) -> Array:
 
 
 def _to_rgb8(array: Array, image: ImageDescription, *, is_native: bool) -> Array:
-    """RGB in 8 bits: native YCbCr is converted (decoders do it for theirs); wider samples lose their low bits."""
+    """RGB in 8 bits: native YCbCr is converted (decoders did it for theirs); wide samples lose low bits."""
     if image.is_signed:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "signed colour samples")
     if image.bits_stored > 8:

@@ -1,7 +1,7 @@
 """What the slices of a stack look like once decoded: dtype, unit, polarity. A pure function of headers.
 
-All slices of a stack must look alike, and packing wants to know how before it decodes one; so the form follows
-from what the headers declare, never from the pixels that happen to be there.
+All slices of a stack must look alike, and packing wants to know how before it decodes one; so the form
+follows from what the headers declare, never from the pixels that happen to be there.
 
 Source: DICOM PS3.3, C.11.1 (modality LUT, rescale type), C.7.6.3.1.2 (photometric interpretation).
 """
@@ -65,7 +65,7 @@ class _Fact(NamedTuple):
 
     @property
     def is_hounsfield(self) -> bool:
-        """A rescaled CT that says HU or nothing; of a scout, which need not be in HU, only its own word counts."""
+        """A rescaled CT that says HU or nothing; a scout need not be in HU, so it must say so."""
         is_rescaled = self.slope is not None and self.intercept is not None and not self.has_lut
         return (
             self.modality == "CT"
@@ -89,9 +89,9 @@ class _Fact(NamedTuple):
 def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
     """Decide the form of slices that must look alike.
 
-    CT in Hounsfield units is always int16, colour always uint8. Everything else takes the smallest of uint8, int16,
-    uint16 and int32 that holds all values that bits stored, slope and intercept allow; float32 where one of these is
-    not an integer or does not fit.
+    CT in Hounsfield units is always int16, colour always uint8. Everything else takes the smallest of uint8,
+    int16, uint16 and int32 that holds all values that bits stored, slope and intercept allow; float32 where
+    one of these is not an integer or does not fit.
     """
     facts = {
         _Fact(*(each.image, each.modality, each.unit, each.has_modality_lut, each.is_localizer), *rescale)

@@ -28,7 +28,7 @@ _MAX_DIGITS = 32
 
 
 def code(elements: Elements, tag: int) -> str:
-    """A short ASCII value such as a UID or a code string; ``""`` where absent. Interned: series share them."""
+    """A short ASCII value such as a UID or a code string, interned; ``""`` where absent."""
     raw = elements.values.get(tag)
     return sys.intern(raw.decode("latin-1").strip("\0 \t\r\n")) if raw else ""
 
