@@ -193,9 +193,8 @@ class EpochPlan:
         return rows, weights
 
     def _materialise(self, first: int, stop: int) -> tuple[Int64Array, UInt8Array]:
-        """Compute the epoch's micro-batches ``[first, stop)``, as far as the epoch goes."""
+        """Compute the epoch's micro-batches ``[first, stop)``; behind the last one there is padding."""
         size = self.spec.micro_batch_size
-        stop = min(stop, self.num_steps * self.spec.micro_batches_per_step)
         positions = self._slots.positions(first * size, stop * size)
         rows, weights = _padding((stop - first) * size)
         rows[: positions.size] = self._order.rows(positions)

@@ -66,7 +66,7 @@ class EpochSlots:
         Padding slots lie last and hold none, so the result may be shorter than ``stop - start``.
         """
         stop = min(stop, self.num_slots - self.num_padding_slots)
-        positions = np.arange(start, max(start, stop), dtype=np.int64)
+        positions = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:
             # The epoch's own order from its start, and again while it is shorter than what is missing.
             np.remainder(positions, self.num_samples, out=positions)

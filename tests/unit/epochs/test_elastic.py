@@ -26,6 +26,7 @@ def test_every_world_size_up_to_m_runs_every_micro_batch_once(num_micros: int) -
             assert micros == [schedule.micro(rank, slot) for slot in range(len(micros))]
             # A filler is always the last thing that a rank runs in a step.
             assert not any(schedule.is_filler(micro) for micro in micros[:-1])
+            assert schedule.is_filler(micros[-1]) == (micros[-1] >= num_micros)
 
 
 # M, W: micro-batches per rank, fillers, efficiency

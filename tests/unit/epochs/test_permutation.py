@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from shardflow.epochs import Permutation
-from shardflow.epochs.network import MAX_SIZE
+from shardflow.epochs.network import MAX_SIZE, MixedRadixNetwork
+from shardflow.epochs.permutation import _walk_array, _walk_int
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
@@ -43,6 +44,18 @@ def test_one_position_few_and_many_agree(size: int) -> None:
     assert permutation.inverse(values[3:7]).tolist() == many[3:7].tolist()
     assert type(permutation(0)) is int
     assert type(permutation.inverse(0)) is int
+
+
+def test_walks_stay_inside_where_they_start_again_most_often() -> None:
+    """In small rectangles up to a third of the numbers lie outside, and walks take several turns."""
+    for size in range(1, 60):
+        for key in range(20):
+            network = MixedRadixNetwork(size, key)
+            for inverse in (False, True):
+                words = np.arange(size, dtype=np.uint64)
+                _walk_array(network, words, size, inverse=inverse)
+                assert sorted(words.tolist()) == list(range(size))
+                assert words.tolist() == [_walk_int(network, i, size, inverse=inverse) for i in range(size)]
 
 
 def test_shapes_and_other_integer_types_are_kept() -> None:

@@ -174,6 +174,17 @@ def test_200_million_samples_are_planned_at_once_and_in_no_memory() -> None:
     assert time.process_time() - started < 1  # measured: 1 ms
 
 
+def test_a_plan_keeps_two_blocks_only() -> None:
+    plan = plan_of(2_000_000, 4, 64, "mask")
+    tracemalloc.start()
+    try:
+        for step in range(0, plan.num_steps, 16):
+            plan.micro_batch(step, 0)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_threads_share_a_plan() -> None:
     plan = plan_of(50_000, 4, 8)
     fresh = [plan_of(50_000, 4, 8).step(step)[0].tolist() for step in range(0, plan.num_steps, 97)]
