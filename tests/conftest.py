@@ -30,6 +30,8 @@ SKIPPED = pytest.StashKey[set[str]]()
 # Nothing is downloaded in a test, and tokenizers must not start threads before a fork.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Workers share the cores: OpenMP threads that spin for one another make a training step a hundred times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones and remembers what failed.
 settings.register_profile(
