@@ -15,8 +15,7 @@ from shardflow.training.metrics import read_metrics
 
 __all__ = ["TrainingJob", "run_command"]
 
-_POLL_S = 0.1
-_STOP_S = 20.0
+_POLL_S = 0.03
 
 
 def run_command(command: list[str], *, show_errors: bool, folder: Path) -> str:
@@ -99,10 +98,12 @@ class TrainingJob:
         self._report(on_step)
         return code
 
-    def wait_for_step(self, step: int, on_step: Callable[[int, float | None], None]) -> bool:
-        """Wait until so many steps are done; False if the job ended before."""
+    def wait_until(
+        self, is_time: Callable[[int], bool], on_step: Callable[[int, float | None], None]
+    ) -> bool:
+        """Wait until the number of steps done is right; False if the job ended before."""
         while self._process.poll() is None:
-            if self._report(on_step) >= step:
+            if is_time(self._report(on_step)):
                 return True
             time.sleep(_POLL_S)
         return False

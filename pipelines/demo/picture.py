@@ -11,7 +11,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.gridspec import GridSpec
 from numpy.typing import NDArray
 
 from pipelines.demo.check import Losses
@@ -22,8 +21,11 @@ from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, parse_slice_field
 __all__ = ["Resumption", "draw"]
 
 _NUM_STUDIES = 4
-_NUM_SLICES = 5
-_TEXT_COLUMNS = 46
+_NUM_SLICES = 6
+_TEXT_COLUMNS = 54
+# The sheet, in inches.
+_WIDTH, _MARGIN, _SLICE_HEIGHT, _REPORT_LEFT, _LOSS_HEIGHT = 15.0, 0.5, 1.5, 10.2, 3.5
+_HEIGHT = 1.3 + _NUM_STUDIES * (_SLICE_HEIGHT + 0.62) + _LOSS_HEIGHT
 _INK, _FAINT, _FIRST, _SECOND, _ALARM = "#1b1f24", "#6a737d", "#1f6feb", "#e36209", "#cb2431"
 
 
@@ -49,23 +51,20 @@ class _Study:
 def draw(dataset: Dataset, reference: Losses, killed: Losses, resumption: Resumption, path: Path) -> None:
     """Draw the picture into a PNG file."""
     with mpl.rc_context({"font.family": "DejaVu Sans", "text.color": _INK, "axes.edgecolor": _FAINT}):
-        figure = Figure(figsize=(15, 11.2), dpi=100, facecolor="white", layout=None)
-        grid = figure.add_gridspec(
-            _NUM_STUDIES + 1,
-            _NUM_SLICES + 1,
-            width_ratios=[*[1.0] * _NUM_SLICES, 2.5],
-            height_ratios=[*[1.0] * _NUM_STUDIES, 1.75],
-            left=0.045, right=0.985, top=0.925, bottom=0.06, wspace=0.05, hspace=0.28,
-        )  # fmt: skip
-        figure.text(0.045, 0.962, "shardflow demo", size=19, weight="bold")
-        figure.text(
-            0.173, 0.9635, "real slices as they lie in the dataset, beside reports that the demo generated",
-            size=12.5, color=_FAINT,
-        )  # fmt: skip
-        for row, study in enumerate(_studies(dataset)):
-            _draw_study(figure, grid, row, study)
-        _draw_losses(figure, grid, reference, killed, resumption)
+        figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=100, facecolor="white")
+        title = "shardflow demo: DICOM in, a resumed training run out"
+        _write(figure, _MARGIN, _HEIGHT - 0.35, title, size=19, weight="bold")
+        subtitle = "Real slices, read back from the packed dataset, beside reports that the demo generated."
+        _write(figure, _MARGIN, _HEIGHT - 0.82, subtitle, size=12, color=_FAINT)
+        for number, study in enumerate(_studies(dataset)):
+            _draw_study(figure, _HEIGHT - 1.3 - number * (_SLICE_HEIGHT + 0.62), study)
+        _draw_losses(figure, reference, killed, resumption)
         figure.savefig(path)
+
+
+def _write(figure: Figure, x: float, y: float, text: str, **style: Any) -> None:
+    """Write text whose upper left corner lies at a place in inches."""
+    figure.text(x / _WIDTH, y / _HEIGHT, text, va="top", **style)
 
 
 def _studies(dataset: Dataset) -> list[_Study]:
@@ -103,40 +102,44 @@ def _read_study(dataset: Dataset, row: int) -> _Study:
     )
 
 
-def _draw_study(figure: Figure, grid: GridSpec, row: int, study: _Study) -> None:
-    for column, pixels in enumerate(study.slices):
-        axes = figure.add_subplot(grid[row, column])
-        axes.imshow(
-            pixels,
-            cmap="gray",
-            vmin=study.display_range[0],
-            vmax=study.display_range[1],
-            aspect=study.aspect,
-            interpolation="nearest",
-        )
-        axes.set_axis_off()
-        axes.set_anchor("W")
-        if column == 0:
-            axes.set_title(study.title, loc="left", size=11, weight="bold", pad=5)
-    text = figure.add_subplot(grid[row, _NUM_SLICES])
-    text.set_axis_off()
+def _draw_study(figure: Figure, top: float, study: _Study) -> None:
+    """Draw slices of one height from left to right, then the report; ``top`` in inches."""
+    _write(figure, _MARGIN, top, study.title, size=11, weight="bold")
+    bottom, left = top - 0.28 - _SLICE_HEIGHT, _MARGIN
+    for pixels in study.slices:
+        width = min(_SLICE_HEIGHT * pixels.shape[1] / (pixels.shape[0] * study.aspect), 1.6 * _SLICE_HEIGHT)
+        if left + width > _REPORT_LEFT - 0.2:
+            break
+        place = (left / _WIDTH, bottom / _HEIGHT, width / _WIDTH, _SLICE_HEIGHT / _HEIGHT)
+        axes = figure.add_axes(place, facecolor="black")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        low, high = study.display_range
+        axes.imshow(pixels, cmap="gray", vmin=low, vmax=high, aspect=study.aspect, interpolation="nearest")
+        left += width + 0.07
+    badge = {"boxstyle": "round,pad=0.35", "facecolor": _ALARM, "edgecolor": "none"}
+    _write(
+        figure, _REPORT_LEFT + 0.06, top - 0.33, "GENERATED", size=8, weight="bold", color="white", bbox=badge
+    )
     body = study.report.removeprefix(GENERATED).strip()
     lines = [line for paragraph in body.splitlines() for line in textwrap.wrap(paragraph, _TEXT_COLUMNS)]
-    text.text(
-        0.02, 0.98, "GENERATED", transform=text.transAxes, va="top", size=8.5, weight="bold", color="white",
-        bbox={"boxstyle": "round,pad=0.35", "facecolor": _ALARM, "edgecolor": "none"},
-    )  # fmt: skip
-    text.text(0.02, 0.82, "\n".join(lines), transform=text.transAxes, va="top", size=10.5, linespacing=1.45)
+    _write(figure, _REPORT_LEFT, top - 0.66, "\n".join(lines), size=10.5, linespacing=1.4)
 
 
-def _draw_losses(
-    figure: Figure, grid: GridSpec, reference: Losses, killed: Losses, resumption: Resumption
-) -> None:
-    axes = figure.add_subplot(grid[_NUM_STUDIES, :])
+def _draw_losses(figure: Figure, reference: Losses, killed: Losses, resumption: Resumption) -> None:
+    width = _WIDTH - 2 * _MARGIN - 0.35
+    axes = figure.add_axes(
+        ((_MARGIN + 0.35) / _WIDTH, 0.65 / _HEIGHT, width / _WIDTH, (_LOSS_HEIGHT - 1.15) / _HEIGHT)
+    )
     axes.plot(
-        reference.steps, reference.values, color=_FIRST, linewidth=5, alpha=0.35, solid_capstyle="round",
+        reference.steps,
+        reference.values,
+        color=_FIRST,
+        linewidth=6,
+        alpha=0.35,
+        solid_capstyle="round",
         label="undisturbed run, 2 processes",
-    )  # fmt: skip
+    )
     axes.plot(
         killed.steps, killed.values, color=_SECOND, linewidth=1.6, label="killed run, 2 processes, then 1"
     )
@@ -146,7 +149,7 @@ def _draw_losses(
     top = max(reference.values + killed.values)
     axes.annotate(
         f"one rank killed (SIGKILL) after step {cut};\nthe run goes on from the checkpoint of step {again}",
-        xy=(cut + 0.5, top * 0.93), xytext=(10, 0), textcoords="offset points", va="top", size=10,
+        xy=(cut + 0.5, top), xytext=(10, 0), textcoords="offset points", va="top", size=10,
         color=_ALARM,
     )  # fmt: skip
     axes.set_xlim(0.5, reference.steps[-1] + 0.5)
@@ -157,7 +160,7 @@ def _draw_losses(
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, loc="lower left", fontsize=10.5)
+    axes.legend(frameon=False, loc="upper right", fontsize=10.5)
     axes.set_title(
         "Training loss: both runs see the same samples in the same steps", loc="left", size=11, weight="bold"
     )

@@ -90,7 +90,7 @@ warmup_steps = 8
 output = "run"
 seed = {seed}
 num_epochs = {epochs}
-checkpoint_every_steps = 7
+checkpoint_every_steps = {checkpoint_every_steps}
 device = "cpu"
 
 [timeouts]
@@ -120,7 +120,7 @@ def write_pack_config(path: Path, folders: list[Path]) -> None:
     path.write_text(_PACK.format(name=path.name, folders=lines), encoding="utf-8")
 
 
-def write_train_config(path: Path) -> None:
+def write_train_config(path: Path, *, checkpoint_every_steps: int) -> None:
     """Write the settings of the training job."""
     text = _TRAIN.format(
         name=path.name,
@@ -129,5 +129,6 @@ def write_train_config(path: Path) -> None:
         tail=TAIL,
         seed=SEED,
         epochs=EPOCHS,
+        checkpoint_every_steps=checkpoint_every_steps,
     )
     path.write_text(text, encoding="utf-8")

@@ -6,6 +6,8 @@ import json
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,11 @@ class Story:
         self._pack()
         self._verify()
         num_steps = self._plan()
-        self._make_tokenizer()
-        self._train("undisturbed", 2, num_steps * settings.EPOCHS)
-        resumption = self._train_and_kill(num_steps)
+        # One checkpoint, early in the middle epoch; the kill follows inside that epoch or a later one.
+        checkpoint_after = num_steps * (settings.EPOCHS // 2) + max(1, num_steps // 4)
+        self._prepare_training(checkpoint_after)
+        self._train(num_steps)
+        resumption = self._train_and_kill(num_steps, checkpoint_after)
         return self._compare(resumption)
 
     def _write_reports(self) -> None:
@@ -121,27 +125,24 @@ class Story:
             raise RuntimeError("an epoch has one step only, so no rank can be killed inside one")
         return num_steps
 
-    def _make_tokenizer(self) -> None:
+    def _prepare_training(self, checkpoint_after: int) -> None:
         self._open("Train a tokenizer on the reports")
         command = ["python", "-m", "pipelines.train_tokenizer", "--dataset", "dataset"]
         self._run(*command, "--vocab-size", "384", "--output", "tokenizer")
-        settings.write_train_config(self._output / "train.toml")
+        settings.write_train_config(self._output / "train.toml", checkpoint_every_steps=checkpoint_after)
         self._say(
             "The model: a small vision encoder and a causal language model, from numbers in train.toml."
         )
 
-    def _train(self, run: str, num_processes: int, num_steps: int) -> None:
+    def _train(self, num_steps: int) -> None:
         self._open("Train on 2 processes, undisturbed: the run to compare with")
-        with self._job(run, num_processes, 1) as job, self._steps(num_steps) as show:
-            self._finish(job, show)
+        with self._job("undisturbed", 2, 1) as job, _StepBar(self._console, num_steps) as show:
+            _finish(job, show)
 
-    def _train_and_kill(self, num_steps: int) -> Resumption:
-        total = num_steps * settings.EPOCHS
-        # In the middle of the middle epoch, and between two checkpoints.
-        kill_after = num_steps * (settings.EPOCHS // 2) + max(1, num_steps // 2)
+    def _train_and_kill(self, num_steps: int, checkpoint_after: int) -> Resumption:
         self._open("The same again, but one rank is killed in the middle of an epoch")
-        with self._job("killed", 2, 1) as job, self._steps(total) as show:
-            if not job.wait_for_step(kill_after, show):
+        with self._job("killed", 2, 1) as job, _StepBar(self._console, num_steps) as show:
+            if not job.wait_until(lambda done: done >= checkpoint_after + 2 and done % num_steps != 0, show):
                 raise RuntimeError(f"the training job ended too early; see {job.log}\n{job.tail()}")
             pid = job.kill_rank(1)
             code = job.wait(show)
@@ -152,8 +153,8 @@ class Story:
             f"torchrun ended with code {code}."
         )
         self._open("Go on, on one process")
-        with self._job("killed", 1, 2) as job, self._steps(total) as show:
-            self._finish(job, show)
+        with self._job("killed", 1, 2) as job, _StepBar(self._console, num_steps) as show:
+            _finish(job, show)
         course = losses(self._output / "killed")
         resumed = sum(attempt == 1 for attempt in course.attempts)
         self._say(
@@ -229,32 +230,36 @@ class Story:
             *(part for name, value in options.items() for part in (f"--{name}", str(value))),
         ]
 
-    def _job(self, run: str, num_processes: int, attempt: int) -> Any:
+    def _job(self, run: str, num_processes: int, attempt: int) -> AbstractContextManager[TrainingJob]:
         command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes)]
         command += ["-m", "pipelines.train", "--config", "train.toml", "--set", f"run.output={run}"]
         self._console.print(f"  [dim]$ {' '.join(command)}[/]")
         log = self._output / "logs" / f"{run}-{attempt}.log"
         return TrainingJob.start(command, run=self._output / run, log=log, folder=self._output)
 
-    def _steps(self, num_steps: int) -> Any:
-        return _StepBar(self._console, num_steps)
 
-    def _finish(self, job: TrainingJob, show: Any) -> None:
-        code = job.wait(show)
-        if code:
-            raise RuntimeError(f"the training job ended with code {code}; see {job.log}\n{job.tail()}")
+def _finish(job: TrainingJob, show: Callable[[int, float | None], None]) -> None:
+    code = job.wait(show)
+    if code:
+        raise RuntimeError(f"the training job ended with code {code}; see {job.log}\n{job.tail()}")
 
 
 class _StepBar:
-    """A bar of steps with the loss beside it; on no terminal, one line at the end."""
+    """A bar of the run's steps with the loss beside it; where there is no terminal, one line at the end."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
         self._console = console
-        self._num_steps = num_steps
+        self._total = num_steps * settings.EPOCHS
         self._last: tuple[int, float | None] = (0, None)
         columns = (TextColumn("  "), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        self._task = self._progress.add_task("starting", total=num_steps)
+        self._progress = Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=self._total)
 
     def __enter__(self) -> _StepBar:
         self._progress.start()
@@ -263,11 +268,12 @@ class _StepBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
         done, loss = self._last
-        self._console.print(
-            f"  {done} of {self._num_steps} steps" + (f", loss {loss:.3f}" if loss is not None else "")
-        )
+        self._console.print(f"  {done} of {self._total} steps, {_loss_text(loss)}")
 
     def __call__(self, done: int, loss: float | None) -> None:
         self._last = (done, loss)
-        label = f"loss {loss:.3f}" if loss is not None else ""
-        self._progress.update(self._task, completed=done, description=label)
+        self._progress.update(self._task, completed=done, description=_loss_text(loss))
+
+
+def _loss_text(loss: float | None) -> str:
+    return "no loss yet" if loss is None else f"loss {loss:.3f}"

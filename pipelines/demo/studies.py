@@ -126,6 +126,6 @@ def write_reports(studies: dict[str, DemoStudy], path: Path) -> None:
     """Write the reports as a CSV table of study and text."""
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["study_instance_uid", "report"])
+        table.writerow(["study_instance_uid", "text"])
         for uid, study in sorted(studies.items()):
             table.writerow([uid, _report(study)])
