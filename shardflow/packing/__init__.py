@@ -1,12 +1,33 @@
 """Packing: DICOM studies and reports in, a dataset of format 1 out; resumable, any number of processes.
 
 `job` tells the data's way; `config` the settings. Knows the sources and the format, never torch or the
-loader.
+loader. Names are imported when they are asked for: a packing process imports this package before it has taken
+its limits, and no decoder may be loaded by then.
 """
 
-from shardflow.packing.config import PackConfig
-from shardflow.packing.job import pack
-from shardflow.packing.progress import Progress, SilentProgress
-from shardflow.packing.summary import PackSummary
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from shardflow.packing.config import PackConfig
+    from shardflow.packing.job import pack
+    from shardflow.packing.progress import Progress, SilentProgress
+    from shardflow.packing.summary import PackSummary
 
 __all__ = ["PackConfig", "PackSummary", "Progress", "SilentProgress", "pack"]
+
+_MODULES: Final = {
+    "PackConfig": "config",
+    "PackSummary": "summary",
+    "Progress": "progress",
+    "SilentProgress": "progress",
+    "pack": "job",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -7,16 +7,15 @@ identifiers and therefore lie in the private folder, and only while the job runs
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from shardflow.errors import StorageError
+from shardflow.errors import SourceError, StorageError
 from shardflow.packing.workplace import storage_error, write_plainly
-from shardflow.sources.dicom import ImageDescription, InstanceHeader, PlaneHeader
+from shardflow.sources.dicom import InstanceHeader, header_from_json, header_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,30 +31,42 @@ _END: Final = b"end\n"
 
 @dataclass(frozen=True, slots=True)
 class HeaderRow:
-    """One input file after the header pass; ``reason`` is set where it cannot be packed."""
+    """One input file after the header pass."""
 
     root_index: int
     relative_path: str
     header: InstanceHeader | None = None
+    """None where the file cannot be packed; then there is a reason."""
     reason: str | None = None
+    patient_id: str = ""
+    """Of a file that cannot be packed and still says where it belongs; else empty."""
+    study_instance_uid: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON."""
-        header = None if self.header is None else _header_to_json(self.header)
-        return {"root": self.root_index, "path": self.relative_path, "header": header, "reason": self.reason}
+        return {
+            "root": self.root_index,
+            "path": self.relative_path,
+            "header": None if self.header is None else header_to_json(self.header),
+            "reason": self.reason,
+            "patient_id": self.patient_id,
+            "study_instance_uid": self.study_instance_uid,
+        }
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> HeaderRow:
         """Read what `to_json` wrote."""
-        header = None if row["header"] is None else _header_from_json(row["header"])
-        return cls(row["root"], row["path"], header, row["reason"])
+        header = None if row["header"] is None else header_from_json(row["header"])
+        return cls(
+            row["root"], row["path"], header, row["reason"], row["patient_id"], row["study_instance_uid"]
+        )
 
     def digest(self) -> int:
-        """Return 64 bits of the header's content: equal for a file that was moved or renumbered."""
-        content: Any = self.reason
-        if self.header is not None:
-            content = _header_to_json(self.header)
-            del content["file_index"]
+        """Return 64 bits of the row's content: equal for a file that was moved or renumbered."""
+        content = self.to_json()
+        del content["root"], content["path"]
+        if content["header"] is not None:
+            del content["header"]["file_index"]
         return int.from_bytes(hashlib.sha256(_encode(content)).digest()[:8], "little")
 
 
@@ -96,7 +107,7 @@ def load_rows(path: Path, digest: str) -> tuple[list[HeaderRow], list[tuple[int,
         start += len(line)
     try:
         return [HeaderRow.from_json(json.loads(line)) for line in lines], places
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, SourceError):
         return None
 
 
@@ -115,7 +126,7 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
             rows.append(HeaderRow.from_json(json.loads(os.pread(descriptors[name], num_bytes, offset))))
     except OSError as error:
         raise storage_error("reading header rows of the private folder", error) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, SourceError) as error:
         raise StorageError(
             f"header rows must be as they were written, got {type(error).__name__}; "
             "remove the headers folder in the private folder and run the job again."
@@ -129,28 +140,3 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
 def _encode(value: Any) -> bytes:
     # ASCII: a file name that is not UTF-8 travels as lone surrogates, which only escapes can carry.
     return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode("ascii")
-
-
-_HEADER_FIELDS: Final = tuple(field.name for field in dataclasses.fields(InstanceHeader))
-_IMAGE_FIELDS: Final = tuple(field.name for field in dataclasses.fields(ImageDescription))
-_PLANE_FIELDS: Final = tuple(field.name for field in dataclasses.fields(PlaneHeader))
-
-
-def _header_to_json(header: InstanceHeader) -> dict[str, Any]:
-    fields = {name: getattr(header, name) for name in _HEADER_FIELDS}
-    fields["image"] = [getattr(header.image, name) for name in _IMAGE_FIELDS]
-    fields["planes"] = [[getattr(plane, name) for name in _PLANE_FIELDS] for plane in header.planes]
-    return fields
-
-
-def _header_from_json(fields: Mapping[str, Any]) -> InstanceHeader:
-    values = {name: _tuples(value) for name, value in fields.items()}
-    values["image"] = ImageDescription(**dict(zip(_IMAGE_FIELDS, values["image"], strict=True)))
-    values["planes"] = tuple(
-        PlaneHeader(**dict(zip(_PLANE_FIELDS, plane, strict=True))) for plane in values["planes"]
-    )
-    return InstanceHeader(**values)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -67,14 +67,16 @@ class StudyTable:
         return len(self.keys)
 
     def add(self, key: str, patient: str, bucket: int) -> int:
-        """Return the number of a study, new or known."""
+        """Return the number of a study, new or known; a file without a patient (``""``) names none."""
         number = self._numbers.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
             self.patients.append(patient)
             self.buckets.append(bucket)
             self.is_conflicting.append(False)
-        elif self.patients[number] != patient:
+        elif not self.patients[number]:
+            self.patients[number], self.buckets[number] = patient, bucket
+        elif patient and self.patients[number] != patient:
             self.is_conflicting[number] = True
         return number
 

@@ -34,7 +34,7 @@ from shardflow.packing.workplace import Workplace, locked_workplace
 from shardflow.shards.manifest import Manifest, load, versions
 from shardflow.sources.dicom import DiscoveredFile, discover
 from shardflow.sources.reasons import Outcome, outcome_of
-from shardflow.sources.reports import load_reports
+from shardflow.sources.reports import iter_reports
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class _Job:
             try:
                 study_pass.run(_num_quarantined(files, reports))
                 settled = settle(place, plan, files, reports)
+                study_pass.check_limit(settled.outcomes["quarantined"])
             except QuarantineLimitError:
                 study_pass.decide_exceptions()
                 write_private_ledger(place, plan, discovered, config.inputs.dicom, files, reports)
@@ -179,7 +180,7 @@ class _Job:
         if inputs.reports is None:
             return ReportTable()
         self._progress.phase("reports", 0)
-        records = load_reports(inputs.reports, inputs.reports_format)
+        records = iter_reports(inputs.reports, inputs.reports_format)
         return link_reports(records, files.studies, key, place.reports)
 
     def _study_pass(

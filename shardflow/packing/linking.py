@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
-from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable, reason_code
+from shardflow.packing.inventory import NO_STUDY, PACKED, UNDECIDED, StudyTable, reason_code, reason_name
 from shardflow.packing.workplace import storage_error
-from shardflow.sources.reasons import Reason
+from shardflow.sources.reasons import Outcome, Reason, outcome_of
+from shardflow.sources.reports import BrokenReport
 
 if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
@@ -39,7 +40,7 @@ class ReportTable:
         digest: ``(n,)`` uint64 of the text.
         place: ``(n,)`` int64: line or position in the source.
         report_of: The report of each study that has one, by study number.
-        ambiguous: Studies with several different reports.
+        unusable: Studies whose report cannot be used: several different ones, or one that cannot be read.
     """
 
     def __init__(self) -> None:
@@ -51,14 +52,30 @@ class ReportTable:
         self.digest: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self.place: NDArray[np.int64] = np.zeros(0, np.int64)
         self.report_of: dict[int, int] = {}
-        self.ambiguous: set[int] = set()
+        self.unusable: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.reason)
 
+    def decide(self, study_reason: NDArray[np.uint8]) -> None:
+        """Let the undecided reports share the fate of their study, where that is decided.
+
+        Args:
+            study_reason: ``(num_studies,)`` uint8: `UNDECIDED`, `PACKED` or a code.
+        """
+        for number in np.flatnonzero(self.reason == UNDECIDED).tolist():
+            code = int(study_reason[self.study[number]])
+            if code in {UNDECIDED, PACKED}:
+                self.reason[number] = code
+            elif outcome_of(str(reason_name(code))) is Outcome.QUARANTINED:
+                self.reason[number] = reason_code(Reason.STUDY_QUARANTINED)
+            else:
+                # No image of the study can be packed: as if none had been there.
+                self.reason[number] = reason_code(Reason.REPORT_WITHOUT_STUDY)
+
 
 def link_reports(
-    records: Iterable[ReportRecord], studies: StudyTable, key: SecretKey, spool: Path
+    records: Iterable[ReportRecord | BrokenReport], studies: StudyTable, key: SecretKey, spool: Path
 ) -> ReportTable:
     """Write the texts into the private folder and join them with the studies.
 
@@ -78,11 +95,15 @@ def link_reports(
         descriptor = os.open(spool, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             for record in records:
-                text = record.text.encode("utf-8", "surrogatepass")
+                text = (
+                    b"" if isinstance(record, BrokenReport) else record.text.encode("utf-8", "surrogatepass")
+                )
                 study = studies.find(key.surrogate("study", record.study_instance_uid))
-                digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
-                surrogate = key.surrogate("input-report", str(record.place))
                 reason = _reason(record, study)
+                digest = int.from_bytes(hashlib.sha256(bytes([reason]) + text).digest()[:8], "little")
+                surrogate = key.surrogate("input-report", str(record.place))
+                if study != NO_STUDY and reason not in {UNDECIDED, reason_code(Reason.EMPTY_REPORT)}:
+                    table.unusable.add(study)
                 columns.append((surrogate, reason, study, offset, len(text), digest, record.place))
                 file.write(text)
                 offset += len(text)
@@ -119,7 +140,9 @@ def read_report(spool: Path, offset: int, num_bytes: int) -> bytes:
     return text
 
 
-def _reason(record: ReportRecord, study: int) -> int:
+def _reason(record: ReportRecord | BrokenReport, study: int) -> int:
+    if isinstance(record, BrokenReport):
+        return reason_code(record.reason)
     if not record.text.strip():
         return reason_code(Reason.EMPTY_REPORT)
     return UNDECIDED if study != NO_STUDY else reason_code(Reason.REPORT_WITHOUT_STUDY)
@@ -134,8 +157,8 @@ def _join(table: ReportTable) -> None:
             continue
         study = int(table.study[group[0]])
         if len(np.unique(table.digest[group])) > 1:
-            table.ambiguous.add(study)
+            table.unusable.add(study)
             table.reason[group] = reason_code(Reason.AMBIGUOUS_REPORT)
         else:
             table.report_of[study] = int(group[0])
-            table.reason[group[1:]] = reason_code(Reason.DUPLICATE_INSTANCE)
+            table.reason[group[1:]] = reason_code(Reason.DUPLICATE_REPORT)

@@ -71,6 +71,7 @@ def build_plan(config: PackConfig, key_id: str, files: FileTable, reports: Repor
     reasons = _study_reasons(config, files, reports)
     for study in np.flatnonzero(reasons != UNDECIDED).tolist():
         files.decide(study, reason_name(int(reasons[study])), {})
+    reports.decide(reasons)
     shards = _cut(config, files, np.flatnonzero(reasons == UNDECIDED).tolist())
     seen = {shard.split for shard in shards}
     return PackPlan(
@@ -107,7 +108,7 @@ def _study_reasons(config: PackConfig, files: FileTable, reports: ReportTable) -
     for study in range(len(reasons)):
         if files.studies.is_conflicting[study]:
             reasons[study] = reason_code(Reason.CONFLICTING_IDENTIFIER)
-        elif study in reports.ambiguous:
+        elif study in reports.unusable:
             reasons[study] = reason_code(Reason.STUDY_QUARANTINED)
         elif decoded[study] > config.limits.max_study_bytes:
             reasons[study] = reason_code(Reason.LIMIT_EXCEEDED)

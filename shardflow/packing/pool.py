@@ -15,8 +15,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from shardflow.errors import ShardflowError
@@ -85,7 +86,6 @@ class _Child:
     deadline: float
     is_ready: bool = False
     task: Task | None = None
-    done: list[TaskDone] = field(default_factory=list)
 
 
 class ChildPool:
@@ -114,6 +114,7 @@ class ChildPool:
         self._log_path = log_path
         self._selector = selectors.DefaultSelector()
         self._children: list[_Child] = []
+        self._finished: deque[TaskDone] = deque()
         self._full_num_processes = num_processes
         self._num_processes = num_processes
         self.num_replaced = 0
@@ -141,8 +142,8 @@ class ChildPool:
 
     @property
     def num_running(self) -> int:
-        """Number of tasks submitted and not come back."""
-        return sum(child.task is not None for child in self._children)
+        """Number of tasks submitted that `wait` has not returned yet."""
+        return len(self._finished) + sum(child.task is not None for child in self._children)
 
     def restart(self, num_processes: int | None = None) -> None:
         """Go on with fresh processes: as many as given, else as many as at first; nothing may be running."""
@@ -165,18 +166,17 @@ class ChildPool:
         """
         if not self.num_running:
             raise ValueError("nothing was submitted")
-        while True:
-            for child in self._children:
-                if child.done:
-                    return child.done.pop()
+        while not self._finished:
             now = time.monotonic()
-            late = [child for child in self._children if child.task is not None and child.deadline <= now]
-            for child in late:
-                return self._timed_out(child)
-            next_deadline = min(child.deadline for child in self._children if child.task is not None)
+            for child in self._busy():
+                if child.deadline <= now:
+                    self._timed_out(child)
+            if self._finished:
+                break
+            next_deadline = min(child.deadline for child in self._busy())
             for key, _ in self._selector.select(max(0.0, next_deadline - now)):
-                if (lost := self._read(key.data)) is not None:
-                    return lost
+                self._read(key.data)
+        return self._finished.popleft()
 
     def close(self) -> None:
         """End every process and wait for its end; unfinished tasks are forgotten."""
@@ -222,24 +222,16 @@ class ChildPool:
         with suppress(ChannelClosedError):
             child.channel.send({"kind": task.kind, "payload": dict(task.payload)}, timeout_s=_SEND_TIMEOUT_S)
 
-    def _read(self, child: _Child) -> TaskDone | None:
-        """Take what a process sent; a task that is lost with its process comes back at once."""
+    def _busy(self) -> list[_Child]:
+        return [child for child in self._children if child.task is not None]
+
+    def _read(self, child: _Child) -> None:
+        """Take what a process sent; a task that is lost with its process is finished too."""
         try:
             for message in child.channel.receive_available():
                 self._take(child, message)
         except ChannelClosedError:
-            if child.done:
-                done = child.done.pop()
-                self._end(child)
-                return done
-            return self._died(child)
-        if child.done and child.done[-1].failure == "out_of_memory":
-            # What is left of its address space is in pieces: the next study deserves a whole one.
-            done = child.done.pop()
-            self._end(child)
-            self.num_replaced += 1
-            return done
-        return None
+            self._died(child)
 
     def _take(self, child: _Child, message: dict[str, Any]) -> None:
         if "cannot_start" in message:
@@ -252,38 +244,46 @@ class ChildPool:
         if task is None:
             return
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(message.get("peak_memory_bytes", 0)))
-        child.done.append(
+        failure: Failure | None = message.get("failure")
+        self._finished.append(
             TaskDone(
                 task=task,
                 result=message.get("result"),
-                failure=message.get("failure"),
+                failure=failure,
                 detail=str(message.get("detail", "")),
             )
         )
+        if failure == "out_of_memory":
+            # What is left of its address space is in pieces: the next study deserves a whole one.
+            self._replace(child)
 
-    def _timed_out(self, child: _Child) -> TaskDone:
+    def _timed_out(self, child: _Child) -> None:
         task = child.task
         if not child.is_ready or task is None:
             raise _cannot_start(f"nothing heard for {_START_TIMEOUT_S:g} s")
-        self._end(child)
-        self.num_replaced += 1
-        return TaskDone(task=task, failure="timeout", detail=f"no answer within {task.timeout_s:g} s")
+        detail = f"no answer within {task.timeout_s:g} s"
+        self._finished.append(TaskDone(task=task, failure="timeout", detail=detail))
+        self._replace(child)
 
-    def _died(self, child: _Child) -> TaskDone | None:
-        task = child.task
+    def _died(self, child: _Child) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(_EXIT_S)  # its own end tells more than our kill
-        self._end(child)
+        self._replace(child)
         code = child.process.returncode
         if not child.is_ready:
             raise _cannot_start(_describe_exit(code))
+        if child.task is not None:
+            failure: Failure = "timeout" if code == -signal.SIGXCPU else "killed"
+            self._finished.append(TaskDone(task=child.task, failure=failure, detail=_describe_exit(code)))
+
+    def _replace(self, child: _Child) -> None:
+        """End a process that is of no more use; the next task starts another."""
+        self._end(child)
         self.num_replaced += 1
-        if task is None:
-            return None
-        failure: Failure = "timeout" if code == -signal.SIGXCPU else "killed"
-        return TaskDone(task=task, failure=failure, detail=_describe_exit(code))
 
     def _end(self, child: _Child) -> None:
+        if child not in self._children:
+            return
         self._children.remove(child)
         self._selector.unregister(child.channel)
         child.channel.close()

@@ -19,7 +19,6 @@ from shardflow.packing.assembly import load_record
 from shardflow.packing.fragment import StudyOutcome
 from shardflow.packing.inventory import (
     NO_STUDY,
-    UNDECIDED,
     count_outcomes,
     count_reasons,
     reason_code,
@@ -29,7 +28,7 @@ from shardflow.shards.ledger import LedgerChain, LedgerRow
 from shardflow.shards.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit
 from shardflow.shards.outcomes import OutcomeCounts
 from shardflow.shards.samples import SampleEntry, SampleFacts, SamplesTable
-from shardflow.sources.reasons import Outcome, Reason, outcome_of
+from shardflow.sources.reasons import Outcome, outcome_of
 from shardflow.storage import LocalStore
 from shardflow.storage.atomic import write_atomic
 
@@ -93,7 +92,7 @@ def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTa
         if record["tar"] is not None:
             samples.extend(_entries(record, len(shards)))
             shards.append(_shard_entry(planned.split, record))
-    _settle_reports(reports, study_reason)
+    reports.decide(study_reason)
     outcomes = count_outcomes(files.reason, reports.reason)
     if sum(outcomes.values()) != len(files) + len(reports):
         raise ShardflowError("inputs must be packed + skipped + quarantined; this is an internal error.")
@@ -195,18 +194,6 @@ class _LedgerWriter:
         self.num_bytes += len(line)
         self.sha256.update(line)
         return line
-
-
-def _settle_reports(reports: ReportTable, study_reason: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Let reports share the fate of their study."""
-    for number in np.flatnonzero(reports.reason == UNDECIDED).tolist():
-        reason = reason_name(int(study_reason[reports.study[number]]))
-        if reason is None:
-            reports.reason[number] = reason_code(None)
-        elif outcome_of(reason) is Outcome.QUARANTINED:
-            reports.reason[number] = reason_code(Reason.STUDY_QUARANTINED)
-        else:
-            reports.reason[number] = reason_code(Reason.REPORT_WITHOUT_STUDY)
 
 
 def _entries(record: dict[str, Any], shard: int) -> Iterator[SampleEntry]:

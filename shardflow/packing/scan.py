@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import SourceError
 from shardflow.packing.header_rows import HeaderRow, load_rows, store_rows
-from shardflow.sources.dicom import HeaderLimits, InstanceHeader, read_header
+from shardflow.sources.dicom import BrokenInstance, HeaderLimits, InstanceHeader, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,21 +71,28 @@ class Scanner:
             header = read_header(self.roots[root_index] / relative_path, limits=self.limits)
         except SourceError as error:
             return replace(row, reason=error.reason)
+        if isinstance(header, BrokenInstance):
+            return replace(
+                row,
+                reason=header.reason.value,
+                patient_id=header.patient_id,
+                study_instance_uid=header.study_instance_uid,
+            )
         return replace(row, header=header)
 
     def _facts(self, row: HeaderRow) -> list[Any]:
         surrogate = self.key.surrogate("input", f"{row.root_index}/{row.relative_path}")
         header = row.header
-        if header is None:
-            return [surrogate, row.reason, "", "", 0, 0, 0, row.digest()]
+        patient = row.patient_id if header is None else header.patient_id
+        study = row.study_instance_uid if header is None else header.study_instance_uid
         return [
             surrogate,
             row.reason,
-            self.key.surrogate("study", header.study_instance_uid),
-            self.key.surrogate("patient", header.patient_id),
-            self.key.bucket("split", header.patient_id, NUM_BUCKETS),
-            decoded_num_bytes(header),
-            header.image.num_frames,
+            self.key.surrogate("study", study) if study else "",
+            self.key.surrogate("patient", patient) if patient else "",
+            self.key.bucket("split", patient, NUM_BUCKETS) if patient else 0,
+            0 if header is None else decoded_num_bytes(header),
+            0 if header is None else header.image.num_frames,
             row.digest(),
         ]
 

@@ -24,6 +24,7 @@ from shardflow.shards.codecs import encode_array
 from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from shardflow.shards.samples import SampleFacts
 from shardflow.sources.dicom import (
+    AttributeValue,
     DecodedSlice,
     DisplayRange,
     HeaderLimits,
@@ -201,7 +202,7 @@ class _StudyWork:
             num_slices=sum(len(stack.slices) for stack in stacks),
             rows=stacks[0].rows,
             columns=stacks[0].columns,
-            modality=stacks[0].modality,
+            modality=series[0]["modality"] or "",
         )
 
     def _group(self) -> Study:
@@ -242,7 +243,7 @@ class _StudyWork:
         geometry = stack.geometry
         return {
             "affine_lps": geometry.affine_lps,
-            "body_part": technical.get("BodyPartExamined"),
+            "body_part": technical.get("body_part_examined"),
             "codec": self._packer.codec,
             "columns": stack.columns,
             "decoders": sorted(decoders),
@@ -251,7 +252,8 @@ class _StudyWork:
             "flags": list(stack.flags),
             "instance_numbers": [part.number for part in stack.slices],
             "kind": stack.kind,
-            "modality": stack.modality,
+            # Not the header's word, which may be anything.
+            "modality": technical.get("modality"),
             "num_clipped": num_clipped,
             "num_missing": geometry.num_missing,
             "num_padding": num_padding,
@@ -288,8 +290,13 @@ class _StudyWork:
             except SourceError as error:
                 self._reasons[header.file_index] = error.reason
 
-    def _attributes(self, stack: Stack) -> Mapping[str, object]:
-        return read_attributes(self._locate(stack.slices[0].instance), KEYWORDS)
+    def _attributes(self, stack: Stack) -> Mapping[str, AttributeValue]:
+        """Read the attributes of the first file; they have not passed the allowlist."""
+        first = stack.slices[0].instance
+        try:
+            return read_attributes(self._locate(first), KEYWORDS, limits=self._packer.limits)
+        except SourceError as error:
+            raise _BadInstanceError(first.file_index, error.reason) from None
 
     def _locate(self, header: InstanceHeader) -> Path:
         return self._paths[header.file_index]

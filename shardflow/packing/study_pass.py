@@ -269,7 +269,15 @@ class StudyPass:
 
     def _count_quarantined(self, count: int) -> None:
         self.num_quarantined += count
-        if self.num_quarantined > self._max_quarantined:
+        self.check_limit(self.num_quarantined)
+
+    def check_limit(self, num_quarantined: int) -> None:
+        """Stop the job where too many inputs are quarantined.
+
+        Raises:
+            QuarantineLimitError: There are more than the settings allow.
+        """
+        if num_quarantined > self._max_quarantined:
             raise QuarantineLimitError
 
     def _study_task(self, study: int) -> Task:
