@@ -124,7 +124,7 @@ def _find_columns(header: list[str] | None) -> tuple[int, int, int]:
     for wanted in (_KEY, _TEXT):
         if names.count(wanted) != 1:
             raise ConfigError(
-                f"the report table must have one column {wanted!r}, got {names.count(wanted)} of {len(names)}; "
+                f"the report table must have one column {wanted!r}, got {names.count(wanted)}; "
                 "name it in the first line."
             )
     return names.index(_KEY), names.index(_TEXT), len(names)

@@ -13,8 +13,9 @@ from pydicom.datadict import dictionary_VR, tag_for_keyword
 
 from shardflow.errors import ConfigError
 from shardflow.sources.dicom import values
-from shardflow.sources.dicom.elements import Elements, read_elements
+from shardflow.sources.dicom.elements import read_elements
 from shardflow.sources.dicom.limits import HeaderLimits
+from shardflow.sources.dicom.walk import Elements
 
 __all__ = ["AttributeValue", "read_attributes"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardflow.sources.dicom import values
-from shardflow.sources.dicom.elements import Elements
 from shardflow.sources.dicom.limits import HeaderLimits
+from shardflow.sources.dicom.walk import Elements
 from shardflow.sources.reasons import Reason, source_error
 
 __all__ = ["DESCRIPTION_TAGS", "ImageDescription", "describe_image"]

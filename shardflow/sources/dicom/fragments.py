@@ -100,7 +100,7 @@ def _items(descriptor: int, offset: int, file_num_bytes: int) -> Iterator[Fragme
 def _split_by_table(
     descriptor: int, table: Fragment, fragments: Sequence[Fragment], num_frames: int
 ) -> list[list[Fragment]] | None:
-    """Split by the basic offset table, where it has an entry a frame and each hits the start of a fragment."""
+    """Split by the basic offset table, if it has one entry a frame, each at the start of a fragment."""
     if table.num_bytes != 4 * num_frames:
         return None
     offsets = struct.unpack(f"<{num_frames}I", os.pread(descriptor, table.num_bytes, table.offset))

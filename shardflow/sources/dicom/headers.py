@@ -19,9 +19,10 @@ from shardflow.sources.dicom.dictionary import (
     MEDIA_DIRECTORY,
     NATIVE_SYNTAXES,
 )
-from shardflow.sources.dicom.elements import FileElements, read_elements
+from shardflow.sources.dicom.elements import read_elements
 from shardflow.sources.dicom.limits import HeaderLimits
 from shardflow.sources.dicom.planes import PLANE_TAGS, PlaneHeader, read_planes
+from shardflow.sources.dicom.walk import FileElements
 from shardflow.sources.reasons import Reason, source_error
 
 __all__ = ["BrokenInstance", "InstanceHeader", "read_header"]

@@ -14,9 +14,10 @@ from pydicom.dataset import Dataset
 from pydicom.pixels import apply_color_lut
 
 from shardflow.sources.dicom import values
-from shardflow.sources.dicom.elements import Elements, FileElements, read_elements
+from shardflow.sources.dicom.elements import read_elements
 from shardflow.sources.dicom.limits import HeaderLimits
 from shardflow.sources.dicom.quiet import third_party_silence
+from shardflow.sources.dicom.walk import Elements, FileElements
 from shardflow.sources.reasons import Reason, source_error
 
 __all__ = ["LookupTable", "read_modality_lut", "read_palette"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardflow.sources.dicom import values
-from shardflow.sources.dicom.elements import Elements
+from shardflow.sources.dicom.walk import Elements
 
 __all__ = ["PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes"]
 

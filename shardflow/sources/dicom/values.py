@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from pydicom.charset import convert_encodings, decode_bytes
 
-from shardflow.sources.dicom.elements import Elements
 from shardflow.sources.dicom.quiet import third_party_silence
+from shardflow.sources.dicom.walk import Elements
 
 __all__ = [
     "code",
