@@ -12,7 +12,7 @@ from itertools import cycle, islice
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 
 from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, Permutation, Position, RankSchedule
@@ -205,29 +205,34 @@ def runs(draw: st.DrawFn, max_samples: int) -> tuple[Epoch, list[int], list[floa
 
 
 @pytest.mark.fast
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(runs(max_samples=300))
 def test_small_epochs(run: tuple[Epoch, list[int], list[float]]) -> None:
     check_epoch(*run)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(runs(max_samples=10_000))
 def test_epochs(run: tuple[Epoch, list[int], list[float]]) -> None:
     check_epoch(*run)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("_part", range(8))
-@settings(max_examples=1250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(run=runs(max_samples=10_000))
-def test_ten_thousand_epochs(_part: int, run: tuple[Epoch, list[int], list[float]]) -> None:
-    """Ten minutes on one core, in parts that can run beside each other; drawn anew each time."""
-    check_epoch(*run)
+@pytest.mark.parametrize("part", range(8))
+def test_ten_thousand_epochs(part: int) -> None:
+    """Ten minutes on one core, in parts that can run beside each other; each draws its own examples."""
+
+    @seed(part)
+    @settings(max_examples=1250)
+    @given(runs(max_samples=10_000))
+    def check(run: tuple[Epoch, list[int], list[float]]) -> None:
+        check_epoch(*run)
+
+    check()
 
 
 @pytest.mark.fast
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.integers(1, 20_000), st.integers(0, 2**64 - 1))
 def test_permutations_are_bijections(size: int, key: int) -> None:
     permutation = Permutation(size, key)
@@ -238,7 +243,7 @@ def test_permutations_are_bijections(size: int, key: int) -> None:
 
 
 @pytest.mark.fast
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.data())
 def test_large_permutations_go_there_and_back(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 2**48))
