@@ -94,8 +94,8 @@ class MicroBatchTicket:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the batch's buffer."""
-        return self._layout.num_bytes
+        """Memory of the batch's buffer."""
+        return self._source.pool.size_of(self._layout.num_bytes)
 
     @property
     def num_parts(self) -> int:

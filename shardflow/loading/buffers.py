@@ -25,6 +25,7 @@ __all__ = ["BufferPool"]
 
 _MIN_BYTES = 1 << 16
 _STEPS_PER_DOUBLING = 8
+_NUM_SPARE = 2
 
 
 class BufferPool:
@@ -33,8 +34,8 @@ class BufferPool:
     Sizes are rounded up by at most an eighth, so that batches whose text differs a little share buffers.
 
     Args:
-        max_free_bytes: How much memory may lie idle in the pool (one buffer may, whatever its size); beyond
-            it the sizes that were not asked for the longest go back to the system.
+        max_free_bytes: How much memory may lie idle in the pool, and two buffers more, which are those that a
+            consumer held; beyond it the sizes that were not asked for the longest go back to the system.
     """
 
     def __init__(self, max_free_bytes: int) -> None:
@@ -58,6 +59,13 @@ class BufferPool:
         self._settle()
         return self._free_bytes
 
+    @staticmethod
+    def size_of(num_bytes: int) -> int:
+        """Return how much memory a buffer of ``num_bytes`` takes: at most an eighth more, at least 64 KiB."""
+        size = max(num_bytes, _MIN_BYTES)
+        step = max((1 << (size - 1).bit_length()) // (2 * _STEPS_PER_DOUBLING), mmap.PAGESIZE)
+        return -(-size // step) * step
+
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return a writable buffer whose content is whatever its last user left.
 
@@ -68,7 +76,7 @@ class BufferPool:
             ``(num_bytes,)`` uint8, page-aligned. The memory returns to the pool when the last view of it
             dies.
         """
-        size = _rounded(num_bytes)
+        size = self.size_of(num_bytes)
         with self._lock:
             self._drain()
             memory = self._pop(size)
@@ -101,7 +109,7 @@ class BufferPool:
         size = len(memory)
         self._free[size] = [*self._free.pop(size, ()), memory]
         self._free_bytes += size
-        while self._free_bytes > max(self._max_free_bytes, size):
+        while self._free_bytes > self._max_free_bytes + _NUM_SPARE * size:
             oldest = next(iter(self._free))
             self._free_bytes -= len(self._free[oldest].pop())
             if not self._free[oldest]:
@@ -136,10 +144,3 @@ class _Lease:
 
     def __del__(self) -> None:
         self._pool.take_back(self._memory)
-
-
-def _rounded(num_bytes: int) -> int:
-    """Round a size up to one of eight steps between powers of two, whole pages, at least 64 KiB."""
-    size = max(num_bytes, _MIN_BYTES)
-    step = max((1 << (size - 1).bit_length()) // (2 * _STEPS_PER_DOUBLING), mmap.PAGESIZE)
-    return -(-size // step) * step

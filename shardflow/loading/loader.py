@@ -247,6 +247,11 @@ class Loader:
         return self._counters
 
     @property
+    def num_buffers_allocated(self) -> int:
+        """Batch buffers asked from the system so far; stands still once iteration is in its stride."""
+        return self._pool.num_allocated
+
+    @property
     def quarantined(self) -> list[QuarantineRow]:
         """The slots masked because their sample is bad, in the order of the run; loaded ones included."""
         return self._quarantine.rows

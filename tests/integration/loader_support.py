@@ -1,4 +1,6 @@
-"""What the loader's tests share: stores that count, stall or lie, damage on disk, and the pure plan's answer."""
+"""What the loader's tests share: stores that count, stall or lie, damage on disk, and the pure plan's
+answer.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,14 @@ def loader_threads() -> list[threading.Thread]:
 
 
 def planned_keys(
-    dataset: Dataset, split: str, spec: BatchSpec, *, seed: int, epoch: int, rank: int = 0, world_size: int = 1
+    dataset: Dataset,
+    split: str,
+    spec: BatchSpec,
+    *,
+    seed: int,
+    epoch: int,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[Keys]:
     """What the pure plan says a rank receives: ``(epoch, step, micro, keys, weights)`` a micro-batch."""
     plan = EpochPlan(dataset.splits[split], spec, seed=seed, epoch=epoch)
@@ -101,7 +110,9 @@ def planned_keys(
                 size = spec.micro_batch_size
                 yield epoch, step, micro, (None,) * size, (0.0,) * size
                 continue
-            keys = tuple(dataset.samples.sample_key(row) if row >= 0 else None for row in rows[micro].tolist())
+            keys = tuple(
+                dataset.samples.sample_key(row) if row >= 0 else None for row in rows[micro].tolist()
+            )
             yield epoch, step, micro, keys, tuple(weights[micro].astype(float).tolist())
 
 

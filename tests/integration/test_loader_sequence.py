@@ -24,7 +24,9 @@ DRY = LoaderConfig(text=False, num_threads=2)
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("dataset")
-    return Dataset.open(make_dataset(folder / "a", splits={"train": NUM_SAMPLES, "val": 5}, samples_per_shard=6))
+    return Dataset.open(
+        make_dataset(folder / "a", splits={"train": NUM_SAMPLES, "val": 5}, samples_per_shard=6)
+    )
 
 
 def _spec(tail: Literal["drop", "repeat", "mask"] = "mask", micro_batches_per_step: int = 4) -> BatchSpec:
@@ -32,7 +34,11 @@ def _spec(tail: Literal["drop", "repeat", "mask"] = "mask", micro_batches_per_st
 
 
 def _loader(
-    dataset: Dataset, spec: BatchSpec, world: World | None = None, config: LoaderConfig = DRY, seed: int = SEED
+    dataset: Dataset,
+    spec: BatchSpec,
+    world: World | None = None,
+    config: LoaderConfig = DRY,
+    seed: int = SEED,
 ) -> Loader:
     return Loader(dataset, split="train", spec=spec, seed=seed, world=world, config=config)
 
@@ -48,7 +54,9 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
     for rank in range(world_size):
         world = World(rank=rank, world_size=world_size)
         expected = [
-            list(planned_keys(dataset, "train", spec, seed=SEED, epoch=epoch, rank=rank, world_size=world_size))
+            list(
+                planned_keys(dataset, "train", spec, seed=SEED, epoch=epoch, rank=rank, world_size=world_size)
+            )
             for epoch in range(2)
         ]
         loader = _loader(dataset, spec, world, config)
@@ -105,7 +113,9 @@ def test_every_sample_comes_exactly_once_with_tail_mask(dataset: Dataset) -> Non
     keys: list[str] = []
     for rank in range(3):
         for batch in _loader(dataset, spec, World(rank=rank, world_size=3)):
-            keys += [key for key, weight in zip(batch.keys, batch.arrays["weight"], strict=True) if key and weight]
+            keys += [
+                key for key, weight in zip(batch.keys, batch.arrays["weight"], strict=True) if key and weight
+            ]
     assert sorted(keys) == sorted(dataset.samples.sample_key(row) for row in dataset.splits["train"])
 
 
@@ -189,7 +199,9 @@ def test_the_normal_loop_goes_on_after_a_resume(dataset: Dataset) -> None:
         resumed.set_epoch(epoch)
         received += list(received_keys(resumed))
     expected = [
-        entry for epoch in range(3) for entry in planned_keys(dataset, "train", _spec(), seed=SEED, epoch=epoch)
+        entry
+        for epoch in range(3)
+        for entry in planned_keys(dataset, "train", _spec(), seed=SEED, epoch=epoch)
     ]
     assert received == expected
 
@@ -210,7 +222,9 @@ def test_a_state_of_another_run_is_refused_by_field(dataset: Dataset, tmp_path: 
         "seed": _loader(dataset, _spec(), seed=SEED + 1),
         "dataset_id": _loader(other, _spec()),
         "split": Loader(dataset, split="val", spec=_spec("repeat"), seed=SEED),
-        "micro_batch_size": _loader(dataset, BatchSpec(micro_batch_size=1, micro_batches_per_step=4, tail="mask")),
+        "micro_batch_size": _loader(
+            dataset, BatchSpec(micro_batch_size=1, micro_batches_per_step=4, tail="mask")
+        ),
         "micro_batches_per_step": _loader(dataset, _spec(micro_batches_per_step=2)),
         "tail": _loader(dataset, _spec("drop")),
     }

@@ -55,14 +55,14 @@ def test_rounding_wastes_at_most_an_eighth_above_the_smallest_size(num_bytes: in
 
 def test_idle_memory_is_bounded_and_the_oldest_size_goes_first() -> None:
     pool = BufferPool(3 * MIB)
-    held = [pool.lend(MIB) for _ in range(5)]
+    held = [pool.lend(MIB) for _ in range(9)]
     held.clear()
-    assert pool.free_bytes == 3 * MIB
-    large = pool.lend(2 * MIB)
-    del large
-    assert pool.free_bytes == 3 * MIB
+    assert pool.free_bytes == (3 + 2) * MIB
+    large = [pool.lend(3 * MIB), pool.lend(3 * MIB)]
+    large.clear()
+    assert pool.free_bytes == 9 * MIB  # three of the small ones have gone, no large one
     before = pool.num_allocated
-    pool.lend(2 * MIB)
+    large = [pool.lend(3 * MIB), pool.lend(3 * MIB)]
     assert pool.num_allocated == before
 
 

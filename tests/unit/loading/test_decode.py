@@ -49,7 +49,9 @@ def test_sizes_and_types_become_what_opencv_and_rounding_say(
     wide = source.astype(np.float64)
     expected = wide if shape == (16, 24) else cv2.resize(wide, shape[::-1], interpolation=kind)
     # Integers are rounded once, or twice where OpenCV works in integers.
-    assert abs(target[1] - expected).max() <= (1.01 if target_dtype == "int16" or dtype != "float32" else 1e-3)
+    assert abs(target[1] - expected).max() <= (
+        1.01 if target_dtype == "int16" or dtype != "float32" else 1e-3
+    )
     assert not target[0].any()
 
 
@@ -105,9 +107,7 @@ def test_other_shapes_are_refused() -> None:
 
 def test_bytes_that_are_no_slice_are_refused() -> None:
     with pytest.raises(FormatError):
-        decode_slice(
-            "b2nd", np.zeros(100, np.uint8), np.zeros((4, 4), np.int16), Scratch(), may_resize=True
-        )
+        decode_slice("b2nd", np.zeros(100, np.uint8), np.zeros((4, 4), np.int16), Scratch(), may_resize=True)
 
 
 def test_scratch_memory_is_reused() -> None:

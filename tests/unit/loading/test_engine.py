@@ -22,7 +22,12 @@ class Ticket:
     """A ticket whose parts run a function; its result is its number."""
 
     def __init__(
-        self, number: int, *, num_bytes: int = 10, num_parts: int = 3, part: Callable[[int], None] | None = None
+        self,
+        number: int,
+        *,
+        num_bytes: int = 10,
+        num_parts: int = 3,
+        part: Callable[[int], None] | None = None,
     ) -> None:
         self.number = number
         self.num_bytes = num_bytes
@@ -197,7 +202,8 @@ def test_a_wait_has_a_deadline_that_names_ticket_stage_shard_and_tier() -> None:
     assert engine.take() == 0
     start = time.monotonic()
     with pytest.raises(
-        WaitTimeoutError, match=r"ticket 1 must be ready within 0.2 s.*stage read of shard train-000001, tier local"
+        WaitTimeoutError,
+        match=r"ticket 1 must be ready within 0.2 s.*stage read of shard train-000001, tier local",
     ):
         engine.take()
     assert 0.15 < time.monotonic() - start < 5

@@ -1,0 +1,220 @@
+"""In torch's DataLoader: the Loader's order, length and content with 0, 2 and 3 workers, and an exact
+resume.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from shardflow.epochs import BatchSpec
+from shardflow.errors import SampleError, StateError
+from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World
+from shardflow.loading.torch_dataset import ShardIterableDataset
+from shardflow.shards import Dataset
+from tests.factories import make_dataset
+from tests.integration.loader_support import flip_bit, loader_threads, locate, planned_keys, received_keys
+
+# torch warns of more workers than processors.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
+VIEW = ImageView(num_slices=3, rows=16, columns=16)
+SEED = 11
+DRY = LoaderConfig(text=False, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=29, samples_per_shard=6)
+
+
+def _dataset(
+    url: str, config: LoaderConfig = DRY, world: World | None = None, seed: int = SEED
+) -> ShardIterableDataset:
+    return ShardIterableDataset(
+        Dataset.open(url), split="train", spec=SPEC, seed=seed, world=world, config=config
+    )
+
+
+def _data_loader(dataset: ShardIterableDataset, num_workers: int, **settings: Any) -> DataLoader[Batch]:
+    context = settings.pop("context", "fork") if num_workers else None
+    return DataLoader(
+        dataset, batch_size=None, num_workers=num_workers, multiprocessing_context=context, **settings
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_order_is_the_plans_and_resumes_at_every_step(url: str, world_size: int, num_workers: int) -> None:
+    for rank in range(world_size):
+        world = World(rank=rank, world_size=world_size)
+        expected = list(
+            planned_keys(
+                Dataset.open(url), "train", SPEC, seed=SEED, epoch=0, rank=rank, world_size=world_size
+            )
+        )
+        dataset = _dataset(url, world=world)
+        loader = _data_loader(dataset, num_workers)
+        assert len(loader) == len(dataset) == len(expected)
+        states = [dataset.state_dict()]
+        received = []
+        for batch in dataset.track(loader):
+            received += list(received_keys([batch]))
+            if dataset.state_dict() != states[-1]:
+                states.append(dataset.state_dict())
+        assert received == expected
+        assert [(state["epoch"], state["step"]) for state in states] == [
+            *((0, step) for step in range(dataset.num_steps)),
+            (1, 0),
+        ]
+        # A state knows neither rank nor workers: resume where this rank is another one's, too.
+        for state in states[1:-1]:
+            dataset.load_state_dict(json.loads(json.dumps(state)))
+            assert list(received_keys(dataset.track(loader))) == [
+                entry for entry in expected if entry[1] >= int(str(state["step"]))
+            ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 3])
+def test_content_is_the_loaders(url: str, num_workers: int) -> None:
+    config = LoaderConfig(view=VIEW)
+    expected = list(Loader(Dataset.open(url), split="train", spec=SPEC, seed=SEED, config=config))
+    dataset = _dataset(url, config)
+    received = list(dataset.track(_data_loader(dataset, num_workers)))
+    assert len(received) == len(expected)
+    for one, other in zip(received, expected, strict=True):
+        assert isinstance(one, Batch)
+        assert one.keys == other.keys
+        assert [one.text(slot) for slot in range(2)] == [other.text(slot) for slot in range(2)]
+        for name, array in other.arrays.items():
+            assert one.arrays[name].dtype == array.dtype
+            assert np.array_equal(one.arrays[name], array)
+        assert torch.from_numpy(one.arrays["image"]).shape == (2, 3, 16, 16)  # writable, or torch would warn
+    assert not loader_threads()
+
+
+def test_batches_of_a_worker_come_in_shared_memory(url: str) -> None:
+    dataset = _dataset(url, LoaderConfig(view=VIEW))
+    for batch in dataset.track(_data_loader(dataset, 2)):
+        base = batch.buffer
+        while isinstance(base, np.ndarray) and base.base is not None:
+            base = base.base
+        assert isinstance(base, torch.Tensor)
+        assert base.is_shared()
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_epochs_follow_one_another_also_with_workers_that_persist(url: str, is_persistent: bool) -> None:
+    dataset = _dataset(url)
+    loader = _data_loader(dataset, 2, persistent_workers=is_persistent)
+    expected = [
+        entry
+        for epoch in (0, 1, 5)
+        for entry in planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=epoch)
+    ]
+    received = list(received_keys(dataset.track(loader)))
+    received += list(received_keys(dataset.track(loader)))  # goes on with the next epoch
+    dataset.set_epoch(5)
+    received += list(received_keys(dataset.track(loader)))
+    assert received == expected
+    assert (dataset.epoch, dataset.position.step) == (6, 0)
+
+
+def test_a_spawned_worker_gives_the_same_and_knows_the_masks(url: str) -> None:
+    dataset = _dataset(url)
+    (epoch, step, micro, keys, _), *_ = planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=0)
+    place = {"epoch": epoch, "step": step, "micro": micro, "slot_in_batch": 1, "row": 0, "key": str(keys[1])}
+    dataset.load_masks([{**place, "shard": "train-000000", "field": "", "reason": "DECODE_FAILED"}])
+    received = list(received_keys(dataset.track(_data_loader(dataset, 1, context="spawn"))))
+    expected = list(planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=0))
+    assert received == [(epoch, step, micro, keys, (1.0, 0.0)), *expected[1:]]
+
+
+def test_a_plain_loop_without_track_gives_the_epoch_that_was_set(url: str) -> None:
+    dataset = _dataset(url)
+    loader = _data_loader(dataset, 2)
+    for epoch in (0, 3):
+        dataset.set_epoch(epoch)
+        assert {batch.epoch for batch in loader} == {epoch}
+
+
+def test_breaking_off_counts_what_was_received(url: str) -> None:
+    dataset = _dataset(url)
+    loader = _data_loader(dataset, 2, prefetch_factor=4)
+    for batch in dataset.track(loader):
+        if (batch.step, batch.slot) == (1, 3):
+            break
+    assert (dataset.epoch, dataset.position.step) == (0, 2)
+    assert next(iter(dataset.track(loader))).step == 2
+
+
+def test_states_pass_between_loader_and_data_loader(url: str) -> None:
+    loader = Loader(Dataset.open(url), split="train", spec=SPEC, seed=SEED, config=DRY)
+    for batch in loader:
+        if (batch.step, batch.slot) == (1, 3):
+            break
+    dataset = _dataset(url)
+    dataset.load_state_dict(loader.state_dict())
+    assert dataset.state_dict() == loader.state_dict()
+    assert dataset.plan_id == loader.plan_id
+    assert list(received_keys(dataset.track(_data_loader(dataset, 2)))) == list(received_keys(loader))
+    with pytest.raises(StateError, match="seed"):
+        _dataset(url, seed=1).load_state_dict(loader.state_dict())
+
+
+def test_batches_out_of_order_are_refused(url: str) -> None:
+    dataset = _dataset(url)
+    batches = list(_data_loader(dataset, 0))
+    with pytest.raises(StateError, match="micro-batch 0 of epoch 0 must come next"):
+        list(dataset.track(batches[1:]))
+    tracked = dataset.track(batches)
+    next(tracked)
+    dataset.set_epoch(4)
+    with pytest.raises(StateError, match=r"set_epoch\(\) or load_state_dict\(\)"):
+        next(tracked)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_masks_and_their_bound_reach_the_main_process(tmp_path: Path, num_workers: int) -> None:
+    url = make_dataset(tmp_path / "a", num_samples=29, samples_per_shard=6)
+    for row in (3, 9):
+        path, offset, _ = locate(Dataset.open(url), row, "report.txt")
+        flip_bit(path, offset)
+    config = LoaderConfig(view=VIEW)
+    dataset = _dataset(url, config)
+    first = list(received_keys(dataset.track(_data_loader(dataset, num_workers))))
+    assert sorted(found.row for found in dataset.quarantined) == [3, 9]
+    for row in (3, 9):
+        path, offset, _ = locate(Dataset.open(url), row, "report.txt")
+        flip_bit(path, offset)
+    replay = _dataset(url, config)
+    replay.load_masks(dataset.masks())
+    assert list(received_keys(replay.track(_data_loader(replay, num_workers)))) == first
+    for row in (3, 9):
+        path, offset, _ = locate(Dataset.open(url), row, "report.txt")
+        flip_bit(path, offset)
+    strict = _dataset(url, LoaderConfig(view=VIEW, max_bad_samples=1))
+    with pytest.raises(SampleError, match="at most 1, got 2"):
+        list(strict.track(_data_loader(strict, num_workers)))
+    raising = _dataset(url, LoaderConfig(view=VIEW, on_bad_sample="raise"))
+    with pytest.raises(SampleError, match="CHECKSUM_MISMATCH"):
+        list(raising.track(_data_loader(raising, num_workers)))
+    gc.collect()  # torch's iterator hangs in a cycle with the error it raised, and its workers with it
+
+
+def test_workers_start_after_this_process_used_threads(url: str) -> None:
+    """The parent's threads, locks and memory are none of the children's."""
+    config = LoaderConfig(view=VIEW)
+    running = iter(Loader(Dataset.open(url), split="train", spec=SPEC, seed=SEED, config=config))
+    next(running)
+    dataset = _dataset(url, config)
+    assert len(list(dataset.track(_data_loader(dataset, 2)))) == len(dataset)
+    assert next(running).slot == 1
