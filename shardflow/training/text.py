@@ -94,7 +94,12 @@ class ReportTokenizer:
             reports: One text a slot; the empty text of a padding slot becomes begin and end.
             max_tokens: Longest row, begin and end included; a longer report loses its tail and the end token.
         """
-        encoded = self._tokenizer(list(reports), add_special_tokens=False, return_attention_mask=False)
+        encoded = self._tokenizer(
+            list(reports),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            split_special_tokens=True,  # a report that happens to spell "</s>" must not end there
+        )
         rows = [[self.begin_id, *ids, self.end_id][:max_tokens] for ids in encoded["input_ids"]]
         longest = max(len(row) for row in rows)
         width = min(max_tokens, -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)

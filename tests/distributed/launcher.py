@@ -1,0 +1,128 @@
+"""Starts torchrun in a process of its own and never leaves anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Finished", "Job", "job"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a job ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def text(self) -> str:
+        return f"exit code {self.exit_code}\n{self.stdout}\n{self.stderr}"
+
+
+class Job:
+    """A running job: torchrun and its ranks, or one plain process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
+        self.process = process
+        self._out, self._err = out, err
+
+    def rank_pids(self) -> dict[int, int]:
+        """Process id of each living rank."""
+        found = {}
+        for pid in _descendants(self.process.pid):
+            with contextlib.suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(value[5:]) for value in variables if value.startswith(b"RANK=")]
+                if ranks:
+                    found[ranks[0]] = pid
+        return found
+
+    def wait(self, timeout_s: float) -> Finished:
+        """Wait for the end; a job that takes longer is killed and fails the test."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the job took longer than {timeout_s} s\n{self._read(-1).text}") from None
+        return self._read(code)
+
+    def kill(self) -> None:
+        """Kill the job and all its processes, by id."""
+        pids = [self.process.pid, *_descendants(self.process.pid)]
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _read(self, code: int) -> Finished:
+        texts = []
+        for stream in (self._out, self._err):
+            stream.seek(0)
+            texts.append(stream.read().decode(errors="replace"))
+        return Finished(code, *texts)
+
+
+@contextmanager
+def job(
+    folder: Path, module: str, arguments: Sequence[str], *, num_ranks: int | None, options: Sequence[str] = ()
+) -> Iterator[Job]:
+    """Start ``python -m module``, under torchrun where ``num_ranks`` is given; killed at the block's end.
+
+    Args:
+        folder: Where its output is kept.
+        module: What to run.
+        arguments: Its arguments.
+        num_ranks: Ranks on this machine; None for one process without torchrun.
+        options: More options of torchrun.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    if num_ranks is not None:
+        launcher = [
+            str(Path(sys.executable).with_name("torchrun")),
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+        ]
+        command = [*launcher, *options, "-m", module, *arguments]
+    environment = {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+        },
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Else the first restart after a kill fails on stale addresses in the shared store (pytorch #135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PYTHONWARNINGS": "error",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    number = time.monotonic_ns()
+    with (folder / f"{number}.out").open("w+b") as out, (folder / f"{number}.err").open("w+b") as err:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=err, env=environment)
+        started = Job(process, out, err)
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listing.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found

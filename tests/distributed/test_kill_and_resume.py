@@ -1,0 +1,109 @@
+"""The job itself, under torchrun: a rank is killed with SIGKILL, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardflow.configs import load_config
+from shardflow.training import TrainConfig
+from shardflow.training.ledger import read_ledger
+from shardflow.training.metrics import read_metrics
+from shardflow.training.run import train
+from tests.distributed.conftest import Scenarios
+from tests.distributed.launcher import Job, job
+from tests.distributed.runs import committed_samples, differing_weights, newest_checkpoint
+from tests.distributed.scenarios import NUM_EPOCHS
+from tests.tiny_runs import TinyInput, make_tiny_input, write_config
+
+pytestmark = pytest.mark.distributed
+
+START_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = 180.0
+NUM_STEPS = 6 * NUM_EPOCHS
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyInput:
+    return make_tiny_input(tmp_path_factory.mktemp("tiny"))
+
+
+def wait_for_step(running: Job, run: Path, number: int) -> None:
+    """Wait until the run has done ``number`` steps."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while len(read_metrics(run)) < number:
+        if running.process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"no step {number} of the run\n{running.wait(1).text}")
+        time.sleep(0.005)
+
+
+def test_killed_rank_costs_nothing(scenarios: Scenarios, tmp_path: Path) -> None:
+    """Four ranks, SIGKILL in the midst of an epoch, a restart by torchrun: equal to a run that nobody touched.
+
+    The scenarios' ``whole`` run has the same settings, apart from its folder.
+    """
+    run = tmp_path / "run"
+    config = write_config(scenarios.tiny, tmp_path / "train.toml", run, {"run.num_epochs": NUM_EPOCHS})
+    options = ["--max-restarts=1", "--monitor-interval=0.1"]
+    with job(tmp_path, "pipelines.train", [f"--config={config}"], num_ranks=4, options=options) as running:
+        wait_for_step(running, run, 7)
+        os.kill(running.rank_pids()[2], signal.SIGKILL)
+        finished = running.wait(RUN_TIMEOUT_S)
+    assert finished.exit_code == 0, finished.text
+    summary = json.loads(finished.stdout.splitlines()[-1])
+    assert (summary["outcome"], summary["attempt"], summary["global_step"]) == ("finished", 2, NUM_STEPS)
+    assert summary["resumed_from"] in {f"step-{step:08d}" for step in range(6, NUM_STEPS, 2)}
+    assert {step.attempt for step in read_ledger(run)} == {1, 2}
+    whole = scenarios.output / "whole"
+    assert committed_samples(run) == committed_samples(whole)
+    assert differing_weights(run, whole) == []
+
+
+def test_stop_signal_ends_with_a_checkpoint_and_one_rank_goes_on(tiny: TinyInput, tmp_path: Path) -> None:
+    """SIGTERM to torchrun reaches both ranks; what they did is kept, and one rank alone ends the run."""
+    run = tmp_path / "run"
+    # 100 epochs would take minutes; the signal comes after a few steps, and the second start is told to end
+    # soon.
+    config = write_config(tiny, tmp_path / "train.toml", run, {"run.num_epochs": 100})
+    with job(tmp_path, "pipelines.train", [f"--config={config}"], num_ranks=2) as running:
+        wait_for_step(running, run, 3)
+        started = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        finished = running.wait(RUN_TIMEOUT_S)
+        stop_s = time.monotonic() - started
+    summary = json.loads(finished.stdout.splitlines()[-1])
+    assert (summary["outcome"], summary["stop_signal"]) == ("stopped", "SIGTERM"), finished.text
+    assert finished.exit_code != 0
+    assert stop_s < 10
+    done = summary["global_step"]
+    assert newest_checkpoint(run) == f"step-{done:08d}"
+    assert len(committed_samples(run)) == done
+
+    try:
+        again = train(load_config(TrainConfig, config, [f"run.max_steps={done + 3}"]))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert (again.outcome, again.world_size, again.attempt) == ("finished", 1, 2)
+    assert again.resumed_from == f"step-{done:08d}"
+    assert again.global_step == done + 3
+    assert [step.global_step for step in read_ledger(run)] == list(range(done + 3))
+
+
+def test_wrong_setting_is_reported_before_anything_is_imported(tiny: TinyInput, tmp_path: Path) -> None:
+    config = write_config(tiny, tmp_path / "train.toml", tmp_path / "run", {})
+    config.write_text(config.read_text().replace("seed =", "sede ="))
+    started = time.monotonic()
+    with job(tmp_path, "pipelines.train", [f"--config={config}"], num_ranks=None) as running:
+        finished = running.wait(60)
+    assert finished.exit_code == 2
+    assert "nearest known key is 'seed'" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert time.monotonic() - started < 10
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,95 @@
+"""Tiny training runs for tests: 37 generated studies, a tokenizer, two small models of two layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardflow.configs import dump_config, load_config
+from shardflow.shards import Dataset
+from shardflow.training import TrainConfig
+from shardflow.training.text import train_tokenizer
+from tests.factories import make_dataset
+
+__all__ = ["NUM_TRAIN", "NUM_VAL", "TinyInput", "make_tiny_input", "tiny_config", "write_config"]
+
+NUM_TRAIN, NUM_VAL = 26, 11
+
+_TEMPLATE = """
+[data]
+dataset = "dataset"
+[batch]
+micro_batch_size = 1
+micro_batches_per_step = 4
+[image]
+num_slices = 3
+rows = 16
+columns = 16
+[text]
+tokenizer = "tokenizer"
+max_tokens = 24
+[model]
+patch_size = 8
+vision_width = 32
+vision_layers = 2
+vision_heads = 2
+language_width = 32
+language_layers = 2
+language_heads = 2
+[optimizer]
+learning_rate = 3e-3
+warmup_steps = 2
+[loader]
+num_threads = 1
+prefetch_bytes = "1MiB"
+wait_timeout_s = 50
+[run]
+output = "run"
+seed = 3
+checkpoint_every_steps = 2
+device = "cpu"
+tensorboard = false
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyInput:
+    """Folder of a generated dataset (26 training and 11 validation samples) and its tokenizer."""
+
+    folder: Path
+
+    @property
+    def dataset(self) -> Path:
+        return self.folder / "dataset"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+
+def make_tiny_input(folder: Path) -> TinyInput:
+    """Generate the input; half a second."""
+    tiny = TinyInput(folder)
+    make_dataset(
+        tiny.dataset,
+        num_samples=NUM_TRAIN + NUM_VAL,
+        samples_per_shard=8,
+        slices=(1, 5),
+        splits={"train": NUM_TRAIN, "val": NUM_VAL},
+    )
+    train_tokenizer(Dataset.open(tiny.dataset), "train", 320, tiny.tokenizer)
+    (folder / "train.toml").write_text(_TEMPLATE, encoding="utf-8")
+    return tiny
+
+
+def tiny_config(tiny: TinyInput, output: Path, *overrides: str) -> TrainConfig:
+    """Settings of a run: 6 steps an epoch of 4 micro-batches of 1 sample, a checkpoint every 2 steps."""
+    return load_config(TrainConfig, tiny.folder / "train.toml", [f"run.output={output}", *overrides])
+
+
+def write_config(tiny: TinyInput, path: Path, output: Path, settings: Mapping[str, object]) -> Path:
+    """Write the settings to a file, for a job in another process."""
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    path.write_text(dump_config(tiny_config(tiny, output, *overrides)), encoding="utf-8")
+    return path

@@ -1,0 +1,74 @@
+"""A batch becomes tensors: labels, weights, and no memory shared with the loader."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shardflow.epochs import BatchSpec
+from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
+from shardflow.shards import Dataset
+from shardflow.training.inputs import make_inputs
+from shardflow.training.losses import IGNORED_LABEL
+from shardflow.training.text import ReportTokenizer
+from tests.tiny_runs import NUM_VAL, TinyInput
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: TinyInput) -> ReportTokenizer:
+    return ReportTokenizer.load(tiny.tokenizer)
+
+
+def batches(tiny: TinyInput) -> list[Batch]:
+    loader = Loader(
+        Dataset.open(tiny.dataset),
+        split="val",
+        spec=BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask"),
+        seed=1,
+        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),
+    )
+    with loader:
+        return list(loader)
+
+
+def test_labels_are_the_next_report_token_and_nothing_else(
+    tiny: TinyInput, tokenizer: ReportTokenizer
+) -> None:
+    for batch in batches(tiny):
+        inputs = make_inputs(batch, tokenizer, max_tokens=64, device=torch.device("cpu"))
+        for slot in range(len(batch)):
+            mask = inputs.token_mask_BT[slot]
+            ids = inputs.token_ids_BT[slot][mask].tolist()
+            labels = inputs.labels_BT[slot]
+            assert labels[: len(ids) - 1].tolist() == ids[1:]
+            assert (labels[len(ids) - 1 :] == IGNORED_LABEL).all()
+            assert tokenizer.decode(ids) == batch.text(slot)
+
+
+def test_padding_slots_count_nothing(tiny: TinyInput, tokenizer: ReportTokenizer) -> None:
+    made = [make_inputs(b, tokenizer, max_tokens=64, device=torch.device("cpu")) for b in batches(tiny)]
+    last = made[-1]
+    assert last.weights_B.tolist() == [1.0, 1.0, 1.0, 0.0]  # 11 samples in slots of 4
+    assert sum(inputs.num_samples for inputs in made) == NUM_VAL
+    labelled = (last.labels_BT != IGNORED_LABEL).sum(dim=1)
+    assert last.num_tokens == float((labelled * last.weights_B).sum())
+    assert not last.slice_mask_BK[3].any()
+
+
+def test_images_stay_integers_on_their_way(tiny: TinyInput, tokenizer: ReportTokenizer) -> None:
+    batch = batches(tiny)[0]
+    inputs = make_inputs(batch, tokenizer, max_tokens=64, device=torch.device("cpu"))
+    assert inputs.images_BKHW.dtype == torch.int16
+    assert inputs.images_BKHW.shape == (4, 3, 16, 16)
+    assert inputs.display_range_B2.dtype == torch.float32
+
+
+def test_nothing_points_into_the_loaders_buffer(tiny: TinyInput, tokenizer: ReportTokenizer) -> None:
+    batch = batches(tiny)[0]
+    inputs = make_inputs(batch, tokenizer, max_tokens=64, device=torch.device("cpu"))
+    before = inputs.images_BKHW.clone()
+    for array in batch.arrays.values():
+        array[...] = np.zeros((), array.dtype)
+    assert torch.equal(inputs.images_BKHW, before)
+    assert inputs.weights_B.sum() == 4

@@ -1,0 +1,96 @@
+"""The job ``pipelines.train`` in this process: exit codes, the summary line, progress."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.train import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_STOPPED, main
+from shardflow.training.metrics import read_metrics
+from tests.tiny_runs import TinyInput, write_config
+
+
+@pytest.fixture(autouse=True)
+def goodbye() -> Iterator[None]:
+    """A job sets up logging and may leave its process group, because its process ends; this one lives on."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    root.handlers[:] = before
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def run(tiny: TinyInput, folder: Path, *overrides: str, **settings: object) -> int:
+    config = write_config(tiny, folder / "train.toml", folder / "run", settings)
+    return main([f"--config={config}", *(f"--set={override}" for override in overrides)])
+
+
+def test_summary_is_the_last_line_and_progress_goes_to_standard_error(
+    tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny, tmp_path, "run.max_steps=2") == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out.splitlines()[-1])
+    assert (summary["outcome"], summary["global_step"], summary["num_steps"]) == ("finished", 2, 2)
+    assert "step 2 of 2: loss" in captured.err
+    assert "waiting for data" in captured.err
+
+
+def test_resume_under_another_seed_exits_with_two_and_one_sentence(
+    tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny, tmp_path, "run.max_steps=1") == 0
+    capsys.readouterr()
+    assert run(tiny, tmp_path, "run.max_steps=2", "run.seed=9") == EXIT_CONFIGURATION
+    captured = capsys.readouterr()
+    assert "seed of the loader state" in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_unknown_setting_exits_with_two(
+    tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny, tmp_path, "run.sede=9") == EXIT_CONFIGURATION
+    assert "nearest known key is 'seed'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_failure_exits_with_one(tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(tiny, tmp_path, "optimizer.learning_rate=1e30", "optimizer.max_gradient_norm=1e30")
+    assert code == EXIT_FAILED
+    assert "must be finite" in capsys.readouterr().err
+
+
+def test_stop_signal_exits_with_its_own_code(
+    tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while not read_metrics(tmp_path / "run") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    code = run(tiny, tmp_path, "run.num_epochs=100")
+    sender.join()
+    assert code == EXIT_STOPPED == 75
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["stop_signal"] == "SIGUSR1"
+
+
+def test_settings_can_be_shown(tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tiny, tmp_path / "train.toml", tmp_path / "run", {})
+    assert main([f"--config={config}", "--print-config", "--set=run.seed=5"]) == 0
+    assert "seed = 5" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,375 @@
+"""Whole runs on one rank, in this process: what they write, how they go on, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardflow.errors import (
+    CheckpointError,
+    ConfigError,
+    PlanError,
+    ShardflowError,
+    StateError,
+    TrainingError,
+)
+from shardflow.shards import Dataset
+from shardflow.training.checkpoint import read_checkpoint
+from shardflow.training.ledger import LedgerStep, read_ledger
+from shardflow.training.metrics import StepMetrics, read_metrics
+from shardflow.training.run import TrainSummary, train
+from shardflow.training.signals import StopRequest
+from tests.factories import make_dataset
+from tests.tiny_runs import NUM_VAL, TinyInput, make_tiny_input, tiny_config
+
+
+def run(
+    tiny: TinyInput, output: Path, *overrides: str, on_step: Callable[[StepMetrics, int], None] | None = None
+) -> TrainSummary:
+    return train(tiny_config(tiny, output, *overrides), on_step=on_step)
+
+
+def run_stopped(tiny: TinyInput, output: Path, after: int, *overrides: str) -> TrainSummary:
+    """Run until SIGUSR1 arrives in the midst of step ``after - 1``."""
+    stop = StopRequest()
+
+    def send(metrics: StepMetrics, num_steps: int) -> None:
+        if metrics.global_step == after - 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with stop.listening():
+        return train(tiny_config(tiny, output, *overrides), on_step=send, stop=stop)
+
+
+def final_model(output: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(
+        output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
+    ).model
+
+
+def assert_equal_models(first: Path, second: Path) -> None:
+    mine, other = final_model(first), final_model(second)
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def samples(steps: list[LedgerStep]) -> list[tuple[int, int, object]]:
+    return [(step.epoch, step.step, step.micro_batches) for step in steps]
+
+
+@pytest.fixture(autouse=True)
+def goodbye() -> Iterator[None]:
+    """A failed run leaves its process group, because the process ends; this one lives on."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: TinyInput, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of two epochs of 6 steps; other tests compare with it."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    summary = run(tiny, output, "run.num_epochs=2", "data.eval_split=val", "run.tensorboard=true")
+    assert (summary.outcome, summary.global_step, summary.num_steps) == ("finished", 12, 12)
+    return output
+
+
+# ---- what a run writes ---------------------------------------------------------------------------
+
+
+def test_run_folder_holds_what_the_docs_promise(whole: Path) -> None:
+    names = sorted(path.relative_to(whole).as_posix() for path in whole.rglob("*") if path.is_file())
+    events = [name for name in names if name.startswith("tensorboard/events")]
+    assert len(events) == 1
+    assert [name for name in names if name not in events] == [
+        ".lock",
+        "checkpoints/latest",
+        *(
+            f"checkpoints/step-{step:08d}/{file}"
+            for step in (10, 12)
+            for file in ("model.safetensors", "optimizer.safetensors", "state.json")
+        ),
+        "ledger/attempt-0001/rank-00000.jsonl",
+        "metrics.jsonl",
+        "resolved_config.toml",
+    ]
+
+
+def test_loss_falls_and_every_step_is_measured(whole: Path) -> None:
+    lines = read_metrics(whole)
+    assert [(line["global_step"], line["epoch"], line["step"]) for line in lines] == [
+        (number, number // 6, number % 6) for number in range(12)
+    ]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    for line in lines:
+        assert line["num_samples"] == 4
+        assert line["num_tokens"] > 0
+        assert 0 <= line["mean_data_wait_s"] <= line["data_wait_s"] <= line["step_s"]
+
+
+def test_evaluation_stands_at_each_epochs_end(whole: Path) -> None:
+    lines = read_metrics(whole, "evaluation")
+    assert [(line["global_step"], line["epoch"], line["num_samples"]) for line in lines] == [
+        (6, 0, NUM_VAL),
+        (12, 1, NUM_VAL),
+    ]
+    assert lines[1]["loss"] < lines[0]["loss"]
+
+
+def test_ledger_holds_the_plan_and_no_more(whole: Path, tiny: TinyInput) -> None:
+    steps = read_ledger(whole)
+    assert [step.global_step for step in steps] == list(range(12))
+    dataset = Dataset.open(tiny.dataset)
+    known = {dataset.samples.sample_key(row) for row in dataset.splits["train"]}
+    for epoch in (0, 1):
+        keys = [
+            key for step in steps if step.epoch == epoch for micro in step.micro_batches for key in micro.keys
+        ]
+        assert len(keys) == len(set(keys)) == 24  # tail drop leaves 2 of 26 out
+        assert set(keys) <= known
+
+
+def test_nothing_of_a_report_is_written(whole: Path, tiny: TinyInput) -> None:
+    dataset = Dataset.open(tiny.dataset)
+    reports = [dataset.read_fields(row, ["report.txt"])["report.txt"] for row in dataset.splits["train"]]
+    for path in whole.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert not [report for report in reports if report in content], path.name
+
+
+def test_checkpoint_state_is_small_and_plain(whole: Path) -> None:
+    state = json.loads((whole / "checkpoints" / "step-00000012" / "state.json").read_text())["run"]
+    assert len(json.dumps(state["loader"])) < 1024
+    assert (state["loader"]["epoch"], state["loader"]["step"]) == (2, 0)
+    assert state["masks"] == []
+
+
+# ---- going on ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop_after", [2, 3, 6, 7])
+def test_stopped_run_goes_on_bit_for_bit(
+    tiny: TinyInput, whole: Path, tmp_path: Path, stop_after: int
+) -> None:
+    """Between checkpoints, at one, at an epoch's end (before its evaluation), behind it."""
+    settings = ("run.num_epochs=2", "data.eval_split=val")
+    stopped = run_stopped(tiny, tmp_path, stop_after, *settings)
+    assert (stopped.outcome, stopped.stop_signal) == ("stopped", "SIGUSR1")
+    assert stopped.global_step == stop_after
+    resumed = run(tiny, tmp_path, *settings)
+    assert resumed.resumed_from == f"step-{stop_after:08d}"
+    assert (resumed.outcome, resumed.global_step, resumed.attempt) == ("finished", 12, 2)
+    assert_equal_models(tmp_path, whole)
+    assert samples(read_ledger(tmp_path)) == samples(read_ledger(whole))
+    for event in ("step", "evaluation"):
+        mine, theirs = read_metrics(tmp_path, event), read_metrics(whole, event)
+        assert [(m["global_step"], m["loss"]) for m in mine] == [
+            (t["global_step"], t["loss"]) for t in theirs
+        ]
+
+
+def test_killed_run_repeats_only_what_no_checkpoint_holds(
+    tiny: TinyInput, whole: Path, tmp_path: Path
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(metrics: StepMetrics, num_steps: int) -> None:
+        if metrics.global_step == 8:
+            raise Killed
+
+    settings = ("run.num_epochs=2", "data.eval_split=val", "run.checkpoint_every_steps=3")
+    with pytest.raises(Killed):
+        run(tiny, tmp_path, *settings, on_step=kill)
+    torch.distributed.destroy_process_group()
+    resumed = run(tiny, tmp_path, *settings)
+    assert resumed.resumed_from == "step-00000006"
+    assert [step.attempt for step in read_ledger(tmp_path)] == [1] * 6 + [2] * 6
+    assert samples(read_ledger(tmp_path)) == samples(read_ledger(whole))
+    assert_equal_models(tmp_path, whole)
+
+
+def test_damaged_newest_checkpoint_is_named_and_passed_over(
+    tiny: TinyInput, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_stopped(tiny, tmp_path, 5, "run.num_epochs=2")
+    path = tmp_path / "checkpoints" / "step-00000005" / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    resumed = run(tiny, tmp_path, "run.num_epochs=2")
+    assert (resumed.resumed_from, resumed.damaged_checkpoints) == ("step-00000004", 1)
+    assert "step-00000005" in caplog.text
+    assert "Falling back to step-00000004" in caplog.text
+    assert_equal_models(tmp_path, whole)
+    assert samples(read_ledger(tmp_path)) == samples(read_ledger(whole))
+
+
+def test_no_sound_checkpoint_is_an_error_and_not_a_fresh_start(tiny: TinyInput, tmp_path: Path) -> None:
+    run(tiny, tmp_path, "run.max_steps=2")
+    (tmp_path / "checkpoints" / "step-00000002" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        run(tiny, tmp_path, "run.max_steps=4")
+
+
+def test_finished_run_has_nothing_to_do(tiny: TinyInput, tmp_path: Path) -> None:
+    run(tiny, tmp_path, "run.max_steps=2")
+    before = (tmp_path / "checkpoints" / "step-00000002" / "state.json").stat().st_mtime_ns
+    again = run(tiny, tmp_path, "run.max_steps=2")
+    assert (again.outcome, again.global_step, again.loss) == ("finished", 2, None)
+    assert (tmp_path / "checkpoints" / "step-00000002" / "state.json").stat().st_mtime_ns == before
+
+
+def test_finished_run_can_be_made_longer(tiny: TinyInput, tmp_path: Path) -> None:
+    run(tiny, tmp_path, "run.max_steps=2")
+    assert run(tiny, tmp_path, "run.max_steps=3").global_step == 3
+
+
+def test_run_can_start_from_another_runs_checkpoint(tiny: TinyInput, whole: Path, tmp_path: Path) -> None:
+    other = whole / "checkpoints" / "step-00000010"
+    settings = ("run.num_epochs=2", "data.eval_split=val", f"run.resume={other}")
+    assert run(tiny, tmp_path, *settings).resumed_from == "step-00000010"
+    assert [step.global_step for step in read_ledger(tmp_path)] == [10, 11]
+    assert_equal_models(tmp_path, whole)
+    # A restart with the same settings goes on from the run's own checkpoint.
+    assert run(tiny, tmp_path, *settings).resumed_from == "step-00000012"
+
+
+def test_lower_precision_and_other_models_train_as_well(tiny: TinyInput, tmp_path: Path) -> None:
+    for number, settings in enumerate(
+        (
+            ("run.precision=bf16",),
+            ("model.language=llama", "model.activation_checkpointing=true"),
+            ("image.slice_choice=random", "batch.tail=repeat"),
+        )
+    ):
+        output = tmp_path / str(number)
+        run(tiny, output, "run.num_epochs=2", *settings)
+        lines = read_metrics(output)
+        assert lines[-1]["loss"] < lines[0]["loss"], settings
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def started(tiny: TinyInput, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that others try to go on with."""
+    output = tmp_path_factory.mktemp("started") / "run"
+    run(tiny, output, "run.max_steps=2")
+    return output
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("run.seed=4", StateError, "seed"),
+        ("batch.micro_batch_size=2", StateError, "micro_batch_size"),
+        ("batch.micro_batches_per_step=2", StateError, "micro_batches_per_step"),
+        ("batch.tail=mask", StateError, "tail"),
+        ("data.train_split=val", StateError, "split"),
+        ("model.language_width=64", StateError, r"model\.language_width"),
+        ("image.num_slices=2", StateError, r"image\.num_slices"),
+        ("text.max_tokens=25", StateError, r"text\.max_tokens"),
+        ("run.resume=never", ConfigError, "'never'"),
+        ("data.train_split=tarin", ConfigError, "split of the dataset"),
+        ("data.eval_split=vall", ConfigError, r"data\.eval_split"),
+        ("data.manifest_version=2", ShardflowError, "manifest"),
+    ],
+)
+def test_resume_of_another_run_is_refused_and_loses_nothing(
+    tiny: TinyInput, started: Path, override: str, error: type[ShardflowError], message: str
+) -> None:
+    before = (started / "checkpoints" / "latest").read_bytes()
+    with pytest.raises(error, match=message):
+        run(tiny, started, "run.max_steps=4", override)
+    assert (started / "checkpoints" / "latest").read_bytes() == before
+    assert [step.global_step for step in read_ledger(started)] == [0, 1]
+
+
+def test_resume_on_another_dataset_is_refused(tiny: TinyInput, started: Path, tmp_path: Path) -> None:
+    make_dataset(tmp_path / "other", num_samples=37, splits={"train": 26, "val": 11}, seed=9)
+    with pytest.raises(StateError, match="dataset_id"):
+        run(tiny, started, "run.max_steps=4", f"data.dataset={tmp_path / 'other'}")
+
+
+def test_resume_with_another_tokenizer_is_refused(tiny: TinyInput, started: Path, tmp_path: Path) -> None:
+    other = make_tiny_input(tmp_path)
+    path = other.tokenizer / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(StateError, match="tokenizer"):
+        run(tiny, started, "run.max_steps=4", f"text.tokenizer={other.tokenizer}")
+
+
+def test_second_job_in_the_same_run_folder_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def start_another(metrics: StepMetrics, num_steps: int) -> None:
+        from shardflow.training.resume import RunLock
+
+        with pytest.raises(ConfigError) as error:
+            RunLock(tmp_path)
+        refused.append(error.value.message)
+
+    run(tiny, tmp_path, "run.max_steps=1", on_step=start_another)
+    assert "another job" in refused[0]
+    run(tiny, tmp_path, "run.max_steps=1")
+
+
+def test_epoch_without_a_step_is_an_error(tiny: TinyInput, tmp_path: Path) -> None:
+    with pytest.raises(PlanError):
+        run(tiny, tmp_path, "batch.micro_batch_size=100")
+
+
+def test_gradient_that_is_not_finite_stops_the_run(tiny: TinyInput, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="finite"):
+        run(tiny, tmp_path, "optimizer.learning_rate=1e30", "optimizer.max_gradient_norm=1e30")
+
+
+def test_bad_sample_is_masked_and_stays_masked_after_a_restart(tiny: TinyInput, tmp_path: Path) -> None:
+    """A run that finds the damage and one that replays its mask train the same model."""
+    damaged = TinyInput(tmp_path / "input")
+    shutil.copytree(tiny.folder, damaged.folder)
+    dataset = Dataset.open(tiny.dataset)
+    shard, fields = dataset.sample_fields(dataset.splits["train"][5])
+    victim = next(field for field in fields if field.name == "report.txt")
+    path = damaged.dataset / shard
+    path.chmod(0o644)
+    content = bytearray(path.read_bytes())
+    content[victim.offset] ^= 0x20
+    path.write_bytes(content)
+
+    settings = ("run.max_steps=8",)
+    whole = run(damaged, tmp_path / "whole", *settings)
+    assert whole.num_masked_samples >= 1
+    steps = read_ledger(tmp_path / "whole")
+    masked = [
+        (step.global_step, key)
+        for step in steps
+        for micro in step.micro_batches
+        for key, weight in zip(micro.keys, micro.weights, strict=True)
+        if weight == 0
+    ]
+    assert masked
+    assert {key for _, key in masked} == {dataset.samples.sample_key(dataset.splits["train"][5])}
+    stop_after = max(2, masked[0][0] + 1)
+    run_stopped(damaged, tmp_path / "parts", stop_after, *settings)
+    path.write_bytes(
+        (tiny.dataset / shard).read_bytes()
+    )  # the store recovers, and the mask must stay all the same
+    run(damaged, tmp_path / "parts", *settings)
+    replayed = read_ledger(tmp_path / "parts")
+    assert [s.micro_batches for s in replayed[:stop_after]] == [s.micro_batches for s in steps[:stop_after]]
+    state = json.loads((tmp_path / "parts" / "checkpoints" / "step-00000008" / "state.json").read_text())[
+        "run"
+    ]
+    assert [row["key"] for row in state["masks"]] == [masked[0][1]]

@@ -1,0 +1,229 @@
+"""The step on one rank: sums, not means; a step without tokens; random numbers keyed by the micro-batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardflow.errors import TrainingError
+from shardflow.training.config import OptimizerSettings
+from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.inputs import MicroInputs
+from shardflow.training.optimizer import build_optimizer
+from shardflow.training.step import accumulate_gradients, apply_gradients, seed_micro_batch, warm_up
+from shardflow.training.tensors import optimizer_tensors
+
+VOCAB_SIZE = 7
+
+
+class TextOnly(nn.Module):
+    """The smallest model with the reference model's arguments; dropout makes random numbers matter."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(VOCAB_SIZE, 5)
+        self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(5, VOCAB_SIZE))
+        self.double()
+
+    def forward(
+        self, images: object, slices: object, window: object, ids: torch.Tensor, mask: object
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(ids))
+        return logits
+
+
+def micro_inputs(number: int, weights: tuple[float, ...] = (1.0, 1.0), num_tokens: int = 3) -> MicroInputs:
+    generator = torch.Generator().manual_seed(number)
+    size = (len(weights), num_tokens)
+    labels = torch.randint(0, VOCAB_SIZE, size, generator=generator)
+    return MicroInputs(
+        images_BKHW=torch.zeros(0),
+        slice_mask_BK=torch.zeros(0),
+        display_range_B2=torch.zeros(0),
+        token_ids_BT=torch.randint(0, VOCAB_SIZE, size, generator=generator),
+        token_mask_BT=torch.ones(size, dtype=torch.bool),
+        labels_BT=labels,
+        weights_B=torch.tensor(weights),
+        num_tokens=num_tokens * sum(weights),
+        num_samples=sum(weights),
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    wait = timedelta(seconds=30)
+    with join_ranks("cpu", Timeouts(startup=wait, steady=wait, control=wait)) as lone:
+        yield lone
+
+
+def wrap(model: TextOnly, ranks: Ranks) -> DistributedDataParallel:
+    return DistributedDataParallel(model, process_group=ranks.group)
+
+
+def accumulate(
+    model: DistributedDataParallel, micros: list[MicroInputs], step: int = 0
+) -> tuple[float, float]:
+    sums = accumulate_gradients(
+        model,
+        list(enumerate(micros)),
+        num_micro_batches=len(micros),
+        world_size=1,
+        position=(5, 0, step),
+        autocast=None,
+    )
+    return sums.loss, sums.num_tokens
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    return [gradient.clone() for gradient in found if gradient is not None]
+
+
+def test_gradient_is_that_of_the_mean_over_all_tokens_of_the_step(ranks: Ranks) -> None:
+    micros = [micro_inputs(0, num_tokens=2), micro_inputs(1, (1.0, 0.0), num_tokens=9), micro_inputs(2)]
+    model = TextOnly()
+    loss, num_tokens = accumulate(wrap(model, ranks), micros)
+    assert num_tokens == 2 * 2 + 9 + 2 * 3
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in micros:
+        log_likelihood = plain(None, None, None, micro.token_ids_BT, None).log_softmax(-1)
+        picked = log_likelihood.gather(-1, micro.labels_BT[..., None])[..., 0]
+        total = total - (picked.sum(1) * micro.weights_B).sum()
+    torch.autograd.backward(total / num_tokens)
+    assert loss == pytest.approx(float(total.detach()), abs=1e-12)
+    for mine, expected in zip(gradients(model), gradients(plain), strict=True):
+        assert (mine / num_tokens - expected).abs().max() < 1e-12
+
+
+def test_weights_and_tokens_of_a_micro_batch_decide_not_its_place(ranks: Ranks) -> None:
+    micros = [micro_inputs(number, num_tokens=number + 2) for number in range(3)]
+    results = []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        model = TextOnly()
+        accumulate(wrap(model, ranks), [micros[number] for number in order])
+        results.append(gradients(model))
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() < 1e-12
+
+
+def test_random_numbers_are_those_of_the_micro_batch(ranks: Ranks) -> None:
+    """Whatever was drawn before, and whatever ran before on this rank."""
+
+    def gradient(micro: int, step: int, noise: int) -> torch.Tensor:
+        model = TextOnly(dropout=0.5)
+        torch.manual_seed(noise)
+        accumulate_gradients(
+            wrap(model, ranks),
+            [(micro, micro_inputs(0))],
+            num_micro_batches=1,
+            world_size=1,
+            position=(5, 0, step),
+            autocast=None,
+        )
+        return gradients(model)[0]
+
+    assert torch.equal(gradient(3, 2, noise=1), gradient(3, 2, noise=2))
+    assert not torch.equal(gradient(3, 2, noise=1), gradient(2, 2, noise=1))
+    assert not torch.equal(gradient(3, 2, noise=1), gradient(3, 1, noise=1))
+
+
+def test_seeds_differ_by_every_part_of_the_position() -> None:
+    drawn = set()
+    for position in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
+        seed_micro_batch(*position)
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 5
+
+
+def test_fully_masked_step_changes_nothing(ranks: Ranks) -> None:
+    """AdamW would decay weights and coast on its momentum even with a zero gradient."""
+    model = TextOnly()
+    wrapped = wrap(model, ranks)
+    optimizer = build_optimizer(model, OptimizerSettings(weight_decay=0.5, learning_rate=0.1))
+
+    def step(micro: MicroInputs) -> float | None:
+        _, num_tokens = accumulate(wrapped, [micro])
+        return apply_gradients(model, optimizer, num_tokens=num_tokens, max_gradient_norm=1.0, where="here")
+
+    assert step(micro_inputs(0)) is not None
+    weights = copy.deepcopy(model.state_dict())
+    moments = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    loss, num_tokens = accumulate(wrapped, [micro_inputs(1, weights=(0.0, 0.0))])
+    assert (loss, num_tokens) == (0.0, 0.0)
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients(model))
+    assert apply_gradients(model, optimizer, num_tokens=0.0, max_gradient_norm=1.0, where="here") is None
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(moments[name], tensor) for name, tensor in optimizer_tensors(model, optimizer).items()
+    )
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert step(micro_inputs(2)) is not None
+
+
+def test_gradient_is_clipped_to_its_norm(ranks: Ranks) -> None:
+    model = TextOnly()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    _, num_tokens = accumulate(wrap(model, ranks), [micro_inputs(0)])
+    norm = apply_gradients(model, optimizer, num_tokens=num_tokens, max_gradient_norm=1e-3, where="here")
+    assert norm is not None
+    assert norm > 1e-3
+    moved = torch.cat(
+        [(old - new.detach()).flatten() for old, new in zip(before, model.parameters(), strict=True)]
+    )
+    assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_gradient_that_is_not_finite_ends_the_run_and_changes_nothing(ranks: Ranks) -> None:
+    model = TextOnly()
+    optimizer = build_optimizer(model, OptimizerSettings())
+    _, num_tokens = accumulate(wrap(model, ranks), [micro_inputs(0)])
+    first = next(iter(model.parameters()))
+    assert first.grad is not None
+    first.grad[0] = float("inf")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TrainingError, match="epoch 1, step 7"):
+        apply_gradients(
+            model, optimizer, num_tokens=num_tokens, max_gradient_norm=1.0, where="epoch 1, step 7"
+        )
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert optimizer_tensors(model, optimizer) == {}
+
+
+def test_missing_micro_batch_is_an_error(ranks: Ranks) -> None:
+    with pytest.raises(TrainingError, match="must have 2 micro-batches on this rank, got 1"):
+        accumulate_gradients(
+            wrap(TextOnly(), ranks),
+            [(0, micro_inputs(0))],
+            num_micro_batches=2,
+            world_size=1,
+            position=(5, 0, 0),
+            autocast=None,
+        )
+
+
+def test_warm_up_leaves_everything_as_it_was(ranks: Ranks) -> None:
+    model = TextOnly(dropout=0.5)
+    model.register_buffer("count", torch.zeros(1))
+    wrapped = wrap(model, ranks)
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    warm_up(wrapped, micro_inputs(0, weights=(0.0,)), autocast=None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_warm_up_names_a_parameter_that_takes_no_part(ranks: Ranks) -> None:
+    model = TextOnly()
+    model.idle = nn.Linear(2, 2)
+    with pytest.raises(TrainingError, match=r"2 without a gradient, idle\.weight"):
+        warm_up(wrap(model, ranks), micro_inputs(0, weights=(0.0,)), autocast=None)

@@ -1,0 +1,106 @@
+"""Reports as tokens, and the tokenizer that a run trains for itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import ConfigError
+from shardflow.shards import Dataset
+from shardflow.training.text import ReportTokenizer, train_tokenizer
+from tests.tiny_runs import TinyInput
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: TinyInput) -> ReportTokenizer:
+    return ReportTokenizer.load(tiny.tokenizer)
+
+
+def test_any_text_survives_the_way_through_tokens(tokenizer: ReportTokenizer) -> None:
+    for text in ("clear lungs.", "Größe 3 mm, Δ = 0", "  two  spaces\n\nand lines", "\U0001fac1"):
+        rows = tokenizer.encode([text], 256)
+        assert tokenizer.decode(rows.token_ids[0].tolist()) == text
+
+
+def test_rows_begin_with_begin_and_end_with_end(tokenizer: ReportTokenizer) -> None:
+    rows = tokenizer.encode(["clear.", ""], 256)
+    assert rows.token_ids.shape == rows.token_mask.shape
+    assert rows.token_ids.shape[1] % 8 == 0
+    assert (rows.token_ids[:, 0] == tokenizer.begin_id).all()
+    for ids, mask in zip(rows.token_ids, rows.token_mask, strict=True):
+        assert ids[mask][-1] == tokenizer.end_id
+        assert (ids[~mask] == tokenizer.padding_id).all()
+    assert rows.token_mask[1].sum() == 2  # an empty report is begin and end
+
+
+def test_long_report_is_cut(tokenizer: ReportTokenizer) -> None:
+    rows = tokenizer.encode(["clear " * 100], 10)
+    assert rows.token_ids.shape == (1, 10)
+    assert rows.token_mask.all()
+    assert rows.token_ids[0, -1] != tokenizer.end_id
+
+
+def test_text_that_spells_a_special_token_stays_text(tokenizer: ReportTokenizer) -> None:
+    rows = tokenizer.encode(["a</s>b"], 32)
+    assert (rows.token_ids == tokenizer.end_id).sum() == 1
+    assert tokenizer.decode(rows.token_ids[0].tolist()) == "a</s>b"
+
+
+def test_same_reports_give_the_same_files_in_another_process(tiny: TinyInput, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pipelines.train_tokenizer",
+            f"--dataset={tiny.dataset}",
+            "--vocab-size=320",
+            f"--output={tmp_path / 'again'}",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"PYTHONHASHSEED": "77", "PATH": ""},
+        cwd=Path(__file__).resolve().parents[3],
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tiny.tokenizer / name).read_bytes()
+    digest = hashlib.sha256((tiny.tokenizer / "tokenizer.json").read_bytes()).hexdigest()
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "vocab_size": ReportTokenizer.load(tiny.tokenizer).vocab_size,
+        "digest": digest,
+    }
+
+
+def test_other_split_gives_another_tokenizer(tiny: TinyInput, tmp_path: Path) -> None:
+    other = train_tokenizer(Dataset.open(tiny.dataset), "val", 320, tmp_path / "val")
+    assert other.digest != ReportTokenizer.load(tiny.tokenizer).digest
+
+
+def test_wrong_arguments_are_refused(tiny: TinyInput, tmp_path: Path) -> None:
+    dataset = Dataset.open(tiny.dataset)
+    with pytest.raises(ConfigError, match="at least 259"):
+        train_tokenizer(dataset, "train", 100, tmp_path)
+    with pytest.raises(ConfigError, match="train, val"):
+        train_tokenizer(dataset, "trian", 320, tmp_path)
+
+
+def test_missing_or_broken_tokenizer_is_named_without_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a folder with tokenizer") as missing:
+        ReportTokenizer.load(tmp_path / "nothing")
+    assert str(tmp_path) not in missing.value.message
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="readable tokenizer"):
+        ReportTokenizer.load(tmp_path)
+
+
+def test_tokenizer_without_an_end_token_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tiny.tokenizer / "tokenizer.json").read_bytes())
+    with pytest.raises(ConfigError, match="end-of-sequence"):
+        ReportTokenizer.load(tmp_path)
