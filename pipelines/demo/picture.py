@@ -20,11 +20,12 @@ from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, parse_slice_field
 
 __all__ = ["Resumption", "draw"]
 
-_NUM_STUDIES = 4
+_NUM_STUDIES = 5
 _NUM_SLICES = 6
 _TEXT_COLUMNS = 54
+_THUMBNAIL_PIXELS = 64 * 64
 # The sheet, in inches.
-_WIDTH, _MARGIN, _SLICE_HEIGHT, _REPORT_LEFT, _LOSS_HEIGHT = 15.0, 0.5, 1.5, 10.2, 3.5
+_WIDTH, _MARGIN, _SLICE_HEIGHT, _REPORT_LEFT, _LOSS_HEIGHT = 15.0, 0.5, 1.4, 9.7, 3.6
 _HEIGHT = 1.3 + _NUM_STUDIES * (_SLICE_HEIGHT + 0.62) + _LOSS_HEIGHT
 _INK, _FAINT, _FIRST, _SECOND, _ALARM = "#1b1f24", "#6a737d", "#1f6feb", "#e36209", "#cb2431"
 
@@ -68,7 +69,7 @@ def _write(figure: Figure, x: float, y: float, text: str, **style: Any) -> None:
 
 
 def _studies(dataset: Dataset) -> list[_Study]:
-    """Choose studies that look different: of each modality the one with most pixels, then the next ones."""
+    """Choose studies that look different: of each modality the largest, then the next; thumbnails last."""
     samples = dataset.samples
     pixels = samples.column("rows").astype(np.int64) * samples.column("columns")
     weight = pixels * np.minimum(samples.column("num_slices"), _NUM_SLICES)
@@ -77,24 +78,27 @@ def _studies(dataset: Dataset) -> list[_Study]:
     ranked = []
     for row in order:
         modality = samples.modality(row)
-        ranked.append((seen.setdefault(modality, 0), -int(weight[row]), row))
+        is_thumbnail = bool(pixels[row] < _THUMBNAIL_PIXELS)
+        ranked.append((is_thumbnail, seen.setdefault(modality, 0), -int(weight[row]), row))
         seen[modality] += 1
     chosen = sorted(ranked)[:_NUM_STUDIES]
-    return [_read_study(dataset, row) for _, _, row in sorted(chosen, key=lambda entry: entry[1])]
+    return [_read_study(dataset, row) for *_, row in sorted(chosen, key=lambda entry: entry[2])]
 
 
 def _read_study(dataset: Dataset, row: int) -> _Study:
     _, fields = dataset.sample_fields(row)
     names = [field.name for field in fields]
     slices = [name for name in names if (part := parse_slice_field(name)) and part.series == 0]
-    shown = sorted({round(place) for place in np.linspace(0, len(slices) - 1, _NUM_SLICES)})
+    # The ends of a stack are often empty.
+    shown = sorted({round(place) for place in np.linspace(0.2, 0.88, _NUM_SLICES) * (len(slices) - 1)})
     read = dataset.read_fields(row, [STUDY_FIELD, REPORT_FIELD, *(slices[place] for place in shown)])
     series = json.loads(read[STUDY_FIELD])["series"][0]
     spacing = series["pixel_spacing_mm"] or [1.0, 1.0]
     low, high = series["display_range"]
     body_part = f" {series['body_part'].lower()}" if series.get("body_part") else ""
+    amount = "1 image" if len(slices) == 1 else f"{len(slices)} slices"
     return _Study(
-        title=f"{series['modality']}{body_part}, {len(slices)} x {series['rows']} x {series['columns']}",
+        title=f"{series['modality']}{body_part}, {amount} of {series['rows']} x {series['columns']}",
         slices=[decode_array("b2nd", read[slices[place]]) for place in shown],
         aspect=spacing[0] / spacing[1],
         display_range=(low, high),
@@ -149,7 +153,7 @@ def _draw_losses(figure: Figure, reference: Losses, killed: Losses, resumption: 
     top = max(reference.values + killed.values)
     axes.annotate(
         f"one rank killed (SIGKILL) after step {cut};\nthe run goes on from the checkpoint of step {again}",
-        xy=(cut + 0.5, top), xytext=(10, 0), textcoords="offset points", va="top", size=10,
+        xy=(cut + 0.5, top * 0.78), xytext=(10, 0), textcoords="offset points", va="top", size=10,
         color=_ALARM,
     )  # fmt: skip
     axes.set_xlim(0.5, reference.steps[-1] + 0.5)

@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 
 __all__ = [
-    "EPOCHS",
     "MICRO_BATCHES_PER_STEP",
     "MICRO_BATCH_SIZE",
     "SEED",
@@ -17,7 +16,6 @@ __all__ = [
 ]
 
 SEED = 7
-EPOCHS = 8
 MICRO_BATCH_SIZE = 1
 MICRO_BATCHES_PER_STEP = 4
 TAIL = "mask"
@@ -120,7 +118,7 @@ def write_pack_config(path: Path, folders: list[Path]) -> None:
     path.write_text(_PACK.format(name=path.name, folders=lines), encoding="utf-8")
 
 
-def write_train_config(path: Path, *, checkpoint_every_steps: int) -> None:
+def write_train_config(path: Path, *, num_epochs: int, checkpoint_every_steps: int) -> None:
     """Write the settings of the training job."""
     text = _TRAIN.format(
         name=path.name,
@@ -128,7 +126,7 @@ def write_train_config(path: Path, *, checkpoint_every_steps: int) -> None:
         micro_batches_per_step=MICRO_BATCHES_PER_STEP,
         tail=TAIL,
         seed=SEED,
-        epochs=EPOCHS,
+        epochs=num_epochs,
         checkpoint_every_steps=checkpoint_every_steps,
     )
     path.write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,34 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _CHAPTERS = 9
 # The loss must fall to this share of its first value, or the demo fails.
 _LOSS_SHARE = 0.6
+_NUM_STEPS_WANTED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """How long the runs are, and when one is killed."""
+
+    num_steps: int
+    """Steps of an epoch."""
+
+    @property
+    def num_epochs(self) -> int:
+        """Enough epochs for a curve that one can look at."""
+        return max(8, -(-_NUM_STEPS_WANTED // self.num_steps))
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of a whole run."""
+        return self.num_steps * self.num_epochs
+
+    @property
+    def checkpoint_after(self) -> int:
+        """The only checkpoint before the end: inside the middle epoch, early in it."""
+        return self.num_steps * (self.num_epochs // 2) + max(1, self.num_steps // 4)
+
+    def is_time_to_kill(self, done: int) -> bool:
+        """A little work behind the checkpoint is lost, and the kill falls inside an epoch."""
+        return done >= self.checkpoint_after + 2 and done % self.num_steps != 0
 
 
 class Story:
@@ -61,13 +90,11 @@ class Story:
         self._write_reports()
         self._pack()
         self._verify()
-        num_steps = self._plan()
-        # One checkpoint, early in the middle epoch; the kill follows inside that epoch or a later one.
-        checkpoint_after = num_steps * (settings.EPOCHS // 2) + max(1, num_steps // 4)
-        self._prepare_training(checkpoint_after)
-        self._train(num_steps)
-        resumption = self._train_and_kill(num_steps, checkpoint_after)
-        return self._compare(resumption)
+        course = self._plan()
+        self._prepare_training(course)
+        self._train(course)
+        resumption = self._train_and_kill(course)
+        return self._compare(course, resumption)
 
     def _write_reports(self) -> None:
         self._open("Reports for studies that have none")
@@ -115,7 +142,7 @@ class Story:
         self._open("Verify every byte")
         self._say(self._run("shardflow", "verify", "dataset"))
 
-    def _plan(self) -> int:
+    def _plan(self) -> _Course:
         self._open("Plan an epoch before its first step")
         command = self._plan_command(0)
         self._say(self._run(*command))
@@ -123,60 +150,67 @@ class Story:
         num_steps: int = json.loads(lines[-1])["step"] + 1
         if num_steps < 2:
             raise RuntimeError("an epoch has one step only, so no rank can be killed inside one")
-        return num_steps
+        return _Course(num_steps)
 
-    def _prepare_training(self, checkpoint_after: int) -> None:
+    def _prepare_training(self, course: _Course) -> None:
         self._open("Train a tokenizer on the reports")
         command = ["python", "-m", "pipelines.train_tokenizer", "--dataset", "dataset"]
         self._run(*command, "--vocab-size", "384", "--output", "tokenizer")
-        settings.write_train_config(self._output / "train.toml", checkpoint_every_steps=checkpoint_after)
+        settings.write_train_config(
+            self._output / "train.toml",
+            num_epochs=course.num_epochs,
+            checkpoint_every_steps=course.checkpoint_after,
+        )
         self._say(
             "The model: a small vision encoder and a causal language model, from numbers in train.toml."
         )
 
-    def _train(self, num_steps: int) -> None:
+    def _train(self, course: _Course) -> None:
         self._open("Train on 2 processes, undisturbed: the run to compare with")
-        with self._job("undisturbed", 2, 1) as job, _StepBar(self._console, num_steps) as show:
+        with self._job("undisturbed", 2, 1) as job, _StepBar(self._console, course.total_steps) as show:
             _finish(job, show)
 
-    def _train_and_kill(self, num_steps: int, checkpoint_after: int) -> Resumption:
+    def _train_and_kill(self, course: _Course) -> Resumption:
         self._open("The same again, but one rank is killed in the middle of an epoch")
-        with self._job("killed", 2, 1) as job, _StepBar(self._console, num_steps) as show:
-            if not job.wait_until(lambda done: done >= checkpoint_after + 2 and done % num_steps != 0, show):
+        with self._job("killed", 2, 1) as job, _StepBar(self._console, course.total_steps) as show:
+            if not job.wait_until(course.is_time_to_kill, show):
                 raise RuntimeError(f"the training job ended too early; see {job.log}\n{job.tail()}")
             pid = job.kill_rank(1)
             code = job.wait(show)
         done = len(read_metrics(self._output / "killed"))
-        epoch, step = divmod(done, num_steps)
+        epoch, step = divmod(done, course.num_steps)
         self._say(
-            f"Rank 1 (process {pid}) got SIGKILL after step {step} of {num_steps} in epoch {epoch}; "
+            f"Rank 1 (process {pid}) got SIGKILL after step {step} of {course.num_steps} in epoch {epoch}; "
             f"torchrun ended with code {code}."
         )
         self._open("Go on, on one process")
-        with self._job("killed", 1, 2) as job, _StepBar(self._console, num_steps) as show:
+        with self._job("killed", 1, 2) as job, _StepBar(self._console, course.total_steps) as show:
             _finish(job, show)
-        course = losses(self._output / "killed")
-        resumed = sum(attempt == 1 for attempt in course.attempts)
+        resumed = sum(attempt == 1 for attempt in losses(self._output / "killed").attempts)
         self._say(
             f"It went on after step {resumed}, the newest checkpoint; "
             f"{done - resumed} steps behind it were done again."
         )
         return Resumption(killed_after=done, resumed_after=resumed)
 
-    def _compare(self, resumption: Resumption) -> int:
+    def _compare(self, course: _Course, resumption: Resumption) -> int:
         self._open("Compare")
         killed = committed_sequence(self._output / "killed")
         undisturbed = committed_sequence(self._output / "undisturbed")
+        epochs = (0, resumption.killed_after // course.num_steps, course.num_epochs - 1)
         plans = [
-            (epoch, self._run(*self._plan_command(epoch), "--json", show_command=False))
-            for epoch in range(settings.EPOCHS)
+            (epoch, self._run(*self._plan_command(epoch), "--json", show_command=False)) for epoch in epochs
         ]
         planned = planned_sequence(plans, micro_batches_per_step=settings.MICRO_BATCHES_PER_STEP)
+        of_these_epochs = [slot for slot in undisturbed if slot[0] in epochs]
         first, second = losses(self._output / "undisturbed"), losses(self._output / "killed")
         apart = max((abs(a - b) for a, b in zip(first.values, second.values, strict=False)), default=0.0)
         claims = [
             ("sequence of samples equals the undisturbed run's", first_difference(killed, undisturbed)),
-            ("both equal what shardflow plan had printed", first_difference(undisturbed, planned)),
+            (
+                "both equal what shardflow plan prints (epochs {}, {} and {})".format(*epochs),
+                first_difference(of_these_epochs, planned),
+            ),
             (
                 f"loss falls: {second.first:.2f} -> {second.last:.2f} nats a token",
                 None if second.last < _LOSS_SHARE * second.first else f"by less than {1 - _LOSS_SHARE:.0%}",
@@ -186,7 +220,7 @@ class Story:
         draw(Dataset.open(self._output / "dataset"), first, second, resumption, picture)
         num_samples = sum(key is not None for *_, key in killed)
         self._say(
-            f"{num_samples:,} samples in {len(second.steps):,} committed steps of {settings.EPOCHS} epochs; "
+            f"{num_samples:,} samples in {len(second.steps):,} steps of {course.num_epochs} epochs; "
             f"the losses of the two runs differ by {apart:.1e} at most."
         )
         for claim, problem in claims:
@@ -247,9 +281,9 @@ def _finish(job: TrainingJob, show: Callable[[int, float | None], None]) -> None
 class _StepBar:
     """A bar of the run's steps with the loss beside it; where there is no terminal, one line at the end."""
 
-    def __init__(self, console: Console, num_steps: int) -> None:
+    def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
-        self._total = num_steps * settings.EPOCHS
+        self._total = total_steps
         self._last: tuple[int, float | None] = (0, None)
         columns = (TextColumn("  "), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._progress = Progress(

@@ -34,7 +34,7 @@ _SHARED_FOLDERS = (
 )
 _NAMES = {"CR": "computed radiography", "CT": "computed tomography", "DX": "digital radiography"}
 _NAMES |= {"MR": "magnetic resonance imaging"}
-_KEYWORDS = ["BodyPartExamined", "Columns", "Modality", "NumberOfFrames", "Rows"]
+_KEYWORDS = ["BodyPartExamined", "Columns", "Modality", "NumberOfFrames", "PixelData", "Rows"]
 _KEYWORDS += ["SeriesInstanceUID", "SliceThickness", "StudyInstanceUID"]
 # Below this many pixels a side an image counts as a thumbnail; the bundled files hold many.
 _SMALL_PIXELS = 100
@@ -73,7 +73,7 @@ def find_studies(folders: list[Path]) -> dict[str, DemoStudy]:
     studies: dict[str, DemoStudy] = {}
     for header in _headers(folders):
         uid, modality = str(header.get("StudyInstanceUID", "")), str(header.get("Modality", ""))
-        if not uid or modality not in _NAMES or "Rows" not in header:
+        if not uid or modality not in _NAMES or "PixelData" not in header:
             continue
         body_part = str(header.get("BodyPartExamined") or "").strip().lower()
         study = studies.setdefault(uid, DemoStudy(modality, body_part))
@@ -94,7 +94,7 @@ def _headers(folders: list[Path]) -> Iterator[Dataset]:
         warnings.simplefilter("ignore")
         for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
             try:
-                header = dcmread(path, stop_before_pixels=True, specific_tags=_KEYWORDS)
+                header = dcmread(path, specific_tags=_KEYWORDS, defer_size=4096)
                 header.decode()
             except Exception:  # noqa: BLE001, S112 - a parser of broken files raises anything
                 continue

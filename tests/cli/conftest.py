@@ -28,6 +28,12 @@ class Called:
         """Standard output as JSON, one object a line."""
         return [json.loads(line) for line in self.out.splitlines()]
 
+    @property
+    def last_line(self) -> dict[str, Any]:
+        """The JSON object in the last line of standard output."""
+        last: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return last
+
 
 Call = Callable[..., Called]
 
