@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
-_JOIN_TIMEOUT_S = 10.0
+_JOIN_TIMEOUT_S = 5.0
 _FINISH_ONLY = -1
 
 

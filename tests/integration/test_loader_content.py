@@ -85,7 +85,9 @@ def _resized(pixels: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
     if pixels.shape == size:
         return pixels
     shrinks = size[0] <= pixels.shape[0] and size[1] <= pixels.shape[1]
-    return cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+    kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+    resized: NDArray[Any] = cv2.resize(pixels, size[::-1], interpolation=kind)
+    return resized
 
 
 @pytest.mark.parametrize("read_bytes", [1, 2000, 1 << 20])

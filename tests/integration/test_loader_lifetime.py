@@ -64,9 +64,13 @@ def test_breaking_off_ends_the_threads(url: str) -> None:
 
 def test_an_exception_in_the_loop_ends_the_threads(url: str) -> None:
     loader = _loader(Dataset.open(url))
-    with pytest.raises(RuntimeError, match="training failed") as caught:
+
+    def train() -> None:
         for _ in loader:
             raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed") as caught:
+        train()
     assert not loader_threads()  # although the traceback is still held here
     assert caught.value.__traceback__ is not None
 
@@ -126,12 +130,12 @@ def test_many_loaders_leave_no_descriptors_and_no_threads(url: str) -> None:
 def test_a_process_can_exit_in_the_middle_of_an_iteration(url: str) -> None:
     code = f"""
 import sys
-from shardflow.epochs import BatchSpec, EpochPlan
+from shardflow.epochs import BatchSpec
 from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.shards import Dataset
 config = LoaderConfig(view=ImageView(num_slices=4, rows=64, columns=64), num_threads=4)
-loader = Loader(Dataset.open({url!r}), split="train", spec=BatchSpec(micro_batch_size=2,
-                micro_batches_per_step=2), seed=1, config=config)
+spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)
+loader = Loader(Dataset.open({url!r}), split="train", spec=spec, seed=1, config=config)
 iterator = iter(loader)
 next(iterator)
 assert not {{"torch", "pydicom", "imagecodecs"}} & set(sys.modules)
@@ -153,9 +157,7 @@ print("one")
 
 def test_batches_that_are_kept_are_never_overwritten(url: str) -> None:
     loader = _loader(Dataset.open(url), num_threads=3)
-    copies = []
-    for batch in loader:
-        copies.append({name: array.copy() for name, array in batch.arrays.items()})
+    copies = [{name: array.copy() for name, array in batch.arrays.items()} for batch in loader]
     loader.set_epoch(0)
     kept = list(loader)
     loader.set_epoch(1)

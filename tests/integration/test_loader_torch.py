@@ -104,11 +104,11 @@ def test_content_is_the_loaders(url: str, num_workers: int) -> None:
 def test_batches_of_a_worker_come_in_shared_memory(url: str) -> None:
     dataset = _dataset(url, LoaderConfig(view=VIEW))
     for batch in dataset.track(_data_loader(dataset, 2)):
-        base = batch.buffer
-        while isinstance(base, np.ndarray) and base.base is not None:
+        base: Any = batch.buffer
+        while isinstance(base, np.ndarray):
             base = base.base
         assert isinstance(base, torch.Tensor)
-        assert base.is_shared()
+        assert base.is_shared()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("is_persistent", [False, True])

@@ -32,7 +32,7 @@ def test_memory_comes_back_when_the_last_view_dies_and_not_before() -> None:
 
 def test_a_memoryview_keeps_memory_too() -> None:
     pool = BufferPool(8 * MIB)
-    view = memoryview(pool.lend(100))
+    view = pool.lend(100).data
     assert pool.free_bytes == 0
     view.release()
     del view

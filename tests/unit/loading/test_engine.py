@@ -73,6 +73,10 @@ def _engine(
     )
 
 
+def _wait(what: threading.Event | threading.Barrier) -> None:
+    what.wait(20)
+
+
 def _loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("shardflow-loading")]
 
@@ -149,7 +153,7 @@ def test_nothing_is_opened_while_the_bound_is_full() -> None:
 
 def test_all_threads_work_on_the_oldest_ticket_first() -> None:
     barrier = threading.Barrier(3, timeout=10)
-    engine = _engine(lambda n: Ticket(n, part=lambda _: barrier.wait() and None), 1)
+    engine = _engine(lambda n: Ticket(n, part=lambda _: _wait(barrier)), 1)
     assert _take_all(engine) == [0]  # three parts met, so three threads ran parts of one ticket
 
 
@@ -195,7 +199,7 @@ def test_an_error_anywhere_comes_out(where: str) -> None:
 def test_a_wait_has_a_deadline_that_names_ticket_stage_shard_and_tier() -> None:
     release = threading.Event()
     engine = _engine(
-        lambda n: Ticket(n, part=(lambda _: release.wait(20) and None) if n == 1 else None),
+        lambda n: Ticket(n, part=(lambda _: _wait(release)) if n == 1 else None),
         3,
         wait_timeout_s=0.2,
     )
@@ -218,7 +222,7 @@ def test_a_thread_that_cannot_end_is_named_by_close(
     monkeypatch.setattr("shardflow.loading.engine._JOIN_TIMEOUT_S", 0.1)
     release = threading.Event()
     engine = _engine(
-        lambda n: Ticket(n, num_parts=1, part=lambda _: release.wait(20) and None),
+        lambda n: Ticket(n, num_parts=1, part=lambda _: _wait(release)),
         1,
         wait_timeout_s=0.1,
         num_threads=1,
