@@ -60,23 +60,17 @@ class SecretKey:
             ConfigError: The file is missing, not a regular file, readable by others, too short or too long.
         """
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ConfigError(
                 f"the secret key file must be readable, got {type(error).__name__}; "
                 "create one with SecretKey.create."
             ) from None
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError("the secret key must be a regular file; give the path of a file.")
-            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ConfigError(
-                    "the secret key file must be closed to group and others, "
-                    f"got mode {stat.S_IMODE(status.st_mode):04o}; "
-                    "run chmod 600 on it."
-                )
-            key = file.read(_MAX_KEY_BYTES + 1)
+        try:
+            _check_private(os.fstat(descriptor))
+            key = os.read(descriptor, _MAX_KEY_BYTES + 1)
+        finally:
+            os.close(descriptor)
         if len(key) > _MAX_KEY_BYTES:
             raise ConfigError(
                 f"the secret key must be at most {_MAX_KEY_BYTES} bytes; is this the right file?"
@@ -137,3 +131,13 @@ class SecretKey:
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a SecretKey is never serialized; pass the path of the key file")
+
+
+def _check_private(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError("the secret key must be a regular file; give the path of a file.")
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            "the secret key file must be closed to group and others, "
+            f"got mode {stat.S_IMODE(status.st_mode):04o}; run chmod 600 on it."
+        )

@@ -122,7 +122,12 @@ class Walk:
         """Walk the dataset until its pixel data or its end."""
         is_implicit, data = found.is_implicit, self._data
         while position + 8 <= self._num_bytes:
-            tag, vr, value, end = self.element(position, is_implicit)
+            try:
+                tag, vr, value, end = self.element(position, is_implicit)
+            except MalformedError:
+                if self._only_zeros_from(position):
+                    return
+                raise
             if tag in _PIXEL_TAGS:
                 found.pixel_tag, found.pixel_vr = tag, vr.decode("ascii", "replace")
                 found.pixel_offset = value
