@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from shardflow.epochs.elastic import RankSchedule
 from shardflow.epochs.identity import plan_id
+from shardflow.epochs.micros import MicroBatch
 from shardflow.epochs.permutation import Permutation
-from shardflow.epochs.plan import EpochPlan, MicroBatch
+from shardflow.epochs.plan import EpochPlan
 from shardflow.epochs.position import Position
 from shardflow.epochs.spec import BatchSpec
 from shardflow.epochs.state import LoaderState

@@ -175,7 +175,7 @@ def test_200_million_samples_are_planned_at_once_and_in_no_memory() -> None:
 
 
 def test_a_plan_keeps_two_blocks_only() -> None:
-    plan = plan_of(2_000_000, 4, 64, "mask")
+    plan = plan_of(600_000, 4, 64, "mask")
     tracemalloc.start()
     try:
         for step in range(0, plan.num_steps, 16):
