@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def planned_sequence(plans: Iterable[tuple[int, str]], *, micro_batches_per_step
     return found
 
 
-def first_difference(found: SlotSequence, expected: SlotSequence) -> str | None:
+def first_difference(found: Sequence[Slot], expected: Sequence[Slot]) -> str | None:
     """Where two sequences part, in words; None where they are equal."""
     for number, (left, right) in enumerate(zip(found, expected, strict=False)):
         if left != right:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ __all__ = ["Resumption", "draw"]
 
 _NUM_STUDIES = 5
 _NUM_SLICES = 6
-_TEXT_COLUMNS = 54
 _THUMBNAIL_PIXELS = 64 * 64
+_LEAST_CORRELATION = 0.6
 # The sheet, in inches.
-_WIDTH, _MARGIN, _SLICE_HEIGHT, _REPORT_LEFT, _LOSS_HEIGHT = 15.0, 0.5, 1.4, 9.7, 3.6
+_LETTER_WIDTH = 0.081
+_WIDTH, _MARGIN, _SLICE_HEIGHT, _SLICES_RIGHT, _LOSS_HEIGHT = 15.0, 0.5, 1.4, 9.5, 3.6
 _HEIGHT = 1.3 + _NUM_STUDIES * (_SLICE_HEIGHT + 0.62) + _LOSS_HEIGHT
 _INK, _FAINT, _FIRST, _SECOND, _ALARM = "#1b1f24", "#6a737d", "#1f6feb", "#e36209", "#cb2431"
 
@@ -72,17 +74,26 @@ def _studies(dataset: Dataset) -> list[_Study]:
     """Choose studies that look different: of each modality the largest, then the next; thumbnails last."""
     samples = dataset.samples
     pixels = samples.column("rows").astype(np.int64) * samples.column("columns")
-    weight = pixels * np.minimum(samples.column("num_slices"), _NUM_SLICES)
+    num_shown = np.minimum(samples.column("num_slices"), _NUM_SLICES)
+    weight = pixels * num_shown
     order = np.argsort(-weight, kind="stable").tolist()
     seen: dict[str, int] = {}
     ranked = []
     for row in order:
         modality = samples.modality(row)
         is_thumbnail = bool(pixels[row] < _THUMBNAIL_PIXELS)
-        ranked.append((is_thumbnail, seen.setdefault(modality, 0), -int(weight[row]), row))
+        ranked.append((is_thumbnail, seen.setdefault(modality, 0), -int(num_shown[row]), row))
         seen[modality] += 1
-    chosen = sorted(ranked)[:_NUM_STUDIES]
-    return [_read_study(dataset, row) for *_, row in sorted(chosen, key=lambda entry: entry[2])]
+    studies = (_read_study(dataset, row) for *_, row in sorted(ranked))
+    chosen = list(itertools.islice(filter(_shows_something, studies), _NUM_STUDIES))
+    return sorted(chosen, key=lambda study: -sum(pixels.size for pixels in study.slices))
+
+
+def _shows_something(study: _Study) -> bool:
+    """Tell a picture from noise (some test files hold nothing else): neighbouring pixels are alike."""
+    pixels = study.slices[len(study.slices) // 2].astype(np.float64)
+    left, right = pixels[:, :-1].ravel(), pixels[:, 1:].ravel()
+    return bool(left.std() and right.std() and np.corrcoef(left, right)[0, 1] > _LEAST_CORRELATION)
 
 
 def _read_study(dataset: Dataset, row: int) -> _Study:
@@ -90,7 +101,7 @@ def _read_study(dataset: Dataset, row: int) -> _Study:
     names = [field.name for field in fields]
     slices = [name for name in names if (part := parse_slice_field(name)) and part.series == 0]
     # The ends of a stack are often empty.
-    shown = sorted({round(place) for place in np.linspace(0.2, 0.88, _NUM_SLICES) * (len(slices) - 1)})
+    shown = sorted({round(place) for place in np.linspace(0.28, 0.9, _NUM_SLICES) * (len(slices) - 1)})
     read = dataset.read_fields(row, [STUDY_FIELD, REPORT_FIELD, *(slices[place] for place in shown)])
     series = json.loads(read[STUDY_FIELD])["series"][0]
     spacing = series["pixel_spacing_mm"] or [1.0, 1.0]
@@ -112,7 +123,7 @@ def _draw_study(figure: Figure, top: float, study: _Study) -> None:
     bottom, left = top - 0.28 - _SLICE_HEIGHT, _MARGIN
     for pixels in study.slices:
         width = min(_SLICE_HEIGHT * pixels.shape[1] / (pixels.shape[0] * study.aspect), 1.6 * _SLICE_HEIGHT)
-        if left + width > _REPORT_LEFT - 0.2:
+        if left + width > _SLICES_RIGHT:
             break
         place = (left / _WIDTH, bottom / _HEIGHT, width / _WIDTH, _SLICE_HEIGHT / _HEIGHT)
         axes = figure.add_axes(place, facecolor="black")
@@ -121,13 +132,13 @@ def _draw_study(figure: Figure, top: float, study: _Study) -> None:
         low, high = study.display_range
         axes.imshow(pixels, cmap="gray", vmin=low, vmax=high, aspect=study.aspect, interpolation="nearest")
         left += width + 0.07
+    left += 0.2
     badge = {"boxstyle": "round,pad=0.35", "facecolor": _ALARM, "edgecolor": "none"}
-    _write(
-        figure, _REPORT_LEFT + 0.06, top - 0.33, "GENERATED", size=8, weight="bold", color="white", bbox=badge
-    )
+    _write(figure, left + 0.06, top - 0.33, "GENERATED", size=8, weight="bold", color="white", bbox=badge)
+    num_columns = int((_WIDTH - _MARGIN - left) / _LETTER_WIDTH)
     body = study.report.removeprefix(GENERATED).strip()
-    lines = [line for paragraph in body.splitlines() for line in textwrap.wrap(paragraph, _TEXT_COLUMNS)]
-    _write(figure, _REPORT_LEFT, top - 0.66, "\n".join(lines), size=10.5, linespacing=1.4)
+    lines = [line for paragraph in body.splitlines() for line in textwrap.wrap(paragraph, num_columns)]
+    _write(figure, left, top - 0.66, "\n".join(lines), size=10.5, linespacing=1.4)
 
 
 def _draw_losses(figure: Figure, reference: Losses, killed: Losses, resumption: Resumption) -> None:
