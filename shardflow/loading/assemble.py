@@ -212,6 +212,8 @@ class MicroBatchTicket:
         return values
 
     def _mask_known(self) -> None:
+        if not self._source.known_masks:
+            return
         for slot in np.flatnonzero(self._is_sample).tolist():
             known = self._source.known_masks.find((self._source.plan.epoch, self._step, self._micro, slot))
             if known is not None:

@@ -108,6 +108,10 @@ class Quarantine:
         """All masked slots, in the order of the run."""
         return [self._rows[place] for place in sorted(self._rows)]
 
+    def __len__(self) -> int:
+        """Number of slots that are known to be masked."""
+        return len(self._rows)
+
     def find(self, place: tuple[int, int, int, int]) -> QuarantineRow | None:
         """Return the row of a slot that is known to be masked."""
         return self._rows.get(place)

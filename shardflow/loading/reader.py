@@ -30,6 +30,7 @@ from shardflow.telemetry import StageCounters
 __all__ = ["FieldReader", "Shard"]
 
 _MAX_RANGES = 512
+_MAX_SHARDS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class FieldReader:
         self._dataset = dataset
         self._read_bytes = read_bytes
         self._counters = counters
+        self._shards: dict[int, Shard] = {}
         scheme, separator, _ = dataset.store.url.partition("://")
         self._tier = scheme if separator and scheme != "file" else "local"
 
@@ -138,9 +140,14 @@ class FieldReader:
             index = self._dataset.shard_index(number)
         except FormatError as error:
             raise BadSample(BadSampleReason.INDEX_DAMAGED, entry.name, "", error.message) from None
-        names = _read_names(index.field_names)
+        shard = self._shards.get(number)
+        if shard is None or shard.index is not index:
+            shard = Shard(number, entry.name, entry.path, index, _read_names(index.field_names))
+            if len(self._shards) >= _MAX_SHARDS:
+                self._shards.clear()
+            self._shards[number] = shard
         self._counters.add("index", time.perf_counter() - start, 0, 1)
-        return Shard(number, entry.name, entry.path, index, names)
+        return shard
 
     def read(
         self, shard: Shard, fields: NDArray[np.int64], thread: ThreadState
@@ -191,7 +198,8 @@ class FieldReader:
         stops = list(accumulate(sizes))
         payloads = [memory[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
         ranges = [ByteRange(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
-        thread.enter("read", self._place(shard.name))
+        where = self._place(shard.name)
+        thread.enter("read", where)
         try:
             with self._counters.timed("read", num_bytes, len(sizes)):
                 self._dataset.store.read_ranges(shard.path, ranges, [part.data for part in payloads])
@@ -205,9 +213,10 @@ class FieldReader:
                 yield from self._read_group(shard, fields, positions[alone], sizes[alone], thread)
             return
         for place, payload in enumerate(payloads):
-            thread.enter("check", self._place(shard.name))
-            with self._counters.timed("check", sizes[place]):
-                is_right = google_crc32c.value(payload) == checksums[place]
+            thread.enter("check", where)
+            start = time.perf_counter()
+            is_right = google_crc32c.value(payload) == checksums[place]
+            self._counters.add("check", time.perf_counter() - start, sizes[place], 1)
             if not is_right:
                 # Once more: what came wrong over a bus or from a cache may lie right at its origin.
                 is_right = self._read_again(shard, ranges[place], payload, checksums[place])
