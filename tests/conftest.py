@@ -30,7 +30,8 @@ SKIPPED = pytest.StashKey[set[str]]()
 # Nothing is downloaded in a test, and tokenizers must not start threads before a fork.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Workers share the cores: OpenMP threads that spin for one another make a training step a hundred times slower.
+# Workers share the cores: OpenMP threads that spin for one another make a training step a hundred times
+# slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones and remembers what failed.
@@ -61,6 +62,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SKIPPED] = set()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m fast`` leave out files without such a test: importing them alone may take seconds (torch)."""
+    if config.getoption("markexpr") == "fast" and collection_path.match("test_*.py"):
+        return "mark.fast" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

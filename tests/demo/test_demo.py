@@ -63,7 +63,6 @@ def test_every_report_is_generated_and_tells_of_its_own_study(tmp_path: Path) ->
     assert len(set(rows.values())) > len(rows) // 2
 
 
-@pytest.mark.fast
 def test_folder_of_somebody_else_is_not_emptied(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
     done = subprocess.run(

@@ -86,8 +86,8 @@ def test_exceptions_are_logged_without_their_text() -> None:
 def test_foreign_text_is_shown_where_there_is_no_patient_data() -> None:
     stream = io.StringIO()
     configure_logging(stream=stream)
-    logging.getLogger("torch").warning("a hint")
-    assert "WARNING torch: a hint" in stream.getvalue()
+    logging.getLogger("elsewhere").warning("a hint")
+    assert "WARNING elsewhere: a hint" in stream.getvalue()
 
 
 def test_described_exceptions_hold_our_text_only() -> None:
