@@ -44,7 +44,7 @@ class KillingProgress:
             kill_group()
 
     def note(self, text: str) -> None:
-        pass
+        sys.stderr.write(f"{text}\n")
 
 
 def main() -> None:

@@ -158,9 +158,7 @@ class StudyPass:
             self._submit_study(study)
 
     def _submit_study(self, study: int) -> None:
-        reason = (
-            self._recorded.find(self._key(study), self._study_bytes(study)) if len(self._recorded) else None
-        )
+        reason = self._recorded_reason(study)
         if reason is not None:
             self._give_up(study, reason)
             return

@@ -173,10 +173,12 @@ def test_a_disk_that_is_full_stops_the_job_and_quarantines_nothing(
 def test_processes_carry_their_limits_while_they_pack(case: PackCase, studies: list[MadeStudy]) -> None:
     """Seen from outside, in /proc/<pid>/limits, on the real command."""
     case.write_faults(study={case.sample_key(study.study_instance_uid): "hang" for study in studies})
-    script = (
-        "import sys; from shardflow.configs import load_config; from shardflow.packing import PackConfig, pack\n"
-        "pack(load_config(PackConfig, sys.argv[1], ['execution.task_timeout_s=30']), handlers=sys.argv[2])"
-    )
+    script = """
+import sys
+from shardflow.configs import load_config
+from shardflow.packing import PackConfig, pack
+pack(load_config(PackConfig, sys.argv[1], ["execution.task_timeout_s=30"]), handlers=sys.argv[2])
+"""
     with subprocess.Popen(
         [sys.executable, "-c", script, str(case.config_path), HANDLERS],
         cwd=REPOSITORY,
