@@ -24,6 +24,7 @@ from shardflow.errors import (
     ManifestError,
     NotFoundError,
     SampleError,
+    StateError,
     StorageError,
     WaitTimeoutError,
 )
@@ -352,11 +353,14 @@ def test_a_stalled_read_ends_in_an_error_that_names_shard_stage_and_tier(url: st
     loader = _loader(dataset, wait_timeout_s=0.2)
     start = time.monotonic()
     threading.Timer(0.6, release.set).start()
+    iterator = iter(loader)
     with pytest.raises(
         WaitTimeoutError, match=r"within 0\.2 s.*stage read of shard train-000001, tier local for 0\.\d s"
     ):
-        list(loader)
+        list(iterator)
     assert time.monotonic() - start < 10
+    with pytest.raises(StateError, match="micro-batches left"):
+        next(iterator)  # which is no end of the epoch
     # The position is where it was, and the loader can be asked again once the storage answers.
     assert sum(1 for _ in loader) <= len(loader)
     assert not loader_threads()
