@@ -12,6 +12,7 @@ __all__ = ["DEFAULT_PATHOLOGIES", "MODALITIES", "PATHOLOGIES", "ModalityChoice",
 
 ModalityChoice = Literal["CT", "MR", "CR", "DX", "mixed"]
 MODALITIES: tuple[ModalityChoice, ...] = ("CT", "MR", "CR", "DX", "mixed")
+"""What studies are made of; ``mixed`` deals all of them."""
 
 PATHOLOGIES: dict[str, str] = {
     "duplicates": "an instance stands twice, byte for byte, under two file names",
