@@ -105,11 +105,14 @@ def test_described_exceptions_hold_our_text_only() -> None:
 
 
 def test_a_suppressed_context_is_not_described() -> None:
-    with pytest.raises(ConfigError) as caught:
+    def fail() -> None:
         try:
             raise KeyError("x")
         except KeyError:
             raise ConfigError("ours.") from None
+
+    with pytest.raises(ConfigError) as caught:
+        fail()
     assert "KeyError" not in describe_exception(caught.value)
 
 
