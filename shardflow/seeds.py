@@ -1,8 +1,8 @@
 """Derived seeds: one run-level seed, any number of independent streams.
 
-Seeds are never added (``seed + epoch`` of one run is ``seed`` of another); each stream is a labelled hash of all
-that it depends on. The derivation is frozen: changing it changes the order of every epoch (change class ITERATION
-ORDER).
+Seeds are never added (``seed + epoch`` of one run is ``seed`` of another); each stream is a labelled hash of
+all that it depends on. The derivation is frozen: changing it changes the order of every epoch (change class
+ITERATION ORDER).
 """
 
 from __future__ import annotations
