@@ -2,11 +2,11 @@
 
 The data's way: `options` -> `patients` (who, when) -> `planning` (body, lesions, series, files; no pixels)
 -> `render` and `stored` (pixels) -> `instances` (DICOM files); beside it `appearances` -> `reports` ->
-`truth`. `generate` runs all of it. Everything is a pure function of the options, and every output says that
+`truth`. `generation` runs all of it. Everything is a pure function of the options, and every output says that
 it is generated.
 """
 
-from shardflow.synthetic.generate import SynthSummary, generate
+from shardflow.synthetic.generation import SynthSummary, generate
 from shardflow.synthetic.options import DEFAULT_PATHOLOGIES, MODALITIES, PATHOLOGIES, SynthOptions
 
 __all__ = ["DEFAULT_PATHOLOGIES", "MODALITIES", "PATHOLOGIES", "SynthOptions", "SynthSummary", "generate"]

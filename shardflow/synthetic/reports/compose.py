@@ -89,7 +89,7 @@ class _Writer:
     def write(self) -> Report:
         self.document.add(f"{GENERATED}\n\n")
         self._write_head()
-        states_default = self.main_series is not None and self.draws.at("default").chance(25)
+        states_default = self.main_series is not None and self.draws.at("default").chance(40)
         self._write_technique(states_default=states_default)
         self._write_comparison()
         self._write_findings(self.main_series if states_default else None)
