@@ -113,11 +113,12 @@ class StudyPass:
         self._progress.phase("studies", self._plan.num_studies)
         self._count_quarantined(num_quarantined)
         self._drain()
-        troubled, self._troubled = sorted(self._troubled, key=self._key), []
-        for study in troubled:
-            self._retry_alone(study)
-        self._pool.restart()
-        self._drain()
+        while self._troubled:
+            troubled, self._troubled = sorted(self._troubled, key=self._key), []
+            for study in troubled:
+                self._retry_alone(study)
+            self._pool.restart()
+            self._drain()
 
     def decide_exceptions(self) -> None:
         """Write down what is known of files that are not packed, when the job stops before its end."""

@@ -172,6 +172,20 @@ def test_a_shard_that_rotted_is_made_again(case: PackCase, expected: tuple[Path,
     assert tree_digests(case.output) == expected[1]
 
 
+def test_what_killed_writers_leave_is_cleaned_up(
+    case: PackCase, expected: tuple[Path, dict[str, str]]
+) -> None:
+    """A temporary of every name that a writer may die with, before and after the dataset is published."""
+    names = ["ledger.jsonl", "manifest-000001.json", "shards/train-000000.tar", "samples/samples-000001.tbl"]
+    for _ in range(2):
+        for name in names:
+            path = case.output / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".{path.name}.0123456789abcdef.tmp").write_bytes(b"torn")
+        case.pack()
+        assert tree_digests(case.output) == expected[1]
+
+
 def test_an_input_that_changed_is_packed_anew(case: PackCase) -> None:
     assert case.drive("phase:samples").returncode == -signal.SIGKILL
     make_study(case.dicom / "p0", patient="P0", num_slices=2, seed=99)

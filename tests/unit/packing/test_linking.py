@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardflow.deid.pseudonyms import SecretKey
@@ -65,14 +66,13 @@ def test_copies_strangers_and_empty_texts(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_read_makes_its_study_unusable(tmp_path: Path) -> None:
     broken = BrokenReport(place=3, reason=Reason.REPORT_UNREADABLE, detail="", study_instance_uid="1.3")
     stray = BrokenReport(place=4, reason=Reason.MISSING_IDENTIFIER, detail="")
-    table = _link(tmp_path, broken, stray)
-    assert _reasons(table) == ["REPORT_UNREADABLE", "MISSING_IDENTIFIER"]
-    assert table.unusable == {2}
+    unwritable = _report("1.2", "lone \ud800 surrogate", place=5)
+    table = _link(tmp_path, broken, stray, unwritable)
+    assert _reasons(table) == ["REPORT_UNREADABLE", "MISSING_IDENTIFIER", "REPORT_UNREADABLE"]
+    assert table.unusable == {1, 2}
 
 
 def test_reports_share_the_fate_of_their_study(tmp_path: Path) -> None:
-    import numpy as np
-
     table = _link(tmp_path, _report("1.1", "a"), _report("1.2", "b"), _report("1.3", "c"))
     fates = [PACKED, reason_code(Reason.DECODE_FAILED), reason_code(Reason.NO_PIXEL_DATA)]
     table.decide(np.array(fates, np.uint8))
