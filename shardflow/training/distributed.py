@@ -80,7 +80,8 @@ class Ranks:
             found = f"at least one missing (seen by rank {self.rank})"
             remedy = "rank 0 names the missing ranks in its log"
         else:
-            found, remedy = f"no sign of ranks {match[1]}", "look at the last lines that these ranks logged"
+            names = f"ranks {match[1]}" if "," in match[1] else f"rank {match[1]}"
+            found, remedy = f"no sign of {names}", "look at the last lines that were logged there"
         return (
             f"all {self.world_size} ranks must reach the phase '{phase}' within "
             f"{timeout.total_seconds():g} s, got {found}; {remedy}."

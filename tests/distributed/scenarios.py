@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.epochs import BatchSpec
-from shardflow.errors import RanksDisagreeError, ShardflowError, WaitTimeoutError
+from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
 from shardflow.shards import Dataset
 from shardflow.training import prepare
@@ -210,6 +210,24 @@ def disagreement(stage: Stage) -> Result:
     return {"message": None}
 
 
+def disagreeing_runs(stage: Stage) -> Result:
+    """Rank 1 was started with another length."""
+    try:
+        stage.train(stage.ranks, "disagreeing", f"run.max_steps={9 if stage.ranks.rank == 1 else 10}")
+    except RanksDisagreeError as error:
+        return {"message": error.message}
+    return {"message": None}
+
+
+def refused_start(stage: Stage) -> Result:
+    """Rank 0 alone looks at the run folder; what it finds wrong, all say."""
+    try:
+        stage.train(stage.ranks, "whole", "run.resume=never")
+    except ConfigError as error:
+        return {"message": error.message}
+    return {"message": None}
+
+
 def exchange(stage: Stage) -> Result:
     """JSON of unequal sizes, and numbers, from every rank to every rank."""
     rank = stage.ranks.rank
@@ -269,6 +287,8 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
     resumed_at_four,
     resumed_at_four_without_warm_up,
     elastic,
+    disagreeing_runs,
+    refused_start,
     slow_preparation,
     silent_rank,
     missing_rank,

@@ -44,7 +44,7 @@ def wait_for_step(running: Job, run: Path, number: int) -> None:
 
 
 def test_killed_rank_costs_nothing(scenarios: Scenarios, tmp_path: Path) -> None:
-    """Four ranks, SIGKILL in the midst of an epoch, a restart by torchrun: equal to a run that nobody touched.
+    """Four ranks, SIGKILL amid an epoch, a restart by torchrun: equal to a run that nobody touched.
 
     The scenarios' ``whole`` run has the same settings, apart from its folder.
     """
