@@ -72,6 +72,8 @@ class ImageSettings:
     columns: _Count = 64
     slice_choice: Literal["even", "random"] = "even"
     """``random`` draws other slices each epoch, keyed by (seed, epoch, sample)."""
+    dtype: Literal["int16", "float32"] = "int16"
+    """How pixels travel to the device: ``int16`` is half the bytes and saturates what it cannot hold."""
 
     def __post_init__(self) -> None:
         check_fields(self)
