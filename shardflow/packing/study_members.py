@@ -185,12 +185,14 @@ class StudyMembers:
         self._left_out.update(rejected)
         (study,) = grouping.studies
         for pair in study.copies:
-            self._check_copy(dataclasses.replace(study, copies=(pair,)))
+            bad.update(self._check_copy(dataclasses.replace(study, copies=(pair,))))
             self._left_out[pair.copy.file_index] = Reason.DUPLICATE_INSTANCE.value
+        if bad:
+            raise _BadInstanceError(bad)
         return study
 
-    def _check_copy(self, study: Study) -> None:
-        """Make sure that a copy is one; where it is not, nobody knows which of the two is right."""
+    def _check_copy(self, study: Study) -> dict[int, str]:
+        """Compare a copy with its original; where they differ, nobody knows which of the two is right."""
         (pair,) = study.copies
         try:
             check_copies(study, self._locate, limits=self._rules.limits)
@@ -198,7 +200,8 @@ class StudyMembers:
             both = [pair.copy.file_index, pair.kept.file_index]
             if error.reason != Reason.CONFLICTING_INSTANCE:
                 both = both[:1] if self._problem(pair.copy) else both[1:]
-            raise _BadInstanceError(dict.fromkeys(both, error.reason)) from None
+            return dict.fromkeys(both, error.reason)
+        return {}
 
     def _write_stack(self, number: int, stack: Stack) -> dict[str, Any]:
         form = form_of([part.instance for part in stack.slices])

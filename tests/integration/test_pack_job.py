@@ -290,7 +290,7 @@ def _splits(case: PackCase) -> dict[str, str]:
 def test_shards_are_cut_by_bytes_and_by_count(case: PackCase) -> None:
     for number in range(6):
         make_study(case.dicom / f"p{number}", patient=f"P{number}", num_slices=3)
-    case.pack("splits={train=1}", "shards.max_samples=4")
+    case.pack("splits={train=1}", "shards.max_samples=4", "shards.target_bytes=1MiB")
     manifest = case.open().manifest
     assert [(shard.name, shard.num_samples) for shard in manifest.shards] == [
         ("train-000000", 4),

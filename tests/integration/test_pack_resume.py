@@ -30,7 +30,7 @@ def _make(folder: Path) -> PackCase:
     truncate(studies[3].files[0])
     (case.dicom / "note.txt").write_text("x", encoding="utf-8")
     case.write_reports({study.study_instance_uid: f"Report {n}." for n, study in enumerate(studies)})
-    text = case.config_path.read_text(encoding="utf-8")
+    text = case.config_path.read_text(encoding="utf-8").replace("num_processes = 1", "num_processes = 2")
     case.config_path.write_text(text + "[policy]\nmax_quarantined_share = 0.5\n", encoding="utf-8")
     case.write_faults()
     return case
