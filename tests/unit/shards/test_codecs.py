@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import io
 import subprocess
 import sys
@@ -180,21 +179,6 @@ def test_a_chunk_that_is_larger_than_the_output_never_overruns_it() -> None:
     with pytest.raises(FormatError, match="must hold 6144 bytes, got 12288"):
         decode_array("b2nd", lying, room[:64])
     assert (room == 9).all()
-
-
-def test_flipped_bits_never_crash_nor_overrun() -> None:
-    """crc32c is checked before; yet a payload that passes by must not corrupt memory."""
-    pixels = _pixels((16, 16), "<i2", "noise")
-    for codec in sorted(CODECS):
-        payload = bytearray(encode_array(codec, pixels))
-        room = np.full((48, 16), 9, "<i2")
-        for bit in range(0, 8 * len(payload), 3):
-            payload[bit // 8] ^= 1 << bit % 8
-            with contextlib.suppress(FormatError):
-                decode_array(codec, bytes(payload), room[16:32])
-            payload[bit // 8] ^= 1 << bit % 8
-        assert (room[:16] == 9).all()
-        assert (room[32:] == 9).all()
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
