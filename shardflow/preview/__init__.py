@@ -4,8 +4,20 @@ Reads datasets and never changes one. `render_study` needs Pillow, which the ext
 here does without.
 """
 
+from shardflow.preview.facts import DatasetFacts, gather
+from shardflow.preview.page import render_page
 from shardflow.preview.planes import WINDOWS, Window
 from shardflow.preview.sheet import render_study
 from shardflow.preview.study import StudyView, find_row, read_study
 
-__all__ = ["WINDOWS", "StudyView", "Window", "find_row", "read_study", "render_study"]
+__all__ = [
+    "WINDOWS",
+    "DatasetFacts",
+    "StudyView",
+    "Window",
+    "find_row",
+    "gather",
+    "read_study",
+    "render_page",
+    "render_study",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -45,13 +47,14 @@ def test_letters_follow_the_affine(
 def test_letters_without_an_affine_are_those_of_the_source_or_none() -> None:
     stated = {"affine_lps": None, "technical": {"patient_orientation": ["P", "F"]}}
     assert edge_letters(stated) == EdgeLetters("A", "P", "H", "F")
-    for series in (
+    unknown: tuple[dict[str, Any], ...] = (
         {},
         {"technical": {}},
         {"technical": {"patient_orientation": ["P"]}},
         {"technical": {"patient_orientation": ["X", "F"]}},
         {"affine_lps": np.zeros((4, 4)).tolist()},
-    ):
+    )
+    for series in unknown:
         assert edge_letters(series) == EdgeLetters()
 
 
