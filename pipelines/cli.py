@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from pipelines import info, plan, preview, report, synth, verify
+from pipelines import bench, info, plan, preview, report, synth, verify
 from shardflow import __version__
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.logs import describe_exception
@@ -28,6 +28,7 @@ EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
 
 _COMMANDS = {
+    "bench": bench,
     "info": info,
     "plan": plan,
     "preview": preview,

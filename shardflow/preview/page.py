@@ -207,8 +207,8 @@ def _hounsfield(facts: DatasetFacts) -> str:
 
 def _gallery(facts: DatasetFacts) -> str:
     note = (
-        "<p class=warning>Thumbnails are pixels of patients, unless marked GENERATED: keep this page where the "
-        "dataset may lie. <code>--thumbnails 0</code> leaves them out.</p>"
+        "<p class=warning>Thumbnails are pixels of patients, unless marked GENERATED: keep this page where "
+        "the dataset may lie. <code>--thumbnails 0</code> leaves them out.</p>"
     )
     if facts.num_burned_in:
         note += f"<p class=note>{facts.num_burned_in:,} left out: text is burned into their pixels.</p>"
