@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from shardflow.sources.dicom import values
 from shardflow.sources.dicom.walk import Elements
 
-__all__ = ["PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes"]
+__all__ = ["PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes", "read_rescale_types"]
 
 _SHARED_GROUPS, _FRAME_GROUPS = 0x52009229, 0x52009230
 _POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS = 0x00200032, 0x00200037, 0x00280030, 0x00180050
@@ -24,6 +24,7 @@ _INTERCEPT, _SLOPE, _CENTER, _WIDTH = 0x00281052, 0x00281053, 0x00281050, 0x0028
 _IMAGE_TYPE, _FRAME_TYPE = 0x00080008, 0x00089007
 _POSITION_GROUP, _ORIENTATION_GROUP, _MEASURES_GROUP = 0x00209113, 0x00209116, 0x00289110
 _RESCALE_GROUP, _WINDOW_GROUP = 0x00289145, 0x00289132
+_RESCALE_TYPE = 0x00281054
 
 _DIFFUSION_GROUP, _DIRECTION_GROUP = 0x00189117, 0x00189076
 _CONTENT_GROUP, _ECHO_GROUP, _CARDIAC_GROUP = 0x00209111, 0x00189114, 0x00189118
@@ -63,7 +64,16 @@ _STACK_ID, _TEMPORAL_INDEX, _EFFECTIVE_ECHO, _CARDIAC_DELAY = 0x00209056, 0x0020
 
 PLANE_TAGS = frozenset(
     {_POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS, _INTERCEPT, _SLOPE, _CENTER, _WIDTH, _IMAGE_TYPE}
-    | {_SHARED_GROUPS, _FRAME_GROUPS, _ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER}
+    | {
+        _RESCALE_TYPE,
+        _SHARED_GROUPS,
+        _FRAME_GROUPS,
+        _ACQUISITION,
+        _ECHO_NUMBER,
+        _ECHO_TIME,
+        _TEMPORAL,
+        _TRIGGER,
+    }
     | {_B_VALUE, _DIRECTION, _SEQUENCE_NAME, _KERNEL, _CONTRAST}
 )
 
@@ -108,6 +118,25 @@ def read_planes(root: Elements, num_frames: int) -> tuple[tuple[PlaneHeader, ...
     return tuple(_enhanced_plane(root, [frame, *shared]) for frame in frames), ()
 
 
+def read_rescale_types(root: Elements) -> set[str]:
+    """(0028,1054) *Rescale Type* of all frames, upper-cased; ``""`` for a frame that states none."""
+    shared = root.items(_SHARED_GROUPS)[:1]
+    levels: list[list[Elements]] = [[frame, *shared] for frame in root.items(_FRAME_GROUPS)] or [shared]
+    return {
+        values.code(_nearest(root, groups, _RESCALE_GROUP, _RESCALE_TYPE), _RESCALE_TYPE).upper()
+        for groups in levels
+    }
+
+
+def _nearest(root: Elements, groups: Sequence[Elements], group: int, tag: int) -> Elements:
+    """Where a tag of a functional group is stated: in the first of the levels that does, else at the root."""
+    for level in groups:
+        for item in level.items(group)[:1]:
+            if tag in item.values:
+                return item
+    return root
+
+
 def _classic_plane(root: Elements) -> PlaneHeader:
     return PlaneHeader(
         position=_triple(values.decimals(root, _POSITION, 3)),
@@ -137,13 +166,7 @@ def _classic_plane(root: Elements) -> PlaneHeader:
 
 
 def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
-    def nearest(group: int, tag: int) -> Elements:
-        for level in groups:
-            for item in level.items(group)[:1]:
-                if tag in item.values:
-                    return item
-        return root
-
+    nearest = partial(_nearest, root, groups)
     diffusion = next((item for level in groups for item in level.items(_DIFFUSION_GROUP)[:1]), root)
     direction = next(iter(diffusion.items(_DIRECTION_GROUP)[:1]), root)
     frame_type = next(

@@ -11,6 +11,7 @@ from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 
 from shardflow.sources.dicom.planes import PHASE_NAMES
+from shardflow.sources.dicom.units import form_of
 from tests.unit.sources.dicom.factory import AXIAL, header_of, make_dataset, write
 
 pytestmark = pytest.mark.fast
@@ -84,6 +85,34 @@ def test_the_nearest_statement_wins(enhanced: Path) -> None:
     assert [plane.slope for plane in header.planes] == [2.0, 2.0, 8.0]  # the last one says it itself
     assert [plane.intercept for plane in header.planes] == [-7.0, -7.0, -7.0]
     assert header.plane(2) is header.planes[2]
+
+
+@pytest.mark.parametrize(
+    ("root", "shared", "last", "unit"),
+    [
+        (None, "HU", None, "HU"),
+        (None, "Z_EFF", None, "Z_EFF"),  # a map of a dual-energy CT: seven point four is no Hounsfield unit
+        ("HU", "ED", None, "ED"),
+        ("HU", None, None, "HU"),
+        (None, "HU", "MGML", "OTHER"),
+        (None, None, None, ""),
+    ],
+)
+def test_the_unit_is_that_of_the_groups(
+    tmp_path: Path, root: str | None, shared: str | None, last: str | None, unit: str
+) -> None:
+    dataset = _enhanced()
+    groups = dataset.SharedFunctionalGroupsSequence[0], dataset.PerFrameFunctionalGroupsSequence[2]
+    stated = [
+        (dataset, root),
+        *zip((one.PixelValueTransformationSequence[0] for one in groups), (shared, last), strict=True),
+    ]
+    for place, rescale_type in stated:
+        if rescale_type is not None:
+            place.RescaleType = rescale_type
+    header = header_of(write(tmp_path / "a.dcm", dataset))
+    assert header.unit == unit
+    assert form_of([header]).unit == {"OTHER": "raw", "": "HU"}.get(unit, unit)
 
 
 def test_phases_are_read_from_the_groups(enhanced: Path) -> None:
