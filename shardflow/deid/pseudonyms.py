@@ -26,6 +26,7 @@ SURROGATE_LENGTH = 26
 """Characters of a surrogate: 128 bits in base32."""
 
 _MAX_KEY_BYTES = 4096
+_HOW_TO_MAKE = "for a new dataset make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
 _KEY_ID_LABEL = b"shardflow-key-id-1"
 
 
@@ -46,8 +47,7 @@ class SecretKey:
         """
         if len(key) < MIN_KEY_BYTES:
             raise ConfigError(
-                f"the secret key must be at least {MIN_KEY_BYTES} bytes, got {len(key)}; "
-                "make one with SecretKey.create."
+                f"the secret key must be at least {MIN_KEY_BYTES} bytes, got {len(key)}; {_HOW_TO_MAKE}."
             )
         self._key = key
         self.key_id: str = hmac.new(key, _KEY_ID_LABEL, hashlib.sha256).hexdigest()[:8]
@@ -64,7 +64,7 @@ class SecretKey:
         except OSError as error:
             raise ConfigError(
                 f"the secret key file must be readable, got {type(error).__name__}; "
-                "create one with SecretKey.create."
+                f"give its path, or {_HOW_TO_MAKE}."
             ) from None
         try:
             _check_private(os.fstat(descriptor))
