@@ -22,7 +22,13 @@ from shardflow.sources.dicom.dictionary import (
 )
 from shardflow.sources.dicom.elements import read_elements
 from shardflow.sources.dicom.limits import HeaderLimits
-from shardflow.sources.dicom.planes import PLANE_TAGS, PlaneHeader, read_planes, read_rescale_types
+from shardflow.sources.dicom.planes import (
+    MAX_SPACING_MM,
+    PLANE_TAGS,
+    PlaneHeader,
+    read_planes,
+    read_rescale_types,
+)
 from shardflow.sources.dicom.walk import FileElements
 from shardflow.sources.reasons import Reason, source_error
 
@@ -193,7 +199,9 @@ def _read_instance(
         frame_of_reference_uid=values.code(elements, _FRAME_OF_REFERENCE),
         slice_location=_single(values.decimals(elements, _LOCATION)),
         spacing_between_slices=_single(values.decimals(elements, _BETWEEN_SLICES)),
-        detector_spacing=(detector[0], detector[1]) if detector and min(detector) > 0 else None,
+        detector_spacing=(detector[0], detector[1])
+        if detector and 0 < min(detector) <= max(detector) <= MAX_SPACING_MM
+        else None,
         unit=_unit(elements),
         window_function=values.code(elements, _VOI_FUNCTION).upper(),
         padding=_padding(elements, is_signed=image.is_signed),

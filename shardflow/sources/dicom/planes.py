@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from shardflow.sources.dicom import values
 from shardflow.sources.dicom.walk import Elements
 
-__all__ = ["PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes", "read_rescale_types"]
+__all__ = ["MAX_SPACING_MM", "PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes", "read_rescale_types"]
 
 _SHARED_GROUPS, _FRAME_GROUPS = 0x52009229, 0x52009230
 _POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS = 0x00200032, 0x00200037, 0x00280030, 0x00180050
@@ -29,6 +29,11 @@ _RESCALE_TYPE = 0x00281054
 _DIFFUSION_GROUP, _DIRECTION_GROUP = 0x00189117, 0x00189076
 _CONTENT_GROUP, _ECHO_GROUP, _CARDIAC_GROUP = 0x00209111, 0x00189114, 0x00189118
 _TYPE_GROUPS = (0x00189226, 0x00189329, 0x00189751, 0x00189412)  # MR, CT, PET, X-ray frame type
+
+# What is larger is no geometry, and may be a date or a record number in the wrong field: these values leave.
+MAX_SPACING_MM = 1000.0
+_MAX_POSITION_MM = 100_000.0
+_MAX_WINDOW_CENTER, _MAX_WINDOW_WIDTH = 100_000.0, 1_000_000.0
 
 PHASE_NAMES = (
     "stack_id",
@@ -222,7 +227,14 @@ def _long(elements: Elements, tag: int) -> str:
 
 def _window(centers: Elements, widths: Elements) -> tuple[float, float] | None:
     pairs = zip(values.decimals(centers, _CENTER) or (), values.decimals(widths, _WIDTH) or (), strict=False)
-    return next(((center, width) for center, width in pairs if width > 0), None)
+    return next(
+        (
+            (center, width)
+            for center, width in pairs
+            if 0 < width <= _MAX_WINDOW_WIDTH and abs(center) <= _MAX_WINDOW_CENTER
+        ),
+        None,
+    )
 
 
 def _first(numbers: tuple[float, ...] | None) -> float | None:
@@ -230,7 +242,9 @@ def _first(numbers: tuple[float, ...] | None) -> float | None:
 
 
 def _triple(numbers: tuple[float, ...] | None) -> tuple[float, float, float] | None:
-    return (numbers[0], numbers[1], numbers[2]) if numbers else None
+    if not numbers or max(map(abs, numbers)) > _MAX_POSITION_MM:
+        return None
+    return numbers[0], numbers[1], numbers[2]
 
 
 def _six(numbers: tuple[float, ...] | None) -> tuple[float, float, float, float, float, float] | None:
@@ -245,4 +259,6 @@ def _six(numbers: tuple[float, ...] | None) -> tuple[float, float, float, float,
 
 
 def _positive_pair(numbers: tuple[float, ...] | None) -> tuple[float, float] | None:
-    return (numbers[0], numbers[1]) if numbers and min(numbers) > 0 else None
+    return (
+        (numbers[0], numbers[1]) if numbers and 0 < min(numbers) <= max(numbers) <= MAX_SPACING_MM else None
+    )

@@ -11,8 +11,9 @@ from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 
 from shardflow.sources.dicom.planes import PHASE_NAMES
+from shardflow.sources.dicom.stacks import split_series
 from shardflow.sources.dicom.units import form_of
-from tests.unit.sources.dicom.factory import AXIAL, header_of, make_dataset, write
+from tests.unit.sources.dicom.factory import AXIAL, header_of, make_dataset, make_file, write
 
 pytestmark = pytest.mark.fast
 
@@ -113,6 +114,28 @@ def test_the_unit_is_that_of_the_groups(
     header = header_of(write(tmp_path / "a.dcm", dataset))
     assert header.unit == unit
     assert form_of([header]).unit == {"OTHER": "raw", "": "HU"}.get(unit, unit)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"PixelSpacing": [19400312, 1]}, "pixel_spacing"),
+        ({"position": (0, 0, 19400312)}, "position"),
+        ({"WindowCenter": 19400312, "WindowWidth": 5}, "window"),
+        ({"WindowCenter": 5, "WindowWidth": 19400312}, "window"),
+    ],
+)
+def test_a_number_that_no_image_has_is_taken_for_none(
+    tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    (plane,) = header_of(make_file(tmp_path / "a.dcm", **options)).planes
+    assert getattr(plane, name) is None
+
+
+def test_a_thickness_that_no_slice_has_is_taken_for_none(tmp_path: Path) -> None:
+    header = header_of(make_file(tmp_path / "a.dcm", position=(0, 0, 1), SliceThickness=19400312))
+    (stack,) = split_series([header])
+    assert stack.geometry.slice_spacing_mm is None
 
 
 def test_phases_are_read_from_the_groups(enhanced: Path) -> None:
