@@ -15,7 +15,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StorageError
+from shardflow.storage import write_atomic
 
 __all__ = ["MIN_KEY_BYTES", "SURROGATE_LENGTH", "SecretKey"]
 
@@ -81,20 +82,18 @@ class SecretKey:
     def create(cls, path: Path) -> SecretKey:
         """Write a new random key with mode 0600 and load it.
 
+        A kill or a full disk leaves no half key behind, which would be refused from then on.
+
         Raises:
             ConfigError: The file exists, or its folder cannot be written.
         """
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
+            write_atomic(path, [secrets.token_bytes(MIN_KEY_BYTES)], mode=0o600)
+        except StorageError as error:
             raise ConfigError(
                 "the secret key file must not exist and its folder must be writable, "
-                f"got {type(error).__name__}; give another path."
+                f"got {type(error.__cause__ or error).__name__}; make room, or give another path."
             ) from None
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(MIN_KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
         return cls.load(path)
 
     def surrogate(self, kind: str, value: str) -> str:

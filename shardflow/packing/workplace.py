@@ -79,7 +79,7 @@ class Workplace:
 
     def remove_work(self) -> None:
         """Remove the work folder, what killed writers left, and the private spools: nothing needs them."""
-        for folder in (self.output, self.output / "shards", self.output / "samples"):
+        for folder in (self.output, self.output / "shards", self.output / "samples", self.private):
             for path in folder.glob("*"):
                 if is_temporary_name(path.name):
                     path.unlink()

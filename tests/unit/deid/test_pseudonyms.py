@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import re
+import resource
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
     path.chmod(mode)
     with pytest.raises(ConfigError, match="closed to group and others"):
         SecretKey.load(path)
+
+
+def test_a_full_disk_leaves_no_half_key(tmp_path: Path) -> None:
+    """An empty key file would be refused by every later run of the job."""
+    path = tmp_path / "secret.key"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(ConfigError, match="make room"):
+            SecretKey.create(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    SecretKey.create(path)
 
 
 def _write(path: Path, data: bytes) -> None:

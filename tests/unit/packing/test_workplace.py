@@ -79,3 +79,13 @@ def test_a_file_system_without_locks_is_not_taken_for_a_running_job(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(StorageError, match="No locks available"), locked_workplace(case.config()):
         pass
+
+
+def test_what_killed_writers_left_goes_from_the_private_folder_too(case: PackCase) -> None:
+    """Half a way back to the inputs names paths: it must not outlive the job."""
+    left = case.private / ".inputs-0123456789abcdef.jsonl.0123456789abcdef.tmp"
+    left.write_text("path")
+    with locked_workplace(case.config()) as place:
+        place.remove_work()
+    assert not left.exists()
+    assert case.key.key_id
