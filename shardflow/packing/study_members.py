@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.deid.allowlist import KEYWORDS, allow_patient, allow_technical
-from shardflow.errors import SourceError
+from shardflow.deid.allowlist import KEYWORDS, allow_ordinal, allow_patient, allow_technical
+from shardflow.errors import ShardflowError, SourceError
 from shardflow.packing.fragment import StudyOutcome
 from shardflow.shards.codecs import encode_array
 from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, slice_field
@@ -107,8 +107,13 @@ class StudyMembers:
             try:
                 facts = self._write_members()
             except _BadInstanceError as error:
+                num_known = len(self._bad)
                 self._bad.update(error.reasons)
                 self._find_other_bad_instances()
+                if len(self._bad) == num_known:
+                    raise ShardflowError(
+                        "a study must name what cannot be packed; an internal error."
+                    ) from None
                 self._left_out.clear()
                 self._writer.restart()
             else:
@@ -226,7 +231,7 @@ class StudyMembers:
             "display_range": list(display.result()),
             "dtype": form.dtype,
             "flags": list(stack.flags),
-            "instance_numbers": [part.number for part in stack.slices],
+            "instance_numbers": [allow_ordinal(part.number) for part in stack.slices],
             "kind": stack.kind,
             # Not the header's word, which may be anything.
             "modality": technical.get("modality"),
@@ -238,7 +243,8 @@ class StudyMembers:
             "rows": stack.rows,
             "samples_per_pixel": stack.samples_per_pixel,
             "series_key": self._rules.key.surrogate("series", stack.series_instance_uid),
-            "series_number": stack.series_number,
+            "series_number": allow_ordinal(stack.series_number),
+            "slice_offsets_mm": geometry.slice_offsets_mm,
             "slice_spacing_mm": geometry.slice_spacing_mm,
             "stack_index": stack.stack_index,
             "technical": technical,

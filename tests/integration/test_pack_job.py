@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -98,6 +99,21 @@ def test_private_files_are_private(case: PackCase) -> None:
     assert {row["input"]: row["sample_key"] for row in rows} == surrogates
 
 
+def test_every_key_of_a_study_stands_in_the_format_page(case: PackCase) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    rows = page.partition("**`study.json`.**")[2].partition("## 5. ")[0]
+    named = {
+        key
+        for row in rows.splitlines()
+        if row.startswith("| `")
+        for key in re.findall("`(.*?)`", row.split("|")[1])
+    }
+    make_study(case.dicom, series=1, num_slices=5)
+    case.pack()
+    meta = json.loads(case.open().read_fields(0)["study.json"])
+    assert set(meta) | set(meta["series"][0]) == named | {"format_version"}
+
+
 def test_several_series_make_one_sample_with_the_volume_first(case: PackCase) -> None:
     make_study(case.dicom / "a", series=1, num_slices=2)
     make_study(case.dicom / "b", series=2, num_slices=7)
@@ -188,6 +204,16 @@ def test_a_truncated_file_takes_its_study_with_it(case: PackCase) -> None:
     assert summary.reasons == {"PIXEL_DATA_TRUNCATED": 1, "STUDY_QUARANTINED": 4}
     assert summary.inputs == {"total": 10, "packed": 5, "skipped": 0, "quarantined": 5}
     assert case.open().samples.num_samples == 1
+
+
+def test_a_truncated_copy_of_a_whole_file_takes_nothing_with_it(case: PackCase) -> None:
+    study = make_study(case.dicom / "a", num_slices=3)
+    copy = case.dicom / "copy.dcm"
+    copy.write_bytes(study.files[0].read_bytes())
+    truncate(copy)
+    summary = case.pack("policy.max_quarantined_share=1.0")
+    assert summary.reasons == {"PIXEL_DATA_TRUNCATED": 1}
+    assert case.open().samples.gather("num_slices", 0) == 3
 
 
 def test_a_truncated_file_can_be_left_out(case: PackCase) -> None:
