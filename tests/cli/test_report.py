@@ -158,3 +158,23 @@ def test_charts_escape_names_and_leave_out_empty_ends() -> None:
     assert "nothing" in bars("t", ["a"], [0])
     assert "no CT" in hounsfield_chart([5, 0, 0, 5])
     assert hounsfield_chart([0, 1, 0]).count("<rect") == 1
+
+
+def test_pixels_with_burned_in_text_are_left_out(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def burned_in(payload: bytes | None) -> list[dict[str, object]]:
+        series: list[dict[str, object]] = json.loads(payload or b"")["series"]
+        return [one | {"technical": {"burned_in_annotation": "YES"}} for one in series]
+
+    monkeypatch.setattr("shardflow.preview.facts._series_of", burned_in)
+    opened = Dataset.open(dataset)
+    facts = gather(opened, num_thumbnails=3)
+    assert (facts.thumbnails, facts.num_burned_in) == ([], 3)
+    assert "burned into" in render_page(opened, facts)
+
+
+def test_sample_without_a_description_is_counted(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardflow.preview.facts._series_of", lambda _: None)
+    opened = Dataset.open(dataset)
+    facts = gather(opened)
+    assert (facts.num_not_described, facts.num_ct_slices, facts.thumbnails) == (16, 0, [])
+    assert "16 samples have no description" in render_page(opened, facts)
