@@ -27,10 +27,10 @@ demo: $(STAMP) ## Pack real DICOM, train on two processes, kill one, resume on o
 	$(BIN)/python -m pipelines.demo --output demo-output
 
 test: $(STAMP) ## Run the tests (about ten minutes on two cores)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the long sweeps
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "slow" $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## Run what needs a CUDA device
 	$(BIN)/python -m pytest -m "gpu" $(PYTEST_ARGS)
@@ -40,7 +40,7 @@ check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -n 2 -m "fast" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m fast $(PYTEST_ARGS)
 
 fix: $(STAMP) ## Format and apply the safe lint fixes
 	$(BIN)/ruff format .

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from pipelines import info, plan, verify
+from pipelines import info, plan, synth, verify
 from shardflow import __version__
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.logs import describe_exception
@@ -27,7 +27,7 @@ EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
 
-_COMMANDS = {"info": info, "plan": plan, "verify": verify}
+_COMMANDS = {"info": info, "plan": plan, "synth": synth, "verify": verify}
 _PACK_SUMMARY = "pack DICOM studies and reports into a dataset"
 # What decides whether two machines can give the same bytes, or run at all.
 _VERSIONS_SHOWN = ("numpy", "blosc2", "pydicom", "torch")

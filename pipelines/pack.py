@@ -116,7 +116,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _fail(status: str, message: str, code: int) -> int:
-    print(json.dumps({"status": status, "message": message}))
+    print(json.dumps({"status": status, "error": message}))
     sys.stdout.flush()
     sys.stderr.write(f"{message}\n")
     return code

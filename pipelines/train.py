@@ -91,8 +91,9 @@ def _train(config: TrainConfig, rank: int) -> int:
     stop = StopRequest()
     with stop.listening(), _progress(rank) as on_step:
         summary = train(config, on_step=on_step, stop=stop)
-    if rank == 0:
-        print(json.dumps(summary.to_json()), flush=True)
+        # Still listening: once another rank has left with 75, torchrun sends SIGTERM to this one.
+        if rank == 0:
+            print(json.dumps(summary.to_json()), flush=True)
     return EXIT_STOPPED if summary.outcome == "stopped" else 0
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 
-from shardflow.shards import Damage, VerifyReport, verify
-
 from pipelines.surface import (
     add_dataset,
     add_json,
@@ -17,6 +15,7 @@ from pipelines.surface import (
     step_progress,
     write_json,
 )
+from shardflow.shards import Damage, VerifyReport, verify
 
 __all__ = ["EXIT_DAMAGED", "SUMMARY", "add_arguments", "run"]
 

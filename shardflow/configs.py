@@ -31,11 +31,11 @@ __all__ = ["BYTE_SIZE", "Bounds", "ByteSize", "check_fields", "dump_config", "lo
 
 _T = TypeVar("_T")
 
-#: Marks an integer that the file may write as ``"512MiB"``.
 BYTE_SIZE: Final = "byte size"
+"""Marks an integer that the file may write as ``"512MiB"``."""
 
-#: An integer number of bytes that the file may write with a unit.
 ByteSize = Annotated[int, BYTE_SIZE]
+"""An integer number of bytes that the file may write with a unit, such as ``"512MiB"``."""
 
 _SIZE_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)?\s*")
 _SIZE_FACTORS: Final = {

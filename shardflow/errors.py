@@ -20,9 +20,9 @@
     +-- CheckpointError          a checkpoint is missing or damaged
     +-- TrainingError            a step cannot be taken: a gradient is missing or not finite
 
-Sentence form: *<thing> must be <expected>, got <found> (<where>); <remedy>.* A message names shards, members, sample
-keys, ranks and steps. It never holds an identifier, a date, an input path or report text: whoever catches an error of
-a third-party parser keeps its class name and drops its text.
+Sentence form: *<thing> must be <expected>, got <found> (<where>); <remedy>.* A message names shards, members,
+sample keys, ranks and steps. It never holds an identifier, a date, an input path or report text: whoever
+catches an error of a third-party parser keeps its class name and drops its text.
 """
 
 from __future__ import annotations

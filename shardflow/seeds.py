@@ -1,7 +1,8 @@
 """Derived seeds: one run-level seed, any number of independent streams.
 
-Seeds are never added (``seed + epoch`` of one run is ``seed`` of another); each stream is a labelled hash of all that it
-depends on. The derivation is frozen: changing it changes the order of every epoch (change class ITERATION ORDER).
+Seeds are never added (``seed + epoch`` of one run is ``seed`` of another); each stream is a labelled hash of
+all that it depends on. The derivation is frozen: changing it changes the order of every epoch (change class
+ITERATION ORDER).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ def derive(seed: int, label: str, *counters: int) -> int:
 
     Args:
         seed: Run-level seed, any Python integer.
-        label: What the stream is for, such as ``"epoch-order"``; keeps streams apart that have equal counters.
+        label: What the stream is for, such as ``"epoch-order"``; keeps streams with equal counters apart.
         *counters: Positions the stream depends on, such as epoch, step and micro-batch.
 
     Returns:
-        An integer in ``[0, 2**64)``: the first eight bytes, little-endian, of BLAKE2b over the decimal rendering.
+        An integer in ``[0, 2**64)``: the first eight bytes, little-endian, of BLAKE2b over the decimal text.
 
     Example:
         >>> derive(7, "epoch-order", 0) != derive(8, "epoch-order", 0)

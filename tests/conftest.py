@@ -30,7 +30,8 @@ SKIPPED = pytest.StashKey[set[str]]()
 # Nothing is downloaded in a test, and tokenizers must not start threads before a fork.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Workers share the cores: OpenMP threads that spin for one another make a training step a hundred times slower.
+# Workers share the cores: OpenMP threads that spin for one another make a training step a hundred times
+# slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones and remembers what failed.
@@ -61,6 +62,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SKIPPED] = set()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m fast`` leave out files without such a test: importing them alone may take seconds (torch)."""
+    if config.getoption("markexpr") == "fast" and collection_path.match("test_*.py"):
+        return "mark.fast" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -146,21 +154,18 @@ def _adopt_orphans() -> None:
 
 
 def _children() -> dict[int, str]:
-    """Living children of this process: pid to command line; ended ones are reaped by nobody here."""
+    """Running children of this process, pid to command line; not those that ended and wait to be reaped."""
     children: dict[int, str] = {}
     for listing in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in map(int, listing.read_text().split()):
                 with contextlib.suppress(OSError):
-                    command = (
-                        Path(f"/proc/{pid}/cmdline")
-                        .read_bytes()
-                        .replace(b"\0", b" ")
-                        .decode(errors="replace")
-                    )
-                    # An ended process that nobody waited for has no command line any more.
-                    if command and not any(servant in command for servant in SERVANTS):
-                        children[pid] = command.strip()
+                    # The state follows the name in brackets; what has just begun has no command line yet.
+                    is_ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                    text = command.decode(errors="replace").strip()
+                    if not is_ended and not any(servant in text for servant in SERVANTS):
+                        children[pid] = text
     return children
 
 
@@ -179,7 +184,9 @@ def no_process_left_behind() -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     if left:
-        pytest.fail("processes left behind: " + "; ".join(text[:200] for text in left.values()))
+        pytest.fail(
+            "processes left behind: " + "; ".join(text[:200] or "(starting)" for text in left.values())
+        )
 
 
 # ---- fixtures ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ quick.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.seeds import derive
 from shardflow.shards.canonical import canonical_json, sha256_hex
 from shardflow.shards.codecs import encode_array
 from shardflow.shards.index import FieldLocation, ShardIndex
@@ -51,6 +53,10 @@ def sample_key(number: int) -> str:
     return f"{number:06d}".translate(str.maketrans("0123456789", "abcdefghij")) + "k" * 20
 
 
+def _draw(low: int, high: int, seed: int, number: int, draw: int) -> int:
+    return low + derive(seed, "test-sample", number, draw) % (high - low)
+
+
 def make_sample(
     number: int,
     *,
@@ -71,11 +77,15 @@ def make_sample(
         codec: Of the slices.
         modality: Recorded in ``study.json`` and the facts.
     """
-    rng = np.random.default_rng([seed, number])
-    num_slices = slices if isinstance(slices, int) else int(rng.integers(slices[0], slices[1]))
+    # Not NumPy's generators: their streams may change, and the golden files hold digests of what is made
+    # here.
+    num_slices = slices if isinstance(slices, int) else _draw(slices[0], slices[1], seed, number, 0)
     rows, columns = size
-    text = " ".join(rng.choice(_WORDS, int(rng.integers(4, 12)))) + "."
-    pixels: NDArray[np.int16] = rng.integers(-1000, 1000, (num_slices, rows, columns)).astype(np.int16)
+    words = [_WORDS[_draw(0, len(_WORDS), seed, number, 2 + i)] for i in range(_draw(4, 12, seed, number, 1))]
+    text = " ".join(words) + "."
+    noise = hashlib.shake_128(f"{seed} {number}".encode()).digest(num_slices * rows * columns * 2)
+    values = np.frombuffer(noise, "<u2").reshape(num_slices, rows, columns)
+    pixels: NDArray[np.int16] = (values.astype(np.int32) % 2000 - 1000).astype(np.int16)
     pixels[:, 0, 0] = number * 16 + np.arange(num_slices)
     key = sample_key(number)
     series = {

@@ -76,9 +76,8 @@ class TrainingJob:
         try:
             yield job
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(job._process.pid, signal.SIGKILL)
-            for pid in job._descendants():
+            # Looked up first: once torchrun is gone, nothing says whose its ranks were.
+            for pid in (*job._descendants(), job._process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             job._process.wait()

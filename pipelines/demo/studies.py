@@ -35,7 +35,7 @@ _SHARED_FOLDERS = (
 _NAMES = {"CR": "computed radiography", "CT": "computed tomography", "DX": "digital radiography"}
 _NAMES |= {"MR": "magnetic resonance imaging"}
 _KEYWORDS = ["BodyPartExamined", "Columns", "Modality", "NumberOfFrames", "PixelData", "Rows"]
-_KEYWORDS += ["SeriesInstanceUID", "SliceThickness", "StudyInstanceUID"]
+_KEYWORDS += ["SOPInstanceUID", "SeriesInstanceUID", "SliceThickness", "StudyInstanceUID"]
 # Below this many pixels a side an image counts as a thumbnail; the bundled files hold many.
 _SMALL_PIXELS = 100
 _MANY_SLICES = 16
@@ -71,7 +71,12 @@ def input_folders(repository: Path) -> list[Path]:
 def find_studies(folders: list[Path]) -> dict[str, DemoStudy]:
     """Read headers and collect the studies that get a report, by Study Instance UID."""
     studies: dict[str, DemoStudy] = {}
+    seen: set[str] = set()
     for header in _headers(folders):
+        instance = str(header.get("SOPInstanceUID", ""))
+        if instance in seen:  # one image in several encodings
+            continue
+        seen.add(instance)
         uid, modality = str(header.get("StudyInstanceUID", "")), str(header.get("Modality", ""))
         if not uid or modality not in _NAMES or "PixelData" not in header:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import blosc2  # noqa: F401 - 0.3 s, for which neither the first batch nor every forked worker shall wait
 import cv2
 import numpy as np
 from numpy.typing import NDArray

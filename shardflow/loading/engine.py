@@ -72,7 +72,7 @@ class _Open(Generic[_Result]):
         self.num_left = 0 if ticket is None else ticket.num_parts
         self.result: _Result | None = None
         self.error = error
-        self.is_done = error is not None
+        self.is_done = False
 
 
 class OrderedEngine(Generic[_Result]):
@@ -115,6 +115,7 @@ class OrderedEngine(Generic[_Result]):
         self._held: _Open[_Result] | None = None
         self._num_opened = 0
         self._num_taken = 0
+        self._num_ready = 0
         self._is_opening = False
         self._is_closed = False
         self._buffered_bytes = 0
@@ -142,7 +143,7 @@ class OrderedEngine(Generic[_Result]):
             if self._is_closed or self._num_taken == self._num_tickets:
                 return None
             self._start_threads()
-            self._counters.observe("ready_batches", sum(entry.is_done for entry in self._window))
+            self._counters.observe("ready_batches", self._num_ready)
             self._counters.observe("buffered_bytes", self._buffered_bytes)
             while not (self._window and self._window[0].is_done):
                 left_s = start + self._wait_timeout_s - time.monotonic()
@@ -151,6 +152,7 @@ class OrderedEngine(Generic[_Result]):
                 self._done.wait(left_s)
             entry = self._window.popleft()
             self._num_taken += 1
+            self._num_ready -= 1
             self._buffered_bytes -= entry.num_bytes
             self._work.notify_all()
         self._counters.add("wait", time.monotonic() - start, entry.num_bytes, 1)
@@ -293,6 +295,7 @@ class OrderedEngine(Generic[_Result]):
             entry.error = error
         with self._lock:
             entry.is_done = True
+            self._num_ready += 1
             entry.ticket = None
             if self._window and self._window[0] is entry:
                 self._done.notify_all()

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 
+from shardflow.errors import StateError
 from shardflow.loading.assemble import BatchSource, MicroBatchTicket
 from shardflow.loading.batch import Batch
 from shardflow.loading.engine import OrderedEngine
@@ -25,6 +26,7 @@ class BatchStream(Iterator[Batch]):
 
     def __init__(self, source: BatchSource, numbers: range) -> None:
         config = source.config
+        self._num_left = len(numbers)
         self._engine: OrderedEngine[Batch] = OrderedEngine(
             partial(_open, source, numbers),
             len(numbers),
@@ -44,6 +46,7 @@ class BatchStream(Iterator[Batch]):
         Raises:
             WaitTimeoutError: It did not come in time.
             SampleError: A sample is bad, and the loader is told to raise.
+            StateError: The stream was closed, or ended with an error, before its last micro-batch.
             ShardflowError: A shard cannot be read, or the stream was begun in another process.
         """
         try:
@@ -53,7 +56,14 @@ class BatchStream(Iterator[Batch]):
             raise
         if batch is None:
             self.close()
+            if self._num_left:
+                # StopIteration here would look like the end of the epoch.
+                raise StateError(
+                    f"an iteration must go on to its end, got {self._num_left} micro-batches left of one "
+                    "that was closed or ended with an error; call iter() again."
+                )
             raise StopIteration
+        self._num_left -= 1
         return batch
 
     def close(self) -> None:

@@ -131,7 +131,9 @@ class ExecutionConfig:
     @property
     def resolved_num_processes(self) -> int:
         """Number of processes, with 0 resolved for this machine."""
-        return self.num_processes or len(os.sched_getaffinity(0))
+        if self.num_processes:
+            return self.num_processes
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

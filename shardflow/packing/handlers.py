@@ -13,6 +13,7 @@ from shardflow.errors import SourceError
 from shardflow.packing.assembly import Assembler
 from shardflow.packing.scan import Scanner
 from shardflow.packing.study import StudyPacker
+from shardflow.packing.study_members import StudyRules
 from shardflow.sources.dicom import HeaderLimits, read_header
 
 if TYPE_CHECKING:
@@ -58,10 +59,9 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
         headers=headers,
         reports=Path(setup["reports"]),
         fragments=fragments,
-        key=key,
-        limits=limits,
-        codec=setup["codec"],
-        on_bad_instance=setup["on_bad_instance"],
+        rules=StudyRules(
+            key=key, limits=limits, codec=setup["codec"], on_bad_instance=setup["on_bad_instance"]
+        ),
     )
     assembler = Assembler(output=Path(setup["output"]), fragments=fragments, records=Path(setup["records"]))
 

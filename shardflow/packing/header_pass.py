@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError, StorageError
 from shardflow.packing.inventory import FileTable
-from shardflow.packing.pool import ChildPool, Task, TaskDone
+from shardflow.packing.pool import ChildPool, Failure, Task, TaskDone
 from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
 from shardflow.sources.reasons import Reason
 
@@ -49,16 +49,18 @@ class HeaderPass:
         table = FileTable(len(self.files))
         self.progress.phase("headers", len(self.files))
         starts = list(range(0, len(self.files), BATCH_FILES))
-        troubled = self._scan(table, starts)
+        troubled = sorted(self._scan(table, starts))
         if troubled:
-            for start in sorted(troubled):
-                self._probe(start)
+            self.pool.restart(1)
+            # Alone, most of them succeed: their process was killed for what others did.
+            for start in self._scan(table, troubled):
+                self._find_bad_files(start)
+                if self._scan(table, [start]):
+                    raise ShardflowError(
+                        "a batch of headers must be read without its bad files, got another failure; run the "
+                        "job again, with more execution.memory_bytes if it is small."
+                    )
             self.pool.restart()
-            if self._scan(table, sorted(troubled)):
-                raise ShardflowError(
-                    "the header pass must end with every batch read, got one that failed again without its "
-                    "bad files; run the job again, with more execution.memory_bytes if it is small."
-                )
         return table
 
     def _scan(self, table: FileTable, starts: Sequence[int]) -> list[int]:
@@ -85,19 +87,21 @@ class HeaderPass:
         ]
         return self._task("scan", {"name": batch_name(start), "files": entries}, start)
 
-    def _probe(self, start: int) -> None:
-        """Read the files of a batch one by one, alone, to find and record those that end their process."""
+    def _find_bad_files(self, start: int) -> None:
+        """Read the files of a batch one by one; record those that end two processes."""
         for file in self.files[start : start + BATCH_FILES]:
-            if self._known_reason(file) is not None:
-                continue
-            self.pool.restart(1)
-            self.pool.submit(
-                self._task("probe", {"root": file.root_index, "path": file.relative_path}, start)
-            )
-            done = self.pool.wait()
-            if done.failure is not None:
-                _raise_storage(done)
-                self.recorded.add(self._surrogate(file), file.num_bytes, reason_of_failure(done.failure))
+            if self._known_reason(file) is None and self._probe(file) is not None:
+                self.pool.restart(1)
+                failure = self._probe(file)
+                if failure is not None:
+                    self.recorded.add(self._surrogate(file), file.num_bytes, reason_of_failure(failure))
+
+    def _probe(self, file: DiscoveredFile) -> Failure | None:
+        payload = {"root": file.root_index, "path": file.relative_path}
+        self.pool.submit(self._task("probe", payload, 0))
+        done = self.pool.wait()
+        _raise_storage(done)
+        return done.failure
 
     def _known_reason(self, file: DiscoveredFile) -> Reason | str | None:
         if file.problem is not None or not len(self.recorded):

@@ -26,7 +26,7 @@ from shardflow.packing.plan import build_plan
 from shardflow.packing.pool import ChildPool
 from shardflow.packing.private_ledger import write_private_ledger
 from shardflow.packing.progress import SilentProgress
-from shardflow.packing.publish import created_with, publish, settle
+from shardflow.packing.publish import Settled, created_with, publish, settle
 from shardflow.packing.recorded import RecordedOutcomes
 from shardflow.packing.study_pass import QuarantineLimitError, StudyPass
 from shardflow.packing.summary import PackSummary, Status
@@ -109,14 +109,11 @@ class _Job:
                 study_pass.run(_num_quarantined(files, reports))
                 settled = settle(place, plan, files, reports)
                 study_pass.check_limit(settled.outcomes["quarantined"])
+                _check_samples(settled)
             except QuarantineLimitError:
                 study_pass.decide_exceptions()
                 write_private_ledger(place, plan, discovered, config.inputs.dicom, files, reports)
                 return self._stopped(files, reports, pool)
-        if not settled.samples:
-            raise ConfigError(
-                f"the inputs must hold a study that can be packed, got none ({settled.reasons})."
-            )
         write_private_ledger(place, plan, discovered, config.inputs.dicom, files, reports)
         manifest = publish(place, config, plan, files, reports, settled, self._progress, key_id=key.key_id)
         place.remove_work()
@@ -275,6 +272,17 @@ def _nothing_to_pack(files: FileTable) -> ConfigError:
     return ConfigError(
         f"inputs.dicom must hold DICOM images, got {len(files)} files and none of them ({reasons}); "
         "correct the folders."
+    )
+
+
+def _check_samples(settled: Settled) -> None:
+    """Refuse to publish a dataset without samples."""
+    if settled.samples:
+        return
+    if settled.outcomes["quarantined"]:
+        raise QuarantineLimitError
+    raise ConfigError(
+        f"the inputs must hold a study that can be packed, got none ({settled.reasons}); correct them."
     )
 
 

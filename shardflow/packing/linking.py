@@ -99,7 +99,8 @@ def link_reports(
                     b"" if isinstance(record, BrokenReport) else record.text.encode("utf-8", "surrogatepass")
                 )
                 study = studies.find(key.surrogate("study", record.study_instance_uid))
-                reason = _reason(record, study)
+                reason = _reason(record, text, study)
+                text = text or b""
                 digest = int.from_bytes(hashlib.sha256(bytes([reason]) + text).digest()[:8], "little")
                 surrogate = key.surrogate("input-report", str(record.place))
                 if study != NO_STUDY and reason not in {UNDECIDED, reason_code(Reason.EMPTY_REPORT)}:
@@ -140,10 +141,22 @@ def read_report(spool: Path, offset: int, num_bytes: int) -> bytes:
     return text
 
 
-def _reason(record: ReportRecord | BrokenReport, study: int) -> int:
+def _encode(record: ReportRecord | BrokenReport) -> bytes | None:
+    """Encode a text; None where there is none, or where it holds what UTF-8 cannot say (lone surrogates)."""
+    if isinstance(record, BrokenReport):
+        return None
+    try:
+        return record.text.encode("utf-8")
+    except UnicodeEncodeError:
+        return None
+
+
+def _reason(record: ReportRecord | BrokenReport, text: bytes | None, study: int) -> int:
     if isinstance(record, BrokenReport):
         return reason_code(record.reason)
-    if not record.text.strip():
+    if text is None:
+        return reason_code(Reason.REPORT_UNREADABLE)
+    if not text.strip():
         return reason_code(Reason.EMPTY_REPORT)
     return UNDECIDED if study != NO_STUDY else reason_code(Reason.REPORT_WITHOUT_STUDY)
 

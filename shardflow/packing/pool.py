@@ -186,7 +186,7 @@ class ChildPool:
 
     def _start(self) -> _Child:
         ours, theirs = socket.socketpair()
-        with theirs, self._log_path.open("ab") as log:
+        with theirs, open(self._log_path, "ab", opener=_open_private) as log:
             process = subprocess.Popen(
                 # -P: a folder in the working directory must not shadow a library.
                 [
@@ -290,6 +290,10 @@ class ChildPool:
         # Files appear whole or not at all, so there is nothing that a gentler end would save.
         child.process.kill()
         child.process.wait()
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _describe_exit(code: int | None) -> str:

@@ -229,5 +229,3 @@ def _remove_strangers(place: Workplace, manifest: Manifest) -> None:
         for path in (place.output / folder).glob("*"):
             if f"{folder}/{path.name}" not in named:
                 path.unlink()
-    for path in place.output.glob(".ledger.jsonl.*"):
-        path.unlink()

@@ -45,7 +45,6 @@ class QuarantineLimitError(Exception):
 @dataclass(slots=True)
 class _OpenShard:
     number: int
-    digest: str
     waiting: set[int]
     """Studies that are not packed yet."""
     num_assemblies: int = 0
@@ -114,11 +113,12 @@ class StudyPass:
         self._progress.phase("studies", self._plan.num_studies)
         self._count_quarantined(num_quarantined)
         self._drain()
-        troubled, self._troubled = sorted(self._troubled, key=self._key), []
-        for study in troubled:
-            self._retry_alone(study)
-        self._pool.restart()
-        self._drain()
+        while self._troubled:
+            troubled, self._troubled = sorted(self._troubled, key=self._key), []
+            for study in troubled:
+                self._retry_alone(study)
+            self._pool.restart()
+            self._drain()
 
     def decide_exceptions(self) -> None:
         """Write down what is known of files that are not packed, when the job stops before its end."""
@@ -148,22 +148,18 @@ class StudyPass:
     def _open_shard(self, number: int, *, may_stand: bool) -> None:
         """Make the tasks of a shard: a look at the one that stands, or its studies."""
         shard = self._plan.shards[number]
-        members = [[self._key(study), self._task_digest(study)] for study in shard.studies]
-        digest = _digest([shard.name, members])
-        self._open[number] = _OpenShard(number, digest, set(shard.studies))
+        self._open[number] = _OpenShard(number, set(shard.studies))
         for study in shard.studies:
             self._shard_of[study] = number
         if may_stand and load_record(self._place.records, shard.name) is not None:
-            self._ready.append(self._task("check", {"name": shard.name, "digest": digest}, number))
+            self._ready.append(self._task("check", self._shard_payload(number), number))
             return
         sizes = {study: self._study_bytes(study) for study in shard.studies}
         for study in sorted(shard.studies, key=lambda study: (-sizes[study], self._key(study))):
             self._submit_study(study)
 
     def _submit_study(self, study: int) -> None:
-        reason = (
-            self._recorded.find(self._key(study), self._study_bytes(study)) if len(self._recorded) else None
-        )
+        reason = self._recorded_reason(study)
         if reason is not None:
             self._give_up(study, reason)
             return
@@ -224,10 +220,7 @@ class StudyPass:
         shard.waiting.discard(study)
         if shard.waiting:
             return
-        planned = self._plan.shards[shard.number]
-        members = [[self._key(member), self._task_digest(member)] for member in planned.studies]
-        payload = {"name": planned.name, "digest": shard.digest, "studies": members}
-        self._ready.appendleft(self._task("shard", payload, shard.number))
+        self._ready.appendleft(self._task("shard", self._shard_payload(shard.number), shard.number))
 
     def _retry_alone(self, study: int) -> None:
         """Try a study once more with the machine to itself; a second failure is its outcome."""
@@ -306,6 +299,11 @@ class StudyPass:
         }
         return self._task("study", payload, study)
 
+    def _shard_payload(self, number: int) -> dict[str, Any]:
+        shard = self._plan.shards[number]
+        members = [[self._key(study), self._task_digest(study)] for study in shard.studies]
+        return {"name": shard.name, "digest": _digest([shard.name, members]), "studies": members}
+
     def _task_digest(self, study: int) -> str:
         files = self._files.files_of(study)
         report = self._reports.report_of.get(study)
@@ -318,8 +316,14 @@ class StudyPass:
                 self._files.modified_ns[files].tolist(),
                 self._files.reason[files].tolist(),
                 None if report is None else int(self._reports.digest[report]),
+                self._recorded_reason(study),
             ]
         )
+
+    def _recorded_reason(self, study: int) -> str | None:
+        if not len(self._recorded):
+            return None
+        return self._recorded.find(self._key(study), self._study_bytes(study))
 
     def _task(self, kind: str, payload: Mapping[str, Any], handle: int) -> Task:
         return Task(kind=kind, payload=payload, timeout_s=self._timeout_s, handle=handle)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardflow.errors import ConfigError, StorageError
+from shardflow.storage import is_temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +77,11 @@ class Workplace:
         return self.private / f"inputs-{plan_digest[:16]}.jsonl"
 
     def remove_work(self) -> None:
-        """Remove the work folder and the private spools: the dataset is complete without them."""
+        """Remove the work folder, what killed writers left, and the private spools: nothing needs them."""
+        for folder in (self.output, self.output / "shards", self.output / "samples"):
+            for path in folder.glob("*"):
+                if is_temporary_name(path.name):
+                    path.unlink()
         shutil.rmtree(self.headers, ignore_errors=True)
         self.reports.unlink(missing_ok=True)
         shutil.rmtree(self.work)
@@ -158,7 +163,11 @@ def _check_contents(output: Path) -> None:
         return
     if not output.is_dir():
         raise ConfigError("output must be a folder, got a file; name another place.")
-    foreign = [entry for entry in output.iterdir() if not entry.name.startswith(_OWN_NAMES)]
+    foreign = [
+        entry
+        for entry in output.iterdir()
+        if not entry.name.startswith(_OWN_NAMES) and not is_temporary_name(entry.name)
+    ]
     if foreign:
         raise ConfigError(
             f"output must be new, empty or a dataset, got a folder with {len(foreign)} other entries; "

@@ -7,21 +7,17 @@ into the caller's buffer.
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from typing import Any, NamedTuple
 
-import blosc2
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 
 __all__ = ["decode", "encode", "read_header"]
-
-# By default Blosc2 holds the GIL while it decodes, and threads that decode would wait for each other. The
-# switch is one per process and Blosc2's own.
-blosc2.set_releasegil(True)
 
 # A block is the unit of compression; larger ones compress 1 % better and decode as fast until they leave the
 # second-level cache.
@@ -52,6 +48,7 @@ class _Frame(NamedTuple):
 
 def encode(array: NDArray[Any]) -> bytes:
     """Encode a C-contiguous, little-endian array of at least one element."""
+    blosc2 = _blosc2()
     frame = blosc2.asarray(
         array,
         chunks=array.shape,
@@ -89,6 +86,7 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     frame = _parse(payload)
     if frame.shape != out.shape or frame.dtype != out.dtype:
         raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {frame.dtype} {frame.shape}.")
+    blosc2 = _blosc2()
     try:
         if _is_one_plain_chunk(frame, payload, out.nbytes):
             chunk = payload[frame.chunk_start : frame.chunk_start + frame.chunk_num_bytes]
@@ -98,6 +96,17 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
             out[...] = blosc2.ndarray_from_cframe(bytes(payload))[...]
     except (RuntimeError, ValueError, TypeError) as error:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
+
+
+@functools.cache
+def _blosc2() -> Any:
+    """Import Blosc2 for the first slice: half a second that listing a dataset need not pay."""
+    import blosc2
+
+    # By default Blosc2 holds the GIL while it decodes, and threads that decode would wait for each other. The
+    # switch is one per process and Blosc2's own.
+    blosc2.set_releasegil(True)
+    return blosc2
 
 
 def _block_rows(array: NDArray[Any]) -> int:

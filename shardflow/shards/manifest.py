@@ -174,7 +174,13 @@ def latest_version(store: ByteStore) -> int:
     """
     found = versions(store)
     if not found:
-        raise ManifestError("a dataset must hold a manifest-NNNNNN.json, found none; is the path right?")
+        num_others = len(store.list(""))
+        why = (
+            f"beside {num_others} other files; did packing finish?"
+            if num_others
+            else "nor any file; is the path right?"
+        )
+        raise ManifestError(f"a dataset must hold a manifest-NNNNNN.json, found none {why}")
     return found[-1]
 
 

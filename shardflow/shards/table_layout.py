@@ -131,7 +131,8 @@ def parse_layout(buffer: memoryview, name: str) -> Layout:
         raise TableDamageError(name, 8, "prefix", "a header length that passes the end of the file")
     header = bytes(buffer[PREFIX.size : data_start])
     if crc32c(header) != header_crc:
-        raise TableDamageError(name, PREFIX.size, "header", "another crc32c")
+        # Length and crc32c of the header lie before it, and one of them may be what is wrong.
+        raise TableDamageError(name, len(MAGIC), "header", "another crc32c")
     try:
         fields = json.loads(header)
         columns = _parse_columns(fields["columns"])

@@ -144,6 +144,7 @@ REASONS: dict[Reason, ReasonInfo] = {
     ),
     Reason.WORKER_TIMEOUT: ReasonInfo(Outcome.QUARANTINED, "The study took longer than the limit, twice."),
 }
+"""Reason to outcome class and sentence; docs/dicom.md shows the same table."""
 
 
 def outcome_of(reason: Reason | str) -> Outcome:

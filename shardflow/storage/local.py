@@ -62,6 +62,11 @@ class LocalStore:
         """Cross a process boundary as a place, without descriptors."""
         return type(self), (self.root,)
 
+    def __del__(self) -> None:
+        """Descriptors are plain numbers: nothing else closes them when a store goes out of use."""
+        if hasattr(self, "_descriptors"):
+            self.close()
+
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
 
@@ -114,13 +119,17 @@ class LocalStore:
 
     def list(self, prefix: str) -> list[str]:
         """Return the sorted names that begin with ``prefix``; see `ByteStore.list`."""
-        folder = self.root / prefix.rpartition("/")[0]
-        names = [
-            (Path(where) / name).relative_to(self.root).as_posix()
-            for where, _, files in os.walk(folder)
-            for name in files
-            if not is_temporary_name(name)
-        ]
+        names: list[str] = []
+        for where, folders, files in os.walk(self.root / prefix.rpartition("/")[0]):
+            below = Path(where).relative_to(self.root)
+            # Do not walk through a thousand shards to find a manifest.
+            folders[:] = [
+                folder
+                for folder in folders
+                if f"{(below / folder).as_posix()}/".startswith(prefix)
+                or prefix.startswith(f"{(below / folder).as_posix()}/")
+            ]
+            names += [(below / name).as_posix() for name in files if not is_temporary_name(name)]
         return sorted(name for name in names if name.startswith(prefix))
 
     def close(self) -> None:

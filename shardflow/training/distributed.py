@@ -80,7 +80,8 @@ class Ranks:
             found = f"at least one missing (seen by rank {self.rank})"
             remedy = "rank 0 names the missing ranks in its log"
         else:
-            found, remedy = f"no sign of ranks {match[1]}", "look at the last lines that these ranks logged"
+            names = f"ranks {match[1]}" if "," in match[1] else f"rank {match[1]}"
+            found, remedy = f"no sign of {names}", "look at the last lines that were logged there"
         return (
             f"all {self.world_size} ranks must reach the phase '{phase}' within "
             f"{timeout.total_seconds():g} s, got {found}; {remedy}."
@@ -106,7 +107,7 @@ class Ranks:
         """Give every rank the JSON value of rank 0; the others' ``value`` is ignored."""
         return self.gather_json(value if self.rank == 0 else None)[0]
 
-    def gather_numbers(self, values: Sequence[float]) -> torch.Tensor:
+    def gather_numbers(self, values: Sequence[float], timeout: timedelta) -> torch.Tensor:
         """Give every rank the numbers of every rank.
 
         A gather and not a sum: every rank then adds in the same order, and sees the largest as well as the
@@ -114,10 +115,21 @@ class Ranks:
 
         Returns:
             ``(world_size, len(values))`` float64 on the CPU, in rank order.
+
+        Raises:
+            WaitTimeoutError: a rank did not give its numbers within ``timeout``, or is gone.
         """
         own = torch.tensor(values, dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(gathered, own, group=self.control)
+        work = dist.all_gather(gathered, own, group=self.control, async_op=True)
+        try:
+            if work is not None:
+                work.wait(timeout)
+        except RuntimeError as error:
+            raise WaitTimeoutError(
+                f"every rank must give its numbers of the step within {timeout.total_seconds():g} s, got "
+                f"{type(error).__name__} on rank {self.rank}; look for a rank that ended or hangs."
+            ) from None
         return torch.stack(gathered)
 
     def enter_steady_state(self) -> None:

@@ -62,7 +62,8 @@ def evaluate(
     finally:
         model.train(was_training)
     ranks.meet("evaluation done", ranks.timeouts.control)
-    sums = ranks.gather_numbers([math.fsum(losses), num_tokens, num_samples]).sum(dim=0).tolist()
+    own = [math.fsum(losses), num_tokens, num_samples]
+    sums = ranks.gather_numbers(own, ranks.timeouts.control).sum(dim=0).tolist()
     return EvaluationMetrics(
         global_step=global_step,
         epoch=epoch,

@@ -7,24 +7,29 @@ rank holds: the plan, the settings, and one small exchange a step (sums, waits, 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from shardflow.configs import dump_config
 from shardflow.loading import Batch, Loader
 from shardflow.training.agreement import agree
 from shardflow.training.checkpoint import CheckpointFolder
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import Ranks
 from shardflow.training.evaluate import evaluate
+from shardflow.training.feed import StepFeed
 from shardflow.training.inputs import MicroInputs
-from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
+from shardflow.training.ledger import LedgerWriter
 from shardflow.training.metrics import EvaluationMetrics, MetricsWriter, StepMetrics
 from shardflow.training.model import ReportModel
 from shardflow.training.optimizer import learning_rate, set_learning_rate
@@ -150,7 +155,7 @@ class TrainingLoop:
     def _run_step(self, batches: Iterator[Batch], epoch: int, step: int) -> None:
         parts, config = self.parts, self.parts.config
         started = time.perf_counter()
-        feed = _Feed(batches, parts.make_inputs, config.batch.micro_batches_per_step)
+        feed = StepFeed(batches, parts.make_inputs, config.batch.micro_batches_per_step)
         sums = accumulate_gradients(
             parts.wrapped,
             feed.take(parts.loader.num_micro_batches_per_rank),
@@ -160,7 +165,7 @@ class TrainingLoop:
             autocast=parts.autocast,
         )
         own = [sums.loss, sums.num_tokens, sums.num_samples, feed.wait_s, float(parts.stop.is_set)]
-        by_rank = parts.ranks.gather_numbers(own)
+        by_rank = parts.ranks.gather_numbers(own, self._exchange_timeout)
         loss, num_tokens, num_samples, wait_s, num_stops = by_rank.sum(dim=0).tolist()
         rate = learning_rate(config.optimizer, self.progress.global_step, self.num_steps)
         set_learning_rate(parts.optimizer, rate)
@@ -188,6 +193,12 @@ class TrainingLoop:
                 mean_data_wait_s=wait_s / parts.ranks.world_size,
             )
         )
+
+    @property
+    def _exchange_timeout(self) -> timedelta:
+        """For one exchange of a step; the first one may take longer, it builds the connections."""
+        timeouts = self.parts.ranks.timeouts
+        return timeouts.startup if self.last_step is None else timeouts.steady
 
     def _report(self, metrics: StepMetrics) -> None:
         if self.last_step is None:  # the first exchange has built all connections
@@ -242,7 +253,9 @@ class TrainingLoop:
                     "loader": parts.loader.state_dict(),
                     "masks": _union(masks),
                     "bindings": dict(parts.bindings),
+                    "config_digest": hashlib.sha256(dump_config(parts.config).encode()).hexdigest(),
                     "world_size": parts.ranks.world_size,
+                    "versions": {name: version(name) for name in ("shardflow", "torch", "transformers")},
                 },
                 model=model_tensors(parts.model),
                 optimizer=optimizer_tensors(parts.model, parts.optimizer),
@@ -250,36 +263,6 @@ class TrainingLoop:
             _LOGGER.info("wrote checkpoint %s", name)
         self._saved_step = progress.global_step
         parts.ranks.meet("checkpoint written", parts.ranks.timeouts.control)
-
-
-class _Feed:
-    """Takes a rank's micro-batches of one step from the loader, and notes samples and waits."""
-
-    def __init__(
-        self, batches: Iterator[Batch], make_inputs: Callable[[Batch], MicroInputs], per_step: int
-    ) -> None:
-        self.taken: list[LedgerMicroBatch] = []
-        self.wait_s = 0.0
-        self._batches = batches
-        self._make_inputs = make_inputs
-        self._per_step = per_step
-
-    def take(self, num_micro_batches: int) -> Iterator[tuple[int, MicroInputs]]:
-        for _ in range(num_micro_batches):
-            started = time.perf_counter()
-            batch = next(self._batches, None)
-            self.wait_s += time.perf_counter() - started
-            if batch is None:
-                return
-            if batch.micro < self._per_step:  # fillers belong to the world size, not to the step
-                self.taken.append(
-                    LedgerMicroBatch(
-                        micro=batch.micro,
-                        keys=tuple(batch.keys),
-                        weights=tuple(batch.arrays["weight"].tolist()),
-                    )
-                )
-            yield batch.micro, self._make_inputs(batch)
 
 
 def _run_length(config: TrainConfig, steps_per_epoch: int) -> int:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from shardflow.errors import CheckpointError, ConfigError
 from shardflow.training.checkpoint import Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
@@ -106,6 +107,8 @@ def train_on(
         # Of its own checkpoints a run needs no second copy; another run's is not in its folder yet.
         is_saved = checkpoint is not None and checkpoint.name in checkpoints.names()
         loop = TrainingLoop(parts, progress, on_step, is_saved=is_saved)
+        resumed_from = checkpoint.name if checkpoint else None
+        del checkpoint  # the model and the optimizer hold its tensors now
         outcome = loop.run()
         return TrainSummary(
             outcome=outcome,
@@ -113,7 +116,7 @@ def train_on(
             rank=ranks.rank,
             world_size=ranks.world_size,
             attempt=decision.attempt,
-            resumed_from=checkpoint.name if checkpoint else None,
+            resumed_from=resumed_from,
             damaged_checkpoints=len(decision.damaged),
             global_step=progress.global_step,
             num_steps=loop.num_steps,
@@ -127,15 +130,22 @@ def train_on(
 def _decide(
     config: TrainConfig, ranks: Ranks, checkpoints: CheckpointFolder, stack: ExitStack
 ) -> StartDecision:
-    """Let rank 0 lock the run folder and choose the start, then tell everybody."""
-    decision: StartDecision | None = None
+    """Let rank 0 lock the run folder and choose the start, then tell everybody, a refusal included."""
+    told: dict[str, Any] = {}
     if ranks.rank == 0:
-        stack.callback(RunLock(config.run.output).release)
-        checkpoints.remove_unfinished()
-        decision = decide_start(config, checkpoints)
+        try:
+            stack.callback(RunLock(config.run.output).release)
+            checkpoints.remove_unfinished()
+            told["decision"] = decide_start(config, checkpoints).to_json()
+        except (ConfigError, CheckpointError) as error:
+            told[type(error).__name__] = error.message
     # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.
     ranks.meet("choosing a checkpoint", ranks.timeouts.startup)
-    return StartDecision.from_json(ranks.from_first(decision.to_json() if decision else None))
+    told = ranks.from_first(told)
+    for kind in (ConfigError, CheckpointError):
+        if kind.__name__ in told:
+            raise kind(told[kind.__name__])
+    return StartDecision.from_json(told["decision"])
 
 
 def _progress(checkpoint: Checkpoint | None) -> LoopProgress:

@@ -62,8 +62,9 @@ def _problems_of(module: Path) -> Iterator[str]:
         yield "must open with a docstring"
     if DRAWERS & {module.stem, *module.parent.parts}:
         yield "must be named for its one idea"
+    imported = _imported(tree)
     for dependency, places in PLACES.items():
-        if dependency in _imported(tree) and not module.as_posix().startswith(places or ("-",)):
+        if dependency in imported and not module.as_posix().startswith(places or ("-",)):
             yield f"must not import {dependency}"
     yield from _problems_of_names(tree)
 

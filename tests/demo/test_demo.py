@@ -6,11 +6,13 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pipelines.demo.check import first_difference, planned_sequence
+from pipelines.demo.launch import TrainingJob
 from pipelines.demo.studies import GENERATED, find_studies, input_folders, write_reports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -63,7 +65,6 @@ def test_every_report_is_generated_and_tells_of_its_own_study(tmp_path: Path) ->
     assert len(set(rows.values())) > len(rows) // 2
 
 
-@pytest.mark.fast
 def test_folder_of_somebody_else_is_not_emptied(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
     done = subprocess.run(
@@ -76,6 +77,21 @@ def test_folder_of_somebody_else_is_not_emptied(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
+
+
+def test_job_that_is_broken_off_leaves_nothing_behind(tmp_path: Path) -> None:
+    """As torchrun does, the job starts a process in a session of its own; the guard in conftest sees it."""
+
+    def break_off() -> None:
+        code = "import subprocess; subprocess.run(['sleep', '60'], start_new_session=True)"
+        command, log = ["python", "-c", code], tmp_path / "log"
+        with TrainingJob.start(command, run=tmp_path, log=log, folder=tmp_path) as job:
+            while not job._descendants():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        break_off()
 
 
 @pytest.mark.slow

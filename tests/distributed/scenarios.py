@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.epochs import BatchSpec
-from shardflow.errors import RanksDisagreeError, ShardflowError
+from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
 from shardflow.shards import Dataset
 from shardflow.training import prepare
@@ -43,6 +43,7 @@ from tests.tiny_runs import TinyInput, tiny_config
 
 Result = dict[str, Any]
 WORLD_SIZES = (1, 2, 3, 4)
+WAIT = timedelta(seconds=60)
 NUM_EPOCHS = 4  # of 6 steps
 SETTINGS = (f"run.num_epochs={NUM_EPOCHS}",)
 
@@ -58,7 +59,7 @@ class Stage:
         self._groups = {size: (self._group(size), self._group(size)) for size in WORLD_SIZES}
 
     def _group(self, size: int) -> dist.ProcessGroup:
-        group = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=60))
+        group = dist.new_group(list(range(size)), backend="gloo", timeout=WAIT)
         return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD  # type: ignore[return-value]
 
     def first(self, size: int) -> Ranks | None:
@@ -137,7 +138,7 @@ def step_gradients(stage: Stage) -> Result:
                     position=(11, 0, step),
                     autocast=None,
                 )
-                num_tokens = float(ranks.gather_numbers([sums.num_tokens])[:, 0].sum())
+                num_tokens = float(ranks.gather_numbers([sums.num_tokens], WAIT)[:, 0].sum())
                 tokens.append(num_tokens)
                 gradients = {
                     name: parameter.grad / num_tokens
@@ -195,7 +196,7 @@ def elastic(stage: Stage) -> Result:
     for size, stop_after in ((4, 5), (2, 11), (3, 14), (1, None)):
         summary = stage.train(stage.first(size), "elastic", stop_after=stop_after)
         resumed.append(summary and summary.to_json())
-        stage.ranks.meet("next world size", timedelta(seconds=60))
+        stage.ranks.meet("next world size", WAIT)
     return {"starts": resumed}
 
 
@@ -209,13 +210,31 @@ def disagreement(stage: Stage) -> Result:
     return {"message": None}
 
 
+def disagreeing_runs(stage: Stage) -> Result:
+    """Rank 1 was started with another length."""
+    try:
+        stage.train(stage.ranks, "disagreeing", f"run.max_steps={9 if stage.ranks.rank == 1 else 10}")
+    except RanksDisagreeError as error:
+        return {"message": error.message}
+    return {"message": None}
+
+
+def refused_start(stage: Stage) -> Result:
+    """Rank 0 alone looks at the run folder; what it finds wrong, all say."""
+    try:
+        stage.train(stage.ranks, "whole", "run.resume=never")
+    except ConfigError as error:
+        return {"message": error.message}
+    return {"message": None}
+
+
 def exchange(stage: Stage) -> Result:
     """JSON of unequal sizes, and numbers, from every rank to every rank."""
     rank = stage.ranks.rank
     return {
         "json": stage.ranks.gather_json({"rank": rank, "text": "\u00e9" * rank * 100, "nothing": None}),
         "first": stage.ranks.from_first({"rank": rank}),
-        "numbers": stage.ranks.gather_numbers([rank, 0.1]).tolist(),
+        "numbers": stage.ranks.gather_numbers([rank, 0.1], WAIT).tolist(),
     }
 
 
@@ -231,6 +250,19 @@ def slow_preparation(stage: Stage) -> Result:
     numbers = torch.ones(1)
     dist.all_reduce(numbers, group=group)
     return {"sum": numbers.item()}
+
+
+def silent_rank(stage: Stage) -> Result:
+    """Rank 3 gives its numbers too late; leaves its group broken."""
+    ranks = replace(stage.ranks, control=dist.new_group(backend="gloo", timeout=WAIT))
+    started = time.perf_counter()
+    if ranks.rank == 3:
+        time.sleep(3)
+    try:
+        ranks.gather_numbers([1.0], timedelta(seconds=1))
+    except WaitTimeoutError as error:
+        return {"message": error.message, "wait_s": time.perf_counter() - started}
+    return {"message": None}
 
 
 def missing_rank(stage: Stage) -> Result:
@@ -255,15 +287,17 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
     resumed_at_four,
     resumed_at_four_without_warm_up,
     elastic,
+    disagreeing_runs,
+    refused_start,
     slow_preparation,
+    silent_rank,
     missing_rank,
 )
 
 
 def main() -> None:
     source, output = Path(sys.argv[1]), Path(sys.argv[2])
-    wait = timedelta(seconds=60)
-    with join_ranks("cpu", Timeouts(startup=wait, steady=wait, control=wait)) as ranks:
+    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
         stage = Stage(ranks, TinyInput(source), output)
         results: Result = {}
         for scenario in SCENARIOS:
@@ -271,7 +305,7 @@ def main() -> None:
             results[scenario.__name__] = scenario(stage)
             results[scenario.__name__]["elapsed_s"] = time.perf_counter() - started
             if scenario is not missing_rank:
-                ranks.meet(f"end of {scenario.__name__}", wait)
+                ranks.meet(f"end of {scenario.__name__}", WAIT)
         (output / f"rank-{ranks.rank}.json").write_text(json.dumps(results), encoding="utf-8")
 
 

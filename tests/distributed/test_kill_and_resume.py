@@ -44,7 +44,7 @@ def wait_for_step(running: Job, run: Path, number: int) -> None:
 
 
 def test_killed_rank_costs_nothing(scenarios: Scenarios, tmp_path: Path) -> None:
-    """Four ranks, SIGKILL in the midst of an epoch, a restart by torchrun: equal to a run that nobody touched.
+    """Four ranks, SIGKILL amid an epoch, a restart by torchrun: equal to a run that nobody touched.
 
     The scenarios' ``whole`` run has the same settings, apart from its folder.
     """
@@ -65,7 +65,7 @@ def test_killed_rank_costs_nothing(scenarios: Scenarios, tmp_path: Path) -> None
     assert differing_weights(run, whole) == []
 
 
-def test_stop_signal_ends_with_a_checkpoint_and_one_rank_goes_on(tiny: TinyInput, tmp_path: Path) -> None:
+def test_stop_signal_leaves_a_checkpoint_and_one_rank_goes_on(tiny: TinyInput, tmp_path: Path) -> None:
     """SIGTERM to torchrun reaches both ranks; what they did is kept, and one rank alone ends the run."""
     run = tmp_path / "run"
     # 100 epochs would take minutes; the signal comes after a few steps, and the second start is told to end

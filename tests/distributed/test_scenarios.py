@@ -32,6 +32,17 @@ def test_ranks_that_disagree_are_named_with_their_values_on_every_rank(scenarios
         assert "seed" not in result["message"]
 
 
+def test_run_that_ranks_disagree_on_ends_before_its_first_step(scenarios: Scenarios) -> None:
+    for result in scenarios.of("disagreeing_runs"):
+        assert "steps of the run 10 on ranks 0, 2, 3 but 9 on rank 1" in result["message"]
+    assert read_ledger(scenarios.output / "disagreeing", committed_only=False) == []
+
+
+def test_refusal_of_rank_0_is_every_ranks_error(scenarios: Scenarios) -> None:
+    for result in scenarios.of("refused_start"):
+        assert "run.resume is 'never'" in result["message"]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("step", range(4))
 def test_step_gradient_is_the_same_on_any_number_of_ranks(
@@ -102,10 +113,16 @@ def test_long_preparation_trips_no_timeout(scenarios: Scenarios) -> None:
     assert [result["sum"] for result in scenarios.of("slow_preparation")] == [4.0] * 4
 
 
+def test_exchange_of_a_step_has_a_deadline_of_its_own(scenarios: Scenarios) -> None:
+    for result in scenarios.of("silent_rank")[:3]:
+        assert "within 1 s" in result["message"]
+        assert result["wait_s"] < 2.5
+
+
 def test_missing_rank_is_named_with_the_phase(scenarios: Scenarios) -> None:
     messages = [result["message"] for result in scenarios.of("missing_rank")]
     assert messages[0] is not None
-    assert "'checkpoint written' within 1 s, got no sign of ranks 3" in messages[0]
+    assert "'checkpoint written' within 1 s, got no sign of rank 3;" in messages[0]
     for message in messages[1:3]:
         assert message is not None
         assert message.startswith("WaitTimeoutError")

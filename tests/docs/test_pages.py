@@ -45,13 +45,27 @@ def test_blocks_with_commands_are_marked_sh() -> None:
     assert not unmarked, f"mark these blocks sh, so that they are run: {unmarked}"
 
 
-def test_paths_of_the_code_map_exist() -> None:
-    """ARCHITECTURE.md and CONTRIBUTING.md name folders and files of the tree; each is there."""
-    named = re.compile(r"(?<![\w/<])((?:tests|docs|pipelines|shardflow)/[\w/.-]*[\w/])")
+def test_paths_that_pages_name_exist() -> None:
+    """The front pages name folders and files of the tree; each is there."""
+    named = re.compile(r"(?<![\w/<.])((?:tests|docs|pipelines|shardflow)/[\w/.-]*[\w/])")
     missing = {
         f"{page}: {path}"
         for page in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
         for path in named.findall((REPOSITORY / page).read_text(encoding="utf-8"))
         if not Path(REPOSITORY, path).exists()
     }
+    assert not missing
+
+
+def test_every_invariant_names_tests_that_exist() -> None:
+    page = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Z]\d) \| .* \| (.*) \|$", page, re.MULTILINE)
+    contracts = {number for number, _ in rows}
+    assert contracts >= {f"P{number}" for number in range(1, 8)} | {f"S{number}" for number in range(1, 10)}
+    missing = [
+        f"{number}: {name}"
+        for number, tests in rows
+        for name in tests.split(", ")
+        if not (REPOSITORY / "tests" / f"{name}.py").is_file() and not (REPOSITORY / "tests" / name).is_dir()
+    ]
     assert not missing

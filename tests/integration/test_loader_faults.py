@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 import traceback
@@ -24,10 +25,11 @@ from shardflow.errors import (
     ManifestError,
     NotFoundError,
     SampleError,
+    StateError,
     StorageError,
     WaitTimeoutError,
 )
-from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView
+from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView, World
 from shardflow.shards import Dataset
 from shardflow.storage import ByteRange
 from tests.factories import MadeSample, make_dataset, make_sample
@@ -126,6 +128,37 @@ def test_the_bound_on_bad_samples_stops_the_run(url: str) -> None:
     with pytest.raises(SampleError, match="at most 0, got 1"):
         list(_loader(Dataset.open(url), max_bad_samples=0))
     assert not loader_threads()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_never_disagree_on_steps_whatever_is_damaged(url: str, seed: int) -> None:
+    """R9: any damage, any world size: every rank yields ``len(loader)``, and only the damaged are masked."""
+    rng = random.Random(seed)
+    dataset = Dataset.open(url)
+    damaged = set(rng.sample(range(NUM_SAMPLES), rng.randint(1, NUM_SAMPLES)))
+    for row in damaged:
+        path, offset, num_bytes = locate(dataset, row, rng.choice(["report.txt", "s000.i0000", "s000.i0001"]))
+        flip_bit(path, offset + rng.randrange(num_bytes), bit=rng.randrange(8))
+    spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
+    config = LoaderConfig(view=VIEW, num_threads=rng.randint(1, 3), prefetch_bytes=rng.choice([1, 10**6]))
+    for world_size in range(1, 5):
+        weights: Counter[int] = Counter()
+        lengths = set()
+        for rank in range(world_size):
+            world = World(rank=rank, world_size=world_size)
+            loader = Loader(
+                Dataset.open(url), split="train", spec=spec, seed=seed, world=world, config=config
+            )
+            batches = list(loader)
+            lengths.add((len(batches), len(loader)))
+            for batch in batches:
+                for row, weight in zip(
+                    batch.arrays["row"].tolist(), batch.arrays["weight"].tolist(), strict=True
+                ):
+                    weights[row] += int(weight)
+        assert len(lengths) == 1
+        assert len(set(lengths.pop())) == 1
+        assert {row for row, weight in weights.items() if weight == 1} == set(range(NUM_SAMPLES)) - damaged
 
 
 def test_masks_of_a_checkpoint_are_masked_again_without_reading(url: str, tmp_path: Path) -> None:
@@ -352,11 +385,14 @@ def test_a_stalled_read_ends_in_an_error_that_names_shard_stage_and_tier(url: st
     loader = _loader(dataset, wait_timeout_s=0.2)
     start = time.monotonic()
     threading.Timer(0.6, release.set).start()
+    iterator = iter(loader)
     with pytest.raises(
         WaitTimeoutError, match=r"within 0\.2 s.*stage read of shard train-000001, tier local for 0\.\d s"
     ):
-        list(loader)
+        list(iterator)
     assert time.monotonic() - start < 10
+    with pytest.raises(StateError, match="micro-batches left"):
+        next(iterator)  # which is no end of the epoch
     # The position is where it was, and the loader can be asked again once the storage answers.
     assert sum(1 for _ in loader) <= len(loader)
     assert not loader_threads()

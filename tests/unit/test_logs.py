@@ -86,8 +86,8 @@ def test_exceptions_are_logged_without_their_text() -> None:
 def test_foreign_text_is_shown_where_there_is_no_patient_data() -> None:
     stream = io.StringIO()
     configure_logging(stream=stream)
-    logging.getLogger("torch").warning("a hint")
-    assert "WARNING torch: a hint" in stream.getvalue()
+    logging.getLogger("elsewhere").warning("a hint")
+    assert "WARNING elsewhere: a hint" in stream.getvalue()
 
 
 def test_described_exceptions_hold_our_text_only() -> None:
@@ -105,11 +105,14 @@ def test_described_exceptions_hold_our_text_only() -> None:
 
 
 def test_a_suppressed_context_is_not_described() -> None:
-    with pytest.raises(ConfigError) as caught:
+    def fail() -> None:
         try:
             raise KeyError("x")
         except KeyError:
             raise ConfigError("ours.") from None
+
+    with pytest.raises(ConfigError) as caught:
+        fail()
     assert "KeyError" not in describe_exception(caught.value)
 
 

@@ -8,6 +8,7 @@ from shardflow.sources.dicom.attributes import AttributeValue, read_attributes
 from shardflow.sources.dicom.description import ImageDescription
 from shardflow.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.sources.dicom.display import DisplayRange
+from shardflow.sources.dicom.flags import FLAGS
 from shardflow.sources.dicom.geometry import StackGeometry
 from shardflow.sources.dicom.header_json import header_from_json, header_to_json
 from shardflow.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
@@ -19,6 +20,7 @@ from shardflow.sources.dicom.stacks import SliceRef, Stack, StackKind
 from shardflow.sources.dicom.units import SliceForm, form_of
 
 __all__ = [
+    "FLAGS",
     "AttributeValue",
     "BrokenInstance",
     "Copy",

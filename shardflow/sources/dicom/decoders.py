@@ -98,8 +98,24 @@ def decode_frame(data: bytes, image: ImageDescription, transfer_syntax_uid: str)
         except Exception as error:  # noqa: BLE001 - any error of a decoder means: try the next one
             failures.append(f"{name}: {type(error).__name__}")
         else:
-            return array, name
+            return _extend_sign(array, image) if transfer_syntax_uid != RLE else array, name
     raise source_error(Reason.DECODE_FAILED, "; ".join(failures))
+
+
+def _extend_sign(array: Array, image: ImageDescription) -> Array:
+    """Extend the sign of stored bits that lie as they are in a codestream of more bits.
+
+    JPEG-LS has no sign at all and JPEG 2000 is often written without it; pydicom 3.0 extends from the
+    precision of the codestream, so a negative value of 12 bits in a codestream of 16 stays positive. Values
+    that need more bits than the header says are left alone: there the codestream is right.
+    """
+    if not image.is_signed or image.bits_stored == 8 * array.dtype.itemsize:
+        return array
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest < 0 or not 1 << (image.bits_stored - 1) <= highest < 1 << image.bits_stored:
+        return array
+    unused = 8 * array.dtype.itemsize - image.bits_stored
+    return np.right_shift(np.left_shift(array, unused), unused)
 
 
 def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid: str) -> None:

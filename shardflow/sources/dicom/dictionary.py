@@ -18,6 +18,7 @@ __all__ = [
     "NATIVE_SYNTAXES",
     "RLE",
     "SECONDARY_CLASSES",
+    "STATED_UNITS",
 ]
 
 _STORAGE = "1.2.840.10008.5.1.4.1.1."
@@ -64,6 +65,12 @@ EXPLICIT_LITTLE = "1.2.840.10008.1.2.1"
 DEFLATED = "1.2.840.10008.1.2.1.99"
 EXPLICIT_BIG = "1.2.840.10008.1.2.2"
 RLE = "1.2.840.10008.1.2.5"
+
+STATED_UNITS = frozenset(
+    {"BQML", "CM2ML", "CNTS", "GML", "MLMING", "MLMINML", "PROPCNTS", "STDDEV", "UMOLML"}  # (0054,1001) Units
+    | {"ED", "EDW", "HU", "HU_MOD", "MGML", "OD", "PCT", "Z_EFF"}  # (0028,1054) Rescale Type
+)
+"""Units that a file may state for its values; other words, and "unspecified" ones, are no unit."""
 
 NATIVE_SYNTAXES = frozenset({IMPLICIT_LITTLE, EXPLICIT_LITTLE, DEFLATED, EXPLICIT_BIG})
 """Pixels lie in the file as they are."""

@@ -18,6 +18,7 @@ from shardflow.sources.dicom.dictionary import (
     IMAGE_CLASSES,
     MEDIA_DIRECTORY,
     NATIVE_SYNTAXES,
+    STATED_UNITS,
 )
 from shardflow.sources.dicom.elements import read_elements
 from shardflow.sources.dicom.limits import HeaderLimits
@@ -25,7 +26,7 @@ from shardflow.sources.dicom.planes import PLANE_TAGS, PlaneHeader, read_planes
 from shardflow.sources.dicom.walk import FileElements
 from shardflow.sources.reasons import Reason, source_error
 
-__all__ = ["BrokenInstance", "InstanceHeader", "read_header"]
+__all__ = ["UNKNOWN_UNIT", "BrokenInstance", "InstanceHeader", "read_header"]
 
 _SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
     0x00080016,
@@ -56,6 +57,9 @@ _WANTED = (
 _SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
 _DEFAULT_LIMITS = HeaderLimits()
 
+UNKNOWN_UNIT = "OTHER"
+"""Stands for a unit that is stated and not on the list."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstanceHeader:
@@ -82,7 +86,7 @@ class InstanceHeader:
     detector_spacing: tuple[float, float] | None
     """(0018,1164) *Imager Pixel Spacing*: on the detector, between rows and between columns, mm."""
     unit: str
-    """(0028,1054) *Rescale Type* or (0054,1001) *Units*, as stated."""
+    """(0028,1054) *Rescale Type* or (0054,1001) *Units*: a known one, `UNKNOWN_UNIT`, or ``""``: absent."""
     window_function: str
     """(0028,1056) *VOI LUT Function*."""
     padding: tuple[int, int] | None
@@ -190,7 +194,7 @@ def _read_instance(
         slice_location=_single(values.decimals(elements, _LOCATION)),
         spacing_between_slices=_single(values.decimals(elements, _BETWEEN_SLICES)),
         detector_spacing=(detector[0], detector[1]) if detector and min(detector) > 0 else None,
-        unit=(values.code(elements, _RESCALE_TYPE) or values.code(elements, _UNITS)).upper(),
+        unit=_unit(elements),
         window_function=values.code(elements, _VOI_FUNCTION).upper(),
         padding=_padding(elements, is_signed=image.is_signed),
         has_modality_lut=bool(elements.items(_MODALITY_LUT)),
@@ -269,6 +273,12 @@ def _padding(elements: FileElements, *, is_signed: bool) -> tuple[int, int] | No
         *values.integers(elements, _PADDING_LIMIT, is_signed=is_signed)[:1],
     ]
     return (min(bounds), max(bounds)) if bounds and _PADDING in elements.values else None
+
+
+def _unit(elements: FileElements) -> str:
+    """The unit that the file states, if it is one that we know; free text goes no further."""
+    stated = (values.code(elements, _RESCALE_TYPE) or values.code(elements, _UNITS)).upper()
+    return stated if stated in STATED_UNITS or not stated else UNKNOWN_UNIT
 
 
 def _is_localizer(elements: FileElements, image_type: tuple[str, ...]) -> bool:

@@ -9,24 +9,23 @@ from collections.abc import Iterator
 
 __all__ = ["third_party_silence"]
 
+_NOTHING = logging.CRITICAL + 1
+
 
 @contextlib.contextmanager
 def third_party_silence() -> Iterator[None]:
-    """Drop every warning and every pydicom log record inside the block.
+    """Drop every warning and every log record of pydicom inside the block.
 
     What matters in them is found by our own checks and comes back as a flag or a reason; their text (pydicom
     writes ``Invalid value for VR UI: '<the value>'``) may hold identifiers. Exceptions pass: the caller keeps
-    their class and drops their text.
+    their class and drops their text. Warning filters belong to the process, so use one thread a process here.
     """
     logger = logging.getLogger("pydicom")
-    was_propagating = logger.propagate
-    silence = logging.NullHandler()
-    logger.addHandler(silence)
-    logger.propagate = False
+    level = logger.level
+    logger.setLevel(_NOTHING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.propagate = was_propagating
-        logger.removeHandler(silence)
+        logger.setLevel(level)

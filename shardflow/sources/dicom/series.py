@@ -108,11 +108,12 @@ def _build_study(instances: Sequence[InstanceHeader]) -> Study:
     )
 
 
-def _preference(header: InstanceHeader) -> tuple[str, bool, int, str, int]:
+def _preference(header: InstanceHeader) -> tuple[str, bool, int, int, str, int]:
     """Which of several files with one identifier is kept: the smallest; its place decides between equals."""
     return (
         header.sop_instance_uid,
         not header.is_native,
+        len(header.flags),
         -header.num_bytes,
         header.series_instance_uid,
         header.file_index,

@@ -142,6 +142,11 @@ def _native_frame(data: bytes, header: InstanceHeader) -> Array:
 
 def _unusual_frame(data: bytes, header: InstanceHeader, frame: int) -> Array:
     image = header.image
+    if image.bits_allocated == 1:
+        # Frames follow each other bit by bit; their ends are no ends of bytes.
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+        size = image.rows * image.columns
+        return bits[frame * size : (frame + 1) * size].reshape(image.rows, image.columns)
     try:
         with third_party_silence():
             array, _ = get_decoder(header.transfer_syntax_uid).as_array(

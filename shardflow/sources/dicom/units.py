@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardflow.sources.dicom.description import ImageDescription
+from shardflow.sources.dicom.dictionary import STATED_UNITS
 from shardflow.sources.dicom.headers import InstanceHeader
 
 __all__ = ["AIR_HU", "SliceForm", "form_of"]
@@ -29,10 +30,6 @@ _RANGES = {
     "uint16": (0, (1 << 16) - 1),
     "int32": (-(1 << 31), (1 << 31) - 1),
 }
-_STATED_UNITS = frozenset(
-    {"BQML", "CM2ML", "CNTS", "GML", "MLMING", "MLMINML", "PROPCNTS", "STDDEV", "UMOLML"}  # (0054,1001) Units
-    | {"ED", "EDW", "HU_MOD", "MGML", "OD", "PCT", "Z_EFF"}  # (0028,1054) Rescale Type
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +108,7 @@ def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
     units = {fact.unit for fact in facts}
     return SliceForm(
         dtype=_smallest(low, high) if all(fact.is_integral for fact in facts) else "float32",
-        unit=units.pop() if len(units) == 1 and units <= _STATED_UNITS else "raw",
+        unit=units.pop() if len(units) == 1 and units <= STATED_UNITS - {"HU"} else "raw",
         mirror=low + high if is_mirrored else None,
     )
 

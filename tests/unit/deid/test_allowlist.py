@@ -25,14 +25,14 @@ FREE_TEXT = [
 
 @pytest.mark.parametrize("text", FREE_TEXT)
 def test_no_listed_attribute_lets_free_text_through(text: str) -> None:
-    attributes = {keyword: (text,) for keyword in KEYWORDS}
+    attributes = dict.fromkeys(KEYWORDS, (text,))
     assert allow_technical(attributes) == {"has_contrast": True}
     assert allow_patient(attributes) == {"age_years": None, "sex": None}
 
 
 @given(st.text(min_size=3))
 def test_text_leaves_only_as_a_word_of_a_vocabulary(text: str) -> None:
-    for value in allow_technical({keyword: (text,) for keyword in _RULES}).values():
+    for value in allow_technical(dict.fromkeys(_RULES, (text,))).values():
         words = value if isinstance(value, list) else [value]
         assert all(isinstance(word, str) and word.isascii() and len(word) <= 20 for word in words)
 

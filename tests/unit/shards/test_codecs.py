@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -258,3 +260,9 @@ def test_decoding_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     decode_array("b2nd", encode_array("b2nd", np.arange(256, dtype="<i2").reshape(16, 16)))
     assert calls == [{"nthreads": 1}]
     assert blosc2.set_releasegil(True) is True  # returns the value before
+
+
+def test_what_decodes_nothing_imports_no_blosc2() -> None:
+    """Half a second of every `shardflow info`."""
+    code = "import sys, shardflow.shards; sys.exit('blosc2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

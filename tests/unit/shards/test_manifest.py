@@ -113,14 +113,14 @@ def test_unreadable_manifests_say_so() -> None:
 
 
 def test_no_folder_and_no_manifest_say_so(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ManifestError, match="found none; is the path right"):
+    with pytest.raises(ManifestError, match="found none nor any file; is the path right"):
         load(LocalStore(tmp_path / "nothing"))
     with pytest.raises(
         ManifestError, match=r"manifest-000007\.json must exist, found none; versions here: \[1\]"
     ):
         load(LocalStore(folder), 7)
     (folder / "manifest-000001.json").unlink()
-    with pytest.raises(ManifestError, match="found none"):
+    with pytest.raises(ManifestError, match="found none beside 8 other files; did packing finish"):
         latest_version(LocalStore(folder))
 
 

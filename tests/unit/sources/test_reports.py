@@ -28,8 +28,15 @@ def _plain(found: list[ReportRecord | BrokenReport]) -> list[tuple[object, ...]]
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_csv_reads_quoted_text_over_lines(tmp_path: Path, mark: bytes, end: str) -> None:
     table = tmp_path / "reports.csv"
-    text = f'study_instance_uid,extra,text{end}1.2,x,"No, ""none"".{end}Second line."{end}{end} 1.3 ,y,H\u00e4matom{end}'
-    table.write_bytes(mark + text.encode("utf-8"))
+    lines = [
+        "study_instance_uid,extra,text",
+        '1.2,x,"No, ""none"".',
+        'Second line."',
+        "",
+        " 1.3 ,y,H\u00e4matom",
+        "",
+    ]
+    table.write_bytes(mark + end.join(lines).encode("utf-8"))
     assert _plain(load_reports(table, "csv")) == [
         (2, "1.2", 'No, "none".\nSecond line.'),
         (5, "1.3", "H\u00e4matom"),

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,20 @@ def test_no_more_descriptors_stay_open_than_asked(tmp_path: Path) -> None:
     assert _open_descriptors(tmp_path) == 0
     assert store.read("o1") == b"x"
     store.close()
+
+
+def test_a_store_out_of_use_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    for _ in range(20):
+        store = LocalStore(tmp_path)
+        if not store.list("a"):
+            store.put_new("a", CONTENT)
+        view = store.map("a")
+        assert store.read("a") == CONTENT
+        del store
+    assert view == CONTENT
+    del view
+    gc.collect()
+    assert _open_descriptors(tmp_path) == 0
 
 
 def test_a_descriptor_in_use_survives_its_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +149,25 @@ def test_unfinished_files_are_not_listed(tmp_path: Path) -> None:
     store.put_new("a", b"")
     (tmp_path / ".b.0123456789abcdef.tmp").write_bytes(b"half")
     assert store.list("") == ["a"]
+
+
+def test_a_listing_looks_only_where_the_prefix_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    for path in ("manifest-1", "manifest-old/a", "shards/a/b", "shards/c"):
+        store.put_new(path, b"")
+    walked: list[str] = []
+    real = os.scandir
+
+    def scan(path: str) -> Any:
+        walked.append(Path(path).relative_to(tmp_path).as_posix())
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert store.list("manifest-") == ["manifest-1", "manifest-old/a"]
+    assert walked == [".", "manifest-old"]
+    walked.clear()
+    assert store.list("shards/a") == ["shards/a/b"]
+    assert walked == ["shards", "shards/a"]
 
 
 def test_a_url_opens_a_folder(tmp_path: Path) -> None:

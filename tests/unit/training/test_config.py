@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -69,6 +71,16 @@ def test_settings_survive_being_written_and_read(tmp_path: Path) -> None:
 def test_wrong_setting_is_refused_by_name(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, override)
+
+
+def test_docs_name_every_setting() -> None:
+    page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    for table in fields(TrainConfig):
+        heading = page.index(f"| `[{table.name}]` |")
+        section = page[heading : page.index("\n\n", heading)]
+        settings = get_type_hints(TrainConfig)[table.name]
+        for setting in fields(settings):
+            assert f"`{setting.name}`" in section, f"{table.name}.{setting.name}"
 
 
 def test_there_are_recipes() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from shardflow.errors import (
     StateError,
     TrainingError,
 )
-from shardflow.shards import Dataset
+from shardflow.shards import Dataset, manifest
+from shardflow.storage import LocalStore
 from shardflow.training.checkpoint import read_checkpoint
 from shardflow.training.ledger import LedgerStep, read_ledger
 from shardflow.training.metrics import StepMetrics, read_metrics
@@ -242,6 +244,19 @@ def test_run_can_start_from_another_runs_checkpoint(tiny: TinyInput, whole: Path
     assert_equal_models(tmp_path, whole)
     # A restart with the same settings goes on from the run's own checkpoint.
     assert run(tiny, tmp_path, *settings).resumed_from == "step-00000012"
+
+
+def test_run_stays_with_the_manifest_it_began_with(tiny: TinyInput, tmp_path: Path) -> None:
+    growing = TinyInput(tmp_path / "input")
+    shutil.copytree(tiny.folder, growing.folder)
+    output = tmp_path / "run"
+    run(growing, output, "run.max_steps=1")
+    store = LocalStore(growing.dataset)
+    first = manifest.load(store)
+    manifest.commit(store, replace(first, manifest_version=2, parent=first.dataset_id))
+    assert run(growing, output, "run.max_steps=2").resumed_from == "step-00000001"
+    with pytest.raises(StateError, match="dataset_id"):
+        run(growing, output, "run.max_steps=3", "data.manifest_version=2")
 
 
 def test_lower_precision_and_other_models_train_as_well(tiny: TinyInput, tmp_path: Path) -> None:

@@ -39,6 +39,21 @@ class TextOnly(nn.Module):
         return logits
 
 
+class Counting(TextOnly):
+    """A model with state that every forward changes, as batch normalisation has."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(
+        self, images: object, slices: object, window: object, ids: torch.Tensor, mask: object
+    ) -> torch.Tensor:
+        self.count += 1
+        return super().forward(images, slices, window, ids, mask)
+
+
 def micro_inputs(number: int, weights: tuple[float, ...] = (1.0, 1.0), num_tokens: int = 3) -> MicroInputs:
     generator = torch.Generator().manual_seed(number)
     size = (len(weights), num_tokens)
@@ -136,6 +151,16 @@ def test_random_numbers_are_those_of_the_micro_batch(ranks: Ranks) -> None:
     assert not torch.equal(gradient(3, 2, noise=1), gradient(3, 1, noise=1))
 
 
+def test_gradients_are_exchanged_in_the_last_micro_batch_only(ranks: Ranks) -> None:
+    wrapped = wrap(TextOnly(), ranks)
+    exchanges: list[bool] = []
+    wrapped.module.register_forward_hook(
+        lambda *_: exchanges.append(bool(wrapped.require_backward_grad_sync))
+    )
+    accumulate(wrapped, [micro_inputs(number) for number in range(3)])
+    assert exchanges == [False, False, True]
+
+
 def test_seeds_differ_by_every_part_of_the_position() -> None:
     drawn = set()
     for position in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
@@ -167,6 +192,17 @@ def test_fully_masked_step_changes_nothing(ranks: Ranks) -> None:
     )
     assert all(parameter.grad is None for parameter in model.parameters())
     assert step(micro_inputs(2)) is not None
+
+
+def test_update_follows_the_mean_over_the_steps_tokens(ranks: Ranks) -> None:
+    model = TextOnly()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    _, num_tokens = accumulate(wrap(model, ranks), [micro_inputs(0), micro_inputs(1)])
+    summed = gradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    apply_gradients(model, optimizer, num_tokens=num_tokens, max_gradient_norm=1e9, where="here")
+    for old, gradient, new in zip(before, summed, model.parameters(), strict=True):
+        assert torch.allclose(new.detach(), old - gradient / num_tokens, rtol=1e-12, atol=1e-14)
 
 
 def test_gradient_is_clipped_to_its_norm(ranks: Ranks) -> None:
@@ -212,8 +248,7 @@ def test_missing_micro_batch_is_an_error(ranks: Ranks) -> None:
 
 
 def test_warm_up_leaves_everything_as_it_was(ranks: Ranks) -> None:
-    model = TextOnly(dropout=0.5)
-    model.register_buffer("count", torch.zeros(1))
+    model = Counting(dropout=0.5)
     wrapped = wrap(model, ranks)
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     warm_up(wrapped, micro_inputs(0, weights=(0.0,)), autocast=None)

@@ -39,7 +39,7 @@ def make_dataset(
     if pixels is None:
         pixels = np.arange(12, dtype=np.uint16).reshape(3, 4) + 16 * number
     num_frames = pixels.shape[0] if pixels.ndim == 4 or (pixels.ndim == 3 and pixels.shape[-1] != 3) else None
-    shape = pixels.shape[1:] if num_frames else pixels.shape
+    shape: tuple[int, ...] = pixels.shape[1:] if num_frames else pixels.shape
     dataset = Dataset()
     dataset.SOPClassUID = SOP_CLASSES[modality]
     dataset.SOPInstanceUID = f"{UID_ROOT}3.{number}"
@@ -71,11 +71,13 @@ def make_dataset(
         dataset.RescaleSlope, dataset.RescaleIntercept = 1, -1024
     dataset.PixelData = pixels.tobytes() + b"\0" * (pixels.nbytes % 2)
     dataset["PixelData"].VR = "OW" if bits > 8 else "OB"
-    for keyword, value in attributes.items():
-        if value is None:
-            delattr(dataset, keyword)
-        else:
-            setattr(dataset, keyword, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # wrong values on purpose
+        for keyword, value in attributes.items():
+            if value is None:
+                delattr(dataset, keyword)
+            else:
+                setattr(dataset, keyword, value)
     return dataset
 
 

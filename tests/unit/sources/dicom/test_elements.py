@@ -24,7 +24,7 @@ from pydicom.uid import (
 from shardflow.errors import SourceError
 from shardflow.sources.dicom.elements import read_elements, read_inflated
 from shardflow.sources.dicom.headers import _WANTED
-from shardflow.sources.dicom.walk import FileElements
+from shardflow.sources.dicom.walk import Elements, FileElements
 from tests.unit.sources.dicom.factory import make_dataset, make_file, write
 
 pytestmark = pytest.mark.fast
@@ -97,8 +97,7 @@ def test_raw_values_equal_those_of_pydicom() -> None:
     for path in _bundled():
         try:
             found = read_elements(path, _WANTED, max_header_bytes=1 << 26, max_inflated_bytes=1 << 26)
-        except SourceError as error:
-            assert error.reason == "NOT_DICOM"
+        except SourceError:
             with pytest.raises(InvalidDicomError):
                 _reference(path, force=False)
             continue
@@ -224,10 +223,11 @@ def test_nesting_of_defined_length_is_bounded_where_it_is_read(tmp_path: Path) -
         value = struct.pack("<HH2sHI", 0x5200, 0x9229, b"SQ", 0, len(item)) + item
     path = tmp_path / "a.dcm"
     path.write_bytes(PREFIX + SYNTAX + value)
-    item = _read(path).items(0x52009229)[0]
+    elements: Elements = _read(path)
+    for _ in range(32):
+        (elements,) = elements.items(0x52009229)
     with pytest.raises(SourceError, match="nested deeper"):
-        while True:
-            (item,) = item.items(0x52009229)
+        elements.items(0x52009229)
 
 
 def test_the_header_is_bounded_in_bytes(tmp_path: Path) -> None:
@@ -247,14 +247,12 @@ def test_a_deflate_bomb_is_not_inflated(tmp_path: Path) -> None:
     meta = path.read_bytes()[:132] + b"\x02\x00\x10\x00UI\x16\x001.2.840.10008.1.2.1.99"
     path.write_bytes(meta + packed)
     assert len(packed) < 60_000
-    assert _reason(path, max_inflated_bytes=1_000_000) == (
-        "LIMIT_EXCEEDED",
-        "The declared or inflated size is above a configured limit; nothing was allocated. "
-        "(the file inflates to more than 1000000 bytes)",
-    )
+    reason, message = _reason(path, max_inflated_bytes=1_000_000)
+    assert reason == "LIMIT_EXCEEDED"
+    assert message.endswith("(the file inflates to more than 1000000 bytes)")
     path.write_bytes(meta + b"\x07" * 100)
     assert _reason(path)[0] == "HEADER_UNREADABLE"
-    with pytest.raises(SourceError, match="HEADER|damaged"):
+    with pytest.raises(SourceError, match="damaged"):
         read_inflated(path, 100)
 
 

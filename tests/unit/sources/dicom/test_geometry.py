@@ -88,7 +88,9 @@ _ANGLES = st.floats(-math.pi, math.pi)
 def test_the_affine_maps_indexes_to_positions(
     a: float, b: float, c: float, count: int, spacing: float
 ) -> None:
-    """In any orientation: (column, row, slice) 0, 0, k lies at the position of slice k, a column step lies along a row."""
+    """In any orientation: (column, row, slice) 0, 0, k lies at the position of slice k, a column step
+    lies along a row.
+    """
     turn = _rotation(a, b, c)
     orientation = (*turn[:, 0], *turn[:, 1])
     normal = np.array(normal_of(orientation))

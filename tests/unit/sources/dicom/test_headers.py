@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from pydicom.data import get_testdata_file
 from pydicom.uid import (
+    MPEG2MPML,
     CTImageStorage,
     DeflatedExplicitVRLittleEndian,
     ExplicitVRBigEndian,
     ImplicitVRLittleEndian,
     JPEGBaseline8Bit,
-    MPEG2MPML,
 )
 
 from shardflow.errors import SourceError
@@ -116,8 +116,8 @@ def test_a_damaged_stored_header_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keyword", ["PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID"])
 @pytest.mark.parametrize("value", ["", None])
-def test_a_missing_identifier_is_named(tmp_path: Path, keyword: str, value: str | None) -> None:
-    found = read_header(make_file(tmp_path / "a.dcm", **{keyword: value}))
+def test_a_missing_identifier_is_named(tmp_path: Path, keyword: str, value: Any) -> None:
+    found = read_header(write(tmp_path / "a.dcm", make_dataset(**{keyword: value})))
     assert isinstance(found, BrokenInstance)
     assert found.reason is Reason.MISSING_IDENTIFIER
     names = {
@@ -245,7 +245,7 @@ def test_odd_but_usable_files_carry_flags(tmp_path: Path) -> None:
 
 def test_padding_is_read_by_the_sign_of_the_pixels(tmp_path: Path) -> None:
     signed = np.zeros((3, 4), np.int16)
-    options = {"PixelPaddingValue": -2000, "PixelPaddingRangeLimit": -1990}
+    options: dict[str, Any] = {"PixelPaddingValue": -2000, "PixelPaddingRangeLimit": -1990}
     assert header_of(make_file(tmp_path / "a.dcm", pixels=signed, **options)).padding == (-2000, -1990)
     lonely = make_file(tmp_path / "b.dcm", pixels=signed, PixelPaddingRangeLimit=-1990)
     assert header_of(lonely).padding is None

@@ -32,7 +32,7 @@ def _instance(
     number: int,
     position: tuple[float, float, float] | None,
     *,
-    orientation: tuple[float, ...] | None = AXIAL,
+    orientation: tuple[float, float, float, float, float, float] | None = AXIAL,
     phases: dict[str, str] | None = None,
     **changes: Any,
 ) -> InstanceHeader:

@@ -1,0 +1,291 @@
+"""The whole output: studies made one by one or in several processes, always to the same bytes.
+
+Layout below the output folder: ``dicom/`` (what a hospital would hand over: images and nothing about them),
+``reports.csv``, ``annotations.csv`` (boxes), ``truth.jsonl``, ``README.txt``.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.synthetic.appearances import find_appearances
+from shardflow.synthetic.identifiers import GENERATED
+from shardflow.synthetic.instances import SeriesWriter
+from shardflow.synthetic.options import SynthOptions
+from shardflow.synthetic.patients import Patient, iter_visits
+from shardflow.synthetic.planning import plan_study
+from shardflow.synthetic.render import Renderer
+from shardflow.synthetic.reports import Report, write_report
+from shardflow.synthetic.reports.compose import Story
+from shardflow.synthetic.stored import store
+from shardflow.synthetic.study import StudyPlan
+from shardflow.synthetic.truth import study_truth, truth_header
+
+__all__ = ["ANNOTATION_COLUMNS", "SynthSummary", "generate"]
+
+ANNOTATION_COLUMNS = (
+    "study_instance_uid",
+    "series_instance_uid",
+    "sop_instance_uid",
+    "series_number",
+    "instance_number",
+    "lesion_id",
+    "label",
+    "x",
+    "y",
+    "width",
+    "height",
+    "note",
+)
+"""Columns of annotations.csv; x and y are the first column and row of the box, from 0."""
+
+_README = """\
+{generated}
+
+Everything in this folder was made by a program. It shows no patient, and must not be used for diagnosis.
+
+dicom/           images only: no file here says anything of lesions
+reports.csv      study_instance_uid, text
+annotations.csv  a box for each lesion on each image, in pixels
+truth.jsonl      first line: settings; then one line a study: series, geometry, lesions, and every
+                 finding, mention and distractor of the report with its place in the text
+
+Settings: {settings}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthSummary:
+    """What was generated, in numbers."""
+
+    num_studies: int = 0
+    num_patients: int = 0
+    num_series: int = 0
+    num_instances: int = 0
+    num_lesions: int = 0
+    num_mentions: int = 0
+    num_bytes: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """Return the numbers as JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    number: int
+    patient: Patient
+    visit: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """What one study adds to the files beside the images."""
+
+    report_row: tuple[str, str]
+    annotation_rows: list[tuple[object, ...]]
+    truth: str
+    counts: dict[str, int]
+
+
+def generate(
+    options: SynthOptions,
+    output: Path,
+    *,
+    num_processes: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> SynthSummary:
+    """Generate studies, reports, annotations and truth.
+
+    Args:
+        options: What to generate.
+        output: Folder to fill; made where it is missing.
+        num_processes: Processes to share the work; the bytes do not depend on it.
+        progress: Called with the number of studies that are done.
+
+    Returns:
+        The counts.
+
+    Raises:
+        ConfigError: The folder holds something already, or is no folder.
+        StorageError: It cannot be written.
+        ShardflowError: A process was killed.
+    """
+    try:
+        return _generate(options, output, num_processes, progress)
+    except BrokenProcessPool:
+        raise ShardflowError(
+            "a generating process must end by itself, got one that was killed; OUT is incomplete: empty it, "
+            "and run again with fewer --processes or a smaller --size."
+        ) from None
+    except OSError as error:
+        raise StorageError(
+            f"OUT must be writable, got {error.strerror or type(error).__name__}; it is incomplete: "
+            "make room, empty it and run again."
+        ) from None
+
+
+def _generate(
+    options: SynthOptions, output: Path, num_processes: int, progress: Callable[[int], None] | None
+) -> SynthSummary:
+    _claim(output)
+    settings = json.dumps(options.to_json(), sort_keys=True)
+    (output / "README.txt").write_text(
+        _README.format(generated=GENERATED, settings=settings), encoding="ascii"
+    )
+    tasks = (
+        _Task(number=number, patient=patient, visit=visit)
+        for number, (patient, visit) in enumerate(iter_visits(options))
+    )
+    made = _run(options, output, tasks, num_processes)
+    totals: dict[str, int] = dict.fromkeys(SynthSummary.__slots__, 0)
+    with (
+        (output / "reports.csv").open("w", encoding="utf-8", newline="") as reports,
+        (output / "annotations.csv").open("w", encoding="utf-8", newline="") as annotations,
+        (output / "truth.jsonl").open("w", encoding="utf-8", newline="\n") as truth,
+    ):
+        report_rows, annotation_rows = _table(reports), _table(annotations)
+        report_rows(("study_instance_uid", "text"))
+        annotation_rows(ANNOTATION_COLUMNS)
+        truth.write(_json_line(truth_header(options)))
+        for count, study in enumerate(made, 1):
+            report_rows(study.report_row)
+            for row in study.annotation_rows:
+                annotation_rows(row)
+            truth.write(study.truth)
+            for name, value in study.counts.items():
+                totals[name] += value
+            if progress is not None:
+                progress(count)
+    return SynthSummary(**totals)
+
+
+def _claim(output: Path) -> None:
+    """Make the folder, or see that nothing is in it."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError("OUT must be a folder, got a file of that name; choose another name.")
+    output.mkdir(parents=True, exist_ok=True)
+    found = next(output.iterdir(), None)
+    if found is not None:
+        raise ConfigError(
+            "OUT must be an empty or missing folder, got one that holds files; choose another, or empty it."
+        )
+
+
+def _run(options: SynthOptions, output: Path, tasks: Iterable[_Task], num_processes: int) -> Iterator[_Made]:
+    """Make studies, a bounded number of them ahead, and yield them in order."""
+    if num_processes == 1:
+        for task in tasks:
+            yield _make(options, output, task)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        waiting: dict[int, Future[_Made]] = {}
+        next_number = 0
+        try:
+            for task in tasks:
+                waiting[task.number] = pool.submit(_make, options, output, task)
+                while len(waiting) >= 4 * num_processes:
+                    if next_number in waiting and waiting[next_number].done():
+                        yield waiting.pop(next_number).result()
+                        next_number += 1
+                    else:
+                        wait([waiting[next_number]], return_when=FIRST_COMPLETED)
+            while waiting:
+                yield waiting.pop(next_number).result()
+                next_number += 1
+        finally:
+            for future in waiting.values():
+                future.cancel()
+
+
+def _make(options: SynthOptions, output: Path, task: _Task) -> _Made:
+    """Make one study: its files, and what it adds to the tables."""
+    story = _story(options, task.number, task.patient, task.visit)
+    prior = _story(options, task.number - 1, task.patient, task.visit - 1) if task.visit else None
+    report = write_report(options.seed, story, prior)
+    num_bytes = _write_files(options, output, story.study)
+    study = story.study
+    truth = study_truth(options, story, report, prior.study if prior is not None else None)
+    return _Made(
+        report_row=(study.uid, report.text),
+        annotation_rows=list(_annotations(story)),
+        truth=_json_line(truth),
+        counts=_counts(study, report, num_bytes),
+    )
+
+
+def _story(options: SynthOptions, number: int, patient: Patient, visit: int) -> Story:
+    study = plan_study(options, number, patient, visit)
+    return Story(study=study, appearances=find_appearances(study))
+
+
+def _write_files(options: SynthOptions, output: Path, study: StudyPlan) -> int:
+    renderer = Renderer(options.seed, study)
+    copies: dict[str, list[str]] = {}
+    for uid, path in study.copies:
+        copies.setdefault(uid, []).append(path)
+    folders: set[Path] = set()
+    num_bytes = 0
+    for series in study.series:
+        writer = SeriesWriter(options, study, series)
+        for item in series.slices:
+            values = renderer.render(series, item)
+            stored = store(values, series.encoding, full_scale=series.kind == "projection")
+            data = writer.encode(item, stored)
+            uid = item.sop_instance_uid
+            for name in (study.files[uid], *copies.get(uid, ())):
+                _write(output / name, data, folders)
+                num_bytes += len(data)
+    for name in study.stray_files:
+        _write(output / name, f"{GENERATED}\nNot an image.\n".encode(), folders)
+    return num_bytes
+
+
+def _write(path: Path, data: bytes, folders: set[Path]) -> None:
+    if path.parent not in folders:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.add(path.parent)
+    path.write_bytes(data)
+
+
+def _annotations(story: Story) -> Iterator[tuple[object, ...]]:
+    study = story.study
+    labels = {lesion.lesion_id: lesion.label for lesion in study.lesions}
+    for item in story.appearances:
+        left, top, right, bottom = item.box
+        series = study.series[item.series_index]
+        yield (
+            *(study.uid, series.uid, item.item.sop_instance_uid, series.number, item.item.instance_number),
+            *(item.lesion_id, labels[item.lesion_id], left, top, right - left, bottom - top, "SYNTHETIC"),
+        )
+
+
+def _counts(study: StudyPlan, report: Report, num_bytes: int) -> dict[str, int]:
+    return {
+        "num_studies": 1,
+        "num_patients": int(study.visit.number == 0),
+        "num_series": len(study.series),
+        "num_instances": len(study.files),
+        "num_lesions": len(study.lesions),
+        "num_mentions": len(report.mentions),
+        "num_bytes": num_bytes,
+    }
+
+
+def _table(file: io.TextIOBase | Any) -> Callable[[Iterable[object]], Any]:
+    return csv.writer(file, lineterminator="\n").writerow
+
+
+def _json_line(value: dict[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True) + "\n"

@@ -1,0 +1,99 @@
+"""What to generate: checked settings, and the oddities of real archives that can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardflow.errors import ConfigError
+
+__all__ = ["DEFAULT_PATHOLOGIES", "MODALITIES", "PATHOLOGIES", "ModalityChoice", "SynthOptions"]
+
+ModalityChoice = Literal["CT", "MR", "CR", "DX", "mixed"]
+MODALITIES: tuple[ModalityChoice, ...] = ("CT", "MR", "CR", "DX", "mixed")
+"""What studies are made of; ``mixed`` deals all of them."""
+
+PATHOLOGIES: dict[str, str] = {
+    "duplicates": "an instance stands twice, byte for byte, under two file names",
+    "high-bits": "bits above Bits Stored are set, as old overlays leave them",
+    "missing-slices": "one to three slices inside a stack are lost",
+    "mixed-phases": "two contrast phases, at the same positions, in one series",
+    "oblique": "the whole stack is turned in space",
+    "padding": "a circle is reconstructed; outside lies a padding value, with or without its attribute",
+    "same-number": "two series of a study have one Series Number",
+    "shuffled": "Instance Numbers run interleaved or in no order",
+    "stray-files": "files that are not DICOM lie among the images",
+    "tilt": "the gantry is tilted: planes lean, and do not follow each other along their normal",
+    "truncated": "the pixel data of one instance is cut short",
+}
+"""Every pathology and what it does."""
+
+DEFAULT_PATHOLOGIES: dict[str, int] = {
+    "duplicates": 15,
+    "high-bits": 15,
+    "missing-slices": 15,
+    "mixed-phases": 15,
+    "oblique": 30,
+    "padding": 30,
+    "same-number": 8,
+    "shuffled": 30,
+    "stray-files": 20,
+    "tilt": 25,
+    "truncated": 0,
+}
+"""Chance of each in percent, for every series (or study) it can happen to. Damage is never made unasked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthOptions:
+    """What to generate. Equal options give equal bytes."""
+
+    num_studies: int
+    seed: int
+    modality: ModalityChoice = "mixed"
+    min_slices: int = 24
+    max_slices: int = 64
+    """Slices of the finest stack of a CT or MR series; thick ones and reformats have fewer."""
+    size: int = 512
+    """Rows and columns of CT; MR has about half as many, CR and DX four times."""
+    min_lesions: int = 0
+    max_lesions: int = 5
+    """Lesions that grow in a patient."""
+    pathologies: Mapping[str, int] = field(default_factory=lambda: dict(DEFAULT_PATHOLOGIES))
+    """Chance in percent by name; one that is not named does not happen."""
+
+    def __post_init__(self) -> None:
+        _check_range("num_studies", self.num_studies, 1, 10_000_000)
+        _check_range("size", self.size, 16, 1024)
+        _check_range("min_slices", self.min_slices, 1, 2000)
+        _check_range("max_slices", self.max_slices, self.min_slices, 2000)
+        _check_range("min_lesions", self.min_lesions, 0, 20)
+        _check_range("max_lesions", self.max_lesions, self.min_lesions, 20)
+        if self.modality not in MODALITIES:
+            raise ConfigError(f"modality must be one of {', '.join(MODALITIES)}, got {self.modality!r}.")
+        for name, percent in self.pathologies.items():
+            if name not in PATHOLOGIES:
+                raise ConfigError(f"a pathology must be one of {', '.join(PATHOLOGIES)}, got {name!r}.")
+            _check_range(name, percent, 0, 100)
+
+    def chance_of(self, pathology: str) -> int:
+        """Return the chance of a pathology in percent."""
+        return self.pathologies.get(pathology, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON."""
+        return {
+            "num_studies": self.num_studies,
+            "seed": self.seed,
+            "modality": self.modality,
+            "slices": [self.min_slices, self.max_slices],
+            "size": self.size,
+            "lesions": [self.min_lesions, self.max_lesions],
+            "pathologies": {name: self.pathologies[name] for name in sorted(self.pathologies)},
+        }
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be from {low} to {high}, got {value}.")

@@ -1,0 +1,295 @@
+"""Whole reports: sections, style, what is said of which lesion, and what of earlier studies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardflow.synthetic.appearances import Appearance, contrast_of
+from shardflow.synthetic.draws import Draws
+from shardflow.synthetic.identifiers import GENERATED
+from shardflow.synthetic.lesions import Lesion
+from shardflow.synthetic.reports.document import Document, Mark, Piece, Report, Sentence
+from shardflow.synthetic.reports.mentions import Sighting, mention, plain_mention, sightings_of, view_mention
+from shardflow.synthetic.reports.sentences import (
+    absent_sentence,
+    distractor_sentence,
+    entity,
+    hypothetical_sentence,
+    lesion_sentence,
+    uncertain_sentence,
+)
+from shardflow.synthetic.reports.words import ABSENT_FINDINGS, HISTORIES, NORMAL_SENTENCES, SYNONYMS, place_of
+from shardflow.synthetic.study import StudyPlan
+
+__all__ = ["Story", "write_report"]
+
+_REGION_WORDS = {"abdomen": "abdomen", "chest": "chest", "head": "brain", "spine": "lumbar spine"}
+_MODALITY_WORDS = {"CT": "CT", "MR": "MRI", "CR": "Radiograph", "DX": "Radiograph"}
+_HEADERS = {
+    "upper": "{}:",
+    "title": "{}:",
+    "spaced": "{} :",
+    "bold": "**{}:**",
+}
+# A lesion must differ by this from its organ to be called visible: HU, and MR signal of about 1000.
+_VISIBLE = {"CT": 20.0, "MR": 60.0, "CR": 0.0, "DX": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """A study and where its lesions appear."""
+
+    study: StudyPlan
+    appearances: Sequence[Appearance]
+
+    def visible(self) -> Mapping[str, tuple[Sighting, ...]]:
+        """Return the sightings in which a reader could see the lesion, by lesion id."""
+        lesions = {lesion.lesion_id: lesion for lesion in self.study.lesions}
+        threshold = _VISIBLE[self.study.visit.modality]
+        seen = {
+            lesion_id: tuple(
+                item
+                for item in sightings
+                if abs(contrast_of(lesions[lesion_id], item.appearances[0].item.contrast)) >= threshold
+            )
+            for lesion_id, sightings in sightings_of(self.study, self.appearances).items()
+        }
+        return {lesion_id: sightings for lesion_id, sightings in seen.items() if sightings}
+
+
+def write_report(seed: int, story: Story, prior: Story | None) -> Report:
+    """Write the report of a study.
+
+    Args:
+        seed: Run-level seed.
+        story: The study.
+        prior: The patient's study before, if there is one.
+    """
+    return _Writer(Draws(seed, "report", story.study.number), story, prior).write()
+
+
+class _Writer:
+    def __init__(self, draws: Draws, story: Story, prior: Story | None) -> None:
+        self.draws = draws
+        self.study = story.study
+        self.region = story.study.region
+        self.seen = story.visible()
+        self.prior = prior
+        # Only a study of the same kind shows the same lesions on images that can be named.
+        same_kind = prior is not None and prior.study.visit.modality == self.study.visit.modality
+        self.prior_seen = prior.visible() if prior is not None and same_kind else {}
+        self.style = draws.choice(tuple(_HEADERS))
+        self.document = Document()
+        self.main_series = self._main_series()
+        # One finding may be left open here, the others denied: nothing is said both ways.
+        self.open_finding, *self.denied = draws.at("denied").shuffled(ABSENT_FINDINGS[self.region])
+        self.reported = [lesion for lesion in self.study.lesions if self._is_reported(lesion)]
+
+    def write(self) -> Report:
+        self.document.add(f"{GENERATED}\n\n")
+        self._write_head()
+        states_default = self.main_series is not None and self.draws.at("default").chance(40)
+        self._write_technique(states_default=states_default)
+        self._write_comparison()
+        self._write_findings(self.main_series if states_default else None)
+        self._write_impression()
+        if self.draws.at("addendum").chance(10):
+            self._section("addendum", "addendum")
+            self._write(distractor_sentence(self.draws.at("addendum-words")))
+            self.document.add("\n")
+        return self.document.finish()
+
+    def _main_series(self) -> int | None:
+        """The series in which most lesions are seen best."""
+        counts: dict[int, int] = {}
+        for sightings in self.seen.values():
+            for item in sightings:
+                if item.series.kind == "volume":
+                    counts[item.series.index] = counts.get(item.series.index, 0) + len(item.appearances)
+        return max(counts, key=lambda index: (counts[index], -index)) if counts else None
+
+    def _is_reported(self, lesion: Lesion) -> bool:
+        """Nine of ten visible lesions are told of; readers overlook the rest."""
+        return lesion.lesion_id in self.seen and self.draws.at("told", int(lesion.lesion_id[-2:])).chance(90)
+
+    def _assertion(self, lesion: Lesion) -> str:
+        """Say how sure the whole report is of a lesion."""
+        return "uncertain" if self.draws.at("sure", int(lesion.lesion_id[-2:])).chance(15) else "present"
+
+    def _section(self, name: str, words: str) -> None:
+        header = _HEADERS[self.style].format(words.title() if self.style == "title" else words.upper())
+        self.document.add("\n")
+        self.document.open_section(name, f"{header}\n" if self.draws.chance(60) else f"{header} ")
+
+    def _write(self, sentence: Sequence[Piece], end: str = " ") -> None:
+        self.document.write(sentence)
+        self.document.add(end)
+
+    def _write_head(self) -> None:
+        draws, study = self.draws.at("head"), self.study
+        self.document.add(
+            f"EXAMINATION: {_MODALITY_WORDS[study.visit.modality]} {_REGION_WORDS[self.region]}\n"
+        )
+        self._section(
+            "indication", draws.choice(("indication", "history", "clinical history", "reason for exam"))
+        )
+        history, finding = draws.choice(HISTORIES[self.region]), draws.choice(ABSENT_FINDINGS[self.region])
+        age = study.patient.age_years(study.visit)
+        sentence: Sentence = [f"{age} year old with history of ", entity(history, history, "historical"), "."]
+        self._write(sentence)
+        verb = draws.choice(("evaluate for ", "rule out ", "assess for "))
+        self._write([verb, entity(finding, finding, "hypothetical"), "."], "\n")
+
+    def _write_technique(self, *, states_default: bool) -> None:
+        draws, study = self.draws.at("technique"), self.study
+        self._section("technique", draws.choice(("technique", "procedure")))
+        volumes = [series for series in study.series if series.kind == "volume"]
+        if volumes:
+            thinnest = min(volumes, key=lambda series: (series.spacing_mm or 0, series.index))
+            thickness = f"{thinnest.thickness_mm:g} mm"
+            self._write(
+                [
+                    "images were reconstructed at ",
+                    Mark(kind="distractor", text=thickness, facts={"kind": "size"}),
+                    ".",
+                ]
+            )
+        else:
+            self._write([f"{len(study.series)} series of radiographs of the chest."])
+        if states_default and self.main_series is not None:
+            self._write(
+                [f"image numbers refer to series {study.series[self.main_series].number} unless stated."]
+            )
+        if draws.chance(40):
+            self._write(distractor_sentence(draws))
+        self.document.add("\n")
+
+    def _write_comparison(self) -> None:
+        draws, prior = self.draws.at("comparison"), self.prior
+        self._section("comparison", draws.choice(("comparison", "comparisons")))
+        if prior is None:
+            self._write([draws.choice(("none.", "none available.", "no prior studies."))], "\n")
+            return
+        day = prior.study.visit.day
+        date = draws.choice((f"{day:%m/%d/%Y}", f"{day:%Y-%m-%d}", f"{day:%d.%m.%Y}"))
+        pieces: Sentence = [
+            f"{_MODALITY_WORDS[prior.study.visit.modality]} of ",
+            Mark(kind="distractor", text=date, facts={"kind": "date"}),
+        ]
+        stacks = [series for series in prior.study.series if series.kind == "volume"]
+        if stacks and draws.chance(30):
+            mark = plain_mention(
+                draws, prior.study, draws.choice(stacks), assertion="historical", is_prior=True
+            )
+            pieces += [", ", mark]
+        self._write([*pieces, "."], "\n")
+
+    def _write_findings(self, default_series: int | None) -> None:
+        draws = self.draws.at("findings")
+        self._section("findings", "findings")
+        sentences: list[Sentence] = []
+        for count, lesion in enumerate(self.reported):
+            own, assertion = draws.at("lesion", count), self._assertion(lesion)
+            reference = None if own.chance(12) else self._reference(own, lesion, assertion, default_series)
+            tail = self._about_prior(own.at("prior"), lesion)
+            sentences.append(
+                lesion_sentence(own.at("words"), lesion, reference, assertion=assertion, tail=tail)
+            )
+        sentences += [
+            self._resolved(draws.at("resolved", count), item)
+            for count, item in enumerate(self.study.resolved)
+        ]
+        sentences += [
+            absent_sentence(draws.at("absent", count), self.denied) for count in range(draws.integer(1, 3))
+        ]
+        normal = draws.some(NORMAL_SENTENCES[self.region], draws.integer(1, 3))
+        sentences += [[text] for text in normal]
+        if draws.chance(35):
+            sentences.append(distractor_sentence(draws.at("distractor")))
+        if draws.chance(25):
+            sentences.append(uncertain_sentence(draws.at("uncertain"), self.open_finding))
+        if draws.chance(25):
+            sentences.append(self._artifact(draws.at("artifact")))
+        end = "\n" if draws.chance(40) else " "
+        for sentence in draws.at("order").shuffled(sentences):
+            self._write(sentence, end)
+        self.document.add("\n" if end == " " else "")
+
+    def _write_impression(self) -> None:
+        draws = self.draws.at("impression")
+        self._section("impression", draws.choice(("impression", "impression", "conclusion")))
+        numbered = draws.chance(60)
+        sentences: list[Sentence] = []
+        for count, lesion in enumerate(self.reported[:3]):
+            own, assertion = draws.at("lesion", count), self._assertion(lesion)
+            reference = self._reference(own, lesion, assertion, None) if own.chance(30) else None
+            sentences.append(lesion_sentence(own.at("words"), lesion, reference, assertion=assertion))
+        if not sentences or draws.chance(50):
+            sentences.append(absent_sentence(draws.at("absent"), self.denied))
+        if draws.chance(30):
+            sentences.append(hypothetical_sentence(draws.at("hypothetical"), self.denied))
+        for number, sentence in enumerate(sentences, 1):
+            self.document.add(f"{number}. " if numbered else "")
+            self._write(sentence, "\n")
+
+    def _reference(
+        self, draws: Draws, lesion: Lesion, assertion: str, default_series: int | None
+    ) -> Mark | None:
+        """Name the images of a lesion: mostly in the main series, else in any in which it is seen."""
+        sightings = self.seen[lesion.lesion_id]
+        main = [item for item in sightings if item.series.index == self.main_series]
+        chosen = main[0] if main and draws.chance(70) else draws.choice(sightings)
+        if chosen.series.kind == "projection" and draws.chance(75):
+            return view_mention(draws, self.study, chosen, assertion=assertion, lesion_id=lesion.lesion_id)
+        return mention(
+            draws,
+            self.study,
+            chosen,
+            assertion=assertion,
+            lesion_id=lesion.lesion_id,
+            default_series=default_series,
+        )
+
+    def _about_prior(self, draws: Draws, lesion: Lesion) -> Sentence:
+        """Compare with the study before, with its images where they can be named."""
+        if self.prior is None or lesion.prior_mm is None:
+            return []
+        change = {"growing": "increased", "shrinking": "decreased"}.get(lesion.course, "unchanged")
+        words: Sentence = [f", {change}, previously {max(1, round(lesion.prior_mm))} mm"]
+        sightings = self.prior_seen.get(lesion.lesion_id, ())
+        if sightings and draws.chance(60):
+            reference = mention(
+                draws,
+                self.prior.study,
+                draws.choice(sightings),
+                assertion="historical",
+                lesion_id=lesion.lesion_id,
+                is_prior=True,
+            )
+            lead = draws.choice((" ", " on the prior study "))
+            words += [lead, reference]
+        return words
+
+    def _resolved(self, draws: Draws, lesion: Lesion) -> Sentence:
+        noun = draws.choice(SYNONYMS[lesion.label])
+        mark = entity(noun, lesion.label, "historical", lesion=lesion)
+        pieces: Sentence = ["previously seen ", mark, f" in the {place_of(lesion)} has resolved"]
+        sightings = self.prior_seen.get(lesion.lesion_id, ())
+        if self.prior is not None and sightings and draws.chance(50):
+            reference = mention(
+                draws,
+                self.prior.study,
+                draws.choice(sightings),
+                assertion="historical",
+                lesion_id=lesion.lesion_id,
+                is_prior=True,
+            )
+            pieces += [" (formerly ", reference, ")"]
+        return [*pieces, "."]
+
+    def _artifact(self, draws: Draws) -> Sentence:
+        """Speak of an image, and of no lesion."""
+        series = [item for item in self.study.series if item.kind != "localizer"]
+        mark = plain_mention(draws, self.study, draws.choice(series), assertion="present")
+        return [entity("motion artifact", "motion artifact", "present"), " is noted ", mark, "."]

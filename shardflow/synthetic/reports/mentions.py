@@ -1,0 +1,238 @@
+"""Ways in which reports name images, and which instances each of them means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardflow.synthetic.appearances import Appearance
+from shardflow.synthetic.draws import Draws
+from shardflow.synthetic.reports.document import Mark
+from shardflow.synthetic.study import SeriesPlan, StudyPlan
+
+__all__ = ["Sighting", "mention", "plain_mention", "sightings_of", "view_mention"]
+
+_VIEW_WORDS = {
+    "PA": ("on the frontal view", "on the PA view", "on the frontal radiograph"),
+    "AP": ("on the frontal view", "on the AP view", "on the portable view"),
+    "LL": ("on the lateral view", "on the lateral radiograph", "on the lateral projection"),
+}
+# {s} series, {i} image, {a} first and {b} last image of a range, {l} a list, {n} images of the series.
+_Forms = tuple[tuple[str, str, int], ...]
+
+_SINGLE_FORMS: _Forms = (
+    ("series-image", "(series {s}, image {i})", 10),
+    ("series-image", "(Series {s}, Image {i})", 4),
+    ("series-image", "(series {s} image {i})", 6),
+    ("series-image", "(series {s}/image {i})", 4),
+    ("abbreviated", "(se {s} im {i})", 6),
+    ("abbreviated", "(Se:{s} Im:{i})", 3),
+    ("abbreviated", "(ser {s}, img {i})", 4),
+    ("abbreviated", "(S{s}I{i})", 3),
+    ("pair", "({s}:{i})", 8),
+    ("pair", "({s}/{i})", 5),
+    ("image-first", "(image {i} of series {s})", 5),
+    ("image-first", "(image {i}, series {s})", 5),
+    ("image-first", "(im {i} se {s})", 3),
+    ("bare", "on series {s}, image {i}", 7),
+    ("bare", "seen on image {i} of series {s}", 5),
+    ("bare", "best seen on series {s} image {i}", 5),
+    ("bare", "at axial image {i} series {s}", 2),
+    ("key", "(key image {i}, series {s})", 2),
+)
+_RANGE_FORMS: _Forms = (
+    ("range", "(series {s}, images {a}-{b})", 8),
+    ("range", "(se {s} im {a}-{b})", 6),
+    ("range", "(ser {s}, img {a}-{b})", 3),
+    ("range", "({s}:{a}-{b})", 4),
+    ("range", "on images {a} through {b} of series {s}", 4),
+    ("range", "on series {s}, images {a} to {b}", 4),
+)
+_LIST_FORMS: _Forms = (
+    ("list", "(series {s}, images {l})", 6),
+    ("list", "on images {l} of series {s}", 5),
+    ("list", "(se {s} im {l})", 3),
+)
+_SHORT_FORMS: _Forms = (
+    ("image-only", "(image {i})", 6),
+    ("image-only", "on image {i}", 4),
+    ("image-of-total", "(image {i} of {n})", 3),
+    ("image-of-total", "slice {i}/{n}", 2),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sighting:
+    """One lesion in one stack of one series."""
+
+    series: SeriesPlan
+    stack: int
+    appearances: tuple[Appearance, ...]
+
+    @property
+    def best(self) -> Appearance:
+        """Where most of it is seen; the first of equals."""
+        return max(self.appearances, key=lambda item: (item.num_pixels, -item.item.instance_number))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Instance numbers, ascending."""
+        return sorted(item.item.instance_number for item in self.appearances)
+
+
+def sightings_of(study: StudyPlan, appearances: Sequence[Appearance]) -> Mapping[str, tuple[Sighting, ...]]:
+    """Return the sightings of each lesion, by lesion id; of readable instances only."""
+    groups: dict[tuple[str, int, int], list[Appearance]] = {}
+    for item in appearances:
+        if not item.item.is_truncated:
+            groups.setdefault((item.lesion_id, item.series_index, item.item.stack), []).append(item)
+    found: dict[str, list[Sighting]] = {}
+    for (lesion_id, series, stack), items in groups.items():
+        sighting = Sighting(series=study.series[series], stack=stack, appearances=tuple(items))
+        found.setdefault(lesion_id, []).append(sighting)
+    return {lesion_id: tuple(items) for lesion_id, items in found.items()}
+
+
+def mention(
+    draws: Draws,
+    study: StudyPlan,
+    sighting: Sighting,
+    *,
+    assertion: str,
+    lesion_id: str | None,
+    default_series: int | None = None,
+    is_prior: bool = False,
+) -> Mark:
+    """Name the images of a sighting in a drawn form.
+
+    Args:
+        draws: Chooses the form.
+        study: The study that the images belong to.
+        sighting: What is seen where.
+        assertion: What the sentence says of the finding.
+        lesion_id: Which lesion; None where the sentence speaks of something else.
+        default_series: Index of the series that the report says image numbers refer to.
+        is_prior: Whether the study is an earlier one than the report's.
+    """
+    numbers = sighting.numbers
+    is_run = len(numbers) > 1 and numbers[-1] - numbers[0] + 1 == len(numbers)
+    best = sighting.best.item.instance_number
+    forms, named = _SINGLE_FORMS, [best]
+    if default_series == sighting.series.index and not is_prior and draws.chance(45):
+        forms = _SHORT_FORMS if _counts_from_one(sighting.series) else _SHORT_FORMS[:2]
+    elif is_run and draws.chance(30):
+        forms, named = _RANGE_FORMS, numbers
+    elif 2 <= len(numbers) <= 4 and draws.chance(30):
+        forms, named = _LIST_FORMS, numbers
+    form, template, _ = draws.weighted([(item, item[2]) for item in forms])
+    text = template.format(
+        s=sighting.series.number,
+        i=best,
+        a=named[0],
+        b=named[-1],
+        l=_listed(named),
+        n=len(sighting.series.slices),
+    )
+    return _mark(
+        text,
+        form,
+        study,
+        sighting.series,
+        named,
+        assertion=assertion,
+        lesion_id=lesion_id,
+        says_series="{s}" in template,
+        is_prior=is_prior,
+    )
+
+
+def plain_mention(
+    draws: Draws, study: StudyPlan, series: SeriesPlan, *, assertion: str, is_prior: bool = False
+) -> Mark:
+    """Name one drawn image of a series, with nothing of a lesion in mind."""
+    item = draws.choice(series.slices)
+    form, template, _ = draws.weighted([(form, form[2]) for form in _SINGLE_FORMS])
+    text = template.format(s=series.number, i=item.instance_number)
+    return _mark(
+        text,
+        form,
+        study,
+        series,
+        [item.instance_number],
+        assertion=assertion,
+        lesion_id=None,
+        says_series=True,
+        is_prior=is_prior,
+    )
+
+
+def view_mention(
+    draws: Draws, study: StudyPlan, sighting: Sighting, *, assertion: str, lesion_id: str
+) -> Mark:
+    """Name a radiograph by its view."""
+    item = draws.choice(sighting.appearances).item
+    mark = _mark(
+        draws.choice(_VIEW_WORDS[item.view]),
+        "view",
+        study,
+        sighting.series,
+        [item.instance_number],
+        assertion=assertion,
+        lesion_id=lesion_id,
+        says_series=False,
+        is_prior=False,
+    )
+    return Mark(kind="mention", text=mark.text, facts={**mark.facts, "image_numbers": [], "view": item.view})
+
+
+def _mark(
+    text: str,
+    form: str,
+    study: StudyPlan,
+    series: SeriesPlan,
+    numbers: Sequence[int],
+    *,
+    assertion: str,
+    lesion_id: str | None,
+    says_series: bool,
+    is_prior: bool,
+) -> Mark:
+    wanted = set(numbers)
+    facts: dict[str, Any] = {
+        "form": form,
+        "assertion": assertion,
+        "lesion_id": lesion_id,
+        "refers_to": "prior" if is_prior else "current",
+        "series_number": series.number if says_series else None,
+        "image_numbers": list(numbers),
+        "target": {
+            "study_instance_uid": study.uid,
+            "series_instance_uid": series.uid,
+            "sop_instance_uids": [
+                item.sop_instance_uid for item in series.slices if item.instance_number in wanted
+            ],
+        },
+        "is_ambiguous": _is_ambiguous(study, series, wanted, says_series=says_series),
+    }
+    return Mark(kind="mention", text=text, facts=facts)
+
+
+def _is_ambiguous(study: StudyPlan, series: SeriesPlan, numbers: set[int], *, says_series: bool) -> bool:
+    """Whether the words alone fit another series too."""
+    return any(
+        other.index != series.index
+        and (not says_series or other.number == series.number)
+        and numbers <= {item.instance_number for item in other.slices}
+        for other in study.series
+    )
+
+
+def _counts_from_one(series: SeriesPlan) -> bool:
+    numbers = [item.instance_number for item in series.slices]
+    return max(numbers) <= len(numbers)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *head, last = map(str, numbers)
+    return f"{', '.join(head)} and {last}" if head else last

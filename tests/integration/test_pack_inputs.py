@@ -1,0 +1,297 @@
+"""Mistaken settings and inputs: each is named, nothing is lost, nothing identifying is said."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import ConfigError, FormatError
+from tests.dicom_factory import make_study
+from tests.pack_case import REPOSITORY, PackCase, tree_digests
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> PackCase:
+    case = PackCase(tmp_path)
+    case.prepare()
+    make_study(case.dicom / "a", num_slices=2)
+    return case
+
+
+def _edit(case: PackCase, old: str, new: str) -> None:
+    text = case.config_path.read_text(encoding="utf-8")
+    assert old in text
+    case.config_path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+MISTAKES: dict[str, tuple[Callable[[PackCase], None], str]] = {
+    "unknown key": (lambda c: _edit(c, "dicom =", "dcom ="), "'dicom'"),
+    "unknown table": (lambda c: _edit(c, "[execution]", "[exceution]"), "'execution'"),
+    "missing folder": (lambda c: _edit(c, '"dicom"', '"nowhere"'), "input folder 1 of 1 must exist"),
+    "two folders, one missing": (lambda c: _edit(c, '"dicom"', '"dicom", "nowhere"'), "input folder 2 of 2"),
+    "nested folders": (lambda c: _edit(c, '"dicom"', '"dicom", "dicom/a"'), "inside one another"),
+    "no folder": (lambda c: _edit(c, '["dicom"]', "[]"), "dicom must name at least one folder"),
+    "private inside output": (
+        lambda c: _edit(c, '"private"', '"out/private"'),
+        "private_dir must lie outside output",
+    ),
+    "output inside input": (
+        lambda c: _edit(c, '"out"', '"dicom/out"'),
+        "output must lie apart from inputs.dicom[0]",
+    ),
+    "input inside output": (lambda c: _edit(c, '"out"', '"."'), "private_dir must lie outside output"),
+    "split name": (lambda c: _edit(c, "train =", "Train-1 ="), "a split's name must be 1 to 32 of [a-z0-9]"),
+    "split parts": (lambda c: _edit(c, "train = 60\nval = 40", "train = 0"), "at least one part"),
+    "negative parts": (lambda c: _edit(c, "val = 40", "val = -1"), "splits.val must be at least 0"),
+    "processes": (
+        lambda c: _edit(c, "num_processes = 2", "num_processes = -1"),
+        "num_processes must be from 0",
+    ),
+    "memory": (lambda c: _edit(c, '"1GiB"', '"1MiB"'), "memory_bytes must be at least"),
+    "reports missing": (
+        lambda c: _edit(c, '["dicom"]', '["dicom"]\nreports = "none.csv"'),
+        "inputs.reports must be an existing",
+    ),
+    "reports required": (
+        lambda c: _edit(c, "[splits]", "[policy]\nrequire_report = true\n[splits]"),
+        "require_report must be false",
+    ),
+    "key missing": (
+        lambda c: _edit(c, "[splits]", '[identity]\nkey_file = "k"\n[splits]'),
+        "secret key file must be",
+    ),
+    "key open": (lambda c: (c.private / "secret.key").chmod(0o644), "closed to group and others"),
+    "key short": (lambda c: _write(c.private / "secret.key", b"short"), "at least 32 bytes"),
+    "private open": (lambda c: c.private.chmod(0o755), "private_dir must be closed"),
+    "output is a file": (lambda c: _write(c.output, b""), "output must be a folder"),
+    "output is in use": (
+        lambda c: _write_below(c.output / "thesis.doc"),
+        "output must be new, empty or a dataset",
+    ),
+}
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _write_below(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"years of work")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(case: PackCase, mistake: str) -> None:
+    make, expected = MISTAKES[mistake]
+    make(case)
+    before = tree_digests(case.folder)
+    with pytest.raises(ConfigError) as caught:
+        case.pack()
+    assert expected in caught.value.message
+    assert str(case.folder) not in caught.value.message
+    after = tree_digests(case.folder)
+    assert {name: digest for name, digest in after.items() if name in before} == before
+    assert not list(case.output.rglob("manifest*")) if case.output.is_dir() else True
+
+
+def test_no_dicom_is_named_with_what_was_found(case: PackCase) -> None:
+    for path in case.dicom.rglob("*.dcm"):
+        path.write_text("not an image", encoding="utf-8")
+    make_study(case.dicom / "sr", modality="SR", num_slices=1)
+    with pytest.raises(ConfigError) as caught:
+        case.pack()
+    assert "must hold DICOM images, got 3 files and none of them" in caught.value.message
+    assert "2 NOT_DICOM" in caught.value.message
+
+
+def test_empty_folders_are_named(case: PackCase) -> None:
+    for path in case.dicom.rglob("*.dcm"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="must hold DICOM files, got empty folders"):
+        case.pack()
+
+
+def test_nothing_left_by_the_policy_is_a_setting(case: PackCase) -> None:
+    case.prepare(has_reports=True)
+    case.write_reports({"1.2.3": "nobody's"})
+    with pytest.raises(ConfigError, match=r"STUDY_WITHOUT_REPORT"):
+        case.pack("policy.require_report=true")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda c: _edit(c, '"10KiB"', '"11KiB"'), "dataset of the same settings"),
+        (lambda c: make_study(c.dicom / "b", patient="B"), "dataset of the same inputs"),
+        (lambda c: _write(c.private / "secret.key", b"k" * 32), "dataset of the same secret key"),
+        (lambda c: (c.private / "secret.key").unlink(), "secret key file must be"),
+    ],
+)
+def test_a_dataset_is_never_changed(
+    case: PackCase, change: Callable[[PackCase], object], expected: str
+) -> None:
+    case.pack()
+    before = tree_digests(case.output)
+    change(case)
+    with pytest.raises(ConfigError, match=expected):
+        case.pack()
+    assert tree_digests(case.output) == before
+
+
+def test_a_damaged_dataset_is_not_called_packed(case: PackCase) -> None:
+    case.pack()
+    next((case.output / "shards").glob("*.tar")).unlink()
+    with pytest.raises(FormatError, match="run `shardflow verify`"):
+        case.pack()
+
+
+@pytest.mark.parametrize("folder", ["private", "out/.work"])
+def test_two_jobs_do_not_share_a_folder(case: PackCase, folder: str) -> None:
+    (case.folder / folder).mkdir(parents=True, exist_ok=True)
+    with (case.folder / folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="used by one job at a time"):
+            case.pack()
+    assert case.pack().status == "packed"
+
+
+def test_a_symbolic_link_to_the_inputs_is_seen_through(case: PackCase) -> None:
+    (case.folder / "link").symlink_to(case.dicom)
+    _edit(case, '"out"', '"link/out"')
+    with pytest.raises(ConfigError, match="output must lie apart from"):
+        case.pack()
+
+
+# ---- the command ----
+
+
+def test_the_last_line_is_the_summary(case: PackCase) -> None:
+    done = case.command()
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["dataset_id"] == case.open().dataset_id
+    assert summary["inputs"] == {"total": 2, "packed": 2, "skipped": 0, "quarantined": 0}
+    assert summary["num_slices"] == 2
+    assert summary["seconds"] > 0
+    assert summary["peak_memory_bytes"]["process"] > 1 << 20
+    assert "2 inputs: 2 packed, 0 skipped, 0 quarantined." in done.stdout
+    # No terminal: plain lines, no control characters.
+    assert "packing studies (1)" in done.stderr
+    assert "\x1b" not in done.stderr
+    again = case.command("--json")
+    assert again.stdout.count("\n") == 1
+    assert json.loads(again.stdout)["status"] == "already_packed"
+
+
+def test_exit_codes(case: PackCase) -> None:
+    wrong = case.command("--set", "shards.max_sample=3")
+    assert wrong.returncode == 2
+    assert json.loads(wrong.stdout.splitlines()[-1])["status"] == "configuration_error"
+    assert "the nearest known key is 'max_samples'" in wrong.stderr
+    assert case.command("--set", "execution.no").returncode == 2
+    for path in case.dicom.rglob("*.dcm"):
+        path.write_bytes(path.read_bytes()[:-50])
+    over = case.command()
+    assert over.returncode == 3, over.stderr
+    assert json.loads(over.stdout.splitlines()[-1])["status"] == "quarantine_limit"
+    assert "nothing is published" in over.stdout
+
+
+def test_settings_can_be_shown(case: PackCase) -> None:
+    done = case.command("--print-config", "--set", "shards.max_samples=77")
+    assert done.returncode == 0
+    assert "max_samples = 77" in done.stdout
+    expected = case.config("shards.max_samples=77")
+    case.config_path.write_text(done.stdout, encoding="utf-8")
+    assert case.config() == expected
+    assert not case.output.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: signal.Signals) -> None:
+    for patient in range(12):
+        make_study(case.dicom / f"p{patient}", patient=f"Q{patient}", num_slices=8, size=(128, 128))
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipelines.pack", "--config", str(case.config_path)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        _wait_for(case.output / ".work" / "fragments")
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text(encoding="ascii").split()
+        # As a terminal or a scheduler does it: to the whole group.
+        os.killpg(job.pid, number)
+        output, errors = job.communicate(timeout=60)
+    assert job.returncode == 130, output + errors
+    assert json.loads(output.splitlines()[-1])["status"] == "interrupted"
+    assert "run the job again to go on" in errors
+    assert "Traceback" not in errors
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not list(case.output.glob("manifest*"))
+    assert not (case.private / "resource_outcomes.jsonl").exists()
+    assert case.pack().status == "packed"
+
+
+def _wait_for(folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if folder.is_dir() and any(folder.rglob("*.fragment")):
+            return
+        time.sleep(0.01)
+    raise AssertionError("no fragment appeared")
+
+
+def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None:
+    script = (
+        "import sys, pipelines.pack\n"
+        "def broken(*args):\n    raise KeyError('DOE^JANE')\n"
+        "pipelines.pack.pack = broken\n"
+        "sys.exit(pipelines.pack.main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--config", str(case.config_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "internal error: KeyError at" in done.stderr
+    assert "DOE" not in done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "error"
+
+
+def test_the_recipe_is_whole(case: PackCase) -> None:
+    recipe = REPOSITORY / "pipelines" / "recipes" / "pack_folders.toml"
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines.pack", "--config", str(recipe), "--print-config"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = case.folder / "shown.toml"
+    shown.write_text(done.stdout, encoding="utf-8")
+    again = subprocess.run(
+        [sys.executable, "-m", "pipelines.pack", "--config", str(shown), "--print-config"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert again.stdout == done.stdout

@@ -1,0 +1,248 @@
+"""The same bytes for any number of processes, and after kill -9 of everything at any named point."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardflow.shards.verification import verify
+from tests.dicom_factory import make_study, truncate
+from tests.pack_case import REPOSITORY, PackCase, tree_digests
+from tests.pack_faults import HANDLERS as FAULTY
+
+NUM_STUDIES = 7
+
+
+def _make(folder: Path) -> PackCase:
+    case = PackCase(folder)
+    case.prepare(has_reports=True)
+    studies = [
+        make_study(case.dicom / f"p{number}", patient=f"P{number}", num_slices=2 + number, seed=number)
+        for number in range(NUM_STUDIES)
+    ]
+    truncate(studies[3].files[0])
+    (case.dicom / "note.txt").write_text("x", encoding="utf-8")
+    case.write_reports({study.study_instance_uid: f"Report {n}." for n, study in enumerate(studies)})
+    text = case.config_path.read_text(encoding="utf-8")
+    case.config_path.write_text(text + "[policy]\nmax_quarantined_share = 0.5\n", encoding="utf-8")
+    case.write_faults()
+    return case
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Inputs, and the digests of the dataset that an undisturbed job makes of them."""
+    case = _make(tmp_path_factory.mktemp("undisturbed"))
+    summary = case.pack()
+    assert summary.num_shards >= 4
+    digests = tree_digests(case.output)
+    shutil.rmtree(case.output)
+    return case.folder, digests
+
+
+@pytest.fixture
+def case(tmp_path: Path, expected: tuple[Path, dict[str, str]]) -> PackCase:
+    """The same inputs in a folder of the test's own."""
+    case = PackCase(tmp_path / "job")
+    # Modification times too: they are what tells a resumed job that its fragments are still good.
+    shutil.copytree(expected[0], case.folder, ignore=shutil.ignore_patterns("inputs-*"))
+    return case
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_the_number_of_processes_does_not_show(
+    case: PackCase, expected: tuple[Path, dict[str, str]], num_processes: int
+) -> None:
+    case.pack(f"execution.num_processes={num_processes}")
+    assert tree_digests(case.output) == expected[1]
+
+
+def test_the_place_of_the_folders_does_not_show(
+    case: PackCase, expected: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    case.folder.rename(tmp_path / "elsewhere")
+    moved = PackCase(tmp_path / "elsewhere")
+    moved.pack()
+    assert tree_digests(moved.output) == expected[1]
+
+
+POINTS = [
+    "phase:headers",
+    "advance:headers:1",
+    "phase:reports",
+    "phase:studies",
+    "advance:studies:1",
+    "advance:studies:4",
+    f"advance:studies:{NUM_STUDIES - 1}",
+    "phase:samples",
+    "phase:ledger",
+    "phase:manifest",
+    "cleaning",
+    "half",
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_job_goes_on_to_the_same_bytes(
+    case: PackCase, expected: tuple[Path, dict[str, str]], point: str
+) -> None:
+    done = case.drive(point)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    is_published = point in {"cleaning", "half"}
+    assert bool(list(case.output.glob("manifest*"))) is is_published
+    if is_published:
+        # Readers see a whole dataset, although the job did not come to its end.
+        assert not verify(str(case.output)).damages
+    summary = case.pack("execution.num_processes=1")
+    assert summary.status == ("already_packed" if is_published else "packed")
+    assert tree_digests(case.output) == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [("fragment", 1), ("fragment", 3), ("tar", 1), ("tar", 2), ("index", 1), ("record", 1), ("record", 2)],
+)
+def test_a_job_killed_at_a_write_of_a_process_goes_on(
+    case: PackCase, expected: tuple[Path, dict[str, str]], point: str, number: int
+) -> None:
+    case.write_faults(kill_group=[point, number])
+    # One process, so that the number of the write means the same in every run.
+    text = case.config_path.read_text(encoding="utf-8")
+    case.config_path.write_text(text.replace("num_processes = 2", "num_processes = 1"), encoding="utf-8")
+    done = case.drive("none", FAULTY)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not list(case.output.glob("manifest*"))
+    case.pack()
+    assert tree_digests(case.output) == expected[1]
+
+
+def test_killed_again_and_again_it_still_comes_to_the_same_bytes(
+    case: PackCase, expected: tuple[Path, dict[str, str]]
+) -> None:
+    for point in ("advance:headers:1", "advance:studies:2", "advance:studies:3", "phase:ledger"):
+        assert case.drive(point).returncode == -signal.SIGKILL
+    case.pack()
+    assert tree_digests(case.output) == expected[1]
+
+
+def test_what_stands_is_not_packed_again(case: PackCase) -> None:
+    assert case.drive("phase:samples").returncode == -signal.SIGKILL
+    shards = {path.name: path.stat().st_mtime_ns for path in (case.output / "shards").iterdir()}
+    assert len(shards) >= 8
+    case.pack()
+    assert {path.name: path.stat().st_mtime_ns for path in (case.output / "shards").iterdir()} == shards
+
+
+def test_a_fragment_that_rotted_is_packed_again(
+    case: PackCase, expected: tuple[Path, dict[str, str]]
+) -> None:
+    """Fragments are not forced to the disk: what a power cut leaves of them is checked."""
+    case.write_faults(kill_group=["fragment", 4])
+    assert case.drive("none", FAULTY).returncode == -signal.SIGKILL
+    fragments = sorted((case.output / ".work" / "fragments").rglob("*.fragment"))
+    assert fragments
+    for number, path in enumerate(fragments):
+        data = bytearray(path.read_bytes())
+        if number % 3 == 0:
+            data[600] ^= 1
+        elif number % 3 == 1:
+            data[-30] ^= 1
+        else:
+            data = data[: len(data) // 2]
+        path.write_bytes(data)
+    case.pack()
+    assert tree_digests(case.output) == expected[1]
+
+
+def test_a_shard_that_rotted_is_made_again(case: PackCase, expected: tuple[Path, dict[str, str]]) -> None:
+    assert case.drive("phase:samples").returncode == -signal.SIGKILL
+    tar, other, *_ = sorted((case.output / "shards").glob("*.tar"))
+    data = bytearray(tar.read_bytes())
+    data[700] ^= 1
+    tar.write_bytes(data)
+    other.with_suffix(".idx").unlink()
+    case.pack()
+    assert tree_digests(case.output) == expected[1]
+
+
+def test_what_killed_writers_leave_is_cleaned_up(
+    case: PackCase, expected: tuple[Path, dict[str, str]]
+) -> None:
+    """A temporary of every name that a writer may die with, before and after the dataset is published."""
+    names = ["ledger.jsonl", "manifest-000001.json", "shards/train-000000.tar", "samples/samples-000001.tbl"]
+    for _ in range(2):
+        for name in names:
+            path = case.output / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".{path.name}.0123456789abcdef.tmp").write_bytes(b"torn")
+        case.pack()
+        assert tree_digests(case.output) == expected[1]
+
+
+def test_an_input_that_changed_is_packed_anew(case: PackCase) -> None:
+    assert case.drive("phase:samples").returncode == -signal.SIGKILL
+    make_study(case.dicom / "p0", patient="P0", num_slices=2, seed=99)
+    changed = case.pack().dataset_id
+    shutil.rmtree(case.output)
+    assert case.pack().dataset_id == changed
+
+
+def test_an_input_that_was_added_moves_the_rest(case: PackCase) -> None:
+    """After a stop the plan may be another: nothing of the old one is left over."""
+    assert case.drive("phase:samples").returncode == -signal.SIGKILL
+    study = make_study(case.dicom / "new", patient="P9", num_slices=9)
+    summary = case.pack()
+    dataset = case.open()
+    assert dataset.samples.find(case.sample_key(study.study_instance_uid)) >= 0
+    assert len(list((case.output / "shards").iterdir())) == 2 * summary.num_shards
+
+
+def test_a_finished_dataset_is_left_alone(case: PackCase) -> None:
+    first = case.pack()
+    before = {path: path.stat().st_mtime_ns for path in case.output.rglob("*")}
+    second = case.pack("execution.num_processes=1")
+    assert (second.status, second.dataset_id) == ("already_packed", first.dataset_id)
+    assert second.inputs == first.inputs
+    assert {path: path.stat().st_mtime_ns for path in case.output.rglob("*")} == before
+
+
+def test_a_killed_process_is_replaced_and_nothing_shows(
+    case: PackCase, expected: tuple[Path, dict[str, str]]
+) -> None:
+    """kill -9 of single packing processes, from outside, while the job runs."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipelines.pack", "--config", str(case.config_path), "--json"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        num_killed = 0
+        while job.poll() is None and num_killed < 2:
+            for pid in _children_of(job.pid):
+                # Busy since it is ready: its streams lead nowhere.
+                if os.path.realpath(f"/proc/{pid}/fd/2") == "/dev/null" and num_killed < 2:
+                    os.kill(pid, signal.SIGKILL)
+                    num_killed += 1
+            time.sleep(0.01)
+        output, errors = job.communicate(timeout=100)
+    assert job.returncode == 0, output + errors
+    assert num_killed
+    assert tree_digests(case.output) == expected[1]
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        return [
+            int(child)
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        ]
+    except OSError:
+        return []

@@ -1,0 +1,153 @@
+"""A packing job in a test's folder: inputs, settings, and ways to run it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardflow.configs import load_config
+from shardflow.deid.pseudonyms import SecretKey
+from shardflow.packing import PackConfig, PackSummary, pack
+from shardflow.packing.handlers import HANDLERS
+from shardflow.shards.dataset import Dataset
+from shardflow.shards.verification import verify
+
+__all__ = ["REPOSITORY", "PackCase", "read_ledger", "tree_digests"]
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+_TOML = """
+output = "out"
+private_dir = "private"
+[inputs]
+dicom = ["dicom"]
+{reports}
+[splits]
+train = 60
+val = 40
+[shards]
+target_bytes = "10KiB"
+[execution]
+num_processes = 2
+memory_bytes = "1GiB"
+task_timeout_s = 60
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PackCase:
+    """Folders of one test: ``dicom`` (inputs), ``out`` (dataset), ``private``, ``pack.toml``."""
+
+    folder: Path
+
+    @property
+    def dicom(self) -> Path:
+        return self.folder / "dicom"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+    @property
+    def private(self) -> Path:
+        return self.folder / "private"
+
+    @property
+    def config_path(self) -> Path:
+        return self.folder / "pack.toml"
+
+    @property
+    def key(self) -> SecretKey:
+        return SecretKey.load(self.private / "secret.key")
+
+    def prepare(self, *, has_reports: bool = False) -> None:
+        """Write the settings and a key that is the same in every test."""
+        self.dicom.mkdir(exist_ok=True)
+        self.private.mkdir(mode=0o700, exist_ok=True)
+        key = self.private / "secret.key"
+        key.touch(mode=0o600)
+        key.write_bytes(hashlib.sha256(b"a key for tests").digest())
+        self.config_path.write_text(
+            _TOML.format(reports='reports = "reports.csv"' if has_reports else ""), encoding="utf-8"
+        )
+
+    def write_reports(self, texts: Mapping[str, str] | list[tuple[str, str]]) -> None:
+        """Write the table of reports: study instance UID and text."""
+        rows = texts.items() if isinstance(texts, Mapping) else texts
+        with (self.folder / "reports.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["study_instance_uid", "text"])
+            writer.writerows(rows)
+
+    def write_faults(self, **faults: Any) -> None:
+        """Tell `tests.pack_faults` what to do."""
+        (self.folder / "faults.json").write_text(json.dumps(faults), encoding="utf-8")
+
+    def config(self, *overrides: str) -> PackConfig:
+        return load_config(PackConfig, self.config_path, overrides)
+
+    def pack(self, *overrides: str, handlers: str = HANDLERS) -> PackSummary:
+        """Run the job in this process."""
+        return pack(self.config(*overrides), handlers=handlers)
+
+    def drive(self, point: str, *handlers: str) -> subprocess.CompletedProcess[str]:
+        """Run the job in a process group of its own that is killed at a named point."""
+        return subprocess.run(
+            [
+                sys.executable,
+                str(REPOSITORY / "tests" / "pack_driver.py"),
+                str(self.config_path),
+                point,
+                *handlers,
+            ],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            start_new_session=True,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    def command(self, *arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+        """Run ``python -m pipelines.pack``."""
+        return subprocess.run(
+            [sys.executable, "-m", "pipelines.pack", "--config", str(self.config_path), *arguments],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    def sample_key(self, study_instance_uid: str) -> str:
+        return self.key.surrogate("study", study_instance_uid)
+
+    def open(self) -> Dataset:
+        """Open the dataset after every byte of it was verified."""
+        report = verify(str(self.output))
+        assert not report.damages, report.damages
+        return Dataset.open(self.output)
+
+
+def read_ledger(output: Path) -> list[dict[str, Any]]:
+    """Read the inputs of a ledger, without its closing line."""
+    lines = (output / "ledger.jsonl").read_text(encoding="ascii").splitlines()
+    return [row for row in map(json.loads, lines) if "outcome" in row]
+
+
+def tree_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

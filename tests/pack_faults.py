@@ -1,0 +1,111 @@
+"""Packing processes that fail on purpose: a task handler around the real one.
+
+Passed to `pack` as ``handlers``; reads what to do from ``faults.json`` beside the dataset's folder, so that
+the library needs no switch for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardflow.packing import assembly, fragment
+from shardflow.packing.child import Handler
+from shardflow.packing.handlers import make_handler as make_real_handler
+
+HANDLERS = "tests.pack_faults:make_handler"
+
+
+def make_handler(setup: Mapping[str, Any]) -> Handler:
+    """Make the handler.
+
+    ``faults.json``: ``{"study": {sample_key: fault}, "header": {relative_path: fault}, "kill_group":
+    point}``; a fault is ``hang``, ``eat``, ``segfault``, ``kill`` or ``raise``, with ``_once`` for the first
+    try only; a point is ``tar``, ``index``, ``record`` or ``fragment`` with the number of the write after
+    which the whole process group is killed, such as ``["tar", 1]``.
+    """
+    folder = Path(setup["output"]).parent
+    faults: dict[str, Any] = json.loads((folder / "faults.json").read_text(encoding="utf-8"))
+    real = make_real_handler(setup)
+    if "kill_group" in faults:
+        _arm(*faults["kill_group"])
+
+    def handle(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        if kind == "study":
+            _fail(faults.get("study", {}).get(payload["sample_key"]), folder)
+        elif kind in {"scan", "probe"}:
+            files = payload["files"] if kind == "scan" else [[payload["root"], payload["path"], 0, None]]
+            for _, path, _, reason in files:
+                if reason is None:
+                    _fail(faults.get("header", {}).get(path), folder)
+        return real(kind, payload)
+
+    return handle
+
+
+def _fail(fault: str | None, folder: Path) -> None:
+    if fault is None:
+        return
+    if fault.endswith("_once"):
+        try:
+            (folder / f"{fault}.done").touch(exist_ok=False)
+        except FileExistsError:
+            return
+    match fault.removesuffix("_once"):
+        case "hang":
+            time.sleep(3600)
+        case "eat":
+            hoard = [bytearray(1 << 26) for _ in range(1 << 10)]
+            raise AssertionError(len(hoard))
+        case "segfault":
+            ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise ValueError("DOE^JANE 19700101")
+
+
+def _arm(point: str, number: int) -> None:
+    """Kill the process group right after a named write."""
+    seen = 0
+
+    def count(matches: bool) -> None:
+        nonlocal seen
+        seen += matches
+        if matches and seen == number:
+            os.killpg(0, signal.SIGKILL)
+
+    def after(write: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+        def wrapper(path: Path, *args: Any, **kwargs: Any) -> Any:
+            result = write(path, *args, **kwargs)
+            count(path.name.endswith(suffix))
+            return result
+
+        return wrapper
+
+    def counted(commit: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            result = commit(*args)
+            count(True)
+            return result
+
+        return wrapper
+
+    match point:
+        case "tar" | "index":
+            suffix = {"tar": ".tar", "index": ".idx"}[point]
+            _wrap(assembly, "write_atomic", lambda write: after(write, suffix))
+        case "record":
+            _wrap(assembly, "write_plainly", lambda write: after(write, ".json"))
+        case "fragment":
+            _wrap(fragment.FragmentWriter, "commit", counted)
+
+
+def _wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(owner, name, make(getattr(owner, name)))

@@ -1,0 +1,133 @@
+"""Fragments: whole or absent, and every damage is noticed before it becomes a shard."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import ChecksumError, StorageError
+from shardflow.packing.fragment import (
+    Fragment,
+    FragmentWriter,
+    StudyOutcome,
+    copy_members,
+    fragment_path,
+    read_fragment,
+)
+from shardflow.shards.samples import SampleFacts
+from shardflow.shards.tar import END_OF_ARCHIVE
+
+pytestmark = pytest.mark.fast
+
+FACTS = SampleFacts(text_bytes=5, num_series=1, num_slices=2, rows=4, columns=4, modality="CT")
+PACKED = StudyOutcome(outcome="packed", instances={3: "DUPLICATE_INSTANCE"})
+FIELDS = {"report.txt": b"clear", "s000.i0000.npy": bytes(700), "s000.i0001.npy": b"x", "study.json": b"{}"}
+
+
+def _write(folder: Path, key: str = "abcd") -> tuple[Path, Fragment]:
+    path = fragment_path(folder, key)
+    with FragmentWriter(path, sample_key=key, task_digest="d1") as writer:
+        for name, payload in FIELDS.items():
+            writer.add(name, payload)
+        fragment = writer.commit(PACKED, FACTS)
+    return path, fragment
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    path, fragment = _write(tmp_path)
+    assert read_fragment(path, "d1") == fragment
+    assert fragment.outcome == PACKED
+    assert fragment.facts == FACTS
+    assert b"".join(copy_members(path, fragment)) == path.read_bytes()[: fragment.num_bytes]
+
+
+def test_members_are_a_tar_once_it_is_closed(tmp_path: Path) -> None:
+    path, fragment = _write(tmp_path)
+    archive = tmp_path / "all.tar"
+    archive.write_bytes(b"".join(copy_members(path, fragment)) + END_OF_ARCHIVE)
+    with tarfile.open(archive) as tar:
+        assert tar.getnames() == [f"abcd.{name}" for name in FIELDS]
+        for location in fragment.fields:
+            stream = tar.extractfile(f"abcd.{location.name}")
+            assert stream is not None
+            assert stream.read() == FIELDS[location.name]
+            raw = archive.read_bytes()[location.offset : location.offset + location.num_bytes]
+            assert raw == FIELDS[location.name]
+
+
+def test_another_task_does_not_take_it(tmp_path: Path) -> None:
+    path, _ = _write(tmp_path)
+    assert read_fragment(path, "d2") is None
+    assert read_fragment(tmp_path / "none", "d1") is None
+
+
+def test_an_outcome_has_no_members(tmp_path: Path) -> None:
+    path = fragment_path(tmp_path, "abcd")
+    outcome = StudyOutcome(outcome="quarantined", reason="DECODE_FAILED", instances={0: "DECODE_FAILED"})
+    with FragmentWriter(path, sample_key="abcd", task_digest="d1") as writer:
+        writer.add("report.txt", b"text that must not stay")
+        fragment = writer.commit(outcome, None)
+    assert (fragment.num_bytes, fragment.fields) == (0, ())
+    assert b"text that must not stay" not in path.read_bytes()
+    assert read_fragment(path, "d1") == fragment
+
+
+def test_starting_again_forgets_what_was_added(tmp_path: Path) -> None:
+    path = fragment_path(tmp_path, "abcd")
+    with FragmentWriter(path, sample_key="abcd", task_digest="d1") as writer:
+        writer.add("report.txt", b"first")
+        writer.restart()
+        writer.add("report.txt", b"second")
+        fragment = writer.commit(PACKED, FACTS)
+    assert [location.offset for location in fragment.fields] == [512]
+    members = b"".join(copy_members(path, fragment))
+    assert b"second" in members
+    assert b"first" not in members
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = fragment_path(tmp_path, "abcd")
+
+    def fail() -> None:
+        with FragmentWriter(path, sample_key="abcd", task_digest="d1") as writer:
+            writer.add("report.txt", b"x")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not [entry for entry in tmp_path.rglob("*") if entry.is_file()]
+
+
+def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
+    path, _ = _write(tmp_path)
+    data = path.read_bytes()
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        assert not _passes(path), position
+    for length in range(0, len(data), 7):
+        path.write_bytes(data[:length])
+        assert not _passes(path), length
+    path.write_bytes(data)
+    assert _passes(path)
+
+
+def _passes(path: Path) -> bool:
+    fragment = read_fragment(path, "d1")
+    if fragment is None:
+        return False
+    try:
+        list(copy_members(path, fragment))
+    except ChecksumError:
+        return False
+    return True
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "ab").write_text("a file where a folder must be", encoding="utf-8")
+    with pytest.raises(StorageError, match="creating a fragment must succeed") as caught:
+        _write(tmp_path)
+    assert str(tmp_path) not in caught.value.message

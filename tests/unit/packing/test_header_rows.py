@@ -1,0 +1,66 @@
+"""Header rows: exact, private, and never taken where they are torn or of other files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import StorageError
+from shardflow.packing.header_rows import HeaderRow, load_rows, read_rows, store_rows
+from shardflow.sources.dicom import InstanceHeader, read_header
+from tests.dicom_factory import make_study
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[HeaderRow]:
+    study = make_study(tmp_path / "in", num_slices=3)
+    found = []
+    for number, path in enumerate(study.files):
+        header = read_header(path, file_index=number)
+        assert isinstance(header, InstanceHeader)
+        found.append(HeaderRow(0, path.name, header=header))
+    odd_name = b"caf\xe9.dcm".decode("utf-8", "surrogateescape")
+    broken = HeaderRow(1, odd_name, reason="PIXEL_DATA_TRUNCATED", patient_id="P", study_instance_uid="1.2")
+    return [*found, broken]
+
+
+def test_rows_read_back_whole_and_one_by_one(tmp_path: Path, rows: list[HeaderRow]) -> None:
+    path = tmp_path / "batch"
+    places = store_rows(path, "d" * 64, rows)
+    assert load_rows(path, "d" * 64) == (rows, places)
+    assert read_rows(tmp_path, [("batch", *places[3]), ("batch", *places[0])]) == [rows[3], rows[0]]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_other_digests_and_torn_files_are_not_taken(tmp_path: Path, rows: list[HeaderRow]) -> None:
+    path = tmp_path / "batch"
+    store_rows(path, "d" * 64, rows)
+    assert load_rows(path, "e" * 64) is None
+    assert load_rows(tmp_path / "none", "d" * 64) is None
+    data = path.read_bytes()
+    for length in (0, 10, 64, 65, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        assert load_rows(path, "d" * 64) is None
+
+
+def test_rows_that_cannot_be_read_back_stop_the_job(tmp_path: Path, rows: list[HeaderRow]) -> None:
+    places = store_rows(tmp_path / "batch", "d" * 64, rows)
+    with pytest.raises(StorageError, match="header rows must be as they were written"):
+        read_rows(tmp_path, [("batch", places[1][0] + 3, places[1][1])])
+    with pytest.raises(StorageError, match="reading header rows"):
+        read_rows(tmp_path, [("gone", *places[1])])
+
+
+def test_the_digest_is_of_the_content(rows: list[HeaderRow]) -> None:
+    first = rows[0]
+    assert first.header is not None
+    moved = replace(
+        first, root_index=3, relative_path="elsewhere", header=replace(first.header, file_index=99)
+    )
+    assert moved.digest() == first.digest()
+    assert replace(first, header=replace(first.header, instance_number=77)).digest() != first.digest()
+    assert len({row.digest() for row in rows}) == 4

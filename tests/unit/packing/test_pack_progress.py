@@ -1,0 +1,76 @@
+"""Progress: bars on a terminal, plain lines elsewhere, and never anything on standard output."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from pipelines.pack_progress import BarProgress, LineProgress, make_progress
+
+pytestmark = pytest.mark.fast
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _run(progress: BarProgress | LineProgress) -> None:
+    with progress:
+        progress.phase("headers", 300)
+        progress.advance(128)
+        progress.advance(172)
+        progress.phase("reports", 0)
+        progress.phase("studies", 2)
+        progress.note("split [test] gets no study")
+        progress.advance()
+        progress.advance()
+        for name in ("samples", "ledger", "manifest", "done"):
+            progress.phase(name, 0)
+
+
+def test_lines_for_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    progress = make_progress(stream)
+    assert isinstance(progress, LineProgress)
+    _run(progress)
+    assert stream.getvalue().splitlines() == [
+        "reading headers (300)",
+        "linking reports",
+        "packing studies (2)",
+        "split [test] gets no study",
+        "writing the samples table",
+        "writing the ledger",
+        "publishing the manifest",
+        "done",
+    ]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_long_phase_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("pipelines.pack_progress.time.monotonic", lambda: now)
+    stream = io.StringIO()
+    progress = LineProgress(stream)
+    progress.phase("studies", 9)
+    for _ in range(4):
+        now += 6.0
+        progress.advance()
+    assert stream.getvalue().splitlines() == [
+        "packing studies (9)",
+        "packing studies: 2 of 9",
+        "packing studies: 4 of 9",
+    ]
+
+
+def test_bars_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = _Terminal()
+    progress = make_progress(stream)
+    assert isinstance(progress, BarProgress)
+    _run(progress)
+    shown = stream.getvalue()
+    assert "300/300" in shown
+    assert "packing studies" in shown
+    assert "split [test] gets no study" in shown
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,77 @@
+"""Attributes by keyword: typed, tolerant, and judged elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
+
+from shardflow.deid import KEYWORDS, allow_patient, allow_technical
+from shardflow.errors import ConfigError
+from shardflow.sources.dicom import read_attributes
+from tests.unit.sources.dicom.factory import make_file
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize("syntax", [ImplicitVRLittleEndian, ExplicitVRLittleEndian, ExplicitVRBigEndian])
+def test_values_are_typed_by_their_representation(tmp_path: Path, syntax: str) -> None:
+    path = make_file(
+        tmp_path / "a.dcm",
+        syntax=syntax,
+        KVP="120.5",
+        ExposureTime="17",
+        CTDIvol=1.25,
+        PatientAge="045Y",
+        PatientSex="",
+        Manufacturer="ACME",
+        ImageType=["ORIGINAL", "PRIMARY"],
+    )
+    wanted = (
+        "KVP",
+        "ExposureTime",
+        "CTDIvol",
+        "PatientAge",
+        "PatientSex",
+        "Manufacturer",
+        "ImageType",
+        "Rows",
+        "SAR",
+    )
+    assert read_attributes(path, wanted) == {
+        "KVP": (120.5,),
+        "ExposureTime": (17,),
+        "CTDIvol": (1.25,),
+        "PatientAge": ("045Y",),
+        "Manufacturer": ("ACME",),
+        "ImageType": ("ORIGINAL", "PRIMARY"),
+        "Rows": (3,),
+    }
+
+
+def test_what_does_not_parse_is_left_out(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "a.dcm", KVP="120.5")
+    path.write_bytes(path.read_bytes().replace(b"DS\x06\x00120.5 ", b"DS\x06\x00SMITH "))
+    assert read_attributes(path, ("KVP",)) == {}
+
+
+@pytest.mark.parametrize("keyword", ["NoSuchThing", "ModalityLUTSequence", "PixelData"])
+def test_keywords_must_name_values(tmp_path: Path, keyword: str) -> None:
+    with pytest.raises(ConfigError, match="must name DICOM values"):
+        read_attributes(make_file(tmp_path / "a.dcm"), (keyword,))
+
+
+def test_every_allowed_keyword_can_be_read(tmp_path: Path) -> None:
+    attributes = read_attributes(
+        make_file(tmp_path / "a.dcm", BodyPartExamined="chest", PatientAge="101Y"), KEYWORDS
+    )
+    assert allow_technical(attributes) == {
+        "body_part_examined": "CHEST",
+        "image_type": ["ORIGINAL", "PRIMARY", "AXIAL"],
+        "modality": "CT",
+        "photometric_interpretation": "MONOCHROME2",
+        "pixel_spacing": [0.5, 0.75],
+        "slice_thickness": 2.5,
+    }
+    assert allow_patient(attributes) == {"age_years": 90, "sex": None}
