@@ -14,6 +14,7 @@ from shardflow.epochs.elastic import RankSchedule
 from shardflow.epochs.identity import plan_id
 from shardflow.epochs.lane_plan import LaneSummary
 from shardflow.epochs.layout import SampleLayout
+from shardflow.epochs.measure import PlanMeasures, measure_plan
 from shardflow.epochs.micros import MicroBatch
 from shardflow.epochs.permutation import Permutation
 from shardflow.epochs.plan import EpochPlan
@@ -30,12 +31,14 @@ __all__ = [
     "LoaderState",
     "MicroBatch",
     "Permutation",
+    "PlanMeasures",
     "PlanSummary",
     "Position",
     "RankSchedule",
     "SampleLayout",
     "TokenBudget",
     "choose_lanes",
+    "measure_plan",
     "plan_id",
     "with_lanes",
 ]
