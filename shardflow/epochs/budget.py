@@ -22,12 +22,13 @@ from shardflow.errors import ConfigError
 __all__ = ["OVER_BUDGET", "OverBudget", "TokenBudget", "count_micro_batches", "cut_micro_batches"]
 
 Int64Array = npt.NDArray[np.int64]
+LengthArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 OverBudget = Literal["alone", "skip", "truncate"]
 OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
 
-_MAX_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 2
 _MAX_SAMPLES = 2**24
-# The smaller budgets that are tried, as parts of the way from the smallest that could do to the full one.
+# How many smaller budgets are tried, on the way from the smallest that could do to the full one.
 _TRIES = 4
 
 
@@ -112,7 +113,7 @@ def cut_micro_batches(lengths: Int64Array, *, max_tokens: int, max_samples: int,
 
 
 def count_micro_batches(
-    lengths: Int64Array, starts: Int64Array, stops: Int64Array, budget: TokenBudget
+    lengths: LengthArray, starts: Int64Array, stops: Int64Array, budget: TokenBudget
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Count the micro-batches of many windows at once, and find the budget that fills them equally.
 
@@ -131,24 +132,24 @@ def count_micro_batches(
     samples = np.full(len(starts), budget.max_samples, np.int64)
     counts, last_fill, last_room = _fill(lengths, before, starts, stops, tokens, samples)
     # As full as the last one is on the average of all: parts of `whole`, between the smallest that could do
-    # and the full budget.
+    # and the full budget; all tries side by side, the smallest that does is taken.
     whole = np.maximum(1, counts * last_room)
     part = np.maximum(1, (counts - 1) * last_room + last_fill)
-    open_windows = np.flatnonzero(part < whole)
-    for number in range(_TRIES):
-        if not open_windows.size:
-            break
-        of, at = whole[open_windows], part[open_windows]
-        at = at + (of - at) * number // _TRIES
-        try_tokens = np.maximum(1, _scaled(budget.max_tokens, at, of))
-        try_samples = np.maximum(1, _scaled(budget.max_samples, at, of))
-        found, _, _ = _fill(
-            lengths, before, starts[open_windows], stops[open_windows], try_tokens, try_samples
-        )
-        fits = found == counts[open_windows]
-        tokens[open_windows[fits]] = try_tokens[fits]
-        samples[open_windows[fits]] = try_samples[fits]
-        open_windows = open_windows[~fits]
+    tries = [part + (whole - part) * number // _TRIES for number in range(_TRIES)]
+    try_tokens = [np.maximum(1, _scaled(budget.max_tokens, at, whole)) for at in tries]
+    try_samples = [np.maximum(1, _scaled(budget.max_samples, at, whole)) for at in tries]
+    found, _, _ = _fill(
+        lengths,
+        before,
+        np.tile(starts, _TRIES),
+        np.tile(stops, _TRIES),
+        np.concatenate(try_tokens),
+        np.concatenate(try_samples),
+    )
+    for number in reversed(range(_TRIES)):
+        fits = found[number * len(starts) : (number + 1) * len(starts)] == counts
+        tokens = np.where(fits, try_tokens[number], tokens)
+        samples = np.where(fits, try_samples[number], samples)
     return counts, tokens, samples
 
 
@@ -161,7 +162,7 @@ def _scaled(number: int, part: Int64Array, whole: Int64Array) -> Int64Array:
 
 
 def _fill(
-    lengths: Int64Array,
+    lengths: LengthArray,
     before: Int64Array | None,
     starts: Int64Array,
     stops: Int64Array,
@@ -184,7 +185,7 @@ def _fill(
         if before is None:
             room = tokens // lengths[at]
         else:
-            room = np.searchsorted(before, before[at] + tokens, side="right") - 1 - at
+            room = _packed_room(before, at, np.minimum(end, at + samples), tokens)
         np.minimum(room, samples, out=room)
         np.maximum(room, 1, out=room)
         following = at + room
@@ -203,6 +204,19 @@ def _fill(
             tokens, samples = tokens[going], samples[going]
         at = following
     return counts, last_fill, last_room
+
+
+def _packed_room(before: Int64Array, at: Int64Array, last: Int64Array, tokens: Int64Array) -> Int64Array:
+    """Return how many samples from ``at``, and none from ``last`` on, have ``tokens`` tokens at most."""
+    room = np.zeros_like(at)
+    limit = before[at] + tokens
+    step = 1 << max(0, int((last - at).max()).bit_length() - 1)
+    while step:
+        further = at + room + step
+        fits = (further <= last) & (before[np.minimum(further, last)] <= limit)
+        room += np.where(fits, step, 0)
+        step //= 2
+    return room
 
 
 def _packed_fill(

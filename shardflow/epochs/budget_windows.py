@@ -22,10 +22,11 @@ __all__ = ["BudgetWindow", "BudgetWindows", "chunk_tokens", "lane_map"]
 
 Int64Array = npt.NDArray[np.int64]
 
-# Samples whose lengths are looked at together: 16 MB of them, and all windows side by side.
-_BLOCK_SAMPLES = 2**21
+# Samples whose lengths are looked at together, all windows side by side: 2 * 24 MB while they are joined.
+_BLOCK_SAMPLES = 6 * 2**20
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _WORD = 2**64
+_WORD_BITS = 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,25 +105,28 @@ class BudgetWindows:
             for lane in range(len(lane_windows) - 1)
             for window in range(int(lane_windows[lane + 1] - lane_windows[lane]))
         ]
-        parts: list[Int64Array] = []
+        max_tokens = self._budget.max_tokens
+        parts: list[npt.NDArray[np.int32]] = []
         num_skipped: list[int] = []
         num_held, first = 0, 0
         for number, (lane, window) in enumerate(places, start=1):
-            lengths = self._lengths(lane, window)
+            # How far a sample is over the budget does not matter, so 32 bits do, which are sorted faster.
+            lengths = np.minimum(self._lengths(lane, window), max_tokens + 1).astype(np.int32)
             lengths.sort()
-            lengths = lengths[::-1]
-            over = int(np.searchsorted(-lengths, -self._budget.max_tokens))
+            over = len(lengths) - int(np.searchsorted(lengths, np.int32(max_tokens), side="right"))
             self.num_over_budget += over
             if self._budget.over_budget == "truncate":
-                lengths[:over] = self._budget.max_tokens
+                lengths[len(lengths) - over :] = max_tokens
             num_skipped.append(over if self._budget.over_budget == "skip" else 0)
-            parts.append(lengths)
+            parts.append(lengths[::-1])
             num_held += len(lengths)
             if num_held >= _BLOCK_SAMPLES or number == len(places):
                 self._count_block(first, number, parts, num_skipped)
                 parts, num_skipped, num_held, first = [], [], 0, number
 
-    def _count_block(self, first: int, last: int, parts: list[Int64Array], num_skipped: list[int]) -> None:
+    def _count_block(
+        self, first: int, last: int, parts: list[npt.NDArray[np.int32]], num_skipped: list[int]
+    ) -> None:
         sizes = np.array([len(part) for part in parts], np.int64)
         stops = np.cumsum(sizes)
         starts = stops - sizes + np.array(num_skipped, np.int64)
@@ -138,9 +142,10 @@ class BudgetWindows:
         )
         if budget.over_budget == "truncate":
             np.minimum(lengths, budget.max_tokens, out=lengths)
-        order = np.argsort(-lengths, kind="stable")
+        order = _longest_first(lengths)
         lengths = lengths[order]
-        first = int(np.searchsorted(-lengths, -budget.max_tokens)) if budget.over_budget == "skip" else 0
+        skipped = budget.over_budget == "skip"
+        first = int(np.count_nonzero(lengths > budget.max_tokens)) if skipped else 0
         rows, lengths = rows[order[first:]], lengths[first:]
         cuts = cut_micro_batches(
             lengths,
@@ -175,6 +180,17 @@ class BudgetWindows:
         np.multiply(words, np.uint64(_GOLDEN_RATIO), out=words)
         np.add(words, np.uint64(start % _WORD), out=words)
         return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def _longest_first(lengths: Int64Array) -> Int64Array:
+    """Return the stable order by falling length; a sort of single words is ten times faster than argsort."""
+    bits, longest = len(lengths).bit_length(), int(lengths.max())
+    if longest.bit_length() + bits > _WORD_BITS:
+        return np.argsort(-lengths, kind="stable")
+    words = ((longest - lengths) << bits) | np.arange(len(lengths))
+    words.sort()
+    order: Int64Array = words & ((1 << bits) - 1)
+    return order
 
 
 def chunk_tokens(layout: SampleLayout, budget: TokenBudget, num_lanes: int) -> Int64Array:
