@@ -20,7 +20,16 @@ __all__ = ["CostRule"]
 
 Int64Array = npt.NDArray[np.int64]
 
-_MAX = 2**31 - 1
+# Bounds that keep a length below 2**36, so that no product leaves 64 bits.
+_BOUNDS = {
+    "text_tokens_per_1000_bytes": (0, 2**13),
+    "max_text_tokens": (0, 2**31 - 1),
+    "image_tokens_per_slice": (0, 2**17),
+    "max_slices": (0, 2**17),
+    "tokens_per_sample": (1, 2**17),
+    "quadratic_tokens": (0, 2**31 - 1),
+}
+_LONGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +60,12 @@ class CostRule:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            low = 1 if entry.name == "tokens_per_sample" else 0
+            low, high = _BOUNDS[entry.name]
             number = checked_int(
                 entry.name,
                 getattr(self, entry.name),
                 low=low,
-                high=_MAX,
+                high=high,
                 where="cost rule",
                 error=ConfigError,
             )
@@ -102,8 +111,10 @@ class CostRule:
         """Return the cost of lengths, int64."""
         if not self.quadratic_tokens:
             return lengths
-        quadratic: Int64Array = lengths * lengths // self.quadratic_tokens
-        return lengths + quadratic
+        squared = np.minimum(lengths, _LONGEST)
+        squared *= squared
+        costs: Int64Array = lengths + squared // self.quadratic_tokens
+        return costs
 
     def to_json(self) -> dict[str, int]:
         """Return the rule as a JSON object; it is part of the plan's identity."""
