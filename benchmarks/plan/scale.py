@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -161,14 +162,13 @@ def main() -> None:
         opened = time.perf_counter() - start
         window = 200 * 10**6
         budget = TokenBudget(max_tokens=16_384, max_samples=64, cost=CostRule(quadratic_tokens=4096))
-        lanes = {"micro_batches_per_step": 512, "lanes": 64, "window_bytes": window}
+        lanes = BatchSpec(micro_batch_size=32, micro_batches_per_step=512, lanes=64, window_bytes=window)
+        packed = TokenBudget(max_tokens=16_384, max_samples=64, padded=False)
         specs = {
             "plain": BatchSpec(micro_batch_size=32, micro_batches_per_step=512),
-            "lanes": BatchSpec(micro_batch_size=32, **lanes),
-            "padded budget": BatchSpec(budget=budget, **lanes),
-            "packed budget": BatchSpec(
-                budget=TokenBudget(max_tokens=16_384, max_samples=64, padded=False), **lanes
-            ),
+            "lanes": lanes,
+            "padded budget": replace(lanes, micro_batch_size=0, budget=budget),
+            "packed budget": replace(lanes, micro_batch_size=0, budget=packed),
         }
         result = {
             "command": " ".join(["python", "-m", "benchmarks.plan.scale", *sys.argv[1:]]),
