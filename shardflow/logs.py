@@ -16,10 +16,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TextIO
 
-from shardflow.errors import ShardflowError
+from shardflow.errors import ShardflowError, StorageError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -103,25 +104,43 @@ class EventLog:
             path: The file; its folder must exist.
             clock: Gives ``time_s`` of each line; ``None`` leaves the key out.
             mode: Permissions of a new file.
+
+        Raises:
+            StorageError: The file cannot be opened or written.
         """
         self._clock = clock
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")
+        self._descriptor = -1
+        with _writing():
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Append ``{"event": event, "time_s": ..., **fields}``."""
+        """Append ``{"event": event, "time_s": ..., **fields}``.
+
+        Raises:
+            StorageError: The line could not be written whole: the disk is full, say.
+        """
         record: dict[str, Any] = {"event": event}
         if self._clock is not None:
             record["time_s"] = round(self._clock(), 6)
         record.update(fields)
         line = json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        os.write(self._descriptor, line.encode() + b"\n")
+        rest = memoryview(line.encode() + b"\n")
+        with _writing():
+            # A disk that fills up takes a part without an error; only the next call says what is wrong.
+            while rest.nbytes:
+                rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
-        """Force what was written to the disk."""
-        os.fsync(self._descriptor)
+        """Force what was written to the disk.
+
+        Raises:
+            StorageError: It did not get there.
+        """
+        with _writing():
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -136,6 +155,18 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else type(error).__name__
+        raise StorageError(
+            f"an event file must be writable, got {type(error).__name__} ({reason}); make room or correct "
+            "its folder, and run the job again."
+        ) from None
 
 
 def read_events(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -36,7 +36,7 @@ val = 40
 [shards]
 target_bytes = "10KiB"
 [execution]
-num_processes = 2
+num_processes = 1
 memory_bytes = "1GiB"
 task_timeout_s = 60
 """

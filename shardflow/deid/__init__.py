@@ -4,7 +4,7 @@ Surrogates replace identifiers (`pseudonyms`); technical attributes pass an allo
 (`allowlist`).
 """
 
-from shardflow.deid.allowlist import KEYWORDS, allow_patient, allow_technical
+from shardflow.deid.allowlist import KEYWORDS, allow_ordinal, allow_patient, allow_technical
 from shardflow.deid.pseudonyms import SecretKey
 
-__all__ = ["KEYWORDS", "SecretKey", "allow_patient", "allow_technical"]
+__all__ = ["KEYWORDS", "SecretKey", "allow_ordinal", "allow_patient", "allow_technical"]

@@ -16,10 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardflow.deid import vocabularies as words
 
-__all__ = ["KEYWORDS", "MAX_AGE_YEARS", "allow_patient", "allow_technical"]
+__all__ = ["KEYWORDS", "MAX_AGE_YEARS", "MAX_ORDINAL", "allow_ordinal", "allow_patient", "allow_technical"]
 
 MAX_AGE_YEARS = 90
 """Ages above 89 form one class (45 CFR 164.514(b)(2)(i)(C))."""
+
+MAX_ORDINAL = 99_999
+"""Largest series or instance number that leaves: five digits hold no date and hardly a record number."""
 
 Values = Sequence[str | int | float]
 Allowed = str | float | int | list[str] | list[float]
@@ -103,9 +106,9 @@ _RULES: dict[str, Rule] = {
     "EchoTime": _numbers(0, 100_000),
     "EchoTrainLength": _numbers(0, 100_000),
     "Exposure": _numbers(0, 1_000_000),
-    "ExposureInuAs": _numbers(0, 1_000_000_000),
+    "ExposureInuAs": _numbers(0, 5_000_000),
     "ExposureIndex": _numbers(0, 100_000),
-    "ExposureTime": _numbers(0, 10_000_000),
+    "ExposureTime": _numbers(0, 1_000_000),
     "FlipAngle": _numbers(-360, 360),
     "FocalSpots": _numbers(0, 100),
     "GantryDetectorTilt": _numbers(-360, 360),
@@ -127,7 +130,7 @@ _RULES: dict[str, Rule] = {
     "PercentPhaseFieldOfView": _numbers(0, 1000),
     "PercentSampling": _numbers(0, 1000),
     "PhotometricInterpretation": _words(words.PHOTOMETRICS),
-    "PixelBandwidth": _numbers(0, 10_000_000),
+    "PixelBandwidth": _numbers(0, 1_000_000),
     "PixelSpacing": _numbers(0, 1000),
     "PixelSpacingCalibrationType": _words(frozenset({"FIDUCIAL", "GEOMETRY"})),
     "PositionerType": _words(words.POSITIONERS),
@@ -178,6 +181,16 @@ def allow_technical(attributes: Mapping[str, Values]) -> dict[str, Allowed | boo
         elif keyword in _PRESENCE:
             allowed[_PRESENCE[keyword]] = any(str(value).strip() for value in values)
     return dict(sorted(allowed.items()))
+
+
+def allow_ordinal(number: int | None) -> int | None:
+    """Series or instance number, unless it is larger than counting explains.
+
+    Example:
+        >>> allow_ordinal(301), allow_ordinal(20231105)
+        (301, None)
+    """
+    return number if number is not None and 0 <= number <= MAX_ORDINAL else None
 
 
 def allow_patient(attributes: Mapping[str, Values]) -> dict[str, str | int | None]:

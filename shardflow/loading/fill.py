@@ -7,6 +7,7 @@ description (for the display range), the report. Any finding that a sample is ba
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from shardflow.loading.thread_state import ThreadState
 from shardflow.telemetry import StageCounters
 
 __all__ = ["SlotFiller", "SlotRequest"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # What a field is for: a slice has its place among the chosen ones, from 0.
 _REPORT = -1
@@ -83,6 +86,7 @@ class SlotFiller:
         self._seed = seed
         self._epoch = epoch
         self._counters = counters
+        self._has_warned = False
 
     def fill(
         self,
@@ -207,6 +211,19 @@ class SlotFiller:
                 num_saturated = convert_slice(decoded, target, thread.scratch)
             if num_saturated:
                 self._counters.add("saturated", num_items=num_saturated)
+            if num_saturated or (decoded.dtype.kind == "f" and target.dtype.kind != "f"):
+                self._warn_of_loss(decoded.dtype, target.dtype)
+
+    def _warn_of_loss(self, stored: np.dtype[Any], delivered: np.dtype[Any]) -> None:
+        """Say once an epoch that pixels are not what was stored; two threads at once may both say it."""
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "pixels are cut or rounded: slices stored as %s are delivered as %s; set the view's dtype "
+                "(image.dtype of a training run) to float32",
+                stored,
+                delivered,
+            )
 
 
 def _put_text(

@@ -50,8 +50,8 @@ class ImageView:
     order.
     """
     dtype: PixelDtype = "int16"
-    """``int16`` saturates what it cannot hold (and counts it); ``float32`` holds all 16-bit values
-    exactly.
+    """``int16`` is for series that are stored as int16 or uint8, such as CT: others are cut and rounded, and
+    the loader counts it and warns. ``float32`` holds all 16-bit values exactly.
     """
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ class HeaderRow:
     patient_id: str = ""
     """Of a file that cannot be packed and still says where it belongs; else empty."""
     study_instance_uid: str = ""
+    sop_instance_uid: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON."""
@@ -51,15 +52,20 @@ class HeaderRow:
             "reason": self.reason,
             "patient_id": self.patient_id,
             "study_instance_uid": self.study_instance_uid,
+            "sop_instance_uid": self.sop_instance_uid,
         }
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> HeaderRow:
         """Read what `to_json` wrote."""
         header = None if row["header"] is None else header_from_json(row["header"])
-        return cls(
-            row["root"], row["path"], header, row["reason"], row["patient_id"], row["study_instance_uid"]
-        )
+        identifiers = (row["patient_id"], row["study_instance_uid"], row["sop_instance_uid"])
+        return cls(row["root"], row["path"], header, row["reason"], *identifiers)
+
+    def instance_digest(self) -> int:
+        """Return 64 bits that stand for the SOP Instance UID, to tell copies; 0 where it is missing."""
+        uid = self.sop_instance_uid if self.header is None else self.header.sop_instance_uid
+        return int.from_bytes(hashlib.sha256(uid.encode()).digest()[:8], "little") if uid else 0
 
     def digest(self) -> int:
         """Return 64 bits of the row's content: equal for a file that was moved or renumbered."""

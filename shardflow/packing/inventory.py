@@ -1,6 +1,6 @@
 """Every input of a job in a few columns, so that memory grows by tens of bytes a file and not by objects.
 
-About 75 bytes an input file and 400 a study; attributes wait on disk (`shardflow.packing.header_rows`), texts
+About 85 bytes an input file and 400 a study; attributes wait on disk (`shardflow.packing.header_rows`), texts
 too (`shardflow.packing.linking`). Owns who belongs to which study and the reason of each input, and the sum
 that must come out: inputs = packed + skipped + quarantined.
 """
@@ -95,6 +95,7 @@ class FileTable:
         study: ``(n,)`` int32, or `NO_STUDY`.
         decoded_bytes: ``(n,)`` int64, declared by the header.
         num_slices: ``(n,)`` int32, frames declared by the header.
+        instance: ``(n,)`` uint64 of the SOP Instance UID, equal for copies; 0 where it is missing.
         digest: ``(n,)`` uint64 of the header's content.
         modified_ns: ``(n,)`` int64; only ever compared between runs of one job.
         row_offset: ``(n,)`` int64: where the header row lies in its batch's file.
@@ -108,6 +109,7 @@ class FileTable:
         self.study: NDArray[np.int32] = np.full(num_files, NO_STUDY, np.int32)
         self.decoded_bytes: NDArray[np.int64] = np.zeros(num_files, np.int64)
         self.num_slices: NDArray[np.int32] = np.zeros(num_files, np.int32)
+        self.instance: NDArray[np.uint64] = np.zeros(num_files, np.uint64)
         self.digest: NDArray[np.uint64] = np.zeros(num_files, np.uint64)
         self.modified_ns: NDArray[np.int64] = np.zeros(num_files, np.int64)
         self.row_offset: NDArray[np.int64] = np.zeros(num_files, np.int64)
@@ -125,8 +127,9 @@ class FileTable:
             self.reason[file] = UNDECIDED if reason is None else reason_code(reason)
             if study:
                 self.study[file] = self.studies.add(study, patient, bucket)
-            self.decoded_bytes[file], self.num_slices[file], self.digest[file] = row[5:8]
-            self.modified_ns[file], self.row_offset[file], self.row_num_bytes[file] = row[8:]
+            self.decoded_bytes[file], self.num_slices[file] = row[5:7]
+            self.instance[file], self.digest[file] = row[7:9]
+            self.modified_ns[file], self.row_offset[file], self.row_num_bytes[file] = row[9:]
 
     def files_of(self, study: int) -> NDArray[np.int64]:
         """Return the files of a study, ascending."""

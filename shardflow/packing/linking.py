@@ -95,12 +95,10 @@ def link_reports(
         descriptor = os.open(spool, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             for record in records:
-                text = (
-                    b"" if isinstance(record, BrokenReport) else record.text.encode("utf-8", "surrogatepass")
-                )
+                encoded = _encode(record)
                 study = studies.find(key.surrogate("study", record.study_instance_uid))
-                reason = _reason(record, text, study)
-                text = text or b""
+                reason = _reason(record, study, is_text=encoded is not None)
+                text = encoded or b""
                 digest = int.from_bytes(hashlib.sha256(bytes([reason]) + text).digest()[:8], "little")
                 surrogate = key.surrogate("input-report", str(record.place))
                 if study != NO_STUDY and reason not in {UNDECIDED, reason_code(Reason.EMPTY_REPORT)}:
@@ -151,12 +149,12 @@ def _encode(record: ReportRecord | BrokenReport) -> bytes | None:
         return None
 
 
-def _reason(record: ReportRecord | BrokenReport, text: bytes | None, study: int) -> int:
+def _reason(record: ReportRecord | BrokenReport, study: int, *, is_text: bool) -> int:
     if isinstance(record, BrokenReport):
         return reason_code(record.reason)
-    if text is None:
+    if not is_text:
         return reason_code(Reason.REPORT_UNREADABLE)
-    if not text.strip():
+    if not record.text.strip():
         return reason_code(Reason.EMPTY_REPORT)
     return UNDECIDED if study != NO_STUDY else reason_code(Reason.REPORT_WITHOUT_STUDY)
 

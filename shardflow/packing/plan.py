@@ -115,21 +115,30 @@ def _study_reasons(config: PackConfig, files: FileTable, reports: ReportTable) -
         elif config.policy.require_report and study not in reports.report_of:
             reasons[study] = reason_code(Reason.STUDY_WITHOUT_REPORT)
     for file in np.flatnonzero((files.reason != UNDECIDED) & (files.study != NO_STUDY)).tolist():
-        _judge_bad_file(config, files, int(files.study[file]), int(files.reason[file]), reasons)
+        _judge_bad_file(config, files, file, reasons)
     return reasons
 
 
-def _judge_bad_file(
-    config: PackConfig, files: FileTable, study: int, code: int, reasons: NDArray[np.uint8]
-) -> None:
-    """A header that cannot be packed takes its study with it, or is left out: the policy says which."""
+def _judge_bad_file(config: PackConfig, files: FileTable, file: int, reasons: NDArray[np.uint8]) -> None:
+    """A header that cannot be packed takes its study with it, or is left out: the policy says which.
+
+    A damaged copy of an image that is whole in another file takes nothing with it.
+    """
+    study, code = int(files.study[file]), int(files.reason[file])
     name = reason_name(code)
     if reasons[study] != UNDECIDED or name is None:
         return
-    if outcome_of(name) is Outcome.QUARANTINED and config.policy.on_bad_instance == "quarantine_study":
+    good = files.files_of(study)
+    good = good[files.reason[good] == UNDECIDED]
+    if not len(good):
+        reasons[study] = reason_code(Reason.STUDY_QUARANTINED) if _takes_study(config, name) else code
+    elif _takes_study(config, name) and files.instance[file] not in files.instance[good]:
         reasons[study] = reason_code(Reason.STUDY_QUARANTINED)
-    elif not (files.reason[files.files_of(study)] == UNDECIDED).any():
-        reasons[study] = code
+
+
+def _takes_study(config: PackConfig, reason: str) -> bool:
+    is_bad = outcome_of(reason) is Outcome.QUARANTINED
+    return is_bad and config.policy.on_bad_instance == "quarantine_study"
 
 
 def _cut(config: PackConfig, files: FileTable, studies: list[int]) -> tuple[PlannedShard, ...]:

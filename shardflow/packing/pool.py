@@ -8,6 +8,7 @@ failure means for a study is decided elsewhere.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import signal
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChildPool", "Failure", "Task", "TaskDone"]
 
+_logger = logging.getLogger(__name__)
+
 Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "storage"]
 
 _BOOT: Final = (
@@ -39,8 +42,11 @@ _BOOT: Final = (
     "from shardflow.packing.child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _START_TIMEOUT_S: Final = 120.0
+# A process that is killed from outside while it starts says nothing about the next one.
+_MAX_FAILED_STARTS: Final = 2
 _SEND_TIMEOUT_S: Final = 60.0
 _EXIT_S: Final = 1.0
+_KILL_S: Final = 20.0
 # One thread per process: blosc2 gives other bytes with more, and thread pools reserve address space.
 _SINGLE_THREADED: Final = dict.fromkeys(
     [
@@ -117,6 +123,7 @@ class ChildPool:
         self._finished: deque[TaskDone] = deque()
         self._full_num_processes = num_processes
         self._num_processes = num_processes
+        self._num_failed_starts = 0
         self.num_replaced = 0
         self.peak_memory_bytes = 0
 
@@ -238,6 +245,7 @@ class ChildPool:
             raise _cannot_start(str(message["cannot_start"]))
         if "ready" in message:
             child.is_ready = True
+            self._num_failed_starts = 0
             self._send_task(child)
             return
         task, child.task = child.task, None
@@ -260,7 +268,8 @@ class ChildPool:
     def _timed_out(self, child: _Child) -> None:
         task = child.task
         if not child.is_ready or task is None:
-            raise _cannot_start(f"nothing heard for {_START_TIMEOUT_S:g} s")
+            self._start_failed(child, f"nothing heard for {_START_TIMEOUT_S:g} s")
+            return
         detail = f"no answer within {task.timeout_s:g} s"
         self._finished.append(TaskDone(task=task, failure="timeout", detail=detail))
         self._replace(child)
@@ -268,13 +277,24 @@ class ChildPool:
     def _died(self, child: _Child) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(_EXIT_S)  # its own end tells more than our kill
+        if not child.is_ready:
+            self._start_failed(child, _describe_exit(child.process.poll()))
+            return
         self._replace(child)
         code = child.process.returncode
-        if not child.is_ready:
-            raise _cannot_start(_describe_exit(code))
         if child.task is not None:
             failure: Failure = "timeout" if code == -signal.SIGXCPU else "killed"
             self._finished.append(TaskDone(task=child.task, failure=failure, detail=_describe_exit(code)))
+
+    def _start_failed(self, child: _Child, detail: str) -> None:
+        """Give the task of a process that never came up to another one, unless none comes up."""
+        task = child.task
+        self._replace(child)
+        self._num_failed_starts += 1
+        if self._num_failed_starts > _MAX_FAILED_STARTS * self._num_processes:
+            raise _cannot_start(detail)
+        if task is not None:
+            self.submit(task)
 
     def _replace(self, child: _Child) -> None:
         """End a process that is of no more use; the next task starts another."""
@@ -289,7 +309,11 @@ class ChildPool:
         child.channel.close()
         # Files appear whole or not at all, so there is nothing that a gentler end would save.
         child.process.kill()
-        child.process.wait()
+        try:
+            child.process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            # It hangs inside the kernel, in a read of a dead file system, say: it ends when that does.
+            _logger.warning("a packing process does not end %g s after SIGKILL; it is left behind", _KILL_S)
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -305,6 +329,6 @@ def _describe_exit(code: int | None) -> str:
 
 def _cannot_start(detail: str) -> ShardflowError:
     return ShardflowError(
-        f"a packing process must start, got: {detail}; raise limits.process_memory if it is small, "
+        f"a packing process must start, got: {detail}; raise execution.memory_bytes if it is small, "
         "and see packing-processes.log in the private folder."
     )

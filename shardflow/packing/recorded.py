@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardflow.logs import EventLog, read_events
-from shardflow.packing.workplace import storage_error
 from shardflow.sources.reasons import Reason
 
 if TYPE_CHECKING:
@@ -64,10 +63,7 @@ class RecordedOutcomes:
         Raises:
             StorageError: It cannot be written.
         """
-        try:
-            with EventLog(self._path, mode=0o600) as log:
-                log.write("resource_outcome", input=surrogate, num_bytes=num_bytes, reason=str(reason))
-                log.sync()
-        except OSError as error:
-            raise storage_error("recording an outcome in the private folder", error) from None
+        with EventLog(self._path, mode=0o600) as log:
+            log.write("resource_outcome", input=surrogate, num_bytes=num_bytes, reason=str(reason))
+            log.sync()
         self._known[surrogate, num_bytes] = str(reason)

@@ -24,7 +24,7 @@ NUM_BUCKETS: Final = 10_000
 changed."""
 
 # Raised when a header row means something else than before: rows of another version are read anew.
-_ROWS_VERSION: Final = 1
+_ROWS_VERSION: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,8 @@ class Scanner:
 
         Returns:
             ``rows``: for each file its surrogate, reason, study and patient surrogates, bucket, decoded
-            bytes, slices, content digest, modification time, and the offset and size of its row.
+            bytes, slices, instance digest, content digest, modification time, and the offset and size of its
+            row.
         """
         files = [(int(root), str(path), int(size), reason) for root, path, size, reason in payload["files"]]
         times = [self._modified_ns(root, path) for root, path, _, _ in files]
@@ -77,6 +78,7 @@ class Scanner:
                 reason=header.reason.value,
                 patient_id=header.patient_id,
                 study_instance_uid=header.study_instance_uid,
+                sop_instance_uid=header.sop_instance_uid,
             )
         return replace(row, header=header)
 
@@ -93,6 +95,7 @@ class Scanner:
             self.key.bucket("split", patient, NUM_BUCKETS) if patient else 0,
             0 if header is None else decoded_num_bytes(header),
             0 if header is None else header.image.num_frames,
+            row.instance_digest(),
             row.digest(),
         ]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.deid.allowlist import KEYWORDS, allow_patient, allow_technical
-from shardflow.errors import SourceError
+from shardflow.deid.allowlist import KEYWORDS, allow_ordinal, allow_patient, allow_technical
+from shardflow.errors import ShardflowError, SourceError
 from shardflow.packing.fragment import StudyOutcome
 from shardflow.shards.codecs import encode_array
 from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, slice_field
@@ -107,8 +107,13 @@ class StudyMembers:
             try:
                 facts = self._write_members()
             except _BadInstanceError as error:
+                num_known = len(self._bad)
                 self._bad.update(error.reasons)
                 self._find_other_bad_instances()
+                if len(self._bad) == num_known:
+                    raise ShardflowError(
+                        "a study must name what cannot be packed; an internal error."
+                    ) from None
                 self._left_out.clear()
                 self._writer.restart()
             else:
@@ -185,12 +190,14 @@ class StudyMembers:
         self._left_out.update(rejected)
         (study,) = grouping.studies
         for pair in study.copies:
-            self._check_copy(dataclasses.replace(study, copies=(pair,)))
+            bad.update(self._check_copy(dataclasses.replace(study, copies=(pair,))))
             self._left_out[pair.copy.file_index] = Reason.DUPLICATE_INSTANCE.value
+        if bad:
+            raise _BadInstanceError(bad)
         return study
 
-    def _check_copy(self, study: Study) -> None:
-        """Make sure that a copy is one; where it is not, nobody knows which of the two is right."""
+    def _check_copy(self, study: Study) -> dict[int, str]:
+        """Compare a copy with its original; where they differ, nobody knows which of the two is right."""
         (pair,) = study.copies
         try:
             check_copies(study, self._locate, limits=self._rules.limits)
@@ -198,7 +205,8 @@ class StudyMembers:
             both = [pair.copy.file_index, pair.kept.file_index]
             if error.reason != Reason.CONFLICTING_INSTANCE:
                 both = both[:1] if self._problem(pair.copy) else both[1:]
-            raise _BadInstanceError(dict.fromkeys(both, error.reason)) from None
+            return dict.fromkeys(both, error.reason)
+        return {}
 
     def _write_stack(self, number: int, stack: Stack) -> dict[str, Any]:
         form = form_of([part.instance for part in stack.slices])
@@ -223,7 +231,7 @@ class StudyMembers:
             "display_range": list(display.result()),
             "dtype": form.dtype,
             "flags": list(stack.flags),
-            "instance_numbers": [part.number for part in stack.slices],
+            "instance_numbers": [allow_ordinal(part.number) for part in stack.slices],
             "kind": stack.kind,
             # Not the header's word, which may be anything.
             "modality": technical.get("modality"),
@@ -235,7 +243,8 @@ class StudyMembers:
             "rows": stack.rows,
             "samples_per_pixel": stack.samples_per_pixel,
             "series_key": self._rules.key.surrogate("series", stack.series_instance_uid),
-            "series_number": stack.series_number,
+            "series_number": allow_ordinal(stack.series_number),
+            "slice_offsets_mm": geometry.slice_offsets_mm,
             "slice_spacing_mm": geometry.slice_spacing_mm,
             "stack_index": stack.stack_index,
             "technical": technical,

@@ -88,9 +88,8 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {frame.dtype} {frame.shape}.")
     blosc2 = _blosc2()
     try:
-        if _is_one_plain_chunk(frame, payload, out.nbytes):
-            chunk = payload[frame.chunk_start : frame.chunk_start + frame.chunk_num_bytes]
-            blosc2.decompress2(chunk, dst=out, nthreads=1)
+        if _is_one_chunk_in_c_order(frame):
+            blosc2.decompress2(_chunk(frame, payload, out.nbytes), dst=out, nthreads=1)
         else:
             # A frame of another writer, or one special value without a chunk.
             out[...] = blosc2.ndarray_from_cframe(bytes(payload))[...]
@@ -120,19 +119,28 @@ def _block_rows(array: NDArray[Any]) -> int:
     return num_rows
 
 
-def _is_one_plain_chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) -> bool:
-    if (
-        frame.chunk_shape != frame.shape
-        or frame.block_shape[1:] != frame.shape[1:]
-        or frame.shape[0] % frame.block_shape[0]
-        or frame.chunk_start + frame.chunk_num_bytes > payload.nbytes
-        or frame.chunk_num_bytes < _CHUNK_HEADER.size
-    ):
-        return False
-    # blosc2.decompress2 writes as many bytes as the chunk says, past the end of a smaller buffer: ask the
-    # chunk first.
-    num_bytes, _, chunk_num_bytes = _CHUNK_HEADER.unpack_from(payload, frame.chunk_start)
-    return bool(num_bytes == out_num_bytes and chunk_num_bytes == frame.chunk_num_bytes)
+def _is_one_chunk_in_c_order(frame: _Frame) -> bool:
+    return (
+        frame.chunk_num_bytes > 0
+        and frame.chunk_shape == frame.shape
+        and frame.block_shape[1:] == frame.shape[1:]
+        and frame.shape[0] % frame.block_shape[0] == 0
+    )
+
+
+def _chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) -> memoryview:
+    """Return the only chunk of a frame, once it is sure that it fits.
+
+    ``blosc2.decompress2`` writes as many bytes as the chunk says, past the end of a smaller buffer, so the
+    chunk is asked first.
+    """
+    chunk = payload[frame.chunk_start : frame.chunk_start + frame.chunk_num_bytes]
+    if chunk.nbytes < max(frame.chunk_num_bytes, _CHUNK_HEADER.size):
+        raise FormatError("a b2nd payload must hold its chunk, got the end of the payload.")
+    num_bytes, _, chunk_num_bytes = _CHUNK_HEADER.unpack_from(chunk)
+    if num_bytes != out_num_bytes or chunk_num_bytes != frame.chunk_num_bytes:
+        raise FormatError(f"a b2nd payload's chunk must hold {out_num_bytes} bytes, got {num_bytes}.")
+    return chunk
 
 
 def _parse(payload: memoryview) -> _Frame:

@@ -123,6 +123,7 @@ def _stack(study: StudyPlan, series: SeriesPlan, stack: int) -> dict[str, Any]:
 
 def _affine(study: StudyPlan, series: SeriesPlan, stack: int) -> list[list[float]]:
     """4 x 4: (column, row, grid index, 1) to mm; the step keeps the shear of a tilted gantry."""
+    # The first slice is never lost, so it lies at grid index 0.
     slices = [item for item in series.slices if item.stack == stack]
     first, last = slices[0], slices[-1]
     plane, grid = first.plane, first.plane.grid
@@ -133,12 +134,9 @@ def _affine(study: StudyPlan, series: SeriesPlan, stack: int) -> list[list[float
         step = round_vector((away[0] / gaps, away[1] / gaps, away[2] / gaps))
     else:
         step = round_vector(move((0.0, 0.0, 0.0), plane.normal, series.thickness_mm or 1.0))
-    origin = round_vector(move(start, step, -first.grid_index))
     across = round_vector(move((0.0, 0.0, 0.0), plane.row_direction, grid.column_spacing_mm), 9)
     down = round_vector(move((0.0, 0.0, 0.0), plane.column_direction, grid.row_spacing_mm), 9)
-    return [[across[axis], down[axis], step[axis], origin[axis]] for axis in range(3)] + [
-        [0.0, 0.0, 0.0, 1.0]
-    ]
+    return [[across[axis], down[axis], step[axis], start[axis]] for axis in range(3)] + [[0.0, 0.0, 0.0, 1.0]]
 
 
 def _lesion(study: StudyPlan, lesion: Lesion, story: Story, report: Report) -> dict[str, Any]:

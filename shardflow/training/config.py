@@ -94,6 +94,10 @@ class ImageSettings:
     columns: _Count = 64
     slice_choice: Literal["even", "random"] = "even"
     """``random`` draws other slices each epoch, keyed by (seed, epoch, sample)."""
+    dtype: Literal["int16", "float32"] = "float32"
+    """How pixels travel to the device. ``float32`` is right for every series; ``int16`` is half the bytes and
+    right for series that are stored as int16 or uint8, such as CT: others are cut and rounded, with a
+    warning."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -164,6 +164,7 @@ def _open_loader(
                 rows=config.image.rows,
                 columns=config.image.columns,
                 slice_choice="even" if tail else config.image.slice_choice,
+                dtype=config.image.dtype,
             ),
             text=True,
             num_threads=settings.num_threads,

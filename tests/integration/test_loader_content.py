@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
@@ -199,6 +199,35 @@ def test_a_study_without_a_display_range_gets_the_extremes_of_its_slices(
     dataset = _dataset_of(tmp_path, monkeypatch, change)
     for pixels, _, display, _ in _whole(dataset, view=NativeView()).values():
         assert display == [pixels.min(), pixels.max()]
+
+
+@pytest.mark.parametrize(
+    ("stored", "delivered", "warns"),
+    [
+        ("uint16", "int16", True),
+        ("float32", "int16", True),
+        ("uint16", "float32", False),
+        ("uint8", "int16", False),
+    ],
+)
+def test_pixels_that_do_not_arrive_as_they_were_stored_are_warned_of_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stored: str,
+    delivered: Literal["int16", "float32"],
+    warns: bool,
+) -> None:
+    pixels = np.array([[0, 255], [0.4, 40000 if stored == "uint16" else 7]]).astype(stored)
+
+    def change(_: int, fields: dict[str, bytes]) -> dict[str, bytes]:
+        return {**fields, "s000.i0000.b2nd": encode_array("b2nd", np.kron(pixels, np.ones((4, 4), stored)))}
+
+    dataset = _dataset_of(tmp_path, monkeypatch, change)
+    _whole(dataset, view=ImageView(num_slices=2, rows=8, columns=8, dtype=delivered), num_threads=1)
+    messages = [record.getMessage() for record in caplog.records if "cut or rounded" in record.getMessage()]
+    assert len(messages) == (1 if warns else 0)
+    assert all(stored in message and "float32" in message for message in messages)
 
 
 def test_other_series_and_a_second_codec_of_a_slice_are_left_alone(

@@ -17,7 +17,12 @@ from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import REPOSITORY, PackCase, read_ledger, tree_digests
 from tests.pack_faults import HANDLERS
 
-QUICK = ("execution.task_timeout_s=4", "execution.memory_bytes=700MiB", "policy.max_quarantined_share=0.5")
+QUICK = (
+    "execution.num_processes=2",
+    "execution.task_timeout_s=4",
+    "execution.memory_bytes=700MiB",
+    "policy.max_quarantined_share=0.5",
+)
 
 
 @pytest.fixture
@@ -177,7 +182,8 @@ def test_processes_carry_their_limits_while_they_pack(case: PackCase, studies: l
 import sys
 from shardflow.configs import load_config
 from shardflow.packing import PackConfig, pack
-pack(load_config(PackConfig, sys.argv[1], ["execution.task_timeout_s=30"]), handlers=sys.argv[2])
+overrides = ["execution.num_processes=2", "execution.task_timeout_s=30"]
+pack(load_config(PackConfig, sys.argv[1], overrides), handlers=sys.argv[2])
 """
     with subprocess.Popen(
         [sys.executable, "-c", script, str(case.config_path), HANDLERS],
@@ -188,6 +194,7 @@ pack(load_config(PackConfig, sys.argv[1], ["execution.task_timeout_s=30"]), hand
             children = _wait_for_children(job.pid, 2)
             limits = [Path(f"/proc/{pid}/limits").read_text(encoding="ascii") for pid in children]
             modules = [Path(f"/proc/{pid}/maps").read_text(encoding="ascii") for pid in children]
+            commands = [Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8") for pid in children]
         finally:
             job.kill()
     for text in limits:
@@ -197,6 +204,8 @@ pack(load_config(PackConfig, sys.argv[1], ["execution.task_timeout_s=30"]), hand
         assert int(values["Max file size"]) < 1 << 40
         assert int(values["Max cpu time"]) < 60
         assert int(values["Max open files"]) <= 256
+    # What `ps` shows to everybody tells nothing about the inputs or the key.
+    assert not any(str(case.folder) in command for command in commands)
     # Decoders are loaded under the limits; torch never is.
     assert all("libtorch" not in text for text in modules)
 

@@ -53,7 +53,7 @@ MISTAKES: dict[str, tuple[Callable[[PackCase], None], str]] = {
     "split parts": (lambda c: _edit(c, "train = 60\nval = 40", "train = 0"), "at least one part"),
     "negative parts": (lambda c: _edit(c, "val = 40", "val = -1"), "splits.val must be at least 0"),
     "processes": (
-        lambda c: _edit(c, "num_processes = 2", "num_processes = -1"),
+        lambda c: _edit(c, "num_processes = 1", "num_processes = -1"),
         "num_processes must be from 0",
     ),
     "memory": (lambda c: _edit(c, '"1GiB"', '"1MiB"'), "memory_bytes must be at least"),

@@ -190,6 +190,16 @@ def test_a_truncated_file_takes_its_study_with_it(case: PackCase) -> None:
     assert case.open().samples.num_samples == 1
 
 
+def test_a_truncated_copy_of_a_whole_file_takes_nothing_with_it(case: PackCase) -> None:
+    study = make_study(case.dicom / "a", num_slices=3)
+    copy = case.dicom / "copy.dcm"
+    copy.write_bytes(study.files[0].read_bytes())
+    truncate(copy)
+    summary = case.pack("policy.max_quarantined_share=1.0")
+    assert summary.reasons == {"PIXEL_DATA_TRUNCATED": 1}
+    assert case.open().samples.gather("num_slices", 0) == 3
+
+
 def test_a_truncated_file_can_be_left_out(case: PackCase) -> None:
     study = make_study(case.dicom / "a", num_slices=5)
     truncate(study.files[2])
@@ -290,7 +300,7 @@ def _splits(case: PackCase) -> dict[str, str]:
 def test_shards_are_cut_by_bytes_and_by_count(case: PackCase) -> None:
     for number in range(6):
         make_study(case.dicom / f"p{number}", patient=f"P{number}", num_slices=3)
-    case.pack("splits={train=1}", "shards.max_samples=4")
+    case.pack("splits={train=1}", "shards.max_samples=4", "shards.target_bytes=1MiB")
     manifest = case.open().manifest
     assert [(shard.name, shard.num_samples) for shard in manifest.shards] == [
         ("train-000000", 4),

@@ -111,6 +111,9 @@ def _identify(dataset: FileDataset, _: int) -> None:
         if keyword != "PatientID":
             setattr(dataset, keyword, value)
     dataset.ImageType = ["ORIGINAL", "PRIMARY", "ZQXTYPEVK"]
+    # Some sites put dates and record numbers where images are counted.
+    dataset.SeriesNumber, dataset.InstanceNumber = 20170819, 20170822
+    dataset.ExposureInuAs = 19530607
     dataset.preamble = b"ZQXPREAMBLEVK".ljust(128, b"\0")
     nested = Dataset()
     nested.PatientName = "ZQXNESTEDVK^Jane"

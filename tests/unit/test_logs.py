@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StorageError
 from shardflow.logs import EventLog, configure_logging, describe_exception, read_events
 
 pytestmark = pytest.mark.fast
@@ -160,3 +161,27 @@ def test_every_line_before_a_kill_is_whole(tmp_path: Path) -> None:
 def test_mode_of_a_new_file(tmp_path: Path) -> None:
     EventLog(tmp_path / "private.jsonl", mode=0o600).close()
     assert (tmp_path / "private.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_line_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path) -> None:
+    """The kernel takes the part that fits without an error; a ledger must not lose a line that way."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, clock=None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        log.write("step", number=1)
+        with pytest.raises(StorageError, match="event file must be writable"):
+            log.write("step", number=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
+    with EventLog(path, clock=None) as again:
+        again.write("step", number=3)
+    assert [event["number"] for event in read_events(path)] == [1, 3]
+
+
+def test_file_that_cannot_be_opened_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="FileNotFoundError") as caught:
+        EventLog(tmp_path / "none" / "events.jsonl")
+    assert str(tmp_path) not in str(caught.value)

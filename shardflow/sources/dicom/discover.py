@@ -32,6 +32,9 @@ class DiscoveredFile:
     problem: Reason | None = None
     """``NOT_REGULAR_FILE`` or ``FILE_UNREADABLE`` where the entry cannot be read as a file."""
 
+    def __repr__(self) -> str:
+        return f"DiscoveredFile({self.num_bytes} bytes, problem={self.problem})"
+
     def path(self, roots: Sequence[Path]) -> Path:
         """Full path, given the same list of roots."""
         return roots[self.root_index] / self.relative_path

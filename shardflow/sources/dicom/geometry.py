@@ -33,6 +33,9 @@ _MULTIPLE_TOLERANCE = 0.05
 
 _MAX_TILT_DEGREES = 0.5
 
+_OFFSET_DECIMALS = 4
+"""A tenth of a micrometre."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackGeometry:
@@ -46,6 +49,9 @@ class StackGeometry:
     """4 x 4: maps (column, row, slice, 1) to mm in LPS, at pixel centres. None where no position is known.
     The third column keeps the shear of a tilted gantry; for a single slice of unstated thickness it is the
     unit normal."""
+    slice_offsets_mm: tuple[float, ...] | None = None
+    """Distance of each slice from the first one along the normal, where the affine does not tell it: with the
+    flags ``missing_slices`` and ``irregular_spacing``."""
     num_missing: int = 0
     """Slices that a regular grid would hold between the first and the last and that are not there."""
     flags: tuple[str, ...] = ()
@@ -108,6 +114,11 @@ def describe_geometry(
         pixel_spacing_mm=pixel_spacing,
         slice_spacing_mm=spacing,
         affine_lps=_affine(orientation, pixel_spacing, _scaled(direction, spacing), first),
+        slice_offsets_mm=(
+            tuple(round(distance - distances[0], _OFFSET_DECIMALS) for distance in distances)
+            if num_missing or is_irregular
+            else None
+        ),
         num_missing=num_missing,
         flags=tuple(sorted(flag for flag, holds in flags.items() if holds)),
     )

@@ -23,7 +23,7 @@ from shardflow.sources.dicom.planes import PlaneHeader
 from shardflow.sources.dicom.series import Study
 from shardflow.sources.dicom.stacks import Stack
 from shardflow.sources.dicom.stored import iter_stored
-from shardflow.sources.dicom.units import AIR_HU, SliceForm, form_of
+from shardflow.sources.dicom.units import SliceForm, form_of
 from shardflow.sources.reasons import Reason, source_error
 
 __all__ = ["DecodedSlice", "check_copies", "iter_slices", "iter_stack"]
@@ -150,7 +150,7 @@ def _to_modality(
     else:
         pixels, num_clipped = _rescale(stored, plane, form, valid)
     if valid is not None:
-        pixels = _fill_padding(pixels, valid, form)
+        pixels = np.where(valid, pixels, np.asarray(form.fill).astype(pixels.dtype))
     num_padding = 0 if valid is None else int(valid.size - np.count_nonzero(valid))
     return DecodedSlice(
         pixels=pixels, num_clipped=num_clipped, num_padding=num_padding, valid=valid, decoder=decoder
@@ -213,14 +213,3 @@ def _fit(pixels: Array, form: SliceForm, valid: Array | None) -> tuple[Array, in
     if valid is not None:
         outside &= valid
     return np.clip(pixels, low, high).astype(form.dtype), int(np.count_nonzero(outside))
-
-
-def _fill_padding(pixels: Array, valid: Array, form: SliceForm) -> Array:
-    """Padding becomes air in a CT, elsewhere the darkest value of the slice."""
-    if form.unit == "HU":
-        fill = AIR_HU
-    else:
-        fill = pixels.min(initial=np.iinfo(form.dtype).max if form.range else np.inf, where=valid)
-        fill = fill if valid.any() else 0
-    filled: Array = np.where(valid, pixels, np.asarray(fill).astype(pixels.dtype))
-    return filled

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from shardflow.sources.dicom import values
@@ -87,7 +87,7 @@ class PlaneHeader:
     window: tuple[float, float] | None = None
     """(0028,1050), (0028,1051): first *Window Center* and *Window Width* with a positive width, modality
     units."""
-    phase: tuple[str, ...] = ()
+    phase: tuple[str, ...] = field(default=(), repr=False)
     """Values of `PHASE_NAMES`, as text, only to be compared."""
 
 

@@ -42,6 +42,8 @@ class SliceForm:
     """``HU``, ``rgb``, a unit that the files state (``BQML``, ``OD``, ...), or ``raw``: no defined unit."""
     mirror: float | None = None
     """MONOCHROME1 of a display image: each value v becomes ``mirror - v``, so that larger is brighter."""
+    fill: float = 0.0
+    """What padding becomes, the same in every slice."""
 
     @property
     def range(self) -> tuple[int, int] | None:
@@ -88,7 +90,8 @@ def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
 
     CT in Hounsfield units is always int16, colour always uint8. Everything else takes the smallest of uint8,
     int16, uint16 and int32 that holds all values that bits stored, slope and intercept allow; float32 where
-    one of these is not an integer or does not fit.
+    one of these is not an integer or does not fit. Padding becomes air in a CT, elsewhere zero, or the value
+    next to zero that the bits allow: the darkest pixel of a slice would differ from slice to slice.
     """
     facts = {
         _Fact(*(each.image, each.modality, each.unit, each.has_modality_lut, each.is_localizer), *rescale)
@@ -100,7 +103,7 @@ def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
     low = min(fact.bounds[0] for fact in facts)
     high = max(fact.bounds[1] for fact in facts)
     if all(fact.is_hounsfield for fact in facts):
-        return SliceForm(dtype="int16", unit="HU")
+        return SliceForm(dtype="int16", unit="HU", fill=AIR_HU)
     is_mirrored = all(
         fact.image.photometric_interpretation == "MONOCHROME1" and fact.modality not in _QUANTITATIVE
         for fact in facts
@@ -108,8 +111,10 @@ def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
     units = {fact.unit for fact in facts}
     return SliceForm(
         dtype=_smallest(low, high) if all(fact.is_integral for fact in facts) else "float32",
-        unit=units.pop() if len(units) == 1 and units <= STATED_UNITS - {"HU"} else "raw",
+        # A mirrored value is no longer an optical density, or whatever else the files state.
+        unit=units.pop() if len(units) == 1 and units <= STATED_UNITS - {"HU"} and not is_mirrored else "raw",
         mirror=low + high if is_mirrored else None,
+        fill=min(max(0.0, low), high),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import sys
 from functools import lru_cache
@@ -24,7 +23,10 @@ __all__ = [
 ]
 
 _SPECIFIC_CHARACTER_SET = 0x00080005
-_MAX_DIGITS = 32
+_MAX_DIGITS = 12
+_MAX_INTEGER = 1 << 31
+_MAX_NUMBER = 1e12
+"""Larger decimals mean nothing here, and products of them would overflow."""
 
 
 def code(elements: Elements, tag: int) -> str:
@@ -56,7 +58,7 @@ def text(elements: Elements, tag: int) -> str:
 
 
 def decimals(elements: Elements, tag: int, count: int | None = None) -> tuple[float, ...] | None:
-    """Values of a decimal string; None where absent, not finite, or not as many as asked for."""
+    """Values of a decimal string; None where absent, implausible, or not as many as asked for."""
     raw = elements.values.get(tag)
     numbers = _parse_decimals(raw) if raw else None
     return None if numbers is None or (count is not None and len(numbers) != count) else numbers
@@ -69,16 +71,20 @@ def _parse_decimals(raw: bytes) -> tuple[float, ...] | None:
         numbers = tuple(float(part) for part in raw.rstrip(b"\0 ").split(b"\\"))
     except ValueError:
         return None
-    return numbers if all(map(math.isfinite, numbers)) else None
+    return numbers if _are_plausible(numbers) else None
 
 
 def doubles(elements: Elements, tag: int, count: int = 1) -> tuple[float, ...] | None:
-    """Values of VR FD; None where absent, not finite, or not as many as asked for."""
+    """Values of VR FD; None where absent, implausible, or not as many as asked for."""
     raw = elements.values.get(tag)
     if raw is None or len(raw) != 8 * count:
         return None
     numbers: tuple[float, ...] = struct.unpack(f"{'<' if elements.is_little_endian else '>'}{count}d", raw)
-    return numbers if all(map(math.isfinite, numbers)) else None
+    return numbers if _are_plausible(numbers) else None
+
+
+def _are_plausible(numbers: tuple[float, ...]) -> bool:
+    return all(-_MAX_NUMBER <= number <= _MAX_NUMBER for number in numbers)
 
 
 def integer(elements: Elements, tag: int) -> int | None:
@@ -88,9 +94,10 @@ def integer(elements: Elements, tag: int) -> int | None:
         return None
     first = raw.split(b"\\", 1)[0].strip(b"\0 ")
     try:
-        return int(first) if len(first) <= _MAX_DIGITS else None
+        number = int(first) if len(first) <= _MAX_DIGITS else None
     except ValueError:
         return None
+    return number if number is not None and abs(number) < _MAX_INTEGER else None
 
 
 def integers(elements: Elements, tag: int, *, is_signed: bool = False) -> tuple[int, ...]:

@@ -43,9 +43,9 @@ class Elements:
     is_little_endian: bool = True
     is_implicit: bool = False
     depth: int = 0
-    values: dict[int, bytes] = field(default_factory=dict)
+    values: dict[int, bytes] = field(default_factory=dict, repr=False)
     """Tag to raw value; sequences of defined length are here too, until `items` asks for them."""
-    sequences: dict[int, list[Elements]] = field(default_factory=dict)
+    sequences: dict[int, list[Elements]] = field(default_factory=dict, repr=False)
     """Tag to the items of a sequence of undefined length."""
 
     def items(self, tag: int) -> list[Elements]:

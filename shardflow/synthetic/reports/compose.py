@@ -84,6 +84,7 @@ class _Writer:
         self.main_series = self._main_series()
         # One finding may be left open here, the others denied: nothing is said both ways.
         self.open_finding, *self.denied = draws.at("denied").shuffled(ABSENT_FINDINGS[self.region])
+        self.unsaid = self.denied
         self.reported = [lesion for lesion in self.study.lesions if self._is_reported(lesion)]
 
     def write(self) -> Report:
@@ -182,7 +183,7 @@ class _Writer:
             mark = plain_mention(
                 draws, prior.study, draws.choice(stacks), assertion="historical", is_prior=True
             )
-            pieces += [", ", mark]
+            pieces += [" " if mark.text.startswith("(") else ", ", mark]
         self._write([*pieces, "."], "\n")
 
     def _write_findings(self, default_series: int | None) -> None:
@@ -200,17 +201,15 @@ class _Writer:
             self._resolved(draws.at("resolved", count), item)
             for count, item in enumerate(self.study.resolved)
         ]
-        sentences += [
-            absent_sentence(draws.at("absent", count), self.denied) for count in range(draws.integer(1, 3))
-        ]
+        sentences += [self._absent(draws.at("absent", count)) for count in range(draws.integer(1, 3))]
         normal = draws.some(NORMAL_SENTENCES[self.region], draws.integer(1, 3))
         sentences += [[text] for text in normal]
         if draws.chance(35):
             sentences.append(distractor_sentence(draws.at("distractor")))
         if draws.chance(25):
             sentences.append(uncertain_sentence(draws.at("uncertain"), self.open_finding))
-        if draws.chance(25):
-            sentences.append(self._artifact(draws.at("artifact")))
+        if draws.chance(30):
+            sentences.append(self._aside(draws.at("aside")))
         end = "\n" if draws.chance(40) else " "
         for sentence in draws.at("order").shuffled(sentences):
             self._write(sentence, end)
@@ -271,6 +270,13 @@ class _Writer:
             words += [lead, reference]
         return words
 
+    def _absent(self, draws: Draws) -> Sentence:
+        """Deny findings that this section has not denied yet."""
+        sentence = absent_sentence(draws, self.unsaid or self.denied)
+        said = {piece.facts["label"] for piece in sentence if isinstance(piece, Mark)}
+        self.unsaid = [finding for finding in self.unsaid if finding not in said]
+        return sentence
+
     def _resolved(self, draws: Draws, lesion: Lesion) -> Sentence:
         noun = draws.choice(SYNONYMS[lesion.label])
         mark = entity(noun, lesion.label, "historical", lesion=lesion)
@@ -288,8 +294,12 @@ class _Writer:
             pieces += [" (formerly ", reference, ")"]
         return [*pieces, "."]
 
-    def _artifact(self, draws: Draws) -> Sentence:
-        """Speak of an image, and of no lesion."""
-        series = [item for item in self.study.series if item.kind != "localizer"]
-        mark = plain_mention(draws, self.study, draws.choice(series), assertion="present")
-        return [entity("motion artifact", "motion artifact", "present"), " is noted ", mark, "."]
+    def _aside(self, draws: Draws) -> Sentence:
+        """Name an image, and no lesion: an artifact, or a finding that is not there."""
+        series = draws.choice([item for item in self.study.series if item.kind != "localizer"])
+        if draws.chance(50):
+            mark = plain_mention(draws, self.study, series, assertion="present")
+            return [entity("motion artifact", "motion artifact", "present"), " is noted ", mark, "."]
+        finding = draws.choice(self.denied)
+        mark = plain_mention(draws, self.study, series, assertion="absent")
+        return ["no ", entity(finding, finding, "absent"), " is present ", mark, "."]

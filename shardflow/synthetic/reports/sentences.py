@@ -150,7 +150,8 @@ def lesion_sentence(
 
 def absent_sentence(draws: Draws, findings: Sequence[str]) -> Sentence:
     """Deny one to three of some findings."""
-    return _about_findings(draws, draws.choice(_ABSENT), findings, "absent")
+    forms = [form for form in _ABSENT if form[1] <= len(findings)]
+    return _about_findings(draws, draws.choice(forms), findings, "absent")
 
 
 def uncertain_sentence(draws: Draws, finding: str) -> Sentence:
@@ -197,13 +198,13 @@ def _split(template: str) -> list[str]:
 
 
 def _tidy(pieces: Sentence) -> Sentence:
-    """Drop the space that a missing mention leaves before the full stop."""
+    """Drop the space that a missing mention leaves behind."""
     tidy: Sentence = []
     for piece in pieces:
         if piece == "":
             continue
-        if isinstance(piece, str) and piece[0] in ".," and tidy and isinstance(tidy[-1], str):
-            tidy[-1] = tidy[-1].rstrip()
+        if isinstance(piece, str) and tidy and isinstance(before := tidy[-1], str) and piece[0] in " .,":
+            tidy[-1] = before.rstrip()
         tidy.append(piece)
     return tidy
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.deid import KEYWORDS, allow_patient, allow_technical
+from shardflow.deid import KEYWORDS, allow_ordinal, allow_patient, allow_technical
 from shardflow.deid.allowlist import _RULES
 
 pytestmark = pytest.mark.fast
@@ -35,6 +35,21 @@ def test_text_leaves_only_as_a_word_of_a_vocabulary(text: str) -> None:
     for value in allow_technical(dict.fromkeys(_RULES, (text,))).values():
         words = value if isinstance(value, list) else [value]
         assert all(isinstance(word, str) and word.isascii() and len(word) <= 20 for word in words)
+
+
+@pytest.mark.parametrize("number", [19400312, 20231105, 7654321, 19400312.0, -20231105.0])
+def test_no_number_is_large_enough_for_a_date_or_a_record_number(number: float) -> None:
+    assert set(allow_technical(dict.fromkeys(KEYWORDS, (number,)))) == {"has_contrast"}
+
+
+@pytest.mark.parametrize(
+    ("number", "allowed"),
+    [(None, None), (0, 0), (99_999, 99_999), (100_000, None), (20231105, None), (-1, None)],
+)
+def test_series_and_instance_numbers_leave_as_far_as_they_count(
+    number: int | None, allowed: int | None
+) -> None:
+    assert allow_ordinal(number) == allowed
 
 
 def test_unlisted_attributes_stay_behind() -> None:

@@ -26,7 +26,20 @@ pytestmark = pytest.mark.fast
 def _row(
     number: int, study: str = "", patient: str = "p", reason: str | None = None, size: int = 10
 ) -> list[Any]:
-    return [f"s{number:025d}", reason, study, patient, 7, size, 1, number, 1000 + number, 100 * number, 50]
+    return [
+        f"s{number:025d}",
+        reason,
+        study,
+        patient,
+        7,
+        size,
+        1,
+        number,
+        number,
+        1000 + number,
+        100 * number,
+        50,
+    ]
 
 
 def test_files_are_found_by_study_in_ascending_order() -> None:

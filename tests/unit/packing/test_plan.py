@@ -35,8 +35,23 @@ def _config(**changes: Any) -> PackConfig:
     )
 
 
-def _row(number: int, study: str, *, bucket: int, size: int = 1000, reason: str | None = None) -> list[Any]:
-    return [f"i{number:025d}", reason, study, f"p{study}", bucket, size, 1, number, 0, 0, 0]
+def _row(
+    number: int, study: str, *, bucket: int, size: int = 1000, reason: str | None = None, instance: int = 0
+) -> list[Any]:
+    return [
+        f"i{number:025d}",
+        reason,
+        study,
+        f"p{study}",
+        bucket,
+        size,
+        1,
+        instance or number + 1,
+        number,
+        0,
+        0,
+        0,
+    ]
 
 
 def _files(*rows: list[Any]) -> FileTable:
@@ -141,6 +156,18 @@ def test_studies_that_cannot_be_packed_are_not_planned() -> None:
         "LIMIT_EXCEEDED",
         "INVALID_IMAGE_DESCRIPTION",
     ]
+
+
+def test_a_damaged_copy_of_a_whole_image_takes_nothing_with_it() -> None:
+    files = _files(
+        _row(1, "a", bucket=0, instance=77),
+        _row(2, "a", bucket=0, instance=77, reason="PIXEL_DATA_TRUNCATED"),
+        _row(3, "b", bucket=0, instance=88),
+        _row(4, "b", bucket=0, instance=89, reason="PIXEL_DATA_TRUNCATED"),
+    )
+    plan = build_plan(_config(), "key", files, ReportTable())
+    assert _names(plan, files) == [("train-000000", ["a"])]
+    assert reason_name(int(files.reason[1])) == "PIXEL_DATA_TRUNCATED"
 
 
 def test_bad_files_can_be_left_out() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ShardflowError
+from shardflow.packing import pool as pool_module
 from shardflow.packing.limits import ChildLimits
 from shardflow.packing.pool import ChildPool, Task, TaskDone
 
@@ -229,6 +230,45 @@ def test_processes_that_cannot_start_stop_the_job(
     pool.submit(_task("echo"))
     with pytest.raises(ShardflowError, match=f"a packing process must start, got: .*{expected}"):
         pool.wait()
+
+
+def test_a_process_killed_while_it_starts_costs_nothing(make_pool: MakePool) -> None:
+    """Its task was not begun, so it is given to the next process and not blamed."""
+    pool = make_pool()
+    for number in range(2):
+        pool.submit(_task("echo", number=number))
+        os.kill(pool.pids[0], signal.SIGKILL)
+        done = pool.wait()
+        assert done.result is not None
+        assert done.result["payload"] == {"number": number}
+        pool.restart()
+
+
+def test_a_process_that_hangs_while_it_starts_is_replaced(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_START_TIMEOUT_S", 2.0)
+    pool = make_pool()
+    pool.submit(_task("echo"))
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    assert pool.wait().result is not None
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_the_job(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that hangs in the kernel; a wait without a deadline would hang with it."""
+    pool = make_pool()
+    _do(pool, "echo")
+    (child,) = pool._children
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "_KILL_S", 0.2)
+        patch.setattr(subprocess.Popen, "kill", lambda process: None)
+        pool.submit(_task("hang", timeout_s=0.2))
+        assert pool.wait().failure == "timeout"
+    child.process.kill()
+    child.process.wait()
+    assert "it is left behind" in caplog.text
 
 
 def test_too_little_memory_to_start_is_said(make_pool: MakePool) -> None:

@@ -17,7 +17,8 @@ from shardflow.shards.table import encode_table
 from shardflow.shards.tar import encode_member
 from tests.factories import make_dataset, make_sample
 
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+# Plain webdataset, which leaves its files to the garbage collector, imports torch: not one of the fast tests.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "format.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -167,6 +167,9 @@ def test_added_bytes_are_found(made: Path, name: str, extra: bytes) -> None:
     report = verify(made)
     path.write_bytes(data)
     assert [damage.path for damage in report.damages] == [name]
+    if name == TAR:
+        damage = report.damages[0]
+        assert (damage.offset, damage.place) == (len(data), "after the end of the archive")
 
 
 @pytest.mark.fast

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,6 +138,7 @@ def test_a_child_process_reads_through_a_store_of_its_parent(tmp_path: Path) -> 
         pid = os.fork()
         if pid == 0:
             status = 1
+            signal.alarm(20)  # a lock that nobody will ever release
             try:
                 status = int(store.read("a") != CONTENT)
             finally:

@@ -113,6 +113,29 @@ def test_coverage_is_one_inside_and_fades_over_the_edge() -> None:
     assert 0 < share[31] < 0.5 < share[29] < 1
 
 
+@given(
+    QUATERNIONS,
+    st.tuples(st.integers(-30, 30), st.integers(-30, 30), st.integers(-14, 14)),
+    st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(1, 12)),
+    st.sampled_from([0.85, 1.7]),
+)
+def test_what_a_scene_leaves_out_covers_nothing(
+    turn: tuple[int, int, int, int],
+    center: tuple[int, int, int],
+    axes: tuple[int, int, int],
+    edge: float,
+) -> None:
+    plane = stack_of_planes(GRID, (0.0, 0.0, 0.0), AXIAL, [0.0], turn=rotation(*turn))[0]
+    body = ellipsoid(
+        (float(center[0]), float(center[1]), float(center[2])),
+        (float(axes[0]), float(axes[1]), float(axes[2])),
+    )
+    found = np.zeros((48, 40), dtype=np.float32)
+    for _, box, alpha in Scene([Solid(tissue="fat", parts=(body,), parent="air")]).coverages(plane, edge):
+        found[box.top : box.bottom, box.left : box.right] = alpha
+    assert np.allclose(found, coverage(cut(body, plane), WHOLE, edge), atol=2e-3)
+
+
 def test_later_solids_cover_earlier_ones_and_hollows_stay_free() -> None:
     ball = ellipsoid((0.0, 0.0, 0.0), (30.0, 30.0, 30.0))
     hole = ellipsoid((0.0, 0.0, 0.0), (12.0, 12.0, 12.0))

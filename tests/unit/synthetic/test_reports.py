@@ -44,6 +44,8 @@ def test_reports_say_that_they_are_generated_and_are_plain_text() -> None:
         assert ".." not in report.text
         assert " ." not in report.text
         assert "( " not in report.text
+        assert "  " not in report.text
+        assert ", (" not in report.text
 
 
 def test_spans_are_where_the_truth_says() -> None:
@@ -138,6 +140,7 @@ def test_there_is_variety() -> None:
         "view",
         "image-only",
     } <= set(forms)
+    assert {row["assertion"] for row in mentions} == {"present", "absent", "uncertain", "historical"}
     assert {row["refers_to"] for row in mentions} == {"current", "prior"}
     assert {row["assertion"] for row in entities} == {
         *("present", "absent", "uncertain", "historical", "hypothetical")

@@ -262,7 +262,7 @@ def test_run_stays_with_the_manifest_it_began_with(tiny: TinyInput, tmp_path: Pa
 def test_lower_precision_and_other_models_train_as_well(tiny: TinyInput, tmp_path: Path) -> None:
     for number, settings in enumerate(
         (
-            ("run.precision=bf16",),
+            ("run.precision=bf16", "image.dtype=float32"),
             ("model.language=llama", "model.activation_checkpointing=true"),
             ("image.slice_choice=random", "batch.tail=repeat"),
         )

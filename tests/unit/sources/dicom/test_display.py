@@ -53,9 +53,10 @@ def test_mr_takes_percentiles_over_the_whole_stack(tmp_path: Path) -> None:
 
 def test_padding_does_not_count(tmp_path: Path) -> None:
     pixels = np.full((64, 64), 30000, np.uint16)
-    pixels[:, :32] = np.arange(32)
+    pixels[:, :32] = 100 + np.arange(32)
+    pixels[0, 0] = 0  # the darkest value, which padding becomes
     low, high = _range(tmp_path, {"modality": "MR", "pixels": pixels, "PixelPaddingValue": 30000})
-    assert 0 <= low < high <= 31
+    assert 100 <= low < high <= 131
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,12 @@ def test_what_does_not_fit_is_told(tmp_path: Path, data: bytes, num_frames: int,
     assert caught.value.reason == reason
 
 
+def test_a_fragment_that_is_not_all_there_is_found_before_it_is_read(tmp_path: Path) -> None:
+    path = _write(tmp_path, _items(b"", [b"aaaa"], delimiter=False)[:-1])
+    with _opened(path) as descriptor, pytest.raises(SourceError, match="1 bytes of a fragment are missing"):
+        find_frames(descriptor, 0, path.stat().st_size, 1)
+
+
 def test_endless_fragments_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fragments, "MAX_FRAGMENTS", 50)
     with pytest.raises(SourceError, match="more than 50 fragments"):

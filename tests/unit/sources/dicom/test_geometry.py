@@ -48,6 +48,12 @@ def test_gaps_are_told_apart(
     assert (geometry.num_missing, geometry.flags) == (num_missing, flags)
 
 
+def test_where_the_affine_does_not_tell_slices_say_where_they_lie() -> None:
+    assert _along_z(0, 2, 4, 6).slice_offsets_mm is None
+    assert _along_z(-7.5, -5.5, 0.5, 2.5).slice_offsets_mm == (0, 2, 8, 10)
+    assert _along_z(0, 2, 4, 7, 9).slice_offsets_mm == (0, 2, 4, 7, 9)
+
+
 def test_a_single_slice_has_its_stated_thickness_or_none() -> None:
     one = describe_geometry(_planes((1, 2, 3)), AXIAL, stated_spacing_mm=5.0)
     assert (one.slice_spacing_mm, one.flags) == (5.0, ("single_slice",))

@@ -265,6 +265,22 @@ def test_values_that_do_not_parse_are_absent_not_fatal(tmp_path: Path) -> None:
     assert header.planes[0].pixel_spacing is None
 
 
+@pytest.mark.parametrize("number", [b"1e300   ", b"-1e13   ", b"nan     ", b"inf     ", b"1e400   "])
+def test_implausible_numbers_are_absent(tmp_path: Path, number: bytes) -> None:
+    """They would overflow on the way to an affine or a pixel."""
+    path = make_file(tmp_path / "a.dcm", RescaleSlope="12345678", SliceLocation="12345678", EchoTime="5")
+    path.write_bytes(path.read_bytes().replace(b"DS\x08\x0012345678", b"DS\x08\x00" + number))
+    header = header_of(path)
+    assert header.planes[0].slope is None
+    assert header.slice_location is None
+
+
+@pytest.mark.parametrize(("written", "number"), [("-12", -12), ("2147483648", None), ("999999999999", None)])
+def test_integers_have_thirty_two_bits(tmp_path: Path, written: str, number: int | None) -> None:
+    path = make_file(tmp_path / "a.dcm", InstanceNumber=written)
+    assert header_of(path).instance_number == number
+
+
 def test_no_identifier_in_a_representation(tmp_path: Path) -> None:
     header = make_header(tmp_path, 1, PatientID="SENTINEL")
     broken = read_header(make_file(tmp_path / "b.dcm", PatientID="SENTINEL", Rows=0))

@@ -69,7 +69,7 @@ def test_ct_is_hounsfield_units_in_int16_with_a_count_of_what_was_cut(
 ) -> None:
     path = _make(tmp_path, [stored], dtype, RescaleSlope=slope, RescaleIntercept=intercept)
     decoded = _decode(path)
-    assert form_of([header_of(path)]) == SliceForm(dtype="int16", unit="HU")
+    assert form_of([header_of(path)]) == SliceForm(dtype="int16", unit="HU", fill=-1024)
     assert decoded.pixels.dtype == np.int16
     assert decoded.pixels.tolist() == [expected]
     assert (decoded.num_clipped, decoded.num_padding, decoded.valid) == (num_clipped, 0, None)
@@ -117,6 +117,24 @@ def test_a_range_of_padding_and_clipped_padding_is_not_counted_as_clipped(tmp_pa
 
 
 # ---- other modalities ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "padding", "options", "expected"),
+    [
+        ([[0, 7, 9]], 0, {}, [[0, 7, 9]]),  # a background of zero stays as it is, bit for bit
+        ([[300, 7, 9]], 300, {}, [[0, 7, 9]]),
+        ([[65535, 7, 9]], 65535, {}, [[0, 7, 9]]),
+        ([[0, 7, 9]], 0, {"RescaleSlope": 1, "RescaleIntercept": 5}, [[5, 12, 14]]),
+    ],
+)
+def test_padding_becomes_one_value_that_no_pixel_decides(
+    tmp_path: Path, stored: list[list[int]], padding: int, options: dict[str, Any], expected: list[list[int]]
+) -> None:
+    path = _make(tmp_path, stored, modality="MR", PixelPaddingValue=padding, **options)
+    decoded = _decode(path)
+    assert decoded.pixels.tolist() == expected
+    assert decoded.num_padding == 1
 
 
 @pytest.mark.parametrize(
@@ -216,6 +234,19 @@ def test_display_images_in_monochrome1_are_mirrored_once(tmp_path: Path, modalit
     assert _decode(path).pixels.tolist() == [[4095, 4094, 0]]
 
 
+def test_a_mirrored_value_has_no_unit_any_more(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "modality": "CR",
+        "RescaleType": "OD",
+        "RescaleSlope": 1,
+        "RescaleIntercept": 0,
+    }
+    upright = _make(tmp_path, [[0, 1]], **options)
+    assert form_of([header_of(upright)]).unit == "OD"
+    negative = _make(tmp_path, [[0, 1]], PhotometricInterpretation="MONOCHROME1", **options)
+    assert form_of([header_of(negative)]).unit == "raw"
+
+
 @pytest.mark.parametrize("modality", ["CT", "MR", "PT"])
 def test_measurements_are_never_mirrored(tmp_path: Path, modality: str) -> None:
     path = _make(
@@ -242,7 +273,7 @@ def test_mirroring_comes_after_rescale_and_padding_turns_dark(tmp_path: Path) ->
     )
     decoded = _decode(path)
     assert form_of([header_of(path)]).mirror == 100 + 610
-    assert decoded.pixels.tolist() == [[100, 590, 210, 100]]  # the darkest value that is data
+    assert decoded.pixels.tolist() == [[100, 590, 210, 100]]  # the darkest value that the bits allow
     assert decoded.num_padding == 1
 
 

@@ -118,7 +118,7 @@ def _expected(path: Path, header: InstanceHeader) -> list[Array]:
             values = form.mirror - values
         if header.padding is not None:
             is_padding = (stored >= header.padding[0]) & (stored <= header.padding[1])
-            values[is_padding] = -1024 if form.unit == "HU" else values[~is_padding].min()
+            values[is_padding] = form.fill
         frames.append(values)
     return frames
 
