@@ -7,7 +7,8 @@ other files and its own digest; nothing of a tensor file is parsed before its di
 (docs/adr/0052).
 
 Invariant: the newest sound folder is the truth; ``latest`` is a pointer for people and tools, moved last,
-so that it never names a checkpoint that a power cut could take back.
+so that it never names a checkpoint that a power cut could take back. A run that falls back sets the newer,
+damaged folders aside first: they must not count as its newest ones when old checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _LOGGER = logging.getLogger(__name__)
 _MODEL, _OPTIMIZER, _STATE, _LATEST = "model.safetensors", "optimizer.safetensors", "state.json", "latest"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(?:unfinished|removed)-.*")
+_DAMAGED = "damaged-"
 _MAX_STATE_BYTES = 64 * 1024**2
 
 
@@ -114,13 +116,11 @@ class CheckpointFolder:
             self._publish(unfinished, self.path / name)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            code = getattr(error, "errno", None)
-            reason = f"{type(error).__name__} ({os.strerror(code)})" if code else type(error).__name__
             raise CheckpointError(
-                f"checkpoint {name} must be written, got {reason}; earlier checkpoints are untouched: free "
-                "space in run.output and start again."
+                f"checkpoint {name} must be written, got {_reason_of(error)}; earlier checkpoints are "
+                "untouched: free space in run.output and start again."
             ) from None
-        write_atomic(self.path / _LATEST, [f"{name}\n".encode()], replace=True)
+        self._point_latest(name)
         self._remove_old()
         return name
 
@@ -138,6 +138,28 @@ class CheckpointFolder:
                 problems.append(error.message)
         return None, problems
 
+    def go_on_from(self, name: str) -> None:
+        """Make a checkpoint the newest one; only for the one process that may write here.
+
+        Newer folders, which are damaged, get a name beginning with ``damaged-`` and are never removed.
+        ``latest`` is put right where a kill came before it was moved.
+
+        Raises:
+            CheckpointError: The folder cannot be written.
+        """
+        try:
+            for newer in self.names():
+                if newer == name:
+                    break
+                (self.path / newer).rename(self.path / f"{_DAMAGED}{newer}-{secrets.token_hex(4)}")
+            fsync_directory(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints newer than {name} must be set aside, got {_reason_of(error)}; make run.output "
+                "writable and start again."
+            ) from None
+        self._point_latest(name)
+
     def remove_unfinished(self) -> None:
         """Remove what a killed run left half written; only for the one process that may write here."""
         if self.path.is_dir():
@@ -151,6 +173,11 @@ class CheckpointFolder:
             self._remove(final)
         unfinished.rename(final)
         fsync_directory(self.path)
+
+    def _point_latest(self, name: str) -> None:
+        latest, content = self.path / _LATEST, f"{name}\n".encode()
+        if not latest.is_file() or latest.read_bytes() != content:
+            write_atomic(latest, [content], replace=True)
 
     def _remove_old(self) -> None:
         for name in self.names()[self._keep_last :]:
@@ -237,6 +264,11 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(content)).hexdigest()
+
+
+def _reason_of(error: Exception) -> str:
+    code = getattr(error, "errno", None)
+    return f"{type(error).__name__} ({os.strerror(code)})" if code else type(error).__name__
 
 
 def _step_of(name: str) -> int:

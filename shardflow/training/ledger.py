@@ -19,6 +19,8 @@ from typing import Any
 
 from shardflow.errors import CheckpointError
 from shardflow.logs import EventLog, read_events
+from shardflow.storage import fsync_directory
+from shardflow.storage.atomic import make_directories
 
 __all__ = ["LedgerMicroBatch", "LedgerStep", "LedgerWriter", "next_attempt", "read_ledger"]
 
@@ -61,14 +63,19 @@ class LedgerWriter:
         rank: This rank.
         world_size: Number of ranks of the attempt.
         start: Global step at which the attempt starts: all later ones of earlier attempts are superseded.
+
+    Raises:
+        StorageError: The file cannot be written; of `write` and `sync` as well.
     """
 
     def __init__(self, run: Path, *, attempt: int, rank: int, world_size: int, start: int) -> None:
         folder = _attempt_folder(run, attempt)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directories(folder)
         self._log = EventLog(folder / f"rank-{rank:05d}.jsonl", clock=None)
         self._log.write("attempt", attempt=attempt, rank=rank, world_size=world_size, start=start)
         self._log.sync()
+        # Later syncs are of the file alone; its name must be durable as well.
+        fsync_directory(folder)
 
     def write(
         self, global_step: int, *, epoch: int, step: int, micro_batches: Sequence[LedgerMicroBatch]

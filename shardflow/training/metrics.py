@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardflow.logs import EventLog, read_events
+from shardflow.storage.atomic import make_directories
 
 __all__ = ["EvaluationMetrics", "MetricsWriter", "StepMetrics", "read_metrics"]
 
@@ -66,7 +67,7 @@ class MetricsWriter:
     """
 
     def __init__(self, run: Path, *, attempt: int, start: int, tensorboard: bool) -> None:
-        run.mkdir(parents=True, exist_ok=True)
+        make_directories(run)
         self._log = EventLog(run / _FILE)
         self._log.write("attempt", attempt=attempt, start=start)
         self._attempt = attempt

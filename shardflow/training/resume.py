@@ -48,7 +48,9 @@ class StartDecision:
 
 
 def decide_start(config: TrainConfig, folder: CheckpointFolder) -> StartDecision:
-    """Find where the run starts; only on rank 0, before anybody waits in a collective.
+    """Find where the run starts; only on rank 0, which holds the lock, before anybody waits in a collective.
+
+    Newer checkpoints that are damaged are set aside, so that they are never taken for the run's newest.
 
     Raises:
         ConfigError: ``run.resume`` names no folder, or is ``never`` and the run has checkpoints.
@@ -71,6 +73,7 @@ def decide_start(config: TrainConfig, folder: CheckpointFolder) -> StartDecision
             )
         for problem in problems:
             _LOGGER.warning("%s Falling back to %s.", problem, sound.name)
+        folder.go_on_from(sound.name)
         return StartDecision(
             attempt=attempt, checkpoint=str(folder.path / sound.name), damaged=tuple(problems)
         )
@@ -118,11 +121,21 @@ class RunLock:
     """Keeps a second job out of the run folder for as long as this process lives.
 
     The kernel frees it when the process ends, however it ends, so a restart after SIGKILL finds it free.
+
+    Raises:
+        ConfigError: Another job holds it, or the folder cannot be written.
     """
 
     def __init__(self, run: Path) -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = -1
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"run.output must be a folder that can be written, got {type(error).__name__} "
+                f"({os.strerror(error.errno or 0)}); correct it."
+            ) from None
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

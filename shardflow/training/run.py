@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from shardflow.errors import CheckpointError, ConfigError
+from shardflow.errors import CheckpointError, ConfigError, StorageError
 from shardflow.training.checkpoint import Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
@@ -25,6 +25,8 @@ from shardflow.training.resume import RunLock, StartDecision, decide_start
 from shardflow.training.signals import StopRequest
 
 __all__ = ["TrainSummary", "train", "train_on"]
+
+_REFUSALS: Final = (ConfigError, CheckpointError, StorageError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,12 +139,12 @@ def _decide(
             stack.callback(RunLock(config.run.output).release)
             checkpoints.remove_unfinished()
             told["decision"] = decide_start(config, checkpoints).to_json()
-        except (ConfigError, CheckpointError) as error:
+        except _REFUSALS as error:
             told[type(error).__name__] = error.message
     # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.
     ranks.meet("choosing a checkpoint", ranks.timeouts.startup)
     told = ranks.from_first(told)
-    for kind in (ConfigError, CheckpointError):
+    for kind in _REFUSALS:
         if kind.__name__ in told:
             raise kind(told[kind.__name__])
     return StartDecision.from_json(told["decision"])

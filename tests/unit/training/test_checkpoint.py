@@ -208,3 +208,34 @@ def test_full_disk_is_named_and_leaves_the_earlier_checkpoint(folder: Checkpoint
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(entry.name for entry in folder.path.iterdir()) == ["latest", "step-00000002"]
     read_checkpoint(folder.path / "step-00000002")
+
+
+def test_damaged_checkpoints_that_were_passed_over_never_push_out_sound_ones(
+    folder: CheckpointFolder,
+) -> None:
+    """They have larger numbers than what the run writes next; they would outlive it."""
+    for step in (10, 18, 20):
+        CheckpointFolder(folder.path, keep_last=3).save(step, state={}, model={}, optimizer={})
+    for step in (18, 20):
+        (folder.path / f"step-{step:08d}" / "state.json").write_bytes(b"")
+    folder.go_on_from("step-00000010")
+    assert folder.names() == ["step-00000010"]
+    assert (folder.path / "latest").read_text() == "step-00000010\n"
+    save(folder, 12)
+    assert folder.names() == ["step-00000012", "step-00000010"]
+    # What may still be of use to somebody stays.
+    assert len(list(folder.path.glob("damaged-step-*"))) == 2
+
+
+def test_latest_is_put_right_after_a_kill_before_it_moved(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_point_latest", lambda name: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save(folder, 4)
+    assert (folder.path / "latest").read_text() == "step-00000002\n"
+    folder.go_on_from("step-00000004")
+    assert (folder.path / "latest").read_text() == "step-00000004\n"
+    assert folder.names() == ["step-00000004", "step-00000002"]

@@ -216,6 +216,28 @@ def test_damaged_newest_checkpoint_is_named_and_passed_over(
     assert samples(read_ledger(tmp_path)) == samples(read_ledger(whole))
 
 
+def test_checkpoint_written_after_a_fall_back_is_the_newest(
+    tiny: TinyInput, whole: Path, tmp_path: Path
+) -> None:
+    """Its number is smaller than that of the damaged one, which must not push it out."""
+    settings = ("run.num_epochs=2", "run.checkpoint_every_steps=3")
+    run_stopped(tiny, tmp_path, 9, *settings)
+    (tmp_path / "checkpoints" / "step-00000009" / "model.safetensors").write_bytes(b"")
+    stopped = run_stopped(tiny, tmp_path, 8, *settings, "run.keep_last=1")
+    assert stopped.resumed_from == "step-00000006"
+    assert len(read_ledger(tmp_path)) == 8
+    resumed = run(tiny, tmp_path, *settings)
+    assert (resumed.resumed_from, resumed.damaged_checkpoints) == ("step-00000008", 0)
+    assert_equal_models(tmp_path, whole)
+    assert samples(read_ledger(tmp_path)) == samples(read_ledger(whole))
+
+
+def test_run_folder_that_cannot_be_written_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run.output must be a folder that can be written, got NotADir"):
+        run(tiny, tmp_path / "file" / "run", "run.max_steps=1")
+
+
 def test_no_sound_checkpoint_is_an_error_and_not_a_fresh_start(tiny: TinyInput, tmp_path: Path) -> None:
     run(tiny, tmp_path, "run.max_steps=2")
     (tmp_path / "checkpoints" / "step-00000002" / "state.json").write_text("{}")
