@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.epochs.budget import TokenBudget, count_micro_batches, cut_micro_batches
-from shardflow.epochs.lanes import LaneMap, cut_chunks
+from shardflow.epochs.lanes import LaneMap
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.recent import Recent
 from shardflow.epochs.windows import LaneWindows
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
-__all__ = ["BudgetWindow", "BudgetWindows", "chunk_tokens", "lane_map"]
+__all__ = ["BudgetWindow", "BudgetWindows", "lane_map"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -196,18 +196,15 @@ def _longest_first(lengths: Int64Array) -> Int64Array:
     return order
 
 
-def chunk_tokens(layout: SampleLayout, budget: TokenBudget, num_lanes: int) -> Int64Array:
-    """Return the tokens of each chunk, ``(C,)`` int64: what lanes should have equally much of."""
-    first_row, num_samples, _ = cut_chunks(layout, num_lanes)
-    starts, stops = first_row.tolist(), (first_row + num_samples).tolist()
-    sums = [int(_lengths_of(layout, budget, [piece]).sum()) for piece in zip(starts, stops, strict=True)]
-    return np.array(sums, np.int64)
-
-
 def lane_map(layout: SampleLayout, budget: TokenBudget | None, num_lanes: int, *, seed: int) -> LaneMap:
-    """Deal the chunks of a layout to lanes of equally many samples, or tokens where there is a budget."""
-    weights = None if budget is None else chunk_tokens(layout, budget, num_lanes)
-    return LaneMap.of(layout, num_lanes, seed=seed, weights=weights)
+    """Cut a layout into lanes of equally many samples, or tokens where there is a budget."""
+    if budget is None:
+        return LaneMap.of(layout, num_lanes, seed=seed)
+
+    def weigh(start: int, stop: int) -> Int64Array:
+        return _lengths_of(layout, budget, [(start, stop)])
+
+    return LaneMap.of(layout, num_lanes, seed=seed, weigh=weigh)
 
 
 def _lengths_of(layout: SampleLayout, budget: TokenBudget, pieces: list[tuple[int, int]]) -> Int64Array:

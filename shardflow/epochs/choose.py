@@ -7,7 +7,6 @@ from math import gcd
 
 import numpy as np
 
-from shardflow.epochs.lanes import LaneMap
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.spec import BatchSpec
 
@@ -20,32 +19,30 @@ _POOL_PARTS = 20  # at most one twentieth of the samples is pooled
 _PROBED_ROWS = 2**16
 
 
-def choose_lanes(layout: SampleLayout, spec: BatchSpec, *, seed: int) -> int:
+def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
     """Return the largest power of two, at most ``MOST_LANES``, at which 5 % or less is pooled; else 1.
 
-    A function of the data, the seed and the sizes of a step, and never of the world. Under a token budget the
-    size of a micro-batch is estimated from some of the lengths.
+    A function of the data and the sizes of a step, and never of the world. Under a token budget the size of a
+    micro-batch is estimated from some of the lengths.
 
     Args:
         layout: The population.
         spec: How steps are formed; its lanes are not looked at.
-        seed: Run-level seed.
     """
     size, per_step = _micro_batch_size(layout, spec), spec.micro_batches_per_step
     num_lanes = MOST_LANES
     while num_lanes > 1:
-        fewest = int(LaneMap.of(layout, num_lanes, seed=seed).lane_samples().min())
         unit = size * (per_step // gcd(per_step, num_lanes))
-        num_pooled = layout.num_samples - fewest // unit * unit * num_lanes
+        num_pooled = layout.num_samples - layout.num_samples // num_lanes // unit * unit * num_lanes
         if num_pooled * _POOL_PARTS <= layout.num_samples:
             break
         num_lanes //= 2
     return num_lanes
 
 
-def with_lanes(spec: BatchSpec, layout: SampleLayout, *, seed: int) -> BatchSpec:
+def with_lanes(spec: BatchSpec, layout: SampleLayout) -> BatchSpec:
     """Return a spec with as many lanes as :func:`choose_lanes` finds."""
-    return replace(spec, lanes=choose_lanes(layout, spec, seed=seed))
+    return replace(spec, lanes=choose_lanes(layout, spec))
 
 
 def _micro_batch_size(layout: SampleLayout, spec: BatchSpec) -> int:

@@ -1,13 +1,15 @@
-"""Lanes: the samples dealt to L near-equal parts, each made of few shards, the same parts in every epoch.
+"""Lanes: the samples cut into L equal parts, each made of few shards, the same parts in every epoch.
 
-Shards, or parts of shards where there are too few, are *chunks*. Which lane a chunk belongs to depends on the
-dataset, the seed and the batch spec, never on the epoch or the world: a node that serves some lanes meets the
-same shards every epoch, and its cache pays.
+Shards are laid in a line, in a keyed order, and the line is cut at L - 1 places: lanes differ by a sample,
+and all but L - 1 shards lie in one lane. Neighbouring lanes share the shards that are cut, so a node that
+serves a run of lanes reads hardly a shard that another one reads. The line depends on the dataset, the seed
+and the batch spec, never on the epoch or the world: a node meets the same shards every epoch, and its cache
+pays.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +20,23 @@ from shardflow.epochs.permutation import Permutation
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
-__all__ = ["CHUNKS_PER_LANE", "LaneMap", "cut_chunks", "deal_chunks"]
+__all__ = ["CHUNKS_PER_LANE", "LaneMap"]
 
 Int64Array = npt.NDArray[np.int64]
+Weigh = Callable[[int, int], Int64Array]
+"""Returns the weights of the rows ``[start, stop)`` of the table, such as their tokens."""
 
 CHUNKS_PER_LANE = 32
-"""A lane has about this many chunks or more, so that lanes differ by about a thirty-second at most."""
+"""A lane has about this many chunks or more, whose order is another one in each epoch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaneMap:
-    """The chunks of a population, sorted by lane; the same in every epoch."""
+    """The chunks of a population, lane by lane; the same in every epoch.
+
+    A chunk is a run of rows of one shard: a whole shard, what a cut left of one, or an equal part of it where
+    a lane would have too few.
+    """
 
     num_lanes: int
     first_row: Int64Array
@@ -43,41 +51,54 @@ class LaneMap:
     """``(L + 1,)`` int64: lane l has the chunks ``[lane_chunks[l], lane_chunks[l + 1])``; some have none."""
 
     @classmethod
-    def of(
-        cls, layout: SampleLayout, num_lanes: int, *, seed: int, weights: Int64Array | None = None
-    ) -> LaneMap:
-        """Deal the chunks of a layout.
+    def of(cls, layout: SampleLayout, num_lanes: int, *, seed: int, weigh: Weigh | None = None) -> LaneMap:
+        """Cut the line of shards.
 
         Args:
             layout: The population.
             num_lanes: L, at least 1.
             seed: Run-level seed.
-            weights: ``(C,)`` int64, what the lanes should have equally much of, by chunk of
-                :func:`cut_chunks`; samples by default.
+            weigh: What the lanes should have equally much of; samples by default.
 
         Raises:
             PlanError: The bytes of the layout do not ascend.
         """
-        first_row, num_samples, shard = cut_chunks(layout, num_lanes)
-        ends = layout.ends_of(first_row + num_samples, shard)
-        num_bytes = ends - layout.offset_bytes[first_row].astype(np.int64)
+        num_shards, num_samples = layout.num_shards, layout.num_samples
+        key = derive(seed, "lane-shards", int(layout.dataset_id, 16))
+        order = Permutation(num_shards, key)(np.arange(num_shards))
+        sizes = np.diff(layout.shard_rows)
+        line = np.concatenate(([0], np.cumsum(sizes[order]))).astype(np.int64)
+        if weigh is None:
+            cuts = np.array([lane * num_samples // num_lanes for lane in range(1, num_lanes)], np.int64)
+        else:
+            cuts = _weighed_cuts(layout, order, line, num_lanes, weigh)
+        starts = np.unique(np.concatenate((line[:-1], cuts[cuts < num_samples])))
+        lengths = np.diff(np.append(starts, num_samples))
+        lanes = np.searchsorted(cuts, starts, side="right")
+        # Equal parts where a lane would have too few chunks to permute.
+        parts = np.minimum(lengths, -(-lengths * (CHUNKS_PER_LANE * num_lanes) // num_samples))
+        piece = np.repeat(np.arange(len(starts)), parts)
+        part = np.arange(len(piece)) - np.repeat(np.cumsum(parts) - parts, parts)
+        first = starts[piece] + part * lengths[piece] // parts[piece]
+        last = starts[piece] + (part + 1) * lengths[piece] // parts[piece]
+        place = np.searchsorted(line, first, side="right") - 1
+        shard = order[place]
+        first_row = layout.shard_rows[shard] + first - line[place]
+        num_bytes = layout.ends_of(first_row + last - first, shard) - layout.offset_bytes[first_row].astype(
+            np.int64
+        )
         if int(num_bytes.min()) < 0:
             raise PlanError(
                 "offset_bytes must ascend inside a shard, got a table in another order (sample layout); run "
                 "`shardflow verify` on the dataset."
             )
-        key = derive(seed, "lane-chunks", int(layout.dataset_id, 16))
-        order = Permutation(len(first_row), key)(np.arange(len(first_row)))
-        lane = deal_chunks(num_samples if weights is None else weights, order, num_lanes)
-        # Inside a lane in the order of the table: the order of an epoch is another matter.
-        by_lane = np.argsort(lane, kind="stable")
-        counts = np.bincount(lane, minlength=num_lanes)
+        counts = np.bincount(lanes[piece], minlength=num_lanes)
         return cls(
             num_lanes=num_lanes,
-            first_row=first_row[by_lane],
-            num_samples=num_samples[by_lane],
-            num_bytes=num_bytes[by_lane],
-            shard=shard[by_lane],
+            first_row=first_row,
+            num_samples=last - first,
+            num_bytes=num_bytes,
+            shard=shard,
             lane_chunks=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         )
 
@@ -91,32 +112,19 @@ class LaneMap:
         return slice(int(self.lane_chunks[lane]), int(self.lane_chunks[lane + 1]))
 
 
-def cut_chunks(layout: SampleLayout, num_lanes: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Cut shards into chunks: whole where there are many, else into near-equal parts.
-
-    Returns:
-        First row, number of rows (at least 1) and shard of each chunk, ``(C,)`` int64 each, in table order.
-    """
-    sizes = np.diff(layout.shard_rows)
-    wanted = -(-sizes * (CHUNKS_PER_LANE * num_lanes) // layout.num_samples)
-    parts = np.minimum(sizes, np.maximum(1, wanted))
-    shard = np.repeat(np.arange(len(sizes)), parts)
-    part = np.arange(len(shard)) - np.repeat(np.cumsum(parts) - parts, parts)
-    start = part * sizes[shard] // parts[shard]
-    stop = (part + 1) * sizes[shard] // parts[shard]
-    return layout.shard_rows[shard] + start, stop - start, shard
-
-
-def deal_chunks(weights: Int64Array, order: Int64Array, num_lanes: int) -> Int64Array:
-    """Give chunk after chunk, in ``order``, to the lane that has least; the lowest of several such lanes.
-
-    Returns:
-        The lane of each chunk, ``(C,)`` int64.
-    """
-    lane_of = np.zeros(len(order), np.int64)
-    heap = [(0, lane) for lane in range(num_lanes)]
-    for chunk, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
-        load, lane = heap[0]
-        lane_of[chunk] = lane
-        heapq.heapreplace(heap, (load + weight, lane))
-    return lane_of
+def _weighed_cuts(
+    layout: SampleLayout, order: Int64Array, line: Int64Array, num_lanes: int, weigh: Weigh
+) -> Int64Array:
+    """Return the places of the line, in samples, where it falls into parts of equal weight."""
+    rows = layout.shard_rows.tolist()
+    weights = np.array([int(weigh(rows[shard], rows[shard + 1]).sum()) for shard in order.tolist()], np.int64)
+    before = np.concatenate(([0], np.cumsum(weights)))
+    total = int(before[-1])
+    cuts = []
+    for lane in range(1, num_lanes):
+        target = lane * total // num_lanes
+        place = min(int(np.searchsorted(before, target, side="right")) - 1, len(weights) - 1)
+        shard = int(order[place])
+        inside = np.cumsum(weigh(rows[shard], rows[shard + 1]))
+        cuts.append(int(line[place]) + int(np.searchsorted(inside, target - int(before[place]))))
+    return np.array(cuts, np.int64)

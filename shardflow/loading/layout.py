@@ -65,5 +65,5 @@ def open_plan(
         return EpochPlan(rows, spec, seed=seed, epoch=epoch)
     layout = split_layout(dataset, split, spec)
     if auto_lanes:
-        spec = replace(spec, lanes=choose_lanes(layout, spec, seed=seed))
+        spec = replace(spec, lanes=choose_lanes(layout, spec))
     return EpochPlan(rows, spec, seed=seed, epoch=epoch, layout=layout)

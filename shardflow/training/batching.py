@@ -41,7 +41,7 @@ def batch_spec(config: TrainConfig, dataset: Dataset, split: str, *, tail: Tail 
     )
     if spec.budget is None or batch.lanes is not None:
         return spec
-    return replace(spec, lanes=choose_lanes(split_layout(dataset, split, spec), spec, seed=config.run.seed))
+    return replace(spec, lanes=choose_lanes(split_layout(dataset, split, spec), spec))
 
 
 def _budget(config: TrainConfig) -> TokenBudget | None:
