@@ -25,7 +25,7 @@ Int64Array = npt.NDArray[np.int64]
 # Samples whose lengths are looked at together, all windows side by side: 50 MB while they are joined; sums of
 # lengths, where padding does not count, are twice as large.
 _BLOCK_SAMPLES = 6 * 2**20
-_BLOCK_SAMPLES_PACKED = 2 * 2**20
+_BLOCK_SAMPLES_PACKED = 4 * 2**20
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _WORD = 2**64
 _WORD_BITS = 62

@@ -157,7 +157,11 @@ def _open_loader(
         split=split,
         spec=batch_spec(config, dataset, split, tail=tail),
         seed=config.run.seed,
-        world=World(rank=ranks.rank, world_size=ranks.world_size),
+        world=World(
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            ranks_per_node=World.from_environment().ranks_per_node,
+        ),
         config=LoaderConfig(
             view=ImageView(
                 num_slices=config.image.num_slices,
