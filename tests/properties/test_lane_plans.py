@@ -73,8 +73,14 @@ def budgets(draw: st.DrawFn) -> TokenBudget:
 def epochs(draw: st.DrawFn, max_samples: int) -> LaneEpoch:
     """Draw an epoch; every third one has a token budget."""
     budget = draw(st.one_of(st.none(), st.none(), budgets()))
-    size = draw(st.integers(1, 20)) if budget is None else 0
-    per_step = draw(st.integers(1, 64))
+    # Half of the epochs have rounds of lanes, the others are mostly pool.
+    if draw(st.booleans()):
+        size, per_step, lanes = draw(
+            st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(1, 8))
+        )
+    else:
+        size, per_step, lanes = draw(st.tuples(st.integers(1, 20), st.integers(1, 64), st.integers(1, 80)))
+    size = size if budget is None else 0
     num_samples = draw(st.one_of(st.integers(1, 400), st.integers(1, max_samples)))
     if size and draw(st.booleans()):
         num_samples = max(1, num_samples // (size * per_step) * size * per_step + draw(st.integers(-1, 1)))
@@ -87,7 +93,7 @@ def epochs(draw: st.DrawFn, max_samples: int) -> LaneEpoch:
             budget=budget,
             micro_batches_per_step=per_step,
             tail=draw(st.sampled_from(TAILS)),
-            lanes=draw(st.integers(1, 80)),
+            lanes=lanes,
             # Windows of one sample are right and slow.
             window_bytes=draw(st.sampled_from([1 if num_samples <= 300 else 20_000, 200_000, 2**40])),
         ),
@@ -219,7 +225,9 @@ def check_epoch(epoch: LaneEpoch, worlds: list[tuple[int, int]]) -> None:
         assert "num_steps must be at least 1" in error.message  # noqa: PT017
         return
     steps = all_steps(plan)
-    event(f"{epoch.spec.kind}, tail {epoch.spec.tail}")
+    assert plan.lane_plan is not None
+    rounds = plan.lane_plan.micros.rounds
+    event(f"{epoch.spec.kind}, tail {epoch.spec.tail}, {'lanes' if rounds.num_lane_steps else 'pool only'}")
     check_numbers(
         plan, steps, {row for row, value in lengths.items() if budget and value > budget.max_tokens}
     )
