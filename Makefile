@@ -10,7 +10,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-slow test-gpu check fix golden constraints clean
+.PHONY: help setup demo test test-slow check fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,13 +27,10 @@ demo: $(STAMP) ## Pack real DICOM, train on two processes, kill one, resume on o
 	$(BIN)/python -m pipelines.demo --output demo-output
 
 test: $(STAMP) ## Run the tests (about ten minutes on two cores)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the long sweeps
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "slow" $(PYTEST_ARGS)
-
-test-gpu: $(STAMP) ## Run what needs a CUDA device
-	$(BIN)/python -m pytest -m "gpu" $(PYTEST_ARGS)
 
 check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests: under a minute
 	$(BIN)/ruff format --check .
@@ -47,7 +44,7 @@ fix: $(STAMP) ## Format and apply the safe lint fixes
 	$(BIN)/ruff check --fix .
 
 golden: $(STAMP) ## Rewrite the golden files; review the diff, it is a change of format or order
-	$(BIN)/python -m pytest -q -m "not gpu" --update-golden
+	$(BIN)/python -m pytest -q --update-golden
 
 constraints: ## Pin the newest versions that fit together into constraints.txt
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
