@@ -46,8 +46,9 @@ fix: $(STAMP) ## Format and apply the safe lint fixes
 golden: $(STAMP) ## Rewrite the golden files; review the diff, it is a change of format or order
 	$(BIN)/python -m pytest -q --update-golden
 
+# Without the local wheels: a CPU build of torch that lies there must not become the pin of every machine.
 constraints: ## Pin the newest versions that fit together into constraints.txt
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+	UV_FIND_LINKS= $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
 		--all-extras --group dev pyproject.toml constraints.in -o constraints.txt
 
 clean: ## Remove what the targets made
