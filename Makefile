@@ -10,7 +10,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-slow test-gpu check fix golden constraints clean
+.PHONY: help setup demo test test-slow test-gpu images check fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test-slow: $(STAMP) ## Run the long sweeps
 
 test-gpu: $(STAMP) ## Run what needs a CUDA device
 	$(BIN)/python -m pytest -m "gpu" $(PYTEST_ARGS)
+
+images: ## Build both container images with podman, and run, stop and resume packing and training in them (Debian, root)
+	docker/check_images.sh $(IMAGES_ARGS)
 
 check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests: under a minute
 	$(BIN)/ruff format --check .
