@@ -20,7 +20,9 @@ die() { printf 'images: FAILED: %s\n' "$*" >&2; exit 1; }
 expect() { [[ "$2" == "$3" ]] || die "$1 must be $3, got $2"; }
 
 install_packages() {
-    if dpkg-query --show "${PACKAGES[@]}" >/dev/null 2>&1; then return 0; fi
+    local found
+    found=$(dpkg-query --show --showformat '${db:Status-Status}\n' "${PACKAGES[@]}" 2>/dev/null | grep --count '^installed$' || true)
+    if [[ $found -eq ${#PACKAGES[@]} ]]; then return 0; fi
     [[ $EUID -eq 0 ]] || { echo "only root can install ${PACKAGES[*]}"; return 1; }
     command -v apt-get >/dev/null || { echo "there is no apt-get to install ${PACKAGES[*]}"; return 1; }
     export DEBIAN_FRONTEND=noninteractive
@@ -81,7 +83,9 @@ PYTHON
 
 clean_up() {
     local code=$?
-    if [[ -e $work/storage.conf ]]; then podman rm --all --force >/dev/null 2>&1 || true; fi
+    if [[ -e $work/storage.conf ]]; then # containers that others depend on go in a later round
+        for _ in 1 2 3; do podman rm --all --force --time 1 >/dev/null 2>&1 && break; done
+    fi
     if [[ -z ${KEEP_WORK:-} ]]; then rm -rf "$work"; else echo "images: kept $work"; fi
     exit "$code"
 }
@@ -128,9 +132,12 @@ both() {
 build_pack() { build pack; }
 build_train() { build train; }
 
+# Without systemd podman cannot plan health checks, and says so at every start; they are called by hand below.
+run_quietly() { podman run "$@" 2> >(grep --invert-match 'systemd connection' >&2); }
+
 # probe IMAGE ABSENT PRESENT: what a process inside sees.
 probe() {
-    podman run --rm "${HARDENED[@]}" --entrypoint python "$1" -c '
+    run_quietly --rm "${HARDENED[@]}" --entrypoint python "$1" -c '
 import importlib.util, os, sys
 absent, present = sys.argv[1], sys.argv[2]
 status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines())
@@ -186,30 +193,31 @@ count_steps() { grep -cE '"event": ?"step"' "$1/run/metrics.jsonl" 2>/dev/null |
 has_steps() { [[ $(count_steps "$1") -ge $2 ]]; }
 
 run_pack() {
-    podman run --detach --name "$1" "${HARDENED[@]}" --volume "$work/input:/input:ro" --volume stopped-dataset:/dataset \
-        --volume stopped-private:/private "$PACK" pack --config /etc/shardflow/pack.toml --set execution.num_processes=1
+    run_quietly --detach --name "$1" "${HARDENED[@]}" --volume "$work/input:/input:ro" --volume stopped-dataset:/dataset \
+        --volume stopped-private:/private --volume "$(volume shardflow_private)/pack/secret.key:/key/secret.key:ro" "$PACK" \
+        pack --config /etc/shardflow/pack.toml --set identity.key_file=/key/secret.key --set execution.num_processes=1
 }
 
 # run_train NAME STEPS COMMAND...: a training job that goes on to that many steps.
 run_train() {
     local name=$1 steps=$2
     shift 2
-    podman run --detach --name "$name" "${HARDENED[@]}" --volume shardflow_dataset:/dataset:ro \
+    run_quietly --detach --name "$name" "${HARDENED[@]}" --volume shardflow_dataset:/dataset:ro \
         --volume stopped-run:/run-output --volume "$(volume shardflow_run-output)/tokenizer:/tokenizer:ro" "$TRAIN" "$@" \
         --config /etc/shardflow/train.toml --set text.tokenizer=/tokenizer --set "run.max_steps=$steps" \
-        --set run.num_epochs=100000 --set run.checkpoint_every_steps=100000
+        --set run.num_epochs=100000 --set run.checkpoint_every_steps=100000 >/dev/null
 }
 
 check_stopped_pack() {
     local dataset
-    run_pack pack-stopped
+    run_pack pack-stopped >/dev/null
     dataset=$(volume stopped-dataset)
     wait_for pack-stopped has_fragment "$dataset"
     podman healthcheck run pack-stopped || die "the packing job must be healthy while it packs"
-    podman kill --signal TERM pack-stopped
+    podman kill --signal TERM pack-stopped >/dev/null
     finish pack-stopped 130
     [[ -z $(find "$dataset/packed" -maxdepth 1 -name 'manifest-*') ]] || die "a stopped packing job must publish nothing"
-    run_pack pack-resumed
+    run_pack pack-resumed >/dev/null
     finish pack-resumed 0
     expect "dataset of a stopped and resumed packing job" "$(last_field pack-resumed dataset_id)" "$(last_field shardflow_pack_1 dataset_id)"
 }
@@ -220,7 +228,7 @@ check_stopped_training() {
     output=$(volume stopped-run)
     wait_for train-stopped has_steps "$output" 2
     podman healthcheck run train-stopped || die "the training job must be healthy while it trains"
-    podman kill --signal TERM train-stopped
+    podman kill --signal TERM train-stopped >/dev/null
     finish train-stopped 1 # torchrun knows no other code than 0 and 1
     expect "outcome of stopped training" "$(last_field train-stopped outcome)" stopped
     steps=$(count_steps "$output")
@@ -228,7 +236,7 @@ check_stopped_training() {
 
     run_train train-alone 100000 python -m pipelines.train
     wait_for train-alone has_steps "$output" $((steps + 2))
-    podman kill --signal TERM train-alone
+    podman kill --signal TERM train-alone >/dev/null
     finish train-alone 75
     steps=$(count_steps "$output")
 
@@ -260,7 +268,7 @@ say "built: $(podman images --format '{{.Repository}} {{.Size}};' --filter refer
 probe "$PACK" torch pydicom
 probe "$TRAIN" pydicom torch
 install --directory --owner 10001 --group 10001 "$work/input"
-podman run --rm "${HARDENED[@]}" --volume "$work/input:/input" "$PACK" \
+run_quietly --rm "${HARDENED[@]}" --volume "$work/input:/input" "$PACK" \
     synth /input --studies 40 --seed 3 --modality CT --size 64 --slices 6:12 --processes 2 >/dev/null
 say "both are locked in, and hold only what they need; 40 studies generated; starting the compose file"
 
@@ -268,7 +276,7 @@ export SHARDFLOW_INPUT=$work/input SHARDFLOW_EPOCHS=1 BASE_IMAGE=$BASE
 compose up --no-build >"$work/compose.log" 2>&1 || { tail -n 60 "$work/compose.log" >&2; die "compose up"; }
 for service in pack tokenizer train; do check_service "shardflow_${service}_1"; done
 expect "outcome of composed training" "$(last_field shardflow_train_1 outcome)" finished
-podman run --rm "${HARDENED[@]}" --volume shardflow_dataset:/dataset:ro "$TRAIN" shardflow verify /dataset/packed >/dev/null \
+run_quietly --rm "${HARDENED[@]}" --volume shardflow_dataset:/dataset:ro "$TRAIN" shardflow verify /dataset/packed >/dev/null \
     || die "the packed dataset must be whole"
 say "composed: packed, tokenizer made, trained by 2 processes; the dataset verifies"
 
