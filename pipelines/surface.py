@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StorageError
 from shardflow.shards import Dataset
+from shardflow.storage import open_store
 
 __all__ = [
     "add_dataset",
@@ -55,15 +55,15 @@ def existing_dataset(url: str) -> str:
     """Return the address, or say that nothing is there before anything is called damaged.
 
     Raises:
-        ConfigError: It is a local path, and no folder is there.
+        ConfigError: No folder is there, or no store speaks the scheme of the address.
     """
-    parts = urlparse(url)
-    if parts.scheme in {"", "file"}:
-        path = Path(unquote(parts.path) if parts.scheme else url)
-        if not path.is_dir():
-            raise ConfigError(
-                f"DATASET must be an existing folder, got {url!r}; make one with: shardflow pack."
-            )
+    try:
+        store = open_store(url)
+    except StorageError as error:
+        raise ConfigError(f"DATASET: {error.message}") from None
+    # An empty text would be the folder one happens to be in.
+    if not url or not Path(store.url).is_dir():
+        raise ConfigError(f"DATASET must be an existing folder, got {url!r}; make one with: shardflow pack.")
     return url
 
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipelines.surface import open_dataset
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.logs import configure_logging
-from shardflow.shards import Dataset
 
 __all__ = ["main"]
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     configure_logging()
     try:
-        dataset = Dataset.open(arguments.dataset)
+        dataset = open_dataset(arguments.dataset)
         from shardflow.training.text import train_tokenizer  # transformers takes seconds to import
 
         tokenizer = train_tokenizer(dataset, arguments.split, arguments.vocab_size, arguments.output)

@@ -57,10 +57,10 @@ class Bounds:
     def describe(self) -> str:
         """Say the range in words for an error message."""
         if self.minimum is None:
-            return f"at most {self.maximum:g}"
+            return f"at most {_plain(self.maximum)}"
         if self.maximum is None:
-            return f"at least {self.minimum:g}"
-        return f"from {self.minimum:g} to {self.maximum:g}"
+            return f"at least {_plain(self.minimum)}"
+        return f"from {_plain(self.minimum)} to {_plain(self.maximum)}"
 
     def holds(self, value: float) -> bool:
         """Say whether ``value`` lies in the range."""
@@ -199,6 +199,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     table[keys[-1]] = _Override(text=text, value=value)
 
 
+def _plain(number: float | None) -> str:
+    """Write a bound as people do: a whole number with all its digits."""
+    whole = number is not None and float(number).is_integer() and abs(number) < 2**63
+    return f"{number:.0f}" if whole else f"{number:g}"
+
+
 def _hints(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
@@ -212,7 +218,7 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
     hints = _hints(cls)
     for key in tree:
         if key not in fields:
-            raise _unknown_key(key, list(fields), place)
+            raise _unknown_key(key, tree[key], list(fields), place)
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in tree:
@@ -228,11 +234,19 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
         raise ConfigError(f"{prefix}{error.message.rstrip('.')} ({place.file_name}).") from None
 
 
-def _unknown_key(key: str, known: list[str], place: _Place) -> ConfigError:
+def _comes_from_override(value: Any) -> bool:
+    """Tell whether all of a value was typed behind ``--set``, so that the file is not to blame."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(_comes_from_override, value.values()))
+    return isinstance(value, _Override)
+
+
+def _unknown_key(key: str, value: Any, known: list[str], place: _Place) -> ConfigError:
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     remedy = f"the nearest known key is {nearest[0]!r}" if nearest else "no key is known here"
     table = f"table [{place.name}]" if place.keys else "top level"
-    return ConfigError(f"a key must be a known setting, got {key!r} ({place.file_name}, {table}); {remedy}.")
+    source = "--set" if _comes_from_override(value) else place.file_name
+    return ConfigError(f"a key must be a known setting, got {key!r} ({source}, {table}); {remedy}.")
 
 
 def _bind(hint: Any, value: Any, place: _Place) -> Any:

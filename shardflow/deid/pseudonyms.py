@@ -15,7 +15,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StorageError
+from shardflow.storage import write_atomic
 
 __all__ = ["MIN_KEY_BYTES", "SURROGATE_LENGTH", "SecretKey"]
 
@@ -26,6 +27,7 @@ SURROGATE_LENGTH = 26
 """Characters of a surrogate: 128 bits in base32."""
 
 _MAX_KEY_BYTES = 4096
+_HOW_TO_MAKE = "for a new dataset make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
 _KEY_ID_LABEL = b"shardflow-key-id-1"
 
 
@@ -46,8 +48,7 @@ class SecretKey:
         """
         if len(key) < MIN_KEY_BYTES:
             raise ConfigError(
-                f"the secret key must be at least {MIN_KEY_BYTES} bytes, got {len(key)}; "
-                "make one with SecretKey.create."
+                f"the secret key must be at least {MIN_KEY_BYTES} bytes, got {len(key)}; {_HOW_TO_MAKE}."
             )
         self._key = key
         self.key_id: str = hmac.new(key, _KEY_ID_LABEL, hashlib.sha256).hexdigest()[:8]
@@ -64,7 +65,7 @@ class SecretKey:
         except OSError as error:
             raise ConfigError(
                 f"the secret key file must be readable, got {type(error).__name__}; "
-                "create one with SecretKey.create."
+                f"give its path, or {_HOW_TO_MAKE}."
             ) from None
         try:
             _check_private(os.fstat(descriptor))
@@ -81,20 +82,18 @@ class SecretKey:
     def create(cls, path: Path) -> SecretKey:
         """Write a new random key with mode 0600 and load it.
 
+        A kill or a full disk leaves no half key behind, which would be refused from then on.
+
         Raises:
             ConfigError: The file exists, or its folder cannot be written.
         """
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
+            write_atomic(path, [secrets.token_bytes(MIN_KEY_BYTES)], mode=0o600)
+        except StorageError as error:
             raise ConfigError(
                 "the secret key file must not exist and its folder must be writable, "
-                f"got {type(error).__name__}; give another path."
+                f"got {type(error.__cause__ or error).__name__}; make room, or give another path."
             ) from None
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(MIN_KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
         return cls.load(path)
 
     def surrogate(self, kind: str, value: str) -> str:

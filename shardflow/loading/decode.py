@@ -73,19 +73,23 @@ def convert_slice(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) 
     if source.shape != target.shape:
         if source.dtype not in _CV_RESIZE_DTYPES:
             source = source.astype(np.float64)
+        # First what shrinks, by area, so that nothing aliases; then what grows.
+        common = (min(source.shape[0], target.shape[0]), min(source.shape[1], target.shape[1]))
+        if common not in (source.shape, target.shape):
+            shrunk = scratch.array("shrunk", common, source.dtype)
+            source = _resize(source, shrunk, cv2.INTER_AREA)
         is_direct = source.dtype == target.dtype
         sized = target if is_direct else scratch.array("sized", target.shape, source.dtype)
-        shrinks = target.shape[0] <= source.shape[0] and target.shape[1] <= source.shape[1]
-        cv2.resize(
-            source,
-            (target.shape[1], target.shape[0]),
-            dst=sized,
-            interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
-        )
+        _resize(source, sized, cv2.INTER_AREA if common == target.shape else cv2.INTER_LINEAR)
         if is_direct:
             return 0
         source = sized
     return _cast(source, target)
+
+
+def _resize(source: NDArray[Any], target: NDArray[Any], interpolation: int) -> NDArray[Any]:
+    cv2.resize(source, (target.shape[1], target.shape[0]), dst=target, interpolation=interpolation)
+    return target
 
 
 def _luminance(source: NDArray[Any], scratch: Scratch) -> NDArray[Any]:

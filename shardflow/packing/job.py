@@ -104,6 +104,7 @@ class _Job:
                 self._progress.note(
                     f"split {split} gets no study: there are few patients, or its parts are few"
                 )
+            self._note_missing_reports(plan, reports)
             study_pass = self._study_pass(pool, plan, files, reports, place, key, recorded)
             try:
                 study_pass.run(_num_quarantined(files, reports))
@@ -119,6 +120,16 @@ class _Job:
         place.remove_work()
         self._progress.phase("done", 0)
         return self._summary("packed", manifest, pool)
+
+    def _note_missing_reports(self, plan: PackPlan, reports: ReportTable) -> None:
+        """Say it while the job can be stopped: a table whose identifiers fit no study is no error."""
+        if self._config.inputs.reports is None:
+            return
+        count = sum(study not in reports.report_of for shard in plan.shards for study in shard.studies)
+        if count:
+            self._progress.note(
+                f"{count} of {plan.num_studies} studies have no report, and are packed without one"
+            )
 
     def _compare(
         self, place: Workplace, discovered: list[DiscoveredFile], key: SecretKey, finished: Manifest

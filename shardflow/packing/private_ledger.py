@@ -56,6 +56,4 @@ def write_private_ledger(
         for number in range(len(reports)):
             yield line(reports, number, "report", {"place": int(reports.place[number])})
 
-    path = place.private_ledger(plan.digest)
-    write_atomic(path, lines(), replace=True)
-    path.chmod(0o600)
+    write_atomic(place.private_ledger(plan.digest), lines(), replace=True, mode=0o600)

@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Workplace", "locked_workplace", "storage_error", "write_plainly"]
 
 _WORK: Final = ".work"
+_LOCK_TRIES: Final = 100
 _OWN_NAMES: Final = ("manifest-", "shards", "samples", "ledger.jsonl", _WORK)
 
 
@@ -78,13 +79,22 @@ class Workplace:
 
     def remove_work(self) -> None:
         """Remove the work folder, what killed writers left, and the private spools: nothing needs them."""
-        for folder in (self.output, self.output / "shards", self.output / "samples"):
+        for folder in (self.output, self.output / "shards", self.output / "samples", self.private):
             for path in folder.glob("*"):
                 if is_temporary_name(path.name):
                     path.unlink()
         shutil.rmtree(self.headers, ignore_errors=True)
         self.reports.unlink(missing_ok=True)
-        shutil.rmtree(self.work)
+        lock = _lock_path(self.output)
+        for entry in self.work.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry != lock:
+                entry.unlink()
+        # The lock goes last: from then on another job may have one here, and with it the folder.
+        lock.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.work.rmdir()
 
 
 @contextmanager
@@ -109,10 +119,13 @@ def locked_workplace(config: PackConfig) -> Iterator[Workplace]:
         ) from None
     if stat.S_IMODE(private.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError("private_dir must be closed to group and others; run chmod 700 on it.")
-    with _lock(private / "lock", "private_dir"), _lock(place.work / "lock", "output"):
-        for folder in (place.fragments, place.records):
-            folder.mkdir(parents=True, exist_ok=True)
-        place.headers.mkdir(exist_ok=True, mode=0o700)
+    with _lock(private / "lock", "private_dir"), _lock(_lock_path(output), "output"):
+        try:
+            for folder in (place.fragments, place.records):
+                folder.mkdir(parents=True, exist_ok=True)
+            place.headers.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise storage_error("making the work folders", error) from None
         yield place
 
 
@@ -178,22 +191,32 @@ def _check_contents(output: Path) -> None:
 @contextmanager
 def _lock(path: Path, name: str) -> Iterator[None]:
     """Hold an exclusive lock that the kernel drops when this process ends, however it ends."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(_LOCK_TRIES):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # the job that held it has just ended and removed the folder
+        except OSError as error:
+            raise storage_error(f"locking {name}", error) from None
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(
-                    f"{name} must be used by one job at a time, got a running one; wait for it."
-                ) from None
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise storage_error(f"locking {name}", error) from None
             if not _is_same_file(descriptor, path):
                 continue  # the job that held it has just ended and removed it
             yield
             return
         finally:
             os.close(descriptor)
+    raise ConfigError(f"{name} must be used by one job at a time, got a running one; wait for it.")
+
+
+def _lock_path(output: Path) -> Path:
+    return output / _WORK / "lock"
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

@@ -174,13 +174,11 @@ def latest_version(store: ByteStore) -> int:
     """
     found = versions(store)
     if not found:
-        num_others = len(store.list(""))
-        why = (
-            f"beside {num_others} other files; did packing finish?"
-            if num_others
-            else "nor any file; is the path right?"
+        # What else is there is not listed: a mistyped path may be a folder with millions of files below it.
+        raise ManifestError(
+            "a dataset must hold a manifest-NNNNNN.json, found none; is the path right, "
+            "and did packing finish?"
         )
-        raise ManifestError(f"a dataset must hold a manifest-NNNNNN.json, found none {why}")
     return found[-1]
 
 

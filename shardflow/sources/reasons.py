@@ -109,7 +109,7 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.NOT_DICOM: ReasonInfo(Outcome.SKIPPED, "The file is not DICOM."),
     Reason.NOT_REGULAR_FILE: ReasonInfo(
         Outcome.SKIPPED,
-        "The entry is a symbolic link, socket, pipe or device, which is never followed or read.",
+        "The entry is a link to a folder, a socket, a pipe or a device, which is never followed or read.",
     ),
     Reason.NOT_REPORT: ReasonInfo(
         Outcome.SKIPPED, "The entry of the report folder is not a text file named <StudyInstanceUID>.txt."

@@ -64,13 +64,16 @@ def make_directories(path: Path) -> None:
         fsync_directory(folder.parent)
 
 
-def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, replace: bool = False) -> None:
+def write_atomic(
+    path: Path, chunks: Iterable[bytes | memoryview], *, replace: bool = False, mode: int = 0o666
+) -> None:
     """Write a file that appears whole, durably and, unless ``replace`` is given, only where none stood.
 
     Args:
         path: Final place; missing folders above it are created.
         chunks: The content in order; may be a generator, whose own exception also leaves nothing behind.
         replace: Take the place of an existing file instead of refusing it.
+        mode: Permissions from the first byte on, less what the umask takes away.
 
     Raises:
         AlreadyExistsError: ``path`` exists and ``replace`` is false. The existing file is untouched.
@@ -83,7 +86,7 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, replace: b
     make_directories(path.parent)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        _write_synced(temporary, chunks)
+        _write_synced(temporary, chunks, mode)
         with _naming("publishing", path):
             if replace:
                 temporary.replace(path)
@@ -95,11 +98,11 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, replace: b
     fsync_directory(path.parent)
 
 
-def _write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+def _write_synced(path: Path, chunks: Iterable[bytes | memoryview], mode: int) -> None:
     # The errors of the caller's chunks pass as they are; only those of writing are translated.
     with _naming("creating", path):
-        # 0o666 leaves the mode to the umask, unlike tempfile's 0o600, which others could not read.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # Not tempfile's 0o600, which others could not read: a dataset's mode is left to the umask.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for chunk in chunks:
             rest = memoryview(chunk).cast("B")

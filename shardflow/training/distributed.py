@@ -88,19 +88,19 @@ class Ranks:
         )
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Give every rank the JSON value of every rank, in rank order."""
+        """Give every rank the JSON value of every rank, in rank order.
+
+        Raises:
+            WaitTimeoutError: a rank did not give its value within ``timeouts.control``, or is gone.
+        """
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.control)
+        sizes = self._gather(torch.tensor([payload.numel()]), self.timeouts.control)
         # Gloo gathers equal sizes only; the padding is cut off again.
-        widest = max(int(size) for size in sizes)
-        padded = torch.zeros(widest, dtype=torch.uint8)
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
-        gathered = [torch.empty(widest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded, group=self.control)
         return [
             json.loads(part[: int(size)].numpy().tobytes())
-            for part, size in zip(gathered, sizes, strict=True)
+            for part, size in zip(self._gather(padded, self.timeouts.control), sizes, strict=True)
         ]
 
     def from_first(self, value: Any) -> Any:
@@ -119,18 +119,21 @@ class Ranks:
         Raises:
             WaitTimeoutError: a rank did not give its numbers within ``timeout``, or is gone.
         """
-        own = torch.tensor(values, dtype=torch.float64)
+        return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64), timeout))
+
+    def _gather(self, own: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
+        """Exchange tensors of one shape on the control group; every exchange on it comes through here."""
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        work = dist.all_gather(gathered, own, group=self.control, async_op=True)
         try:
+            work = dist.all_gather(gathered, own, group=self.control, async_op=True)
             if work is not None:
                 work.wait(timeout)
         except RuntimeError as error:
             raise WaitTimeoutError(
-                f"every rank must give its numbers of the step within {timeout.total_seconds():g} s, got "
+                f"every rank must take part in an exchange within {timeout.total_seconds():g} s, got "
                 f"{type(error).__name__} on rank {self.rank}; look for a rank that ended or hangs."
             ) from None
-        return torch.stack(gathered)
+        return gathered
 
     def enter_steady_state(self) -> None:
         """Shorten the gradient group's timeout; the first exchange, which builds the connections, is done."""

@@ -134,6 +134,11 @@ def prepare_run(
 
 
 def _open_dataset(config: TrainConfig, checkpoint: Checkpoint | None) -> Dataset:
+    if not config.data.dataset.is_dir():
+        raise ConfigError(
+            "data.dataset must be an existing folder, got none; correct the path, "
+            "or make one with: shardflow pack."
+        )
     version = config.data.manifest_version
     if version is None and checkpoint is not None:
         # A newer manifest is adopted on purpose only: it has other samples, so another plan.

@@ -133,9 +133,12 @@ def test_report_without_study_and_study_without_report(job: Job) -> None:
 
 
 def test_study_without_report_is_packed_where_none_is_required(job: Job) -> None:
+    job.add("CT_small.dcm")
     job.add("MR_small.dcm")
-    code, _, _ = job.pack()
+    job.report("1.2.3.4")
+    code, _, said = job.pack()
     assert code == 0
+    assert "2 of 2 studies have no report, and are packed without one\n" in said
     dataset = Dataset.open(job.folder / "dataset")
     assert json.loads(dataset.read_fields(0)["study.json"])["has_report"] is False
 

@@ -73,9 +73,18 @@ def test_missing_folder(call: Call, tmp_path: Path, command: str) -> None:
     assert "existing folder" in called.err
 
 
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_empty_address_is_not_the_current_folder(
+    call: Call, dataset: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(dataset)
+    assert call(command, "").code == 2
+    assert call(command, ".").code == 0
+
+
 def test_unknown_scheme(call: Call) -> None:
     called = call("info", "gopher://somewhere/dataset")
-    assert called.code in {1, 2}
+    assert called.code == 2
     assert "file" in called.err
     assert called.err.count("\n") == 1
 

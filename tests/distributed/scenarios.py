@@ -253,16 +253,27 @@ def slow_preparation(stage: Stage) -> Result:
 
 
 def silent_rank(stage: Stage) -> Result:
-    """Rank 3 gives its numbers too late; leaves its group broken."""
-    ranks = replace(stage.ranks, control=dist.new_group(backend="gloo", timeout=WAIT))
-    started = time.perf_counter()
-    if ranks.rank == 3:
-        time.sleep(3)
-    try:
-        ranks.gather_numbers([1.0], timedelta(seconds=1))
-    except WaitTimeoutError as error:
-        return {"message": error.message, "wait_s": time.perf_counter() - started}
-    return {"message": None}
+    """Rank 3 takes part in an exchange too late; leaves the groups broken."""
+    late = timedelta(seconds=1)
+    exchanges: dict[str, Callable[[Ranks], object]] = {
+        "numbers": lambda ranks: ranks.gather_numbers([1.0], late),
+        "json": lambda ranks: ranks.gather_json("facts"),
+    }
+    results: Result = {}
+    for name, exchange in exchanges.items():
+        ranks = replace(
+            stage.ranks,
+            control=dist.new_group(backend="gloo", timeout=WAIT),
+            timeouts=replace(stage.ranks.timeouts, control=late),
+        )
+        started = time.perf_counter()
+        if ranks.rank == 3:
+            time.sleep(3)
+        try:
+            exchange(ranks)
+        except WaitTimeoutError as error:
+            results[name] = {"message": error.message, "wait_s": time.perf_counter() - started}
+    return results
 
 
 def missing_rank(stage: Stage) -> Result:

@@ -113,10 +113,11 @@ def test_long_preparation_trips_no_timeout(scenarios: Scenarios) -> None:
     assert [result["sum"] for result in scenarios.of("slow_preparation")] == [4.0] * 4
 
 
-def test_exchange_of_a_step_has_a_deadline_of_its_own(scenarios: Scenarios) -> None:
-    for result in scenarios.of("silent_rank")[:3]:
-        assert "within 1 s" in result["message"]
-        assert result["wait_s"] < 2.5
+@pytest.mark.parametrize("exchange", ["numbers", "json"])
+def test_every_exchange_has_a_deadline_of_its_own(scenarios: Scenarios, exchange: str) -> None:
+    for results in scenarios.of("silent_rank")[:3]:
+        assert "within 1 s" in results[exchange]["message"]
+        assert results[exchange]["wait_s"] < 2.5
 
 
 def test_missing_rank_is_named_with_the_phase(scenarios: Scenarios) -> None:

@@ -84,9 +84,9 @@ def test_images_and_texts_equal_a_direct_decode(
 def _resized(pixels: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
     if pixels.shape == size:
         return pixels
-    shrinks = size[0] <= pixels.shape[0] and size[1] <= pixels.shape[1]
-    kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-    resized: NDArray[Any] = cv2.resize(pixels, size[::-1], interpolation=kind)
+    common = min(size[0], pixels.shape[0]), min(size[1], pixels.shape[1])
+    shrunk = cv2.resize(pixels, common[::-1], interpolation=cv2.INTER_AREA)
+    resized: NDArray[Any] = cv2.resize(shrunk, size[::-1], interpolation=cv2.INTER_LINEAR)
     return resized
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -382,15 +381,13 @@ def test_a_stalled_read_ends_in_an_error_that_names_shard_stage_and_tier(url: st
             release.wait(30)
 
     dataset, _ = hooked(url, before)
-    loader = _loader(dataset, wait_timeout_s=0.2)
-    start = time.monotonic()
-    threading.Timer(0.6, release.set).start()
+    loader = _loader(dataset, wait_timeout_s=1.5)
+    threading.Timer(4, release.set).start()
     iterator = iter(loader)
     with pytest.raises(
-        WaitTimeoutError, match=r"within 0\.2 s.*stage read of shard train-000001, tier local for 0\.\d s"
+        WaitTimeoutError, match=r"within 1\.5 s.*stage read of shard train-000001, tier local for \d\.\d s"
     ):
         list(iterator)
-    assert time.monotonic() - start < 10
     with pytest.raises(StateError, match="micro-batches left"):
         next(iterator)  # which is no end of the epoch
     # The position is where it was, and the loader can be asked again once the storage answers.

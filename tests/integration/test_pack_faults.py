@@ -19,7 +19,7 @@ from tests.pack_faults import HANDLERS
 
 QUICK = (
     "execution.num_processes=2",
-    "execution.task_timeout_s=4",
+    "execution.task_timeout_s=12",
     "execution.memory_bytes=700MiB",
     "policy.max_quarantined_share=0.5",
 )

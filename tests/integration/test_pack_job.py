@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -96,6 +97,21 @@ def test_private_files_are_private(case: PackCase) -> None:
     assert set(by_path) == {str(path) for study in studies for path in study.files}
     surrogates = {row["input"]: row["sample_key"] for row in read_ledger(case.output)}
     assert {row["input"]: row["sample_key"] for row in rows} == surrogates
+
+
+def test_every_key_of_a_study_stands_in_the_format_page(case: PackCase) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    rows = page.partition("**`study.json`.**")[2].partition("## 5. ")[0]
+    named = {
+        key
+        for row in rows.splitlines()
+        if row.startswith("| `")
+        for key in re.findall("`(.*?)`", row.split("|")[1])
+    }
+    make_study(case.dicom, series=1, num_slices=5)
+    case.pack()
+    meta = json.loads(case.open().read_fields(0)["study.json"])
+    assert set(meta) | set(meta["series"][0]) == named | {"format_version"}
 
 
 def test_several_series_make_one_sample_with_the_volume_first(case: PackCase) -> None:

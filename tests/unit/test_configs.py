@@ -154,7 +154,8 @@ def test_override_replaces_a_table(tmp_path: Path) -> None:
     [
         ("inner.count", "--set must be table.key=value"),
         ("=3", "--set must be table.key=value"),
-        ("inner.cuont=3", "nearest known key is 'count'"),
+        ("inner.cuont=3", "'cuont' (--set, table [inner]); the nearest known key is 'count'"),
+        ("iner.count=3", "'iner' (--set, top level); the nearest known key is 'inner'"),
         ("name.x=3", "which is a value"),
         ("inner.count=many", "inner.count must be an integer, got text (--set)"),
     ],
@@ -181,6 +182,12 @@ def test_checks_of_the_class_say_where(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"number must be even, got 3 \(job\.toml\)\."):
         load_config(Even, _write(tmp_path, "number = 3"))
+
+
+def test_bounds_are_written_with_all_their_digits() -> None:
+    assert Bounds(1, 2**24).describe() == "from 1 to 16777216"
+    assert Bounds(minimum=0.25).describe() == "at least 0.25"
+    assert Bounds(maximum=1e-12).describe() == "at most 1e-12"
 
 
 def test_checks_hold_without_a_file() -> None:

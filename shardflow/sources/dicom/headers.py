@@ -22,7 +22,13 @@ from shardflow.sources.dicom.dictionary import (
 )
 from shardflow.sources.dicom.elements import read_elements
 from shardflow.sources.dicom.limits import HeaderLimits
-from shardflow.sources.dicom.planes import PLANE_TAGS, PlaneHeader, read_planes
+from shardflow.sources.dicom.planes import (
+    MAX_SPACING_MM,
+    PLANE_TAGS,
+    PlaneHeader,
+    read_planes,
+    read_rescale_types,
+)
 from shardflow.sources.dicom.walk import FileElements
 from shardflow.sources.reasons import Reason, source_error
 
@@ -43,14 +49,14 @@ _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION = (
     0x00201041,
 )
 _BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT = 0x00180088, 0x00181164, 0x00280120, 0x00280121
-_RESCALE_TYPE, _MODALITY_LUT, _VOI_FUNCTION, _UNITS = 0x00281054, 0x00283000, 0x00281056, 0x00541001
+_MODALITY_LUT, _VOI_FUNCTION, _UNITS = 0x00283000, 0x00281056, 0x00541001
 _PIXEL_DATA = 0x7FE00010
 
 _WANTED = (
     frozenset({_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _CHARACTER_SET, _IMAGE_TYPE, _MODALITY})
     | frozenset({_SERIES_TEXT, _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION})
     | frozenset({_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
-    | frozenset({_RESCALE_TYPE, _MODALITY_LUT, _VOI_FUNCTION, _UNITS})
+    | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS})
     | PLANE_TAGS
     | DESCRIPTION_TAGS
 )
@@ -193,7 +199,9 @@ def _read_instance(
         frame_of_reference_uid=values.code(elements, _FRAME_OF_REFERENCE),
         slice_location=_single(values.decimals(elements, _LOCATION)),
         spacing_between_slices=_single(values.decimals(elements, _BETWEEN_SLICES)),
-        detector_spacing=(detector[0], detector[1]) if detector and min(detector) > 0 else None,
+        detector_spacing=(detector[0], detector[1])
+        if detector and 0 < min(detector) <= max(detector) <= MAX_SPACING_MM
+        else None,
         unit=_unit(elements),
         window_function=values.code(elements, _VOI_FUNCTION).upper(),
         padding=_padding(elements, is_signed=image.is_signed),
@@ -277,7 +285,10 @@ def _padding(elements: FileElements, *, is_signed: bool) -> tuple[int, int] | No
 
 def _unit(elements: FileElements) -> str:
     """The unit that the file states, if it is one that we know; free text goes no further."""
-    stated = (values.code(elements, _RESCALE_TYPE) or values.code(elements, _UNITS)).upper()
+    types = read_rescale_types(elements)
+    if len(types) > 1:
+        return UNKNOWN_UNIT
+    stated = next(iter(types)) or values.code(elements, _UNITS).upper()
     return stated if stated in STATED_UNITS or not stated else UNKNOWN_UNIT
 
 

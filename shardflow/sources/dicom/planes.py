@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from shardflow.sources.dicom import values
 from shardflow.sources.dicom.walk import Elements
 
-__all__ = ["PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes"]
+__all__ = ["MAX_SPACING_MM", "PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes", "read_rescale_types"]
 
 _SHARED_GROUPS, _FRAME_GROUPS = 0x52009229, 0x52009230
 _POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS = 0x00200032, 0x00200037, 0x00280030, 0x00180050
@@ -24,10 +24,16 @@ _INTERCEPT, _SLOPE, _CENTER, _WIDTH = 0x00281052, 0x00281053, 0x00281050, 0x0028
 _IMAGE_TYPE, _FRAME_TYPE = 0x00080008, 0x00089007
 _POSITION_GROUP, _ORIENTATION_GROUP, _MEASURES_GROUP = 0x00209113, 0x00209116, 0x00289110
 _RESCALE_GROUP, _WINDOW_GROUP = 0x00289145, 0x00289132
+_RESCALE_TYPE = 0x00281054
 
 _DIFFUSION_GROUP, _DIRECTION_GROUP = 0x00189117, 0x00189076
 _CONTENT_GROUP, _ECHO_GROUP, _CARDIAC_GROUP = 0x00209111, 0x00189114, 0x00189118
 _TYPE_GROUPS = (0x00189226, 0x00189329, 0x00189751, 0x00189412)  # MR, CT, PET, X-ray frame type
+
+# What is larger is no geometry, and may be a date or a record number in the wrong field: these values leave.
+MAX_SPACING_MM = 1000.0
+_MAX_POSITION_MM = 100_000.0
+_MAX_WINDOW_CENTER, _MAX_WINDOW_WIDTH = 100_000.0, 1_000_000.0
 
 PHASE_NAMES = (
     "stack_id",
@@ -63,7 +69,16 @@ _STACK_ID, _TEMPORAL_INDEX, _EFFECTIVE_ECHO, _CARDIAC_DELAY = 0x00209056, 0x0020
 
 PLANE_TAGS = frozenset(
     {_POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS, _INTERCEPT, _SLOPE, _CENTER, _WIDTH, _IMAGE_TYPE}
-    | {_SHARED_GROUPS, _FRAME_GROUPS, _ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER}
+    | {
+        _RESCALE_TYPE,
+        _SHARED_GROUPS,
+        _FRAME_GROUPS,
+        _ACQUISITION,
+        _ECHO_NUMBER,
+        _ECHO_TIME,
+        _TEMPORAL,
+        _TRIGGER,
+    }
     | {_B_VALUE, _DIRECTION, _SEQUENCE_NAME, _KERNEL, _CONTRAST}
 )
 
@@ -108,6 +123,25 @@ def read_planes(root: Elements, num_frames: int) -> tuple[tuple[PlaneHeader, ...
     return tuple(_enhanced_plane(root, [frame, *shared]) for frame in frames), ()
 
 
+def read_rescale_types(root: Elements) -> set[str]:
+    """(0028,1054) *Rescale Type* of all frames, upper-cased; ``""`` for a frame that states none."""
+    shared = root.items(_SHARED_GROUPS)[:1]
+    levels: list[list[Elements]] = [[frame, *shared] for frame in root.items(_FRAME_GROUPS)] or [shared]
+    return {
+        values.code(_nearest(root, groups, _RESCALE_GROUP, _RESCALE_TYPE), _RESCALE_TYPE).upper()
+        for groups in levels
+    }
+
+
+def _nearest(root: Elements, groups: Sequence[Elements], group: int, tag: int) -> Elements:
+    """Where a tag of a functional group is stated: in the first of the levels that does, else at the root."""
+    for level in groups:
+        for item in level.items(group)[:1]:
+            if tag in item.values:
+                return item
+    return root
+
+
 def _classic_plane(root: Elements) -> PlaneHeader:
     return PlaneHeader(
         position=_triple(values.decimals(root, _POSITION, 3)),
@@ -137,13 +171,7 @@ def _classic_plane(root: Elements) -> PlaneHeader:
 
 
 def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
-    def nearest(group: int, tag: int) -> Elements:
-        for level in groups:
-            for item in level.items(group)[:1]:
-                if tag in item.values:
-                    return item
-        return root
-
+    nearest = partial(_nearest, root, groups)
     diffusion = next((item for level in groups for item in level.items(_DIFFUSION_GROUP)[:1]), root)
     direction = next(iter(diffusion.items(_DIRECTION_GROUP)[:1]), root)
     frame_type = next(
@@ -199,7 +227,14 @@ def _long(elements: Elements, tag: int) -> str:
 
 def _window(centers: Elements, widths: Elements) -> tuple[float, float] | None:
     pairs = zip(values.decimals(centers, _CENTER) or (), values.decimals(widths, _WIDTH) or (), strict=False)
-    return next(((center, width) for center, width in pairs if width > 0), None)
+    return next(
+        (
+            (center, width)
+            for center, width in pairs
+            if 0 < width <= _MAX_WINDOW_WIDTH and abs(center) <= _MAX_WINDOW_CENTER
+        ),
+        None,
+    )
 
 
 def _first(numbers: tuple[float, ...] | None) -> float | None:
@@ -207,7 +242,9 @@ def _first(numbers: tuple[float, ...] | None) -> float | None:
 
 
 def _triple(numbers: tuple[float, ...] | None) -> tuple[float, float, float] | None:
-    return (numbers[0], numbers[1], numbers[2]) if numbers else None
+    if not numbers or max(map(abs, numbers)) > _MAX_POSITION_MM:
+        return None
+    return numbers[0], numbers[1], numbers[2]
 
 
 def _six(numbers: tuple[float, ...] | None) -> tuple[float, float, float, float, float, float] | None:
@@ -222,4 +259,6 @@ def _six(numbers: tuple[float, ...] | None) -> tuple[float, float, float, float,
 
 
 def _positive_pair(numbers: tuple[float, ...] | None) -> tuple[float, float] | None:
-    return (numbers[0], numbers[1]) if numbers and min(numbers) > 0 else None
+    return (
+        (numbers[0], numbers[1]) if numbers and 0 < min(numbers) <= max(numbers) <= MAX_SPACING_MM else None
+    )

@@ -22,7 +22,7 @@ from shardflow.sources.dicom.geometry import (
     normal_of,
 )
 from shardflow.sources.dicom.headers import InstanceHeader
-from shardflow.sources.dicom.planes import PHASE_NAMES, PlaneHeader
+from shardflow.sources.dicom.planes import MAX_SPACING_MM, PHASE_NAMES, PlaneHeader
 
 __all__ = ["SliceRef", "Stack", "StackKind", "split_series"]
 
@@ -246,7 +246,7 @@ def _geometry(ordered: Sequence[SliceRef], orientation: Orientation) -> StackGeo
     return describe_geometry(
         [one.plane for one in ordered],
         orientation,
-        stated_spacing_mm=stated if stated and stated > 0 else None,
+        stated_spacing_mm=stated if stated and 0 < stated <= MAX_SPACING_MM else None,
     )
 
 

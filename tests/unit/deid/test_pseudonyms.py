@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import re
+import resource
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
         SecretKey.load(path)
 
 
+def test_a_full_disk_leaves_no_half_key(tmp_path: Path) -> None:
+    """An empty key file would be refused by every later run of the job."""
+    path = tmp_path / "secret.key"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(ConfigError, match="make room"):
+            SecretKey.create(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    SecretKey.create(path)
+
+
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     path.chmod(0o600)
@@ -101,7 +116,7 @@ def test_bad_key_files_are_refused_without_naming_them(tmp_path: Path) -> None:
         "short": "at least 32 bytes, got 8",
         "long": "at most 4096",
         "folder": "regular file",
-        "absent": "FileNotFoundError",
+        "absent": "FileNotFoundError; give its path, or for a new dataset make one with",
     }.items():
         with pytest.raises(ConfigError, match=message) as caught:
             SecretKey.load(tmp_path / name)

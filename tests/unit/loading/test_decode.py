@@ -44,15 +44,27 @@ def test_sizes_and_types_become_what_opencv_and_rounding_say(
     source = RNG.integers(0, 200, (16, 24)).astype(dtype)
     target = np.zeros((2, *shape), target_dtype)
     assert _deliver(source, target[1]) == 0
-    shrinks = shape[0] <= 16 and shape[1] <= 24
-    kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-    wide = source.astype(np.float64)
-    expected = wide if shape == (16, 24) else cv2.resize(wide, shape[::-1], interpolation=kind)
+    shrunk = (min(shape[1], 24), min(shape[0], 16))
+    expected = cv2.resize(source.astype(np.float64), shrunk, interpolation=cv2.INTER_AREA)
+    expected = cv2.resize(expected, shape[::-1], interpolation=cv2.INTER_LINEAR)
     # Integers are rounded once, or twice where OpenCV works in integers.
     assert abs(target[1] - expected).max() <= (
         1.01 if target_dtype == "int16" or dtype != "float32" else 1e-3
     )
     assert not target[0].any()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "float32"])
+def test_an_axis_that_shrinks_is_averaged_although_the_other_one_grows(dtype: str) -> None:
+    """Stripes finer than the result has rows are grey; sampled, they would be a pattern."""
+    source = np.zeros((64, 8), dtype)
+    source[::2] = 1000
+    target = np.zeros((8, 16), np.float32)
+    _deliver(source, target)
+    assert (target == 500).all()
+    turned = np.zeros((16, 8), np.int16)
+    _deliver(np.ascontiguousarray(source.T), turned)
+    assert (turned == 500).all()
 
 
 def test_resizing_writes_into_the_batch_and_nowhere_else() -> None:

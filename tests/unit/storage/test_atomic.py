@@ -36,6 +36,18 @@ def test_the_mode_follows_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
+def test_a_private_file_is_private_from_its_first_byte_on(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    modes: list[int] = []
+
+    def chunks() -> Iterator[bytes]:
+        modes.extend(entry.stat().st_mode & 0o777 for entry in tmp_path.iterdir())
+        yield b"secret"
+
+    write_atomic(path, chunks(), mode=0o600)
+    assert [*modes, path.stat().st_mode & 0o777] == [0o600, 0o600]
+
+
 def test_an_existing_file_is_refused_and_kept(tmp_path: Path) -> None:
     write_atomic(tmp_path / "a", [b"old"])
     with pytest.raises(AlreadyExistsError):

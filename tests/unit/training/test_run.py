@@ -232,6 +232,12 @@ def test_checkpoint_written_after_a_fall_back_is_the_newest(
     assert samples(read_ledger(tmp_path)) == samples(read_ledger(whole))
 
 
+def test_missing_dataset_is_a_wrong_setting(tiny: TinyInput, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.dataset must be an existing folder, got none") as caught:
+        run(tiny, tmp_path / "run", f"data.dataset={tmp_path / 'nothing'}")
+    assert str(tmp_path) not in caught.value.message
+
+
 def test_run_folder_that_cannot_be_written_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run.output must be a folder that can be written, got NotADir"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.train_tokenizer import main as tokenizer_job
 from shardflow.errors import ConfigError
 from shardflow.shards import Dataset
 from shardflow.training.text import ReportTokenizer, train_tokenizer
@@ -89,6 +90,11 @@ def test_wrong_arguments_are_refused(tiny: TinyInput, tmp_path: Path) -> None:
         train_tokenizer(dataset, "train", 100, tmp_path)
     with pytest.raises(ConfigError, match="train, val"):
         train_tokenizer(dataset, "trian", 320, tmp_path)
+
+
+def test_missing_dataset_is_a_wrong_argument(tmp_path: Path) -> None:
+    assert tokenizer_job(["--dataset", str(tmp_path / "nothing"), "--output", str(tmp_path / "made")]) == 2
+    assert not (tmp_path / "made").exists()
 
 
 def test_missing_or_broken_tokenizer_is_named_without_its_path(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 
 from shardflow.sources.dicom.planes import PHASE_NAMES
-from tests.unit.sources.dicom.factory import AXIAL, header_of, make_dataset, write
+from shardflow.sources.dicom.stacks import split_series
+from shardflow.sources.dicom.units import form_of
+from tests.unit.sources.dicom.factory import AXIAL, header_of, make_dataset, make_file, write
 
 pytestmark = pytest.mark.fast
 
@@ -84,6 +86,56 @@ def test_the_nearest_statement_wins(enhanced: Path) -> None:
     assert [plane.slope for plane in header.planes] == [2.0, 2.0, 8.0]  # the last one says it itself
     assert [plane.intercept for plane in header.planes] == [-7.0, -7.0, -7.0]
     assert header.plane(2) is header.planes[2]
+
+
+@pytest.mark.parametrize(
+    ("root", "shared", "last", "unit"),
+    [
+        (None, "HU", None, "HU"),
+        (None, "Z_EFF", None, "Z_EFF"),  # a map of a dual-energy CT: seven point four is no Hounsfield unit
+        ("HU", "ED", None, "ED"),
+        ("HU", None, None, "HU"),
+        (None, "HU", "MGML", "OTHER"),
+        (None, None, None, ""),
+    ],
+)
+def test_the_unit_is_that_of_the_groups(
+    tmp_path: Path, root: str | None, shared: str | None, last: str | None, unit: str
+) -> None:
+    dataset = _enhanced()
+    groups = dataset.SharedFunctionalGroupsSequence[0], dataset.PerFrameFunctionalGroupsSequence[2]
+    stated = [
+        (dataset, root),
+        *zip((one.PixelValueTransformationSequence[0] for one in groups), (shared, last), strict=True),
+    ]
+    for place, rescale_type in stated:
+        if rescale_type is not None:
+            place.RescaleType = rescale_type
+    header = header_of(write(tmp_path / "a.dcm", dataset))
+    assert header.unit == unit
+    assert form_of([header]).unit == {"OTHER": "raw", "": "HU"}.get(unit, unit)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"PixelSpacing": [19400312, 1]}, "pixel_spacing"),
+        ({"position": (0, 0, 19400312)}, "position"),
+        ({"WindowCenter": 19400312, "WindowWidth": 5}, "window"),
+        ({"WindowCenter": 5, "WindowWidth": 19400312}, "window"),
+    ],
+)
+def test_a_number_that_no_image_has_is_taken_for_none(
+    tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    (plane,) = header_of(make_file(tmp_path / "a.dcm", **options)).planes
+    assert getattr(plane, name) is None
+
+
+def test_a_thickness_that_no_slice_has_is_taken_for_none(tmp_path: Path) -> None:
+    header = header_of(make_file(tmp_path / "a.dcm", position=(0, 0, 1), SliceThickness=19400312))
+    (stack,) = split_series([header])
+    assert stack.geometry.slice_spacing_mm is None
 
 
 def test_phases_are_read_from_the_groups(enhanced: Path) -> None:

@@ -1,0 +1,91 @@
+"""The right to write into a folder, and its end."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardflow.errors import ConfigError, StorageError
+from shardflow.packing.workplace import locked_workplace
+from tests.pack_case import PackCase
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> PackCase:
+    case = PackCase(tmp_path)
+    case.prepare()
+    return case
+
+
+def test_one_job_at_a_time(case: PackCase) -> None:
+    with (
+        locked_workplace(case.config()),
+        pytest.raises(ConfigError, match="private_dir must be used by one job"),
+        locked_workplace(case.config()),
+    ):
+        pass
+    with locked_workplace(case.config()):
+        pass
+
+
+def test_another_job_that_takes_over_while_the_work_folder_goes_keeps_it(
+    case: PackCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next job may take its lock as soon as the last one's is gone: its folder is not torn away."""
+    unlink = Path.unlink
+
+    def unlink_and_lose(path: Path, *args: Any, **kwargs: Any) -> None:
+        unlink(path, *args, **kwargs)
+        if path.name == "lock":
+            path.write_text("of another job")
+
+    with locked_workplace(case.config()) as place:
+        (place.fragments / "ab").mkdir()
+        (place.fragments / "ab" / "left.fragment").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", unlink_and_lose)
+            place.remove_work()
+        assert [path.name for path in place.work.iterdir()] == ["lock"]
+        place.remove_work()
+        assert not place.work.exists()
+
+
+def test_a_work_folder_that_cannot_be_made_is_a_storage_error(case: PackCase) -> None:
+    case.output.mkdir()
+    (case.output / ".work").touch()
+    with pytest.raises(StorageError, match="locking output must succeed"), locked_workplace(case.config()):
+        pass
+
+
+def test_a_lock_that_leads_nowhere_is_no_endless_loop(case: PackCase) -> None:
+    (case.private / "lock").symlink_to(case.folder / "none" / "lock")
+    with pytest.raises(ConfigError, match="private_dir"), locked_workplace(case.config()):
+        pass
+
+
+def test_a_file_system_without_locks_is_not_taken_for_a_running_job(
+    case: PackCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match="No locks available"), locked_workplace(case.config()):
+        pass
+
+
+def test_what_killed_writers_left_goes_from_the_private_folder_too(case: PackCase) -> None:
+    """Half a way back to the inputs names paths: it must not outlive the job."""
+    left = case.private / ".inputs-0123456789abcdef.jsonl.0123456789abcdef.tmp"
+    left.write_text("path")
+    with locked_workplace(case.config()) as place:
+        place.remove_work()
+    assert not left.exists()
+    assert case.key.key_id
