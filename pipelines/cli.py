@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from pipelines import info, plan, synth, verify
+from pipelines import bench, completion, info, plan, preview, report, synth, verify
 from shardflow import __version__
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.logs import describe_exception
@@ -27,10 +27,28 @@ EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
 
-_COMMANDS = {"info": info, "plan": plan, "synth": synth, "verify": verify}
+_COMMANDS = {
+    "bench": bench,
+    "completion": completion,
+    "info": info,
+    "plan": plan,
+    "preview": preview,
+    "report": report,
+    "synth": synth,
+    "verify": verify,
+}
 _PACK_SUMMARY = "pack DICOM studies and reports into a dataset"
 # What decides whether two machines can give the same bytes, or run at all.
-_VERSIONS_SHOWN = ("numpy", "blosc2", "pydicom", "torch")
+_VERSIONS_SHOWN = (
+    "numpy",
+    "blosc2",
+    "imagecodecs",
+    "opencv-python-headless",
+    "pillow",
+    "pydicom",
+    "torch",
+    "transformers",
+)
 
 
 class _UsageError(ConfigError):
@@ -78,7 +96,8 @@ def build_parser() -> argparse.ArgumentParser:
             name, help=command.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        # The function, not the parser: a parser that is built needs no second one.
+        subparser.set_defaults(run=command.run, parser=lambda: parser)
     return parser
 
 

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from pipelines.plan_summary import add_batch_arguments, planned, show_summary
 from pipelines.surface import (
     add_dataset,
     add_json,
@@ -19,7 +20,7 @@ from pipelines.surface import (
     show_lines,
     write_json,
 )
-from shardflow.epochs import BatchSpec, EpochPlan, RankSchedule
+from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.errors import ConfigError
 from shardflow.shards import Dataset
 
@@ -28,7 +29,8 @@ __all__ = ["SUMMARY", "add_arguments", "micro_batches", "run"]
 SUMMARY = "show an epoch before its first step: steps, micro-batches, samples"
 DESCRIPTION = """\
 Plans one epoch of a split. The samples of a step depend on dataset, seed, epoch and batch spec only, never on
-the world size.
+the world size. A micro-batch has a fixed size (--micro-batch-size), or is filled to a budget of tokens that
+are estimated from the bytes of the reports (--max-tokens).
 
 With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a filler
 that holds no sample), keys and weights. A padding slot has key null and weight 0; a repeated sample weighs 1.
@@ -44,16 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", required=True, metavar="S", help="split to plan, such as train")
     add("--seed", required=True, type=number, metavar="N", help="run-level seed")
     add("--epoch", required=True, type=number, metavar="E", help="epoch, counted from 0")
-    add("--micro-batch-size", required=True, type=count, metavar="B", help="samples in a micro-batch")
-    add("--micro-batches-per-step", required=True, type=count, metavar="M", help="micro-batches in a step")
+    add_batch_arguments(parser)
     add("--world-size", required=True, type=count, metavar="W", help="data-parallel ranks, at most M")
+    add("--ranks-per-node", type=count, metavar="R", help="ranks of a node (8, or all of fewer)")
     add("--from-step", type=number, default=0, metavar="K", help="first step of the lines (0)")
     add("--steps", type=number, metavar="N", help="number of steps of the lines (all that follow)")
+    add("--summary", action="store_true", help="what the plan does to ranks, nodes and caches, in numbers")
     add(
-        "--tail",
-        choices=("drop", "repeat", "mask"),
-        default="drop",
-        help="what becomes of samples that do not fill the last step (drop)",
+        "--compare",
+        metavar="SETTINGS",
+        help='with --summary: other settings beside these, such as "lanes=8 window=64MiB world-size=56"',
     )
     add_json(parser)
 
@@ -61,17 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     dataset = open_dataset(arguments.dataset)
-    spec = BatchSpec(
-        micro_batch_size=arguments.micro_batch_size,
-        micro_batches_per_step=arguments.micro_batches_per_step,
-        tail=arguments.tail,
-    )
-    population = dataset.samples.splits.get(arguments.split)
-    if population is None:
+    if arguments.split not in dataset.samples.splits:
         known = ", ".join(sorted(dataset.samples.splits))
         raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
-    plan = EpochPlan(population, spec, seed=arguments.seed, epoch=arguments.epoch)
-    schedule = RankSchedule(spec.micro_batches_per_step, arguments.world_size)
+    if arguments.compare and not arguments.summary:
+        raise ConfigError("--compare must come with --summary, got it alone; add --summary.")
+    if arguments.summary:
+        show_summary(dataset, arguments)
+        return 0
+    plan, schedule = planned(dataset, arguments)
     steps = _steps(plan.num_steps, arguments.from_step, arguments.steps)
     if arguments.json:
         for line in micro_batches(dataset, plan, schedule, steps):

@@ -7,8 +7,14 @@ only, never on the world size, the workers or the machine.
 
 from __future__ import annotations
 
+from shardflow.epochs.budget import TokenBudget
+from shardflow.epochs.choose import choose_lanes, with_lanes
+from shardflow.epochs.cost import CostRule
 from shardflow.epochs.elastic import RankSchedule
 from shardflow.epochs.identity import plan_id
+from shardflow.epochs.lane_plan import LaneSummary
+from shardflow.epochs.layout import SampleLayout
+from shardflow.epochs.measure import PlanMeasures, measure_plan
 from shardflow.epochs.micros import MicroBatch
 from shardflow.epochs.permutation import Permutation
 from shardflow.epochs.plan import EpochPlan
@@ -19,12 +25,20 @@ from shardflow.epochs.summary import PlanSummary
 
 __all__ = [
     "BatchSpec",
+    "CostRule",
     "EpochPlan",
+    "LaneSummary",
     "LoaderState",
     "MicroBatch",
     "Permutation",
+    "PlanMeasures",
     "PlanSummary",
     "Position",
     "RankSchedule",
+    "SampleLayout",
+    "TokenBudget",
+    "choose_lanes",
+    "measure_plan",
     "plan_id",
+    "with_lanes",
 ]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from shardflow.epochs.order import EpochOrder
 from shardflow.epochs.slots import EpochSlots
 
-__all__ = ["PADDING_ROW", "FixedMicroBatches", "MicroBatch"]
+__all__ = ["PADDING_ROW", "FixedMicroBatches", "MicroBatch", "frozen", "padding"]
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
@@ -63,7 +63,7 @@ class FixedMicroBatches:
 
     def filler(self) -> MicroBatch:
         """Return a micro-batch of padding."""
-        return MicroBatch(*_frozen(*_padding((self._size,))))
+        return MicroBatch(*frozen(*padding((self._size,))))
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
@@ -96,17 +96,19 @@ class FixedMicroBatches:
 
     def _compute(self, start: int, stop: int) -> tuple[Int64Array, UInt8Array]:
         positions = self._slots.positions(start * self._size, stop * self._size)
-        rows, weights = _padding((stop - start, self._size))
+        rows, weights = padding((stop - start, self._size))
         rows.reshape(-1)[: positions.size] = self._order.rows(positions)
         weights.reshape(-1)[: positions.size] = 1
-        return _frozen(rows, weights)
+        return frozen(rows, weights)
 
 
-def _padding(shape: tuple[int, ...]) -> tuple[Int64Array, UInt8Array]:
+def padding(shape: tuple[int, ...]) -> tuple[Int64Array, UInt8Array]:
+    """Return rows and weights of slots that hold no sample."""
     return np.full(shape, PADDING_ROW, np.int64), np.zeros(shape, np.uint8)
 
 
-def _frozen(rows: Int64Array, weights: UInt8Array) -> tuple[Int64Array, UInt8Array]:
+def frozen(rows: Int64Array, weights: UInt8Array) -> tuple[Int64Array, UInt8Array]:
+    """Return the arrays themselves, read-only from now on."""
     rows.setflags(write=False)
     weights.setflags(write=False)
     return rows, weights

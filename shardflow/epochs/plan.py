@@ -1,6 +1,6 @@
 """The plan of one epoch: which rows make which micro-batch of which step, before the first step runs.
 
-Five stages, each of which knows only the one before it::
+Five stages, each of which knows only the one before it. Without lanes::
 
     order     position -> row of the samples table           order.EpochOrder
     slots     sample slot -> position, by the tail rule      slots.EpochSlots
@@ -8,17 +8,24 @@ Five stages, each of which knows only the one before it::
     steps     step k = micro-batches [k * M, (k + 1) * M)    EpochPlan
     ranks     micro-batch of a step -> rank and rank slot    elastic.RankSchedule
 
-The world comes last, so the steps are the same for every world size. Nothing is stored per sample or per
-step: an epoch of 200 million samples is planned at once, and any step is found without those before it.
+With lanes the first three give way to lanes, windows and rounds (``lane_plan``). The world comes last, so the
+steps are the same for every world size. Nothing is stored per sample or per step: an epoch of 200 million
+samples is planned at once, and any step is found without those before it.
 """
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import numpy.typing as npt
 
+from shardflow.epochs.budget_micros import BudgetMicroBatches
 from shardflow.epochs.elastic import RankSchedule
 from shardflow.epochs.integers import MAX_COUNTER, checked_int
+from shardflow.epochs.lane_micros import LaneMicroBatches
+from shardflow.epochs.lane_plan import BudgetSlots, LanePlan
+from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.micros import FixedMicroBatches, MicroBatch
 from shardflow.epochs.order import EpochOrder
 from shardflow.epochs.slots import EpochSlots
@@ -39,16 +46,15 @@ class EpochPlan:
         spec: How micro-batches and steps are formed.
         seed: Run-level seed, 0 to 2**63 - 1.
         epoch: Number of the epoch, from 0.
+        layout: Where the samples lie; needed where the spec has lanes, and not used otherwise.
 
     Attributes:
         num_samples: Samples of the population.
-        num_steps: Steps of the epoch, at least 1.
-        num_dropped: Samples that tail ``drop`` leaves out.
-        num_repeated: Slots that tail ``repeat`` fills with samples again.
-        num_padding_slots: Slots that tail ``mask`` fills with padding.
+        num_steps: Steps of the epoch, at least 1; under a token budget not the same in every epoch.
+        lane_plan: The lanes of the epoch; None where the spec has none.
 
     Raises:
-        PlanError: No samples, no step, or a number out of range.
+        PlanError: No samples, no step, a number out of range, or a layout that is missing or does not fit.
 
     Example:
         >>> from shardflow.epochs import BatchSpec, EpochPlan
@@ -66,9 +72,8 @@ class EpochPlan:
         "_micros",
         "_slots",
         "epoch",
-        "num_dropped",
-        "num_padding_slots",
-        "num_repeated",
+        "lane_plan",
+        "layout",
         "num_samples",
         "num_steps",
         "population",
@@ -76,23 +81,63 @@ class EpochPlan:
         "spec",
     )
 
-    def __init__(self, population: range, spec: BatchSpec, *, seed: int, epoch: int) -> None:
+    _slots: EpochSlots | BudgetSlots
+    _micros: FixedMicroBatches | LaneMicroBatches | BudgetMicroBatches
+
+    def __init__(
+        self,
+        population: range,
+        spec: BatchSpec,
+        *,
+        seed: int,
+        epoch: int,
+        layout: SampleLayout | None = None,
+    ) -> None:
         self.population = _checked_population(population)
         self.spec = spec
         where = "epoch plan"
         self.seed = checked_int("seed", seed, low=0, high=MAX_COUNTER, where=where, error=PlanError)
         self.epoch = checked_int("epoch", epoch, low=0, high=MAX_COUNTER, where=where, error=PlanError)
-        self._slots = slots = EpochSlots.of(len(population), spec)
-        order = EpochOrder(population, seed=self.seed, epoch=self.epoch)
-        self._micros = FixedMicroBatches(order, slots, size=spec.micro_batch_size)
+        self.layout = layout
+        lane_plan = None
+        if spec.lanes:
+            lane_plan = LanePlan.first(_checked_layout(layout, population), spec, seed=self.seed, epoch=epoch)
+        self._form(lane_plan)
+
+    def _form(self, lane_plan: LanePlan | None) -> None:
+        """Form the micro-batches of the epoch."""
+        self.lane_plan = lane_plan
+        if lane_plan is None:
+            slots = self._slots = EpochSlots.of(len(self.population), self.spec)
+            order = EpochOrder(self.population, seed=self.seed, epoch=self.epoch)
+            self._micros = FixedMicroBatches(order, slots, size=self.spec.micro_batch_size)
+        else:
+            self._slots, self._micros = lane_plan.slots, lane_plan.micros
         self._filler = self._micros.filler()
-        self.num_samples, self.num_steps = slots.num_samples, slots.num_steps
-        self.num_dropped, self.num_repeated = slots.num_dropped, slots.num_repeated
-        self.num_padding_slots = slots.num_padding_slots
+        self.num_samples, self.num_steps = self._slots.num_samples, self._slots.num_steps
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that tail ``drop`` leaves out, and those that a budget skips by rule."""
+        return self._slots.num_dropped
+
+    @property
+    def num_repeated(self) -> int:
+        """Slots that tail ``repeat`` fills with samples again."""
+        return self._slots.num_repeated
+
+    @property
+    def num_padding_slots(self) -> int:
+        """Slots that tail ``mask`` fills with padding; under a budget, micro-batches without samples."""
+        return self._slots.num_padding_slots
 
     def for_epoch(self, epoch: int) -> EpochPlan:
-        """Return the plan of another epoch of the same run."""
-        return EpochPlan(self.population, self.spec, seed=self.seed, epoch=epoch)
+        """Return the plan of another epoch of the same run; what all epochs share is not worked out again."""
+        epoch = checked_int("epoch", epoch, low=0, high=MAX_COUNTER, where="epoch plan", error=PlanError)
+        other = copy(self)
+        other.epoch = epoch
+        other._form(None if self.lane_plan is None else self.lane_plan.for_epoch(epoch))
+        return other
 
     def micro_batch(self, step: int, micro: int) -> MicroBatch:
         """Return micro-batch ``micro`` of ``step``.
@@ -119,7 +164,8 @@ class EpochPlan:
             step: 0 to ``num_steps - 1``.
 
         Returns:
-            Rows ``(M, B)`` int64, -1 in padding slots, and weights ``(M, B)`` uint8; both read-only.
+            Rows ``(M, B)`` int64, -1 in padding slots, and weights ``(M, B)`` uint8; both read-only. Under a
+            budget B is the largest micro-batch of the step.
 
         Raises:
             PlanError: There is no such step.
@@ -139,7 +185,8 @@ class EpochPlan:
                 f"micro_batches_per_step of the schedule must be {self.spec.micro_batches_per_step}, got "
                 f"{schedule.micro_batches_per_step} (epoch plan); build both from one batch spec."
             )
-        return PlanSummary.of(self._slots, self.spec, schedule, seed=self.seed, epoch=self.epoch)
+        lanes = None if self.lane_plan is None else self.lane_plan.summary()
+        return PlanSummary.of(self._slots, self.spec, schedule, seed=self.seed, epoch=self.epoch, lanes=lanes)
 
     def _checked_step(self, step: int) -> int:
         where = f"epoch {self.epoch}"
@@ -157,3 +204,17 @@ def _checked_population(population: range) -> range:
     if min(population[0], population[-1]) < 0:
         raise PlanError(f"population must hold no negative row, got {population} (epoch plan).")
     return population
+
+
+def _checked_layout(layout: SampleLayout | None, population: range) -> SampleLayout:
+    if layout is None:
+        raise PlanError(
+            "layout must be given where the batch spec has lanes, got none (epoch plan); hand in where the "
+            "samples lie, or choose lanes = 0."
+        )
+    if layout.population != population:
+        raise PlanError(
+            f"population must be the layout's {layout.population}, got {population} (epoch plan); build both "
+            f"from one split."
+        )
+    return layout

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
-from shardflow.epochs.integers import checked_int
+from shardflow.epochs.budget import TokenBudget
+from shardflow.epochs.integers import MAX_COUNTER, checked_int
 from shardflow.errors import ConfigError
 
-__all__ = ["MAX_PER_STEP", "TAILS", "BatchSpec", "Tail"]
+__all__ = ["DEFAULT_WINDOW_BYTES", "MAX_LANES", "MAX_PER_STEP", "TAILS", "BatchSpec", "Tail"]
 
 Tail = Literal["drop", "repeat", "mask"]
 TAILS: Final[tuple[Tail, ...]] = get_args(Tail)
@@ -17,23 +18,30 @@ TAILS: Final[tuple[Tail, ...]] = get_args(Tail)
 MAX_PER_STEP = 2**24
 """Largest micro-batch, in samples, and largest step, in micro-batches."""
 
-_KIND = "fixed"
-_KEYS = ("kind", "micro_batch_size", "micro_batches_per_step", "tail")
+MAX_LANES = 2**16
+DEFAULT_WINDOW_BYTES = 2**30
+
+# What a spec of each kind is made of; the keys of lanes are there only where lanes are used.
+_SIZES = {"fixed": "micro_batch_size", "budget": "budget"}
+_KEYS = ("kind", "micro_batches_per_step", "tail")
+_LANE_KEYS = ("lanes", "window_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
-    """Micro-batches of a fixed size, and how many of them make one optimizer step.
+    """How many samples make a micro-batch, and how many micro-batches one optimizer step.
 
     With ``micro_batches_per_step = world_size * grad_accum_steps`` any other split of that product runs the
     same steps made of the same micro-batches.
 
     Raises:
-        ConfigError: A number is out of range or the tail is unknown.
+        ConfigError: A number is out of range, the tail is unknown, or the parts do not go together.
     """
 
-    micro_batch_size: int
-    """Samples in one forward/backward of one rank."""
+    micro_batch_size: int = 0
+    """Samples in one forward/backward of one rank; 0 where ``budget`` decides."""
+    budget: TokenBudget | None = None
+    """Fills micro-batches by the length of their samples instead; needs lanes."""
     micro_batches_per_step: int
     """Micro-batches in one step, over all ranks; also the largest world size that can run the plan."""
     tail: Tail = "drop"
@@ -43,27 +51,48 @@ class BatchSpec:
     the start of the epoch's order fill the step, at full weight. ``mask``: padding of weight 0 fills it, so
     that every sample counts exactly once.
     """
+    lanes: int = 0
+    """L: samples are mixed inside windows of L lanes, so that few shards are open; 0 mixes all of the epoch.
+    A number of the data and never of the world: see :func:`shardflow.epochs.choose_lanes`."""
+    window_bytes: int = DEFAULT_WINDOW_BYTES
+    """About how much of a lane is mixed at a time; no part of a spec without lanes."""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "micro_batches_per_step"):
+        bounds = {
+            "micro_batch_size": (1, MAX_PER_STEP) if self.budget is None else (0, 0),
+            "micro_batches_per_step": (1, MAX_PER_STEP),
+            "lanes": (0 if self.budget is None else 1, MAX_LANES),
+            "window_bytes": (1, MAX_COUNTER),
+        }
+        for name, (low, high) in bounds.items():
             value = getattr(self, name)
-            number = checked_int(name, value, low=1, high=MAX_PER_STEP, where="batch spec", error=ConfigError)
+            number = checked_int(name, value, low=low, high=high, where="batch spec", error=ConfigError)
             object.__setattr__(self, name, number)
+        if not self.lanes:
+            object.__setattr__(self, "window_bytes", DEFAULT_WINDOW_BYTES)
         if self.tail not in TAILS:
             raise ConfigError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r} (batch spec).")
 
     @property
+    def kind(self) -> str:
+        """How micro-batches are formed: ``fixed`` or ``budget``."""
+        return "fixed" if self.budget is None else "budget"
+
+    @property
     def samples_per_step(self) -> int:
-        """Sample slots of one step, padding included: the global batch."""
+        """Sample slots of one step, padding included: the global batch; 0 where a budget decides."""
         return self.micro_batch_size * self.micro_batches_per_step
 
-    def to_json(self) -> dict[str, int | str]:
+    def to_json(self) -> dict[str, Any]:
         """Return the spec as a JSON object; ``kind`` tells it from other ways to form micro-batches."""
+        sizes = {"micro_batch_size": self.micro_batch_size}
+        lanes = {"lanes": self.lanes, "window_bytes": self.window_bytes}
         return {
-            "kind": _KIND,
-            "micro_batch_size": self.micro_batch_size,
+            "kind": self.kind,
+            **(sizes if self.budget is None else {"budget": self.budget.to_json()}),
             "micro_batches_per_step": self.micro_batches_per_step,
             "tail": self.tail,
+            **(lanes if self.lanes else {}),
         }
 
     @classmethod
@@ -76,15 +105,20 @@ class BatchSpec:
         """
         if not isinstance(value, Mapping):
             raise ConfigError(f"batch spec must be a JSON object, got {type(value).__name__}.")
-        if value.get("kind") != _KIND:
+        size = _SIZES.get(value["kind"]) if isinstance(value.get("kind"), str) else None
+        if size is None:
             raise ConfigError(
-                f"kind must be {_KIND!r}, got {value.get('kind')!r} (batch spec); this shardflow knows no "
-                f"other."
+                f"kind must be one of {', '.join(map(repr, _SIZES))}, got {value.get('kind')!r} (batch "
+                f"spec); this shardflow knows no other."
             )
-        if set(value) != set(_KEYS):
-            missing, unknown = set(_KEYS) - set(value), set(value) - set(_KEYS)
+        keys = {*_KEYS, size, *(_LANE_KEYS if "lanes" in value or size == "budget" else ())}
+        if set(value) != keys:
+            missing, unknown = keys - set(value), set(value) - keys
             raise ConfigError(
-                f"batch spec must have the keys {', '.join(_KEYS)}, got {sorted(missing)} missing and "
+                f"batch spec must have the keys {', '.join(sorted(keys))}, got {sorted(missing)} missing and "
                 f"{sorted(map(str, unknown))} unknown."
             )
-        return cls(**{key: value[key] for key in _KEYS if key != "kind"})
+        parts = {key: value[key] for key in keys if key != "kind"}
+        if size == "budget":
+            parts["budget"] = TokenBudget.from_json(parts["budget"])
+        return cls(**parts)

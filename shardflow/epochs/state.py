@@ -139,12 +139,16 @@ class LoaderState:
             StateError: Dataset, split, view, batch spec, seed or plan differ; the message names the first
                 field that does.
         """
-        wanted = expected._identity()
-        for name, found in self._identity().items():
-            if found != wanted[name]:
+        own, wanted = self._identity(), expected._identity()
+        # A field that only one of the two specs has, such as lanes, is null in the other. The plan's digest
+        # stands last: it differs with every other field.
+        names = [name for name in {**own, **wanted} if name != "plan_id"]
+        for name in (*names, "plan_id"):
+            found = own.get(name)
+            if found != wanted.get(name):
                 remedy = _REMEDIES.get(name, f"set {name} to {json.dumps(found)}, or start a new run")
                 raise StateError(
-                    f"{name} of the loader state must be this run's {json.dumps(wanted[name])}, got "
+                    f"{name} of the loader state must be this run's {json.dumps(wanted.get(name))}, got "
                     f"{json.dumps(found)} (saved at epoch {self.epoch}, step {self.step}); {remedy}."
                 )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from shardflow.epochs.elastic import RankSchedule
+from shardflow.epochs.lane_plan import BudgetSlots, LaneSummary
 from shardflow.epochs.slots import EpochSlots
 from shardflow.epochs.spec import BatchSpec
 
@@ -34,10 +36,23 @@ class PlanSummary:
     num_fillers_per_step: int
     efficiency: float
     """Share of a step's micro-batches that are no fillers; 1.0 where the world size divides M."""
+    lanes: LaneSummary | None = None
+    """What lanes make of it; None, and no key of the JSON, where the spec has none."""
+    max_tokens: int = 0
+    """The token budget; 0, and no key of the JSON, without one."""
+    num_skipped: int = 0
+    """Samples of ``num_dropped`` that are over the budget and skipped by rule."""
 
     @classmethod
     def of(
-        cls, slots: EpochSlots, spec: BatchSpec, schedule: RankSchedule, *, seed: int, epoch: int
+        cls,
+        slots: EpochSlots | BudgetSlots,
+        spec: BatchSpec,
+        schedule: RankSchedule,
+        *,
+        seed: int,
+        epoch: int,
+        lanes: LaneSummary | None = None,
     ) -> PlanSummary:
         """Collect the numbers of an epoch's slots, dealt by ``schedule``."""
         return cls(
@@ -57,26 +72,41 @@ class PlanSummary:
             num_micro_batches_per_rank=slots.num_steps * schedule.num_micro_batches_per_rank,
             num_fillers_per_step=schedule.num_fillers,
             efficiency=schedule.efficiency,
+            lanes=lanes,
+            max_tokens=0 if spec.budget is None else spec.budget.max_tokens,
+            num_skipped=slots.num_skipped if isinstance(slots, BudgetSlots) else 0,
         )
 
-    def to_json(self) -> dict[str, int | float | str]:
+    def to_json(self) -> dict[str, Any]:
         """Return the numbers as a JSON object."""
-        return asdict(self)
+        numbers = asdict(self)
+        if self.lanes is None:
+            del numbers["lanes"]
+        if not self.max_tokens:
+            del numbers["max_tokens"], numbers["num_skipped"]
+        return numbers
 
     def lines(self) -> list[str]:
         """Return the numbers as lines for people."""
+        held = (
+            f"{self.samples_per_step:,} samples ({self.micro_batches_per_step:,} micro-batches of "
+            f"{self.micro_batch_size:,})"
+        )
+        if self.max_tokens:
+            held = f"{self.micro_batches_per_step:,} micro-batches of at most {self.max_tokens:,} tokens"
         rows = {
-            "steps": (
-                f"{self.num_steps:,} of {self.samples_per_step:,} samples "
-                f"({self.micro_batches_per_step:,} micro-batches of {self.micro_batch_size:,})"
-            ),
+            "steps": f"{self.num_steps:,} of {held}",
             f"tail {self.tail}": self._tail_line(),
             "ranks": (
                 f"{self.world_size:,}, each runs {self.num_micro_batches_per_rank_per_step:,} micro-batches "
                 f"a step, {self.num_micro_batches_per_rank:,} in the epoch"
             ),
             "efficiency": f"{self.efficiency:.1%}{self._filler_note()}",
+            **(self.lanes.lines() if self.lanes is not None else {}),
         }
+        if self.max_tokens and self.lanes is not None and self.lanes.num_over_budget:
+            fate = "skipped by rule" if self.num_skipped else "alone in a micro-batch, or cut"
+            rows["over budget"] = f"{self.lanes.num_over_budget:,} samples, {fate}"
         title = f"epoch {self.epoch} with seed {self.seed}: {self.num_samples:,} samples"
         return [title, *(f"  {name:<13}{text}" for name, text in rows.items())]
 
@@ -86,7 +116,8 @@ class PlanSummary:
         if self.num_repeated:
             return f"slots that hold a sample again, at full weight: {self.num_repeated:,}"
         if self.num_padding_slots:
-            return f"padding slots of weight 0: {self.num_padding_slots:,}"
+            what = "micro-batches without samples" if self.max_tokens else "padding slots of weight 0"
+            return f"{what}: {self.num_padding_slots:,}"
         return "the samples fill every step"
 
     def _filler_note(self) -> str:

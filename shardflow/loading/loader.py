@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, Position, RankSchedule
-from shardflow.errors import ConfigError, StateError
+from shardflow.errors import StateError
 from shardflow.loading.assemble import BatchSource
 from shardflow.loading.batch import Batch
 from shardflow.loading.buffers import BufferPool
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.fill import SlotFiller
+from shardflow.loading.layout import open_plan
 from shardflow.loading.quarantine import Quarantine, QuarantineRow
 from shardflow.loading.reader import FieldReader
 from shardflow.loading.stream import BatchStream
@@ -74,13 +75,16 @@ class Loader:
         world: World | None = None,
         config: LoaderConfig | None = None,
     ) -> None:
-        if split not in dataset.splits:
-            known = ", ".join(sorted(dataset.splits)) or "none"
-            raise ConfigError(f"split must be one that holds samples ({known}), got {split!r}; correct it.")
         self.world = world or World()
         self.config = config or LoaderConfig()
-        self._schedule = RankSchedule(spec.micro_batches_per_step, self.world.world_size)
-        self._plan = EpochPlan(dataset.splits[split], spec, seed=seed, epoch=0)
+        self._schedule = RankSchedule(
+            spec.micro_batches_per_step,
+            self.world.world_size,
+            lanes=spec.lanes,
+            ranks_per_node=self.world.ranks_per_node,
+        )
+        self._plan = open_plan(dataset, split, spec, seed=seed, epoch=0)
+        self._plan_before = self._plan
         self._state = LoaderState(
             dataset_id=dataset.dataset_id,
             manifest_version=dataset.manifest_version,
@@ -112,8 +116,12 @@ class Loader:
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch."""
-        return self._plan.num_steps
+        """Steps of the present epoch; under a token budget epochs may differ by a few."""
+        return self.plan.num_steps
+
+    def num_steps_in(self, epoch: int) -> int:
+        """Return the steps of any epoch."""
+        return self._plan_of(epoch).num_steps
 
     @property
     def num_micro_batches_per_rank(self) -> int:
@@ -121,8 +129,12 @@ class Loader:
         return self._schedule.num_micro_batches_per_rank
 
     def __len__(self) -> int:
-        """Micro-batches that this rank yields in a whole epoch, wherever the position is."""
+        """Micro-batches that this rank yields in the whole present epoch, wherever the position is."""
         return self.num_steps * self.num_micro_batches_per_rank
+
+    def num_micro_batches_in(self, epoch: int) -> int:
+        """Return the micro-batches that this rank yields in a whole epoch, any one."""
+        return self.num_steps_in(epoch) * self.num_micro_batches_per_rank
 
     # ---- iteration -------------------------------------------------------------------------------
 
@@ -179,7 +191,7 @@ class Loader:
             epoch=batch.epoch,
             num_consumed=number + 1,
             num_micro_batches_per_rank=self.num_micro_batches_per_rank,
-            num_steps=self.num_steps,
+            num_steps=self.num_steps_in(batch.epoch),
         )
 
     def close(self) -> None:
@@ -235,7 +247,7 @@ class Loader:
         """
         loaded = LoaderState.from_json(state)
         loaded.check_matches(self._state)
-        loaded.check_within(self.num_steps)
+        loaded.check_within(self.num_steps_in(loaded.epoch))
         self._retire()
         self._position = loaded.position
 
@@ -291,8 +303,11 @@ class Loader:
         self._pool = BufferPool(self.config.prefetch_bytes)
 
     def _plan_of(self, epoch: int) -> EpochPlan:
-        if self._plan.epoch != epoch:
-            self._plan = self._plan.for_epoch(epoch)
+        # Where one epoch ends and the next begins both are asked for, in turn.
+        for plan in (self._plan, self._plan_before):
+            if plan.epoch == epoch:
+                return plan
+        self._plan, self._plan_before = self._plan.for_epoch(epoch), self._plan
         return self._plan
 
     def _current(self) -> _EpochIterator | None:

@@ -96,12 +96,12 @@ class ShardIterableDataset(IterableDataset[Batch]):
         self._loader.load_masks(masks)
 
     def __len__(self) -> int:
-        """Micro-batches that this rank yields in a whole epoch."""
+        """Micro-batches that this rank yields in the whole present epoch."""
         return len(self._loader)
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch."""
+        """Steps of the present epoch."""
         return self._loader.num_steps
 
     @property
@@ -115,7 +115,8 @@ class ShardIterableDataset(IterableDataset[Batch]):
         number, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         epoch, step = (int(value) for value in self._start)
         first = step * self._loader.num_micro_batches_per_rank + number
-        stream = self._loader.stream(epoch, range(first, len(self), num_workers))
+        last = self._loader.num_micro_batches_in(epoch)
+        stream = self._loader.stream(epoch, range(first, last, num_workers))
         if worker is None:
             return stream
         return cast("Iterator[Batch]", map(_Parcel, stream))

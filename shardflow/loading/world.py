@@ -25,6 +25,9 @@ class World:
     rank: int = 0
     #: From 0.
     world_size: int = 1
+    ranks_per_node: int = 0
+    #: Ranks of one node, whose numbers follow each other; 0 if unknown. Decides which lanes a rank reads,
+    #: never what a step holds.
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -35,10 +38,16 @@ class World:
             raise ConfigError(
                 f"rank must be from 0 to world_size - 1 ({self.world_size - 1}), got {self.rank}; correct it."
             )
+        if self.ranks_per_node < 0:
+            raise ConfigError(
+                f"ranks_per_node must be at least 0, got {self.ranks_per_node}; give the ranks of one node."
+            )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """Read ``RANK`` and ``WORLD_SIZE`` as torchrun sets them; one rank of one where neither is set.
+
+        ``LOCAL_WORLD_SIZE``, where it is set, says how many ranks a node has.
 
         Call it once at the start of a job and pass the result on.
 
@@ -61,4 +70,6 @@ class World:
                     "start the job with torchrun, or unset both RANK and WORLD_SIZE."
                 )
             numbers.append(int(text))
-        return cls(rank=numbers[0], world_size=numbers[1])
+        local = variables.get("LOCAL_WORLD_SIZE", "")
+        ranks_per_node = int(local) if local.isascii() and local.isdigit() else 0
+        return cls(rank=numbers[0], world_size=numbers[1], ranks_per_node=ranks_per_node)

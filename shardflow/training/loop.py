@@ -98,7 +98,7 @@ class TrainingLoop:
     ) -> None:
         self.parts = parts
         self.progress = progress
-        self.num_steps = _run_length(parts.config, parts.loader.num_steps)
+        self.num_steps = _run_length(parts.config, parts.loader.num_steps_in)
         self.last_step: StepMetrics | None = None
         self.last_evaluation: EvaluationMetrics | None = None
         self._on_step = on_step
@@ -265,12 +265,17 @@ class TrainingLoop:
         parts.ranks.meet("checkpoint written", parts.ranks.timeouts.control)
 
 
-def _run_length(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Global steps of the whole run."""
+def _run_length(config: TrainConfig, steps_in: Callable[[int], int]) -> int:
+    """Global steps of the whole run; under a token budget epochs differ by a few steps."""
     num_epochs, max_steps = config.run.num_epochs, config.run.max_steps
-    if max_steps is None:
-        return steps_per_epoch * (num_epochs or 1)
-    return max_steps if num_epochs is None else min(max_steps, steps_per_epoch * num_epochs)
+    if num_epochs is None and max_steps is not None:
+        return max_steps
+    num_steps = 0
+    for epoch in range(num_epochs or 1):
+        num_steps += steps_in(epoch)
+        if max_steps is not None and num_steps >= max_steps:
+            return max_steps
+    return num_steps
 
 
 def _union(rows_by_rank: Iterable[Iterable[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:

@@ -16,11 +16,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.configs import dump_config
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
 from shardflow.shards import Dataset
 from shardflow.storage import write_atomic
+from shardflow.training.batching import batch_spec
 from shardflow.training.checkpoint import Checkpoint, CheckpointFolder
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import Ranks
@@ -160,13 +160,13 @@ def _open_loader(
     return Loader(
         dataset,
         split=split,
-        spec=BatchSpec(
-            micro_batch_size=config.batch.micro_batch_size,
-            micro_batches_per_step=config.batch.micro_batches_per_step,
-            tail=tail or config.batch.tail,
-        ),
+        spec=batch_spec(config, dataset, split, tail=tail),
         seed=config.run.seed,
-        world=World(rank=ranks.rank, world_size=ranks.world_size),
+        world=World(
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            ranks_per_node=World.from_environment().ranks_per_node,
+        ),
         config=LoaderConfig(
             view=ImageView(
                 num_slices=config.image.num_slices,

@@ -71,5 +71,6 @@ def test_loading_and_training_never_load_pydicom() -> None:
 
 def test_the_formats_tools_load_neither_side() -> None:
     """``shardflow info`` must work in both images, so the console script needs neither torch nor pydicom."""
-    loaded = _loaded("pipelines.cli", "pipelines.info", "pipelines.verify", "pipelines.plan")
+    tools = ("bench_measure", "cli", "info", "plan", "preview", "report", "verify")
+    loaded = _loaded(*(f"pipelines.{tool}" for tool in tools), "shardflow.preview")
     assert not loaded & {"torch", "transformers", "pydicom", "imagecodecs", "matplotlib"}

@@ -19,7 +19,9 @@ NAMES = ("split", "seed", "epoch", "micro_batch_size", "micro_batches_per_step",
 
 def _plan(call: Call, dataset: Path, *more: object, **settings: object) -> Called:
     values = dict(zip(NAMES, ("train", 7, 0, 2, 3, 2), strict=True)) | settings
-    options = itertools.chain(*((f"--{name.replace('_', '-')}", value) for name, value in values.items()))
+    options = itertools.chain(
+        *((f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None)
+    )
     return call("plan", dataset, *options, *more)
 
 
@@ -106,3 +108,73 @@ def test_wrong_settings_are_named(
         assert said in called.lines[0]["error"]
     else:
         assert called.out == ""
+
+
+# ---- lanes, budgets, summary ---------------------------------------------------------------------
+
+
+def _keys(lines: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(key for line in lines for key in line["keys"] if key is not None)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lanes", 2, "--window", "64KiB"),
+        ("--lanes", "auto"),
+        ("--max-tokens", 60, "--max-samples", 4),
+        ("--max-tokens", 60, "--packed", "--lanes", 2, "--over-budget", "truncate"),
+    ],
+)
+def test_lanes_and_budgets_give_every_sample_once(
+    call: Call, dataset: Path, more: tuple[object, ...]
+) -> None:
+    settings = {"micro_batch_size": None} if "--max-tokens" in more else {}
+    lines = _plan(call, dataset, "--tail", "mask", "--json", *more, **settings).lines
+    samples = Dataset.open(dataset).samples
+    assert _keys(lines) == Counter(samples.sample_key(row) for row in samples.splits["train"])
+    alone = _plan(call, dataset, "--tail", "mask", "--json", *more, **settings, world_size=1).lines
+    assert _steps(alone) == _steps(lines)
+
+
+def test_summary_compares_two_settings(call: Call, dataset: Path) -> None:
+    more = ("--summary", "--compare", "max-tokens=60,lanes=2 world-size=3 packed")
+    this, other = _plan(call, dataset, "--json", *more).lines
+    assert (this["settings"], other["settings"]) == ("this", "other")
+    assert this["plan"]["micro_batch_size"] == 2
+    assert this["measured"]["padding_share"] is None
+    assert (other["plan"]["max_tokens"], other["plan"]["lanes"]["lanes"]) == (60, 2)
+    assert other["plan"]["world_size"] == 3
+    assert 0 <= other["measured"]["padding_share"] < 1
+    for line in (this, other):
+        measured = line["measured"]
+        assert measured["walked_share"] == 1
+        assert measured["num_nodes"] == 1
+        assert 0 < measured["shards_per_node"] <= measured["num_shards"]
+        assert measured["bytes_per_node"] > 0
+    text = _plan(call, dataset, *more).out
+    for word in ("this", "other", "dropped", "shards a node reads", "imbalance", "efficiency"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        ({}, ("--max-tokens", 60), "must be given, got both"),
+        ({"micro_batch_size": None}, (), "must be given, got neither"),
+        ({}, ("--window", "0"), "--window: must be a size"),
+        ({}, ("--lanes", "many"), "--lanes: must be an integer"),
+        ({}, ("--compare", "lanes=2"), "--compare must come with --summary"),
+        ({}, ("--summary", "--compare", "colour=red"), "got 'colour=red'"),
+        ({}, ("--summary", "--compare", "lanes=red"), "--compare: lanes must be"),
+        ({}, ("--summary", "--compare", "tail=red"), "--compare: tail must be one of"),
+        ({}, ("--summary", "--compare", "world-size=5"), "world_size must be at most"),
+    ],
+)
+def test_wrong_settings_of_lanes_and_budgets_are_named(
+    call: Call, dataset: Path, settings: dict[str, object], more: tuple[object, ...], said: str
+) -> None:
+    called = _plan(call, dataset, *more, **settings)
+    assert called.code == 2
+    assert said in called.err
+    assert called.err.count("\n") == 1

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, Permutation
+from shardflow.epochs import (
+    BatchSpec,
+    CostRule,
+    EpochPlan,
+    LoaderState,
+    Permutation,
+    SampleLayout,
+    TokenBudget,
+)
 from shardflow.epochs.identity import PLAN_VERSION
 from shardflow.epochs.spec import TAILS
 from shardflow.seeds import derive
@@ -107,6 +116,68 @@ def test_order_is_the_recorded_one(golden: Golden) -> None:
             },
         },
     )
+
+
+BUDGET = TokenBudget(
+    max_tokens=4096,
+    max_samples=32,
+    cost=CostRule(image_tokens_per_slice=8, max_slices=16, quadratic_tokens=2048),
+)
+PACKED = TokenBudget(max_tokens=4096, max_samples=32, padded=False, over_budget="skip")
+LANE_SPECS = {
+    "fixed": BatchSpec(micro_batch_size=4, micro_batches_per_step=8, lanes=4, window_bytes=60_000),
+    "fixed, 64 lanes": BatchSpec(micro_batch_size=3, micro_batches_per_step=5, lanes=64),
+    "padded": BatchSpec(budget=BUDGET, micro_batches_per_step=8, lanes=8, window_bytes=200_000),
+    "packed": BatchSpec(budget=PACKED, micro_batches_per_step=6, lanes=4, window_bytes=200_000),
+}
+
+
+def plain_layout(num_samples: int, num_shards: int) -> SampleLayout:
+    """A table by integer arithmetic only: NumPy does not promise its random numbers."""
+    rows = np.arange(num_samples)
+    shard = rows * num_shards // num_samples
+    num_bytes = 512 * (1 + rows * 40_503 % 13)
+    before = np.cumsum(num_bytes) - num_bytes
+    return SampleLayout.of_columns(
+        range(num_samples),
+        dataset_id="0123456789abcdef" * 4,
+        shard=shard.astype(np.uint32),
+        offset_bytes=(before - before[np.searchsorted(shard, shard)]).astype(np.uint64),
+        num_bytes=num_bytes.astype(np.uint64),
+        facts={"text_bytes": 60 + (rows * 40_503 % 131) ** 2, "num_slices": rows % 40},
+    )
+
+
+def lane_digest(spec: BatchSpec, num_shards: int) -> str:
+    layout = plain_layout(3001, num_shards)
+    plan = EpochPlan(layout.population, spec, seed=7, epoch=2, layout=layout)
+    micros = [
+        plan.micro_batch(step, micro).rows
+        for step in range(plan.num_steps)
+        for micro in range(spec.micro_batches_per_step)
+    ]
+    marked = [np.append(rows, -2) for rows in micros]  # where one ends is part of the order
+    return f"{plan.num_steps} steps {digest(np.concatenate(marked))}"
+
+
+def test_order_in_lanes_is_the_recorded_one(golden: Golden) -> None:
+    golden(
+        "order-lanes",
+        {
+            "plan_version": PLAN_VERSION,
+            "epochs": {
+                f"{name}, {num_shards} shards, tail {tail}": lane_digest(replace(spec, tail=tail), num_shards)
+                for name, spec in LANE_SPECS.items()
+                for num_shards in (7, 300)
+                for tail in TAILS
+            },
+        },
+    )
+
+
+def test_batch_specs_are_the_recorded_ones(golden: Golden) -> None:
+    """Change class CHECKPOINT STATE: what a state says of lanes and budgets."""
+    golden("batch-specs", {name: spec.to_json() for name, spec in LANE_SPECS.items()})
 
 
 def test_loader_state_is_the_recorded_one(golden: Golden) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from shardflow.epochs import RankSchedule
+from shardflow.epochs.elastic import data_parallel_rank
 from shardflow.errors import PlanError
 
 pytestmark = pytest.mark.fast
@@ -83,3 +85,62 @@ def test_ranks_and_slots_outside_are_refused(rank: Any, slot: Any) -> None:
 def test_numbers_can_be_written_as_json() -> None:
     schedule = RankSchedule(8, 3)
     json.dumps([schedule.efficiency, schedule.num_fillers, schedule.micro(2, 1)])
+
+
+# ---- lanes and nodes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lanes", "ranks_per_node", "world_size"), [(64, 8, 64), (8, 2, 6), (12, 4, 8), (64, 8, 56)]
+)
+def test_nodes_that_divide_the_lanes_run_their_own(lanes: int, ranks_per_node: int, world_size: int) -> None:
+    schedule = RankSchedule(64, world_size, lanes=lanes, ranks_per_node=ranks_per_node)
+    num_nodes = world_size // ranks_per_node
+    local = math.gcd(64, lanes) % num_nodes == 0
+    assert schedule.num_nodes == (num_nodes if local else 0)
+    dealt = [micro for rank in range(world_size) for micro in schedule.micros(rank)]
+    assert sorted(dealt) == list(range(64 + schedule.num_fillers))
+    assert all(
+        len(schedule.micros(rank)) == schedule.num_micro_batches_per_rank for rank in range(world_size)
+    )
+    if not local:
+        assert schedule.micros(1) == RankSchedule(64, world_size).micros(1)
+        return
+    for rank in range(world_size):
+        for micro in schedule.micros(rank):
+            if not schedule.is_filler(micro):
+                assert schedule.node_of_lane(micro % lanes) == rank // ranks_per_node
+
+
+def test_losing_a_node_costs_what_the_efficiency_says() -> None:
+    schedule = RankSchedule(512, 56, lanes=64, ranks_per_node=8)
+    assert (schedule.num_nodes, schedule.num_micro_batches_per_rank, schedule.num_fillers) == (0, 10, 48)
+    assert round(schedule.efficiency, 3) == 0.914
+
+
+# ---- a mesh of processes -------------------------------------------------------------------------
+
+
+def test_ranks_of_one_tensor_parallel_group_are_one_data_parallel_rank() -> None:
+    found = [data_parallel_rank(rank, (2, 3, 2), (0, 1)) for rank in range(12)]
+    assert found == [(rank // 2, 6) for rank in range(12)]
+    outer = [data_parallel_rank(rank, (2, 3, 2), (0,)) for rank in range(12)]
+    assert outer == [(rank // 6, 2) for rank in range(12)]
+    inner = [data_parallel_rank(rank, (2, 3, 2), (2,)) for rank in range(12)]
+    assert inner == [(rank % 2, 2) for rank in range(12)]
+    assert data_parallel_rank(3, (4,), (0,)) == (3, 4)
+    assert data_parallel_rank(3, (4,), ()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "dimensions", "said"),
+    [
+        (12, (0,), "rank must be"),
+        (-1, (0,), "rank must be"),
+        (0, (3,), "dimension must be"),
+        (0, (1, 1), "must differ"),
+    ],
+)
+def test_other_meshes_are_refused(rank: int, dimensions: tuple[int, ...], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        data_parallel_rank(rank, (2, 3, 2), dimensions)

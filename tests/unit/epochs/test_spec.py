@@ -65,8 +65,8 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None
     [
         (None, "JSON object, got NoneType"),
         ([], "JSON object, got list"),
-        ({}, "kind must be 'fixed', got None"),
-        ({**JSON, "kind": "token_budget"}, "kind must be 'fixed', got 'token_budget'"),
+        ({}, "kind must be one of 'fixed', 'budget', got None"),
+        ({**JSON, "kind": "token_budget"}, "kind must be one of 'fixed', 'budget', got 'token_budget'"),
         ({"kind": "fixed", "tail": "mask", "micro_batch_size": 4}, "['micro_batches_per_step'] missing"),
         ({**JSON, "max_tokens": 4096}, "['max_tokens'] unknown"),
     ],

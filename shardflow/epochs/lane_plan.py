@@ -1,0 +1,177 @@
+"""An epoch in lanes: what stands between the layout of the samples and the micro-batches of the steps.
+
+::
+
+    chunks    shards, or parts of them, dealt to L lanes     lanes.LaneMap           once a run
+    windows   the epoch's walk through each lane             windows.LaneWindows
+    micros    B neighbours of a lane                         lane_micros.LaneMicroBatches
+              or a window filled to a budget                 budget_windows, budget_micros
+    rounds    steps take equally from all lanes              rounds.Rounds
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from shardflow.epochs.budget_micros import BudgetMicroBatches
+from shardflow.epochs.budget_windows import BudgetWindows, lane_map
+from shardflow.epochs.lane_micros import LaneMicroBatches
+from shardflow.epochs.lanes import LaneMap
+from shardflow.epochs.layout import SampleLayout
+from shardflow.epochs.slots import EpochSlots
+from shardflow.epochs.spec import BatchSpec
+from shardflow.epochs.windows import LaneWindows
+
+__all__ = ["BudgetSlots", "LanePlan", "LaneSummary"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneSummary:
+    """What lanes and windows make of one epoch, in numbers."""
+
+    lanes: int
+    window_bytes: int
+    num_chunks: int
+    num_windows: int
+    num_pooled: int
+    """Samples, or micro-batches under a budget, that steps do not take equally from all lanes."""
+    pooled_share: float
+    num_shards: int
+    num_shards_open: int
+    """Largest number of shards that the lanes' windows read at the same time, one window a lane; while
+    windows turn up to twice as many."""
+    num_over_budget: int
+    """Samples longer than the token budget."""
+
+    def to_json(self) -> dict[str, int | float]:
+        """Return the numbers as a JSON object."""
+        return asdict(self)
+
+    def lines(self) -> dict[str, str]:
+        """Return the numbers for people."""
+        return {
+            "lanes": (
+                f"{self.lanes:,} of {self.num_chunks:,} chunks, {self.num_windows:,} windows of about "
+                f"{self.window_bytes:,} bytes"
+            ),
+            "pooled": f"{self.pooled_share:.1%}, the lanes' uneven ends",
+            "shards open": f"{self.num_shards_open:,} of {self.num_shards:,}",
+        }
+
+
+class BudgetSlots:
+    """The tail of an epoch under a token budget, in numbers; those that need windows opened come when asked.
+
+    Args:
+        micros: The micro-batches.
+        num_samples: Samples of the population.
+        num_skipped: Those that are over the budget and skipped by rule.
+        per_step: M.
+    """
+
+    def __init__(
+        self, micros: BudgetMicroBatches, *, num_samples: int, num_skipped: int, per_step: int, tail: str
+    ) -> None:
+        self.num_samples, self.num_skipped = num_samples, num_skipped
+        self.num_steps = micros.num_steps
+        self.num_padding_slots = micros.num_padding_micros
+        self._micros, self._end, self._tail = micros, micros.num_steps * per_step, tail
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that the epoch leaves out: by the tail, or skipped by rule."""
+        left = self._micros.num_samples(self._end, self._micros.num_micros) if self._tail == "drop" else 0
+        return left + self.num_skipped
+
+    @property
+    def num_repeated(self) -> int:
+        """Samples that the tail repeats."""
+        return self._micros.num_samples(self._micros.num_micros, self._end) if self._tail == "repeat" else 0
+
+
+class LanePlan:
+    """The lanes of one epoch.
+
+    Args:
+        layout: The population.
+        lanes: Its lanes.
+        spec: The batch spec, with lanes.
+        seed: Run-level seed.
+        epoch: Number of the epoch.
+
+    Attributes:
+        slots: Steps and tail in numbers.
+        micros: The micro-batches of the epoch.
+        filled: The windows under a budget; None without one.
+
+    Raises:
+        PlanError: No step can be formed, or a fact is missing.
+    """
+
+    __slots__ = ("_seed", "filled", "lanes", "layout", "micros", "slots", "spec", "windows")
+
+    slots: EpochSlots | BudgetSlots
+    micros: LaneMicroBatches | BudgetMicroBatches
+
+    def __init__(
+        self, layout: SampleLayout, lanes: LaneMap, spec: BatchSpec, *, seed: int, epoch: int
+    ) -> None:
+        self.layout, self.lanes, self.spec, self._seed = layout, lanes, spec, seed
+        self.windows = windows = LaneWindows(
+            layout, lanes, window_bytes=spec.window_bytes, seed=seed, epoch=epoch
+        )
+        self.filled = None
+        per_step = spec.micro_batches_per_step
+        if spec.budget is None:
+            self.slots = EpochSlots.of(layout.num_samples, spec)
+            self.micros = LaneMicroBatches(
+                windows, self.slots, size=spec.micro_batch_size, per_step=per_step, seed=seed, epoch=epoch
+            )
+            return
+        self.filled = filled = BudgetWindows(layout, windows, spec.budget, seed=seed, epoch=epoch)
+        self.micros = BudgetMicroBatches(windows, filled, spec, seed=seed, epoch=epoch)
+        self.slots = BudgetSlots(
+            self.micros,
+            num_samples=layout.num_samples,
+            num_skipped=filled.num_over_budget if spec.budget.over_budget == "skip" else 0,
+            per_step=per_step,
+            tail=spec.tail,
+        )
+
+    @classmethod
+    def first(cls, layout: SampleLayout, spec: BatchSpec, *, seed: int, epoch: int) -> LanePlan:
+        """Deal the lanes of a run, and plan an epoch of it."""
+        return cls(layout, lane_map(layout, spec.budget, spec.lanes, seed=seed), spec, seed=seed, epoch=epoch)
+
+    def for_epoch(self, epoch: int) -> LanePlan:
+        """Plan another epoch in the same lanes."""
+        return LanePlan(self.layout, self.lanes, self.spec, seed=self._seed, epoch=epoch)
+
+    def summary(self) -> LaneSummary:
+        """Return the numbers of the epoch."""
+        if isinstance(self.micros, LaneMicroBatches):
+            num_pooled, of = self.micros.num_pooled_samples, self.layout.num_samples
+        else:
+            num_pooled, of = self.micros.rounds.num_pooled, self.micros.num_micros
+        return LaneSummary(
+            lanes=self.spec.lanes,
+            window_bytes=self.spec.window_bytes,
+            num_chunks=len(self.lanes.first_row),
+            num_windows=self.windows.num_windows,
+            num_pooled=num_pooled,
+            pooled_share=num_pooled / max(1, of),
+            num_shards=self.layout.num_shards,
+            num_shards_open=self._num_shards_open(),
+            num_over_budget=0 if self.filled is None else self.filled.num_over_budget,
+        )
+
+    def _num_shards_open(self) -> int:
+        counts = np.diff(self.windows.lane_windows)
+        most = 0
+        for window in range(int(counts.max(initial=0))):
+            lanes = np.flatnonzero(counts > window).tolist()
+            shards = [self.windows.shards(lane, window) for lane in lanes]
+            most = max(most, len(np.unique(np.concatenate(shards))))
+        return most

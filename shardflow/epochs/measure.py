@@ -1,0 +1,135 @@
+"""What a plan does to nodes, caches and ranks, measured by walking it.
+
+The numbers are there to choose M, budgets and lanes by. No shard is read. Small epochs are walked whole; of
+large ones some steps are, spread over the epoch, and then what only a whole walk can tell is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.epochs.budget_micros import BudgetMicroBatches
+from shardflow.epochs.elastic import RankSchedule
+from shardflow.epochs.layout import SampleLayout
+from shardflow.epochs.plan import EpochPlan
+
+__all__ = ["PlanMeasures", "measure_plan"]
+
+Int64Array = npt.NDArray[np.int64]
+
+_MOST_SAMPLES = 1_000_000
+_FULL_SHUFFLE_PARTS = 3  # two random places of an epoch are a third of it apart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMeasures:
+    """What was found on the way through an epoch."""
+
+    walked_share: float
+    """Steps that were walked, as a share of all."""
+    num_nodes: int
+    shards_per_node: float | None
+    """Shards that a node reads in the epoch, mean over nodes; None where only a part was walked."""
+    num_shards: int
+    bytes_per_node: float | None
+    """Bytes of whole samples that a node reads in the epoch, mean over nodes."""
+    most_bytes_per_node: int | None
+    padding_share: float | None
+    """Padding among the tokens of micro-batches; None without a token budget."""
+    budget_used: float | None
+    """Tokens of a micro-batch, as a share of the budget, mean over the epoch."""
+    imbalance: float | None
+    """Largest cost over mean cost of the micro-batches of a step: what ranks wait for each other, mean over
+    steps. The last step, which the tail fills, is left out."""
+    imbalance_p99: float | None
+    neighbour_spread: float | None
+    """How far apart in the epoch rows lie that are neighbours in the table, as a share of what a full shuffle
+    gives: 1 is as good as one, 0 is the order of the table."""
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Return the numbers as a JSON object."""
+        return asdict(self)
+
+
+def measure_plan(
+    plan: EpochPlan, layout: SampleLayout, schedule: RankSchedule, *, ranks_per_node: int
+) -> PlanMeasures:
+    """Walk an epoch.
+
+    Args:
+        plan: The epoch.
+        layout: Where its samples lie.
+        schedule: Who runs what.
+        ranks_per_node: Ranks of a node, at least 1.
+    """
+    num_nodes = -(-schedule.world_size // ranks_per_node)
+    per_step, num_steps = plan.spec.micro_batches_per_step, plan.num_steps
+    stride = -(-plan.num_samples // _MOST_SAMPLES)
+    is_whole = stride == 1 or num_steps == 1
+    steps = range(num_steps) if is_whole else range(0, num_steps, stride)
+    node_of_micro = _nodes(schedule, per_step, ranks_per_node)
+    seen = np.zeros((num_nodes, layout.num_shards), bool)
+    num_bytes = np.zeros(num_nodes, np.int64)
+    step_of_row = np.full(layout.num_samples if is_whole else 0, -1, np.int64)
+    for step in steps if is_whole else ():
+        rows, _ = plan.step(step)
+        nodes, places = np.broadcast_to(node_of_micro[:, None], rows.shape)[rows >= 0], rows[rows >= 0]
+        seen[nodes, layout.shards_of(places)] = True
+        np.add.at(num_bytes, nodes, layout.sample_bytes(places))
+        step_of_row[places - layout.population.start] = step
+    costs = _costs(plan, steps)
+    return PlanMeasures(
+        walked_share=len(steps) / num_steps,
+        num_nodes=num_nodes,
+        shards_per_node=float(seen.sum() / num_nodes) if is_whole else None,
+        num_shards=layout.num_shards,
+        bytes_per_node=float(num_bytes.mean()) if is_whole else None,
+        most_bytes_per_node=int(num_bytes.max()) if is_whole else None,
+        neighbour_spread=_spread(step_of_row, num_steps) if is_whole else None,
+        **costs,
+    )
+
+
+def _nodes(schedule: RankSchedule, per_step: int, ranks_per_node: int) -> Int64Array:
+    """Return the node that runs each micro-batch of a step, ``(M,)`` int64."""
+    nodes = np.zeros(per_step, np.int64)
+    for rank in range(schedule.world_size):
+        for micro in schedule.micros(rank):
+            if not schedule.is_filler(micro):
+                nodes[micro] = rank // ranks_per_node
+    return nodes
+
+
+def _spread(step_of_row: Int64Array, num_steps: int) -> float | None:
+    """Return the distance of neighbours in steps, against that of a full shuffle."""
+    both = (step_of_row[:-1] >= 0) & (step_of_row[1:] >= 0)
+    if not both.any() or num_steps == 1:
+        return None
+    # Two steps drawn at random are (n * n - 1) / (3 n) apart.
+    expected = (num_steps - 1 / num_steps) / _FULL_SHUFFLE_PARTS
+    return float(np.abs(np.diff(step_of_row))[both].mean() / expected)
+
+
+def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
+    names = ("padding_share", "budget_used", "imbalance", "imbalance_p99")
+    micros, budget = plan.lane_plan.micros if plan.lane_plan else None, plan.spec.budget
+    if not isinstance(micros, BudgetMicroBatches) or budget is None:
+        return dict.fromkeys(names)
+    per_step = plan.spec.micro_batches_per_step
+    found = np.array(
+        [[micros.cost(step * per_step + micro) for micro in range(per_step)] for step in steps], np.float64
+    )
+    cost, tokens, used = found[..., 0], found[..., 1], found[..., 2]
+    # A step that the tail fills up waits for nobody's data but its own.
+    full = (np.array(steps) + 1) * per_step <= micros.num_micros
+    ratios = cost[full].max(axis=1) / cost[full].mean(axis=1) if full.any() else np.ones(1)
+    values = (
+        1 - used.sum() / tokens.sum(),
+        tokens[tokens > 0].mean() / budget.max_tokens,
+        ratios.mean(),
+        np.quantile(ratios, 0.99),
+    )
+    return {name: float(value) for name, value in zip(names, values, strict=True)}

@@ -1,0 +1,23 @@
+"""What people look at: a picture of one study beside its report, and one page about a whole dataset.
+
+Reads datasets and never changes one. `render_study` needs Pillow, which the extra ``pack`` brings; all else
+here does without.
+"""
+
+from shardflow.preview.facts import DatasetFacts, gather
+from shardflow.preview.page import render_page
+from shardflow.preview.planes import WINDOWS, Window
+from shardflow.preview.sheet import render_study
+from shardflow.preview.study import StudyView, find_row, read_study
+
+__all__ = [
+    "WINDOWS",
+    "DatasetFacts",
+    "StudyView",
+    "Window",
+    "find_row",
+    "gather",
+    "read_study",
+    "render_page",
+    "render_study",
+]

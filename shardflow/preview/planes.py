@@ -1,0 +1,167 @@
+"""From slices in their unit to what an eye can judge: grey values, sides of the body, millimetres."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+
+__all__ = [
+    "WINDOWS",
+    "EdgeLetters",
+    "Window",
+    "edge_letters",
+    "pixel_spacing",
+    "scale_bar_mm",
+    "to_grey",
+    "to_size",
+]
+
+# Positive and negative direction of the axes of LPS: x to the patient's left, y to the back, z to the head.
+_SIDES = (("L", "R"), ("P", "A"), ("H", "F"))
+_OPPOSITE = {"L": "R", "R": "L", "P": "A", "A": "P", "H": "F", "F": "H"}
+# sin 20 degrees: a direction nearer than that to a plane is not worth a second letter.
+_LEAST_SHARE = 0.342
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is shown black and what white, in the unit of the slices."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        """Parse ``centre,width`` or the name of a usual CT window.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        if text in WINDOWS:
+            return WINDOWS[text]
+        try:
+            centre, width = (float(part) for part in text.split(","))
+        except ValueError:
+            centre, width = math.nan, math.nan
+        if not (math.isfinite(centre) and math.isfinite(width) and width > 0):
+            known = ", ".join(sorted(WINDOWS))
+            raise ConfigError(f"--window must be CENTRE,WIDTH or one of {known}, got {text!r}.")
+        return cls(centre - width / 2, centre + width / 2)
+
+    @classmethod
+    def of_series(cls, series: Mapping[str, Any]) -> Window | None:
+        """Return the series' own ``display_range``, or None where it states none."""
+        limits = series.get("display_range")
+        return cls(float(limits[0]), float(limits[1])) if limits else None
+
+    def __str__(self) -> str:
+        return f"centre {(self.low + self.high) / 2:g}, width {self.high - self.low:g}"
+
+
+WINDOWS: Final[Mapping[str, Window]] = {
+    "bone": Window(-500.0, 1300.0),
+    "brain": Window(0.0, 80.0),
+    "lung": Window(-1350.0, 150.0),
+    "soft": Window(-160.0, 240.0),
+}
+"""Usual windows of CT, in HU."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLetters:
+    """Towards which side of the patient each edge of the picture lies; empty where unknown."""
+
+    left: str = ""
+    right: str = ""
+    top: str = ""
+    bottom: str = ""
+
+
+def to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
+    """Map a slice to 8 bits.
+
+    Args:
+        pixels: ``(rows, columns)`` of any number type, or ``(rows, columns, 3)`` uint8, which stays as it is.
+        window: None takes the slice's own extremes.
+
+    Returns:
+        The same shape, uint8; what is not a number is black.
+    """
+    if pixels.ndim == 3 and pixels.dtype == np.uint8:
+        return pixels
+    values = pixels.astype(np.float32)
+    finite = np.isfinite(values)
+    if window is None:
+        known = values[finite]
+        window = Window(float(known.min()), float(known.max())) if known.size else Window(0.0, 1.0)
+    span = max(window.high - window.low, 1e-6)
+    scaled = np.clip((values - window.low) * (255.0 / span), 0.0, 255.0)
+    return np.where(finite, np.rint(scaled), 0).astype(np.uint8)
+
+
+def to_size(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Resize a picture: averaged where it shrinks, linear where it grows, pixels kept if few."""
+    rows, columns = pixels.shape[:2]
+    if rows >= height and columns >= width:
+        method = cv2.INTER_AREA
+    else:
+        method = cv2.INTER_LINEAR if min(rows, columns) >= 48 else cv2.INTER_NEAREST
+    return np.asarray(cv2.resize(pixels, (width, height), interpolation=method), dtype=np.uint8)
+
+
+def pixel_spacing(series: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return millimetres ``(between rows, between columns)``, or None where they are unknown or absurd."""
+    spacing = series.get("pixel_spacing_mm")
+    if not spacing or not all(isinstance(value, int | float) and value > 0 for value in spacing):
+        return None
+    rows, columns = map(float, spacing)
+    return (rows, columns) if max(rows, columns) < 50 * min(rows, columns) else None
+
+
+def edge_letters(series: Mapping[str, Any]) -> EdgeLetters:
+    """Name the sides of the patient at the edges: from the affine, else from what the source states.
+
+    A second letter follows where the edge lies between two sides by more than 20 degrees.
+    """
+    affine = series.get("affine_lps")
+    if affine:
+        matrix = np.asarray(affine, dtype=np.float64)
+        right, bottom = _direction(matrix[:3, 0]), _direction(matrix[:3, 1])
+    else:
+        stated = (series.get("technical") or {}).get("patient_orientation")
+        if not (isinstance(stated, list) and len(stated) == 2 and all(_is_direction(s) for s in stated)):
+            return EdgeLetters()
+        right, bottom = stated
+    return EdgeLetters(left=_reverse(right), right=right, top=_reverse(bottom), bottom=bottom)
+
+
+def _direction(vector: NDArray[np.float64]) -> str:
+    length = float(np.linalg.norm(vector))
+    if not (math.isfinite(length) and length > 0):
+        return ""
+    shares = (vector / length).tolist()
+    order = sorted(range(3), key=lambda axis: -abs(shares[axis]))
+    return "".join(_SIDES[axis][shares[axis] < 0] for axis in order if abs(shares[axis]) > _LEAST_SHARE)[:2]
+
+
+def _is_direction(text: object) -> bool:
+    return isinstance(text, str) and 1 <= len(text) <= 3 and set(text) <= _OPPOSITE.keys()
+
+
+def _reverse(letters: str) -> str:
+    return "".join(_OPPOSITE[letter] for letter in letters)
+
+
+def scale_bar_mm(width_mm: float, steps: Sequence[float] = (1, 2, 5)) -> float:
+    """Choose a round length of at most a third of a width, in mm."""
+    largest = width_mm / 3
+    power = 10.0 ** math.floor(math.log10(largest))
+    return max(step * power for step in steps if step * power <= largest)

@@ -1,0 +1,67 @@
+"""How the page about a dataset looks, in light and in dark, on a screen and on paper."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["STYLE"]
+
+STYLE: Final = """
+:root{color-scheme:light dark;--page:#f6f8fa;--card:#fff;--ink:#1b1f24;--faint:#59636e;--line:#d8dee4;
+--bar:#2f6fde;--good:#2f6fde;--skipped:#9aa4ae;--bad:#c4320a;--warn:#fff3d6;--warnline:#d9a520}
+@media (prefers-color-scheme:dark){:root{--page:#0d1117;--card:#161b22;--ink:#e6edf3;--faint:#9198a1;
+--line:#30363d;--bar:#5b9bff;--good:#5b9bff;--skipped:#6b7580;--bad:#ff7b54;--warn:#2d2410;--warnline:#9e7a1d}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,"Segoe UI",Roboto,"DejaVu Sans",
+sans-serif}
+main{max-width:1080px;margin:0 auto;padding:32px 24px 64px}
+header p{margin:0;color:var(--faint)}
+h1{font-size:28px;margin:0 0 4px}
+h2{font-size:19px;margin:0 0 12px}
+code,.id{font-family:ui-monospace,"DejaVu Sans Mono",Consolas,monospace;font-size:13px;overflow-wrap:anywhere}
+header .generated{display:inline-block;margin-top:10px;padding:3px 10px;border-radius:6px;
+background:var(--bad);color:var(--page);font-weight:600}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0}
+.card,section{background:var(--card);border:1px solid var(--line);border-radius:10px}
+.card{padding:14px 16px}
+.card b{display:block;font-size:24px;line-height:1.25}
+.card span{color:var(--faint)}
+section{padding:20px 22px;margin:16px 0}
+section>p{margin:8px 0}
+em{font-style:normal;color:var(--faint);font-weight:400}
+.note,.none{color:var(--faint);font-size:13px}
+.warning{background:var(--warn);border-left:4px solid var(--warnline);padding:8px 12px;border-radius:4px}
+.strip{display:flex;height:16px;border-radius:8px;overflow:hidden;gap:2px;margin:10px 0}
+.strip span{min-width:4px}
+span.packed,i.packed{background:var(--good)}
+span.skipped,i.skipped{background:var(--skipped)}
+span.quarantined,i.quarantined{background:var(--bad)}
+i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:7px}
+.legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 24px;padding:0;margin:0 0 14px}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}
+tr:last-child td{border-bottom:0}
+th{color:var(--faint);font-weight:500;white-space:nowrap}
+td:first-child{white-space:nowrap}
+.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.charts{columns:2 400px;column-gap:36px}
+.charts figure{break-inside:avoid;padding-bottom:20px}
+h3{font-size:15px;margin:18px 0 6px}
+figure{margin:0;min-width:0}
+figcaption{font-weight:600;margin-bottom:6px}
+svg{display:block;width:100%;height:auto}
+.charts svg{max-width:480px}
+.bar{fill:var(--bar)}
+.grid{stroke:var(--line)}
+.label{fill:var(--faint);font-size:12px}
+.value{fill:var(--ink);font-size:12px}
+.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(168px,1fr));gap:14px}
+.gallery figcaption{font-weight:400;font-size:12.5px;margin:4px 0 0}
+.gallery b{display:block;color:var(--bad);font-size:11px;letter-spacing:.04em}
+.film{background:#000;height:168px;display:flex;align-items:center;justify-content:center;border-radius:6px;
+overflow:hidden}
+.film img{display:block}
+@media print{body{background:#fff}section,.card{break-inside:avoid}}
+"""
+"""The style sheet; it names no file and no address."""

@@ -1,0 +1,155 @@
+"""S1 to S4 with lanes and token budgets: real loaders, ragged micro-batches, epochs of different length."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from shardflow.epochs import BatchSpec, CostRule, RankSchedule, TokenBudget
+from shardflow.errors import StateError
+from shardflow.loading import ImageView, Loader, LoaderConfig, World
+from shardflow.loading.layout import open_plan
+from shardflow.loading.torch_dataset import ShardIterableDataset
+from shardflow.shards import Dataset
+from tests.factories import make_dataset
+from tests.integration.loader_support import Keys, received_keys
+
+# torch warns of more workers than processors.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+SEED = 11
+DRY = LoaderConfig(text=False, num_threads=1)
+BUDGET = TokenBudget(
+    max_tokens=70, max_samples=4, over_budget="alone", cost=CostRule(text_tokens_per_1000_bytes=300)
+)
+SPECS = {
+    "lanes": BatchSpec(
+        micro_batch_size=2, micro_batches_per_step=4, tail="mask", lanes=4, window_bytes=20_000
+    ),
+    "more lanes than samples": BatchSpec(micro_batch_size=1, micro_batches_per_step=4, tail="mask", lanes=70),
+    "budget": BatchSpec(budget=BUDGET, micro_batches_per_step=4, tail="mask", lanes=2, window_bytes=40_000),
+    "packed": BatchSpec(
+        budget=replace(BUDGET, padded=False), micro_batches_per_step=4, tail="repeat", lanes=4
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("dataset")
+    return Dataset.open(make_dataset(folder / "a", num_samples=61, samples_per_shard=6))
+
+
+def planned(dataset: Dataset, spec: BatchSpec, epoch: int, world: World) -> Iterator[Keys]:
+    """What the pure plan says a rank receives."""
+    plan = open_plan(dataset, "train", spec, seed=SEED, epoch=epoch)
+    schedule = RankSchedule(
+        spec.micro_batches_per_step,
+        world.world_size,
+        lanes=spec.lanes,
+        ranks_per_node=world.ranks_per_node,
+    )
+    for step in range(plan.num_steps):
+        for micro in schedule.micros(world.rank):
+            batch = plan.micro_batch(step, micro)
+            keys = tuple(dataset.samples.sample_key(row) if row >= 0 else None for row in batch.rows.tolist())
+            yield epoch, step, micro, keys, tuple(batch.weights.astype(float).tolist())
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "world", [(1, 0), (2, 0), (3, 0), (4, 2)], ids=lambda world: f"{world[0]} ranks, {world[1]} a node"
+)
+def test_every_rank_yields_the_plan_and_resumes_at_every_step(
+    dataset: Dataset, name: str, world: tuple[int, int]
+) -> None:
+    spec = SPECS[name]
+    seen: dict[tuple[int, int, int], Keys] = {}
+    for rank in range(world[0]):
+        here = World(rank=rank, world_size=world[0], ranks_per_node=world[1])
+        loader = Loader(dataset, split="train", spec=spec, seed=SEED, world=here, config=DRY)
+        for epoch in range(2):
+            expected = list(planned(dataset, spec, epoch, here))
+            loader.set_epoch(epoch)
+            assert len(loader) == loader.num_micro_batches_in(epoch) == len(expected)
+            states = [loader.state_dict()]
+            received = []
+            for batch in loader:
+                received += list(received_keys([batch]))
+                if loader.state_dict() != states[-1]:
+                    states.append(loader.state_dict())
+            assert received == expected
+            assert len(states) == loader.num_steps_in(epoch) + 1
+            seen |= {entry[:3]: entry for entry in received if entry[2] < spec.micro_batches_per_step}
+            for number, state in enumerate(states[:-1]):
+                again = Loader(dataset, split="train", spec=spec, seed=SEED, world=here, config=DRY)
+                again.load_state_dict(json.loads(json.dumps(state)))
+                assert list(received_keys(again)) == [entry for entry in expected if entry[1] >= number]
+    # Together the ranks run exactly the plan, and with it every sample.
+    assert seen == {
+        entry[:3]: entry for epoch in range(2) for entry in planned(dataset, spec, epoch, World())
+    }
+    counts = Counter((key[0], sample) for key, entry in seen.items() for sample in entry[3] if sample)
+    assert len(counts) == 2 * 61
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 3])
+def test_workers_deliver_epochs_of_different_length(dataset: Dataset, num_workers: int) -> None:
+    spec = SPECS["budget"]
+    lengths = {open_plan(dataset, "train", spec, seed=SEED, epoch=e).num_steps for e in range(12)}
+    assert len(lengths) > 1, "the test wants epochs of different length"
+    batches = ShardIterableDataset(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+        persistent_workers=num_workers > 0,
+    )
+    for epoch in range(12 if not num_workers else 4):
+        batches.set_epoch(epoch)
+        assert list(received_keys(batches.track(loader))) == list(planned(dataset, spec, epoch, World()))
+    assert batches.position.step == 0
+
+
+def test_ragged_micro_batches_hold_what_they_say(dataset: Dataset) -> None:
+    config = LoaderConfig(view=ImageView(num_slices=2, rows=8, columns=8), num_threads=2)
+    sizes = set()
+    with Loader(dataset, split="train", spec=SPECS["budget"], seed=SEED, config=config) as loader:
+        for batch in loader:
+            size = len(batch.keys)
+            sizes.add(size)
+            assert batch.arrays["image"].shape[0] == batch.arrays["weight"].shape[0] == size
+            for slot, row in enumerate(batch.arrays["row"].tolist()):
+                if row >= 0:
+                    facts = dataset.samples.gather("text_bytes", row)
+                    assert len(batch.text(slot).encode()) == int(facts)
+            weights = batch.arrays["weight"]
+            assert np.array_equal(weights, (batch.arrays["row"] >= 0).astype(np.float32))
+    assert len(sizes) > 1
+
+
+def test_a_state_of_other_lanes_or_another_budget_is_refused_by_name(dataset: Dataset) -> None:
+    def loader(spec: BatchSpec) -> Loader:
+        return Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+
+    lanes, budget = SPECS["lanes"], SPECS["budget"]
+    others = {
+        "lanes": (lanes, replace(lanes, lanes=2)),
+        "window_bytes": (lanes, replace(lanes, window_bytes=3)),
+        "budget": (budget, replace(budget, budget=replace(BUDGET, max_tokens=71))),
+        "kind": (lanes, budget),
+    }
+    for name, (saved, opened) in others.items():
+        with pytest.raises(StateError, match=rf"^{name} of the loader state"):
+            loader(opened).load_state_dict(loader(saved).state_dict())
+    plain = replace(lanes, lanes=0)
+    for one, other in ((plain, lanes), (lanes, plain)):
+        with pytest.raises(StateError, match=r"^lanes of the loader state"):
+            loader(one).load_state_dict(loader(other).state_dict())

@@ -1,0 +1,95 @@
+"""From settings to the batch spec; from a mesh to a data-parallel rank; a run under a token budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardflow.configs import load_config
+from shardflow.errors import ConfigError
+from shardflow.loading import Loader, World
+from shardflow.shards import Dataset
+from shardflow.training import TrainConfig
+from shardflow.training.batching import batch_spec, mesh_world
+from shardflow.training.ledger import read_ledger
+from shardflow.training.run import train
+from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
+
+BUDGET = ("batch.max_tokens=60", "batch.max_samples=4", "batch.window_bytes=64KiB")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyInput:
+    made = make_tiny_input(tmp_path_factory.mktemp("tiny"))
+    path = made.folder / "train.toml"
+    path.write_text(path.read_text(encoding="utf-8").replace("micro_batch_size = 1\n", ""), encoding="utf-8")
+    return made
+
+
+def config_of(tiny: TinyInput, *overrides: str) -> TrainConfig:
+    return load_config(TrainConfig, tiny.folder / "train.toml", overrides)
+
+
+def test_settings_become_a_batch_spec(tiny: TinyInput) -> None:
+    dataset = Dataset.open(tiny.dataset)
+    plain = batch_spec(config_of(tiny, "batch.micro_batch_size=2"), dataset, "train")
+    assert plain.to_json() == {
+        "kind": "fixed",
+        "micro_batch_size": 2,
+        "micro_batches_per_step": 4,
+        "tail": "drop",
+    }
+    spec = batch_spec(config_of(tiny, *BUDGET), dataset, "train", tail="mask")
+    assert spec.budget is not None
+    assert (spec.budget.max_tokens, spec.budget.cost.max_text_tokens, spec.tail) == (60, 24, "mask")
+    assert spec.lanes >= 1
+    assert batch_spec(config_of(tiny, *BUDGET, "batch.lanes=3"), dataset, "train").lanes == 3
+    loader = Loader(dataset, split="train", spec=spec, seed=3, world=World())
+    assert loader.num_steps >= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "one of micro_batch_size and max_tokens, got neither"),
+        ((*BUDGET, "batch.micro_batch_size=1"), "got both"),
+        ((*BUDGET, "batch.lanes=0"), "batch.lanes must be at least 1"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    tiny: TinyInput, overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_of(tiny, *overrides)
+
+
+def test_a_run_under_a_budget_is_as_long_as_its_epochs_and_goes_on_after_a_stop(
+    tiny: TinyInput, tmp_path: Path
+) -> None:
+    settings = (*BUDGET, "batch.lanes=2", "run.num_epochs=3")
+    dataset = Dataset.open(tiny.dataset)
+    spec = batch_spec(tiny_config(tiny, tmp_path, *settings), dataset, "train")
+    loader = Loader(dataset, split="train", spec=spec, seed=3)
+    lengths = [loader.num_steps_in(epoch) for epoch in range(3)]
+    whole = train(tiny_config(tiny, tmp_path / "whole", *settings, "data.eval_split=val"))
+    assert whole.global_step == whole.num_steps == sum(lengths)
+    train(tiny_config(tiny, tmp_path / "cut", *settings, f"run.max_steps={lengths[0] + 1}"))
+    again = train(tiny_config(tiny, tmp_path / "cut", *settings))
+    assert again.global_step == sum(lengths)
+    # The learning rate's cosine of a shorter run is another one, so only the samples are compared.
+    one, other = (read_ledger(tmp_path / name) for name in ("whole", "cut"))
+    assert [step.micro_batches for step in one] == [step.micro_batches for step in other]
+
+
+def test_a_mesh_says_which_data_parallel_rank_this_is(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+        assert mesh_world(mesh, ("data",)) == World(rank=0, world_size=1)
+        with pytest.raises(ConfigError, match="data_dimensions must be of the mesh"):
+            mesh_world(mesh, ("pipeline",))
+    finally:
+        dist.destroy_process_group()
