@@ -10,7 +10,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-slow check fix golden constraints clean
+.PHONY: help setup demo test test-slow images check fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: $(STAMP) ## Run the tests (about ten minutes on two cores)
 
 test-slow: $(STAMP) ## Run the long sweeps
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "slow" $(PYTEST_ARGS)
+
+images: ## Build both container images with podman, and run, stop and resume packing and training in them (Debian, root)
+	docker/check_images.sh $(IMAGES_ARGS)
 
 check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests: under a minute
 	$(BIN)/ruff format --check .

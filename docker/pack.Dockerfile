@@ -1,0 +1,41 @@
+# The packing image: DICOM in, a dataset out. No torch, no network when it runs.
+#
+#   docker build -f docker/pack.Dockerfile -t shardflow-pack .
+#
+# Runs as uid 10001 on a read-only root file system; what it writes to are /dataset, /private and a tmpfs at /tmp.
+ARG BASE_IMAGE=python:3.11-slim
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE}
+
+RUN groupadd --gid 10001 shardflow \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin shardflow \
+    && install --directory --owner 10001 --group 10001 --mode 0755 /dataset \
+    && install --directory --owner 10001 --group 10001 --mode 0700 /private
+
+# The pinned packages come first: a changed source file does not install them again.
+WORKDIR /build
+COPY constraints.txt pyproject.toml ./
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*project['dependencies'], *project['optional-dependencies']['pack'], sep='\n')" > requirements.txt \
+    && python -m venv /opt/shardflow \
+    && /opt/shardflow/bin/python -m pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+
+COPY README.md LICENSE ./
+COPY shardflow shardflow
+COPY pipelines pipelines
+RUN /opt/shardflow/bin/python -m pip install --no-cache-dir --no-deps . && /opt/shardflow/bin/python -m pip check
+
+COPY docker/pack.toml docker/recently_active.py /etc/shardflow/
+
+ENV PATH=/opt/shardflow/bin:$PATH \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /tmp
+STOPSIGNAL SIGTERM
+# A job is healthy while it writes; one study may take limits.task_timeout_s (900 s) twice.
+HEALTHCHECK --interval=60s --timeout=30s --start-period=600s --retries=2 \
+    CMD ["python", "/etc/shardflow/recently_active.py", "--within-s", "2000", "/dataset", "/private"]
+ENTRYPOINT ["shardflow"]
+CMD ["pack", "--config", "/etc/shardflow/pack.toml"]

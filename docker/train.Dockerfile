@@ -1,0 +1,54 @@
+# The training image: a dataset in, checkpoints out. No pydicom: it never sees DICOM.
+#
+#   docker build -f docker/train.Dockerfile -t shardflow-train .
+#
+# With constraints.txt as it stands torch comes as its CUDA build. For another build name a place that has it with
+# `--build-arg PIP_FIND_LINKS=...` or `--build-arg PIP_EXTRA_INDEX_URL=...`, or pins of your own with
+# `--build-arg CONSTRAINTS=FILE`. Runs as uid 10001 on a read-only root file system; what it writes to are /run-output
+# and a tmpfs at /tmp.
+ARG BASE_IMAGE=python:3.11-slim
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE}
+
+RUN groupadd --gid 10001 shardflow \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin shardflow \
+    && install --directory --owner 10001 --group 10001 --mode 0755 /dataset /run-output
+
+# The pinned packages come first: a changed source file does not install them again.
+WORKDIR /build
+ARG CONSTRAINTS=constraints.txt
+ARG PIP_FIND_LINKS
+ARG PIP_EXTRA_INDEX_URL
+COPY ${CONSTRAINTS} pyproject.toml ./
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*project['dependencies'], *project['optional-dependencies']['train'], sep='\n')" > requirements.txt \
+    && python -m venv /opt/shardflow \
+    && /opt/shardflow/bin/python -m pip install --no-cache-dir --constraint "$(basename "${CONSTRAINTS}")" \
+        --requirement requirements.txt
+
+COPY README.md LICENSE ./
+COPY shardflow shardflow
+COPY pipelines pipelines
+RUN /opt/shardflow/bin/python -m pip install --no-cache-dir --no-deps . && /opt/shardflow/bin/python -m pip check
+
+COPY docker/train.toml docker/recently_active.py /etc/shardflow/
+
+# One node: processes of one container find each other on its loopback. Override GLOO_SOCKET_IFNAME for several nodes.
+# (DL3064 takes TOKENIZERS_PARALLELISM for a secret.)
+# hadolint ignore=DL3064
+ENV PATH=/opt/shardflow/bin:$PATH \
+    HOME=/tmp \
+    HF_HUB_OFFLINE=1 \
+    TOKENIZERS_PARALLELISM=false \
+    GLOO_SOCKET_IFNAME=lo \
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
+    OMP_NUM_THREADS=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /tmp
+STOPSIGNAL SIGTERM
+# A job is healthy while it writes; timeouts.startup_s and timeouts.control_s (600 s) end one that hangs.
+HEALTHCHECK --interval=60s --timeout=30s --start-period=900s --retries=2 \
+    CMD ["python", "/etc/shardflow/recently_active.py", "--within-s", "1300", "/run-output"]
+CMD ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "pipelines.train", "--config", "/etc/shardflow/train.toml"]

@@ -1,0 +1,61 @@
+"""What can be said of the images without building them; ``make images`` does the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardflow.configs import load_config
+from shardflow.packing import PackConfig
+from shardflow.training.config import TrainConfig
+
+pytestmark = pytest.mark.fast
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+
+
+def test_the_settings_in_the_images_are_settings_of_the_jobs() -> None:
+    pack = load_config(PackConfig, DOCKER / "pack.toml", [])
+    train = load_config(TrainConfig, DOCKER / "train.toml", [])
+    assert str(pack.output) == str(train.data.dataset) == "/dataset/packed"
+
+
+@pytest.mark.parametrize("job", ["pack", "train"])
+def test_an_image_runs_as_an_unprivileged_user_on_a_base_that_can_be_replaced(job: str) -> None:
+    text = (DOCKER / f"{job}.Dockerfile").read_text(encoding="utf-8")
+    assert "ARG BASE_IMAGE=python:3.11-slim\n" in text
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
+    assert "HEALTHCHECK" in text
+
+
+def test_the_health_check_follows_what_a_job_writes(tmp_path: Path) -> None:
+    deep = tmp_path / "run" / "checkpoints"
+    deep.mkdir(parents=True)
+    file = deep / "state.json"
+    file.write_text("{}", encoding="utf-8")
+
+    def code(within_s: int) -> int:
+        command = [
+            sys.executable,
+            str(DOCKER / "recently_active.py"),
+            "--within-s",
+            str(within_s),
+            str(tmp_path),
+        ]
+        return subprocess.run(command, check=False, capture_output=True).returncode
+
+    long_ago = time.time() - 10_000
+    for path in (file, deep, deep.parent, tmp_path):
+        os.utime(path, (long_ago, long_ago))
+    assert code(1300) == 1
+    assert code(20_000) == 0
+    os.utime(file)
+    assert code(1300) == 0
+    missing = [sys.executable, str(DOCKER / "recently_active.py"), "--within-s", "60", str(tmp_path / "none")]
+    assert subprocess.run(missing, check=False, capture_output=True).returncode == 1
