@@ -8,6 +8,8 @@
     |   +-- NotFoundError        (also a FileNotFoundError)
     |   +-- AlreadyExistsError   (also a FileExistsError)
     |   +-- ShortReadError       fewer bytes came than the index promises
+    |   +-- ObjectChangedError   an object is no longer the one that was read first
+    |   +-- NoListingError       the store cannot list what it holds (plain HTTP)
     +-- FormatError              the bytes of a dataset are not what format 1 says
     |   +-- ChecksumError        a digest or crc32c differs
     |   +-- ManifestError        no manifest, or one that cannot be trusted
@@ -16,7 +18,10 @@
     +-- StateError               a loader state or checkpoint belongs to another run
     +-- SampleError              one sample cannot be delivered at run time
     +-- WaitTimeoutError         a wait passed its deadline (also a TimeoutError)
+    +-- LoaderProcessError       a process that loads for the trainer died, or failed in code of the user
     +-- RanksDisagreeError       ranks would not run the same steps
+    +-- RankLostError            another rank ended or hangs; the message names it
+    +-- NoProgressError          a run failed at the same place too often to be started again
     +-- CheckpointError          a checkpoint is missing or damaged
     +-- TrainingError            a step cannot be taken: a gradient is missing or not finite
 
@@ -33,9 +38,14 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "FormatError",
+    "LoaderProcessError",
     "ManifestError",
+    "NoListingError",
+    "NoProgressError",
     "NotFoundError",
+    "ObjectChangedError",
     "PlanError",
+    "RankLostError",
     "RanksDisagreeError",
     "SampleError",
     "ShardflowError",
@@ -74,6 +84,14 @@ class AlreadyExistsError(StorageError, FileExistsError):
 
 class ShortReadError(StorageError):
     """The store gave fewer bytes than the range asked for."""
+
+
+class ObjectChangedError(StorageError):
+    """An object is no longer the one that was read first, though objects are written once."""
+
+
+class NoListingError(StorageError):
+    """The store cannot list what it holds."""
 
 
 class FormatError(ShardflowError):
@@ -120,8 +138,28 @@ class WaitTimeoutError(ShardflowError, TimeoutError):
     """A wait passed its deadline; the message names what was waited for."""
 
 
+class LoaderProcessError(ShardflowError):
+    """A process that loads for the trainer died, or an error came out of it that has no class here."""
+
+
 class RanksDisagreeError(ShardflowError):
     """The ranks would not run the same steps; the message names the ranks and the values."""
+
+
+class RankLostError(ShardflowError):
+    """Another rank ended or hangs; the message names rank, host and phase.
+
+    Attributes:
+        is_refusal: That rank found something that a new start does not change, such as a wrong setting.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
+
+
+class NoProgressError(ShardflowError):
+    """Several starts in a row ended before a next checkpoint; a person must look (exit code 2)."""
 
 
 class CheckpointError(ShardflowError):

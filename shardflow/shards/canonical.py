@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from shardflow.errors import FormatError
 
 __all__ = ["Json", "canonical_json", "parse_json", "sha256_hex"]
+
+# One for all values: `json.dumps` makes a new one for each.
+_ENCODER: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+_PLAIN: Final = frozenset({str, int, bool, type(None)})
 
 Json: TypeAlias = "bool | int | str | Sequence[Json] | Mapping[str, Json] | None"
 
@@ -26,7 +30,7 @@ def canonical_json(value: Json) -> bytes:
     """
     _refuse_floats(value)
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        text = _ENCODER.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(
             f"a JSON value must be plain data, got {type(error).__name__} on encoding."
@@ -60,6 +64,8 @@ def sha256_hex(data: bytes | memoryview) -> str:
 
 
 def _refuse_floats(value: Json) -> None:
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, float):
         raise FormatError(
             "a number in the dataset's JSON must be an integer, got a float; write it as a string."

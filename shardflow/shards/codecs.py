@@ -15,9 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.shards import b2nd, npy
+from shardflow.shards import b2nd, htj2k, npy, png16
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Payload", "array_header", "decode_array", "encode_array"]
+__all__ = [
+    "CODECS",
+    "DEFAULT_CODEC",
+    "Codec",
+    "Payload",
+    "array_header",
+    "codec_for",
+    "decode_array",
+    "encode_array",
+]
 
 Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
 ArrayHeader = tuple[tuple[int, ...], "np.dtype[Any]"]
@@ -33,11 +42,27 @@ class Codec:
         encode: From a C-contiguous, little-endian array.
         read_header: Shape and dtype, without decoding.
         decode: Into a C-contiguous array of exactly that shape and dtype.
+        holds: Whether it can store an array of a shape and dtype.
     """
 
     encode: Callable[[NDArray[Any]], bytes]
     read_header: Callable[[memoryview], ArrayHeader]
     decode: Callable[[memoryview, NDArray[Any]], None]
+    holds: Callable[[tuple[int, ...], np.dtype[Any]], bool]
+
+
+def codec_for(wanted: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    """Return the codec to store slices with: the wanted one, or the default where it cannot hold them.
+
+    Args:
+        wanted: A name in `CODECS`.
+        shape: Of a slice.
+        dtype: Of a slice.
+
+    Raises:
+        FormatError: The codec is unknown.
+    """
+    return wanted if _codec(wanted).holds(shape, dtype.newbyteorder("<")) else DEFAULT_CODEC
 
 
 def encode_array(codec: str, array: NDArray[Any]) -> bytes:
@@ -49,7 +74,8 @@ def encode_array(codec: str, array: NDArray[Any]) -> bytes:
             order.
 
     Raises:
-        FormatError: The codec is unknown, or the array is empty, of another rank or of another kind of dtype.
+        FormatError: The codec is unknown or cannot hold such an array, or the array is empty, of another rank
+            or of another kind of dtype.
     """
     if array.ndim not in (2, 3) or array.size == 0 or array.dtype.kind not in "iuf":
         raise FormatError(
@@ -57,7 +83,10 @@ def encode_array(codec: str, array: NDArray[Any]) -> bytes:
             f"got {array.dtype} {array.shape}."
         )
     plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return _codec(codec).encode(plain)
+    functions = _codec(codec)
+    if not functions.holds(plain.shape, plain.dtype):
+        raise FormatError(f"a slice must be one that {codec} can hold, got {plain.dtype} {plain.shape}.")
+    return functions.encode(plain)
 
 
 def array_header(codec: str, payload: Payload) -> ArrayHeader:
@@ -111,9 +140,16 @@ def _codec(name: str) -> Codec:
         raise FormatError(f"a codec must be one of {', '.join(sorted(CODECS))}, got {name!a}.") from None
 
 
+def _holds_all(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:  # noqa: ARG001
+    return True
+
+
+# A reader that finds a slice in several takes the first of them.
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
-        "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode),
-        "npy": Codec(npy.encode, npy.read_header, npy.decode),
+        "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode, _holds_all),
+        "npy": Codec(npy.encode, npy.read_header, npy.decode, _holds_all),
+        "htj2k": Codec(htj2k.encode, htj2k.read_header, htj2k.decode, htj2k.holds),
+        "png16": Codec(png16.encode, png16.read_header, png16.decode, png16.holds),
     }
 )

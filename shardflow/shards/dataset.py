@@ -7,20 +7,28 @@ manifest, the samples table block by block with its crc32c, a field with its crc
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardflow.errors import ChecksumError, FormatError
 from shardflow.shards import manifest as manifests
+from shardflow.shards.blocks import DatasetBlocks
 from shardflow.shards.canonical import sha256_hex
+from shardflow.shards.foreign.places import is_foreign, located
 from shardflow.shards.index import FieldLocation, ShardIndex
 from shardflow.shards.manifest import Manifest
+from shardflow.shards.manifest_entries import FileEntry
 from shardflow.shards.samples import SamplesTable
 from shardflow.shards.table import Table
 from shardflow.shards.table_layout import crc32c
 from shardflow.storage import ByteRange, ByteStore, open_store
+from shardflow.storage.cache import Cache, CacheConfig, CachedStore, ObjectBlocks, read_afresh
 
 __all__ = ["Dataset", "check_field_bytes"]
 
@@ -37,26 +45,38 @@ class Dataset:
         manifest: The list of files.
         dataset_id: Digest of the manifest, 64 hexadecimal digits.
         manifest_version: Number of the version.
-        samples: The samples table.
+        studies: The samples table.
+        samples: What is drawn from: the same table; of an `EntityDataset` another one, with its columns.
 
     Raises:
         FormatError: The samples table is not the one that the manifest names.
     """
 
+    samples: SamplesTable
+
     def __init__(self, store: ByteStore, manifest: Manifest) -> None:
-        self.store = store
+        self.store = _kept(store, manifest)
         self.manifest = manifest
         self.dataset_id = manifest.dataset_id
         self.manifest_version = manifest.manifest_version
+        if isinstance(self.store, CachedStore):
+            self.store.bind(
+                DatasetBlocks(
+                    manifest,
+                    samples=lambda: self.studies,
+                    shard_index=self.shard_index,
+                    block_bytes=self.store.cache.config.block_bytes,
+                )
+            )
         entry = manifest.samples
-        buffer = store.map(entry.path)
+        buffer = _map_whole(self.store, entry)
         if buffer.nbytes != entry.num_bytes:
             raise FormatError(
                 f"{entry.path} must have {entry.num_bytes} bytes, got {buffer.nbytes}; "
                 "run `shardflow verify`."
             )
-        self.samples = SamplesTable(Table(buffer, name=entry.path))
-        counts = {split: len(rows) for split, rows in self.samples.splits.items()}
+        self.studies = self.samples = SamplesTable(Table(buffer, name=entry.path))
+        counts = {split: len(rows) for split, rows in self.studies.splits.items()}
         expected = {split: numbers["num_samples"] for split, numbers in manifest.splits.items()}
         if counts != {split: count for split, count in expected.items() if count}:
             raise FormatError(
@@ -68,29 +88,83 @@ class Dataset:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], *, version: int | None = None) -> Dataset:
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        cache: Cache | CacheConfig | None = None,
+    ) -> Dataset:
         """Open a dataset.
 
         Args:
             url: A folder, or a ``file://`` URL of one.
             version: The manifest version; the newest if not given.
+            cache: Where to keep what is read, see `shardflow.storage.CacheConfig`; a `Cache` where several
+                datasets share one.
 
         Raises:
+            ConfigError: The directory of the cache holds something and is no cache.
             ManifestError: There is no manifest, or it cannot be trusted.
             FormatError: The samples table is not the one that the manifest names.
             StorageError: The store's scheme is unknown, or reading failed.
         """
-        store = open_store(url)
+        store = open_store(url, cache=cache)
         return cls(store, manifests.load(store, version))
 
     def __reduce__(self) -> tuple[type[Dataset], tuple[ByteStore, Manifest]]:
         """Cross a process boundary without maps and caches."""
         return type(self), (self.store, self.manifest)
 
+    def reopened(self) -> Dataset:
+        """Return the same dataset with maps and locks of its own, for a process that was forked."""
+        return Dataset(self.store, self.manifest)
+
+    @property
+    def cache(self) -> Cache | None:
+        """What is kept of it on its way; None where it is read from its store alone."""
+        return self.store.cache if isinstance(self.store, CachedStore) else None
+
+    def map_beside(self, path: str, *, sha256: str, num_bytes: int, rows: range) -> memoryview:
+        """Map a table that another manifest names beside the dataset's own files, kept as they are.
+
+        Args:
+            path: The file.
+            sha256: Its digest.
+            num_bytes: Its size.
+            rows: The rows of the samples table that need it.
+        """
+        if isinstance(self.store, CachedStore):
+            units = (rows.start, rows.stop)
+            blocks = ObjectBlocks.whole(sha256, num_bytes, space=self.manifest.dataset_id, units=units)
+            self.store.know(path, blocks)
+        return self.store.map(path)
+
+    def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the samples table that each row of `samples` reads; a cache counts in those."""
+        return rows
+
     @property
     def splits(self) -> dict[str, range]:
         """The rows of each split in the samples table."""
         return self.samples.splits
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether others wrote the shards: fields have any names, and there is no study in them."""
+        return is_foreign(self.manifest)
+
+    def original_key(self, row: int) -> str:
+        """Return the key that a sample has in its tar; in foreign shards another one than its sample key.
+
+        Args:
+            row: Row in the samples table.
+        """
+        index = self.shard_index(int(self.studies.gather("shard", row)))
+        if index.original_keys is None:
+            return self.studies.sample_key(row)
+        key: bytes = index.original_keys[int(self.studies.gather("row_in_shard", row))]
+        return key.decode("utf-8", "replace")
 
     def shard_index(self, shard: int) -> ShardIndex:
         """Return the index of a shard by its position in the manifest.
@@ -124,14 +198,14 @@ class Dataset:
             ChecksumError: The index or the table is damaged.
             FormatError: Samples table and index disagree.
         """
-        shard = int(self.samples.gather("shard", row))
-        row_in_shard = int(self.samples.gather("row_in_shard", row))
+        shard = int(self.studies.gather("shard", row))
+        row_in_shard = int(self.studies.gather("row_in_shard", row))
         if shard >= len(self.manifest.shards):
             raise FormatError(
                 f"a sample's shard must be one of the manifest, got {shard} (samples row {row})."
             )
         index = self.shard_index(shard)
-        if row_in_shard >= index.num_samples or index.sample_key(row_in_shard) != self.samples.sample_key(
+        if row_in_shard >= index.num_samples or index.sample_key(row_in_shard) != self.studies.sample_key(
             row
         ):
             raise FormatError(
@@ -167,14 +241,19 @@ class Dataset:
         buffers = [bytearray(field.num_bytes) for field in fields]
         ranges = [ByteRange(field.offset, field.num_bytes) for field in fields]
         self.store.read_ranges(path, ranges, [memoryview(buffer) for buffer in buffers])
-        for field, buffer in zip(fields, buffers, strict=True):
-            check_field_bytes(field, memoryview(buffer), path=path, sample_key=self.samples.sample_key(row))
+        for field, span, buffer in zip(fields, ranges, buffers, strict=True):
+            if isinstance(self.store, CachedStore) and crc32c(memoryview(buffer)) != field.crc32c:
+                read_afresh(self.store, path, [span], [memoryview(buffer)])
+            check_field_bytes(field, memoryview(buffer), path=path, sample_key=self.studies.sample_key(row))
         return {field.name: bytes(buffer) for field, buffer in zip(fields, buffers, strict=True)}
 
     def _open_index(self, shard: int) -> ShardIndex:
         entry = self.manifest.shards[shard]
         data = self.store.read(entry.index.path)
-        if len(data) != entry.index.num_bytes or sha256_hex(data) != entry.index.sha256:
+        if not _is_named(entry.index, data):
+            # Once more: what came wrong over a network lies right at its origin.
+            data = self.store.read(entry.index.path)
+        if not _is_named(entry.index, data):
             raise ChecksumError(
                 f"{entry.index.path} must have the manifest's size and sha256, got others; "
                 "run `shardflow verify`."
@@ -186,6 +265,29 @@ class Dataset:
                 f"{entry.index.path} must be the index of {entry.name}, got one of {index.shard}."
             )
         return index
+
+
+def _kept(store: ByteStore, manifest: Manifest) -> ByteStore:
+    """Return a store that finds foreign shards too; a cache stays before everything else."""
+    if not isinstance(store, CachedStore):
+        return located(store, [manifest])
+    origin = located(store.origin, [manifest])
+    return store if origin is store.origin else CachedStore(origin, store.cache)
+
+
+def _map_whole(store: ByteStore, entry: FileEntry) -> memoryview:
+    """Map a file of the manifest; what came over a network is compared with its digest, and fetched again.
+
+    What a file system maps is checked block by block where it is touched: nothing is read of it here.
+    """
+    buffer = store.map(entry.path)
+    if isinstance(buffer.obj, mmap.mmap) or _is_named(entry, buffer):
+        return buffer
+    return store.map(entry.path)
+
+
+def _is_named(entry: FileEntry, data: bytes | memoryview) -> bool:
+    return len(data) == entry.num_bytes and sha256_hex(data) == entry.sha256
 
 
 def check_field_bytes(field: FieldLocation, payload: memoryview, *, path: str, sample_key: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.shards.keys import check_field, check_sample_key
+from shardflow.shards.canonical import Json
+from shardflow.shards.keys import REPORT_FIELD, check_field, check_sample_key
 from shardflow.shards.table import Table, encode_table
 from shardflow.shards.tar import BLOCK_NUM_BYTES, member_num_bytes
 
@@ -52,6 +53,9 @@ class ShardIndex:
         field_offsets: ``(num_fields,)`` uint64, of the payloads, in bytes.
         field_num_bytes: ``(num_fields,)`` uint64, of the payloads.
         field_crc32c: ``(num_fields,)`` uint32, of the payloads.
+        is_foreign: Whether others wrote the tar: its headers are theirs, and fields may lie anywhere.
+        text_field: The field whose size the samples table has as ``text_bytes``.
+        original_keys: ``(num_samples,)`` bytes, the keys in a foreign tar; None for any other.
 
     Raises:
         FormatError: The table is no shard index of format 1.
@@ -75,6 +79,12 @@ class ShardIndex:
         self.field_offsets: NDArray[np.uint64] = table.column("field_offset")
         self.field_num_bytes: NDArray[np.uint64] = table.column("field_num_bytes")
         self.field_crc32c: NDArray[np.uint32] = table.column("field_crc32c")
+        self.is_foreign = table.meta.get("foreign") is True
+        text_field = table.meta.get("text_field") if self.is_foreign else None
+        self.text_field = text_field if isinstance(text_field, str) else REPORT_FIELD
+        self.original_keys: NDArray[np.bytes_] | None = (
+            table.column("original_key") if self.is_foreign else None
+        )
         self.num_samples = len(self.sample_keys)
         self.num_fields = len(self.field_offsets)
         if not self._is_consistent():
@@ -117,25 +127,53 @@ class ShardIndex:
                         f"({shard}, {field.name}); give samples and fields in the order of the tar."
                     )
                 end += member_num_bytes(field.num_bytes)
-        counts = [len(fields) for _, fields in samples]
-        every = [field for _, fields in samples for field in fields]
-        return encode_table(
-            {
-                "sample_key": np.array([key.encode("ascii") for key, _ in samples], "S"),
-                "sample_first_field": np.cumsum([0, *counts]).astype("<u4"),
-                "field_name": np.array([number[field.name] for field in every], "<u4"),
-                "field_offset": np.array([field.offset for field in every], "<u8"),
-                "field_num_bytes": np.array([field.num_bytes for field in every], "<u8"),
-                "field_crc32c": np.array([field.crc32c for field in every], "<u4"),
-            },
-            {
-                "kind": KIND,
-                "format_version": FORMAT_VERSION,
-                "shard": shard,
-                "shard_num_bytes": shard_num_bytes,
-                "field_names": names,
-            },
-        )
+        return encode_table(_columns(samples, number), _meta(shard, shard_num_bytes, names))
+
+    @staticmethod
+    def encode_columns(
+        shard: str, shard_num_bytes: int, field_names: Sequence[str], columns: Mapping[str, NDArray[Any]]
+    ) -> bytes:
+        """Encode the index of a shard from its columns; the same bytes as of `encode`.
+
+        Args:
+            shard: Name of the shard.
+            shard_num_bytes: Size of the tar.
+            field_names: The distinct field names, ascending.
+            columns: The columns of docs/format.md, section 6, in that order; their writer vouches for them.
+        """
+        return encode_table(columns, _meta(shard, shard_num_bytes, list(field_names)))
+
+    @staticmethod
+    def encode_foreign(
+        shard: str,
+        shard_num_bytes: int,
+        samples: Sequence[tuple[str, Sequence[FieldLocation]]],
+        *,
+        original_keys: Sequence[bytes],
+        text_field: str,
+    ) -> bytes:
+        """Encode the index of a tar that others wrote (docs/format.md, section 14).
+
+        Args:
+            shard: Name of the shard.
+            shard_num_bytes: Size of the tar.
+            samples: Sample keys with their fields, in the order of the first and of all members; the
+                fields of a sample need not follow each other.
+            original_keys: Of each sample, as the tar has it.
+            text_field: The field whose size is the samples' ``text_bytes``.
+
+        Raises:
+            FormatError: A sample key is none, or a sample is empty.
+        """
+        for key, fields in samples:
+            check_sample_key(key)
+            if not fields:
+                raise FormatError(f"a sample must have fields, got none ({shard}).")
+        names = sorted({field.name for _, fields in samples for field in fields})
+        columns = _columns(samples, {name: position for position, name in enumerate(names)})
+        columns["original_key"] = np.array(list(original_keys), "S")
+        meta = _meta(shard, shard_num_bytes, names) | {"foreign": True, "text_field": text_field}
+        return encode_table(columns, meta)
 
     def sample_key(self, row: int) -> str:
         """Return the key of a sample by its place in the shard."""
@@ -170,11 +208,13 @@ class ShardIndex:
         )
 
     def byte_range(self, row: int) -> tuple[int, int]:
-        """Return where a whole sample lies, headers and padding with it: ``(offset, num_bytes)``."""
+        """Return where a whole sample lies, headers and padding with it: ``(offset, num_bytes)``.
+
+        Of a foreign sample it is the first header, and the size without what may lie between its members.
+        """
         span = self._span(row)
         offset = int(self.field_offsets[span.start]) - BLOCK_NUM_BYTES
-        last_offset = int(self.field_offsets[span.stop - 1]) - BLOCK_NUM_BYTES
-        return offset, last_offset + member_num_bytes(int(self.field_num_bytes[span.stop - 1])) - offset
+        return offset, sum(map(member_num_bytes, self.field_num_bytes[span].tolist()))
 
     def _span(self, row: int) -> slice:
         if not 0 <= row < self.num_samples:
@@ -190,9 +230,35 @@ class ShardIndex:
         stops = self.field_offsets + self.field_num_bytes
         return bool(
             len(first) == self.num_samples + 1
+            and (self.original_keys is None or len(self.original_keys) == self.num_samples)
             and first[0] == 0
             and first[-1] == self.num_fields
             and (np.diff(first) > 0).all()
             and (not self.num_fields or int(self.field_name_ids.max()) < len(self.field_names))
             and (not self.num_fields or int(stops.max()) <= self.shard_num_bytes)
         )
+
+
+def _columns(
+    samples: Sequence[tuple[str, Sequence[FieldLocation]]], number: Mapping[str, int]
+) -> dict[str, NDArray[Any]]:
+    counts = [len(fields) for _, fields in samples]
+    every = [field for _, fields in samples for field in fields]
+    return {
+        "sample_key": np.array([key.encode("ascii") for key, _ in samples], "S"),
+        "sample_first_field": np.cumsum([0, *counts]).astype("<u4"),
+        "field_name": np.array([number[field.name] for field in every], "<u4"),
+        "field_offset": np.array([field.offset for field in every], "<u8"),
+        "field_num_bytes": np.array([field.num_bytes for field in every], "<u8"),
+        "field_crc32c": np.array([field.crc32c for field in every], "<u4"),
+    }
+
+
+def _meta(shard: str, shard_num_bytes: int, names: list[str]) -> dict[str, Json]:
+    return {
+        "kind": KIND,
+        "format_version": FORMAT_VERSION,
+        "shard": shard,
+        "shard_num_bytes": shard_num_bytes,
+        "field_names": names,
+    }

@@ -13,29 +13,46 @@ from dataclasses import dataclass
 from shardflow.errors import FormatError
 
 __all__ = [
+    "ANNOTATIONS_FIELD",
     "FIELD_PATTERN",
     "REPORT_FIELD",
+    "REPORT_JSON_FIELD",
     "SAMPLE_KEY_PATTERN",
     "SHARD_NAME_PATTERN",
     "SPLIT_PATTERN",
     "STUDY_FIELD",
+    "MaskField",
     "SliceField",
+    "VariantField",
     "check_field",
     "check_sample_key",
     "count_slices",
+    "mask_field",
+    "mask_prefix",
+    "parse_mask_field",
     "parse_slice_field",
+    "parse_small_field",
+    "parse_variant_field",
     "shard_name",
     "slice_field",
+    "small_field",
+    "thumbnail_field",
+    "variant_field",
 ]
 
 STUDY_FIELD = "study.json"
 REPORT_FIELD = "report.txt"
+ANNOTATIONS_FIELD = "annotations.json"
+REPORT_JSON_FIELD = "report.json"
 
 SAMPLE_KEY_PATTERN = re.compile(r"[a-z0-9]{1,64}", re.ASCII)
 FIELD_PATTERN = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*", re.ASCII)
 SPLIT_PATTERN = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
 SHARD_NAME_PATTERN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
 _SLICE = re.compile(r"s(\d{3,6})\.i(\d{4,8})\.([a-z0-9]+)", re.ASCII)
+_MASK = re.compile(r"(s\d{3,6})\.m(\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
+_VARIANT = re.compile(r"(s\d{3,6})\.v(\d{2,4})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
+_SMALL = re.compile(r"(s\d{3,6})\.small\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +60,26 @@ class SliceField:
     """The parts of a slice's field name: series number, index along the normal, codec."""
 
     series: int
+    index: int
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class MaskField:
+    """The parts of a mask's field name: series number, region, index of the slice, codec."""
+
+    series: int
+    roi: int
+    index: int
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class VariantField:
+    """The parts of a variant's field name: series number, variant, index of the slice, codec."""
+
+    series: int
+    variant: int
     index: int
     codec: str
 
@@ -114,6 +151,125 @@ def parse_slice_field(field: str) -> SliceField | None:
     parsed = SliceField(int(match[1]), int(match[2]), match[3])
     # "s0003.i0045.b2nd" would be a second name of the same slice.
     return parsed if slice_field(parsed.series, parsed.index, parsed.codec) == field else None
+
+
+def small_field(series: int, index: int, codec: str) -> str:
+    """Name the member of the small version of one slice, see `slice_field`.
+
+    Example:
+        >>> small_field(3, 45, "b2nd")
+        's003.small.i0045.b2nd'
+    """
+    head, _, rest = slice_field(series, index, codec).partition(".")
+    return f"{head}.small.{rest}"
+
+
+def parse_small_field(field: str) -> SliceField | None:
+    """Take the name of a small slice apart; None for all other fields, slices among them.
+
+    Example:
+        >>> parse_small_field("s003.small.i0045.b2nd")
+        SliceField(series=3, index=45, codec='b2nd')
+    """
+    match = _SMALL.fullmatch(field)
+    return None if match is None else parse_slice_field(f"{match[1]}.{match[2]}")
+
+
+def variant_field(series: int, variant: int, index: int, codec: str) -> str:
+    """Name the member of an augmented variant of one slice, see `slice_field`.
+
+    Args:
+        series: Number of the series in its sample.
+        variant: Number of the variant, from 1.
+        index: Place of the slice.
+        codec: Name of the codec.
+
+    Raises:
+        FormatError: A number is too small or too large.
+
+    Example:
+        >>> variant_field(3, 1, 45, "b2nd")
+        's003.v01.i0045.b2nd'
+    """
+    head, _, rest = slice_field(series, index, codec).partition(".")
+    field = f"{head}.v{variant:02d}.{rest}"
+    if variant < 1 or not _VARIANT.fullmatch(field):
+        raise FormatError(f"a variant must have a number in 1..9999, got {variant}.")
+    return field
+
+
+def parse_variant_field(field: str) -> VariantField | None:
+    """Take the name of an augmented variant apart; None for all other fields, slices among them.
+
+    Example:
+        >>> parse_variant_field("s003.v01.i0045.b2nd")
+        VariantField(series=3, variant=1, index=45, codec='b2nd')
+    """
+    match = _VARIANT.fullmatch(field)
+    part = None if match is None else parse_slice_field(f"{match[1]}.{match[3]}")
+    if match is None or part is None or not int(match[2]):
+        return None
+    parsed = VariantField(part.series, int(match[2]), part.index, part.codec)
+    name = variant_field(parsed.series, parsed.variant, parsed.index, parsed.codec)
+    return parsed if name == field else None
+
+
+def mask_prefix(series: int, roi: int) -> str:
+    """Name what the masks of a region have in common.
+
+    Args:
+        series: Number of the series in its sample.
+        roi: Number of the region in ``annotations.json``.
+
+    Raises:
+        FormatError: A number is negative or too large.
+
+    Example:
+        >>> mask_prefix(3, 12)
+        's003.m012'
+    """
+    prefix = f"s{series:03d}.m{roi:03d}"
+    if not _MASK.fullmatch(f"{prefix}.i0000.b2nd"):
+        raise FormatError(
+            f"a mask must have a series and a region in 0..999999, got series {series}, region {roi}."
+        )
+    return prefix
+
+
+def mask_field(series: int, roi: int, index: int, codec: str) -> str:
+    """Name the member of the mask of a region in one slice, see `slice_field`.
+
+    Example:
+        >>> mask_field(3, 12, 45, "b2nd")
+        's003.m012.i0045.b2nd'
+    """
+    _, _, rest = slice_field(series, index, codec).partition(".")
+    return f"{mask_prefix(series, roi)}.{rest}"
+
+
+def parse_mask_field(field: str) -> MaskField | None:
+    """Take the name of a mask apart; None for all other fields.
+
+    Example:
+        >>> parse_mask_field("s003.m012.i0045.b2nd")
+        MaskField(series=3, roi=12, index=45, codec='b2nd')
+    """
+    match = _MASK.fullmatch(field)
+    part = None if match is None else parse_slice_field(f"{match[1]}.{match[3]}")
+    if match is None or part is None:
+        return None
+    parsed = MaskField(part.series, int(match[2]), part.index, part.codec)
+    return parsed if mask_prefix(parsed.series, parsed.roi) == f"{match[1]}.m{match[2]}" else None
+
+
+def thumbnail_field(series: int) -> str:
+    """Name the member of a series' thumbnail.
+
+    Example:
+        >>> thumbnail_field(3)
+        's003.thumb.jpg'
+    """
+    return f"s{series:03d}.thumb.jpg"
 
 
 def count_slices(fields: Iterable[str]) -> tuple[int, int]:

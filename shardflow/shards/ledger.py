@@ -86,9 +86,11 @@ class LedgerChain:
             "sample_key": row.sample_key,
             "prev": self.head,
         }
-        self.head = sha256_hex(canonical_json(body))
+        text = canonical_json(body)
+        self.head = sha256_hex(text)
         self.counts[row.outcome] += 1
-        return canonical_json({**body, "hash": self.head}) + b"\n"
+        # Keys are sorted, and "hash" comes before all others: the line is not encoded a second time.
+        return b'{"hash":"%s",%s\n' % (self.head.encode("ascii"), text[1:])
 
     def close(self) -> bytes:
         """Return the closing line: counts and head."""

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardflow.errors import FormatError, ManifestError, NotFoundError
+from shardflow.errors import FormatError, ManifestError, NoListingError, NotFoundError
 from shardflow.shards.canonical import Json, canonical_json, parse_json, sha256_hex
 from shardflow.shards.manifest_entries import FileEntry, LedgerEntry, ShardEntry, check_count, check_digest
 from shardflow.shards.outcomes import OutcomeCounts
@@ -32,6 +34,10 @@ __all__ = [
 
 FORMAT = "shardflow"
 FORMAT_VERSION = 1
+_PAGE = "page"
+_LINES = "line_outcomes"
+# A copy may hold the newest version alone, so the first numbers may be missing.
+_MAX_MISSING_VERSIONS = 8
 _PATH = re.compile(r"manifest-(\d{6})\.json", re.ASCII)
 
 
@@ -57,7 +63,8 @@ class Manifest:
     key_id: str | None = None
     """Which pseudonym key made the sample keys; not a secret."""
     extra: Mapping[str, Json] = field(default_factory=dict)
-    """Facts of the dataset as JSON without floats; never a clock, host or duration."""
+    """Facts of the dataset as JSON without floats; never a clock, host or duration. ``page`` and
+    ``line_outcomes``, where there are any, are files, see there."""
 
     def __post_init__(self) -> None:
         check_count(self.manifest_version, "manifest_version")
@@ -82,14 +89,35 @@ class Manifest:
         totals: dict[str, dict[str, int]] = {}
         for shard in self.shards:
             counts = totals.setdefault(shard.split, {"num_samples": 0, "num_shards": 0})
-            counts["num_samples"] += shard.num_samples
+            counts["num_samples"] += shard.num_samples - shard.num_removed
             counts["num_shards"] += 1
         return dict(sorted(totals.items()))
 
+    @property
+    def page(self) -> FileEntry | None:
+        """The page for people (HTML) that stands in the dataset; None where there is none.
+
+        It lies in ``extra``, so that readers that know nothing of pages open the dataset.
+        """
+        return _file_in(self.extra, _PAGE)
+
+    @property
+    def line_outcomes(self) -> FileEntry | None:
+        """The outcomes of a corpus' lines (`shardflow.shards.line_outcomes`); None of any other dataset.
+
+        It lies in ``extra`` for the same reason.
+        """
+        return _file_in(self.extra, _LINES)
+
+    def with_page(self, page: FileEntry) -> Manifest:
+        """Return this manifest, which names a page too."""
+        return replace(self, extra={**self.extra, _PAGE: _file_json(page)})
+
     def files(self) -> list[FileEntry]:
-        """Every file that the manifest names, in the order: shard, its index, ..., samples table, ledger."""
+        """Every file that the manifest names: shard, its index, ..., samples table, ledger, lines, page."""
         files = [entry for shard in self.shards for entry in (shard.file, shard.index)]
-        return [*files, self.samples, *([self.ledger.file] if self.ledger else [])]
+        others = (self.ledger.file if self.ledger else None, self.line_outcomes, self.page)
+        return [*files, self.samples, *(entry for entry in others if entry)]
 
     def encode(self) -> bytes:
         """Return the bytes of the manifest file."""
@@ -141,6 +169,7 @@ class Manifest:
                     "index": _file_json(shard.index),
                     "num_samples": shard.num_samples,
                     "num_fields": shard.num_fields,
+                    **({"num_removed": shard.num_removed} if shard.num_removed else {}),
                 }
                 for shard in self.shards
             ],
@@ -161,9 +190,28 @@ def manifest_path(version: int) -> str:
 
 
 def versions(store: ByteStore) -> list[int]:
-    """Return the versions that a store holds, ascending."""
-    matches = (_PATH.fullmatch(path) for path in store.list("manifest-"))
+    """Return the versions that a store holds, ascending.
+
+    A store that cannot list (plain HTTP) is asked for one number after the other, until so many are missing
+    that no more are expected.
+    """
+    try:
+        paths = store.list("manifest-")
+    except NoListingError:
+        return _probe_versions(store)
+    matches = (_PATH.fullmatch(path) for path in paths)
     return sorted(int(match[1]) for match in matches if match)
+
+
+def _probe_versions(store: ByteStore) -> list[int]:
+    found: list[int] = []
+    for number in itertools.count(1):
+        if number - (found[-1] if found else 0) > _MAX_MISSING_VERSIONS:
+            return found
+        with suppress(NotFoundError):
+            store.size(manifest_path(number))
+            found.append(number)
+    return found
 
 
 def latest_version(store: ByteStore) -> int:
@@ -193,7 +241,7 @@ def load(store: ByteStore, version: int | None = None) -> Manifest:
     try:
         manifest = Manifest.parse(store.read(path))
     except NotFoundError:
-        raise ManifestError(f"{path} must exist, found none; versions here: {versions(store)}.") from None
+        raise _no_version(number, versions(store)) from None
     except ManifestError as error:
         raise ManifestError(f"{path}: {error.message}") from None
     if manifest.manifest_version != number:
@@ -201,6 +249,15 @@ def load(store: ByteStore, version: int | None = None) -> Manifest:
             f"{path} must hold version {number}, got {manifest.manifest_version}; was it copied?"
         )
     return manifest
+
+
+def _no_version(number: int, found: list[int]) -> ManifestError:
+    if found and number < found[0]:
+        return ManifestError(
+            f"version {number} of the dataset must exist, got {found[0]} as its oldest: earlier ones were "
+            "deleted after samples were removed (shardflow compact); begin anew with a newer one."
+        )
+    return ManifestError(f"{manifest_path(number)} must exist, found none; versions here: {found}.")
 
 
 def commit(store: ByteStore, manifest: Manifest) -> str:
@@ -214,6 +271,23 @@ def commit(store: ByteStore, manifest: Manifest) -> str:
     """
     store.put_new(manifest_path(manifest.manifest_version), manifest.encode())
     return manifest.dataset_id
+
+
+def _file_in(extra: Mapping[str, Json], name: str) -> FileEntry | None:
+    """Read the entry of a file that ``extra`` names.
+
+    Raises:
+        ManifestError: It is no file.
+    """
+    fields = extra.get(name)
+    if fields is None:
+        return None
+    if not isinstance(fields, dict) or fields.keys() != {"path", "num_bytes", "sha256"}:
+        raise ManifestError(
+            f"extra.{name} must be a file with path, num_bytes and sha256, got another value."
+        )
+    entry: dict[str, Any] = fields
+    return FileEntry(**entry)
 
 
 def _file_json(entry: FileEntry) -> dict[str, Json]:

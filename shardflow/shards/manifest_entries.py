@@ -53,7 +53,10 @@ class ShardEntry:
     sha256: str
     index: FileEntry
     num_samples: int
+    """Samples that the files hold."""
     num_fields: int
+    num_removed: int = 0
+    """Samples of them that this version does not have any more."""
 
     def __post_init__(self) -> None:
         names = ((self.name, SHARD_NAME_PATTERN), (self.split, SPLIT_PATTERN))
@@ -61,6 +64,9 @@ class ShardEntry:
             raise ManifestError("a shard must have a name and a split of format 1, got another name.")
         check_count(self.num_samples, "num_samples")
         check_count(self.num_fields, "num_fields")
+        check_count(self.num_removed, "num_removed")
+        if self.num_removed and self.num_removed >= self.num_samples:
+            raise ManifestError("a shard without any sample of a version must not be named by it, got one.")
         # Checks path, size and digest.
         _ = self.file
 

@@ -7,9 +7,9 @@ these facts. The layout is in docs/format.md, section 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +73,10 @@ class SamplesTable:
         ChecksumError: Its header is damaged.
     """
 
+    kind: ClassVar[str] = KIND
+
     def __init__(self, table: Table) -> None:
-        table.expect_kind(KIND, FORMAT_VERSION)
+        table.expect_kind(self.kind, FORMAT_VERSION)
         self._table = table
         try:
             self.splits = {name: range(start, stop) for name, (start, stop) in table.meta["splits"].items()}
@@ -93,6 +95,11 @@ class SamplesTable:
     def column_names(self) -> tuple[str, ...]:
         """The columns of the table."""
         return self._table.column_names
+
+    @property
+    def vocabularies(self) -> Mapping[str, tuple[str, ...]]:
+        """The columns whose numbers are positions in a list of names, and those names."""
+        return {"modality": self.modalities}
 
     def sample_key(self, row: int) -> str:
         """Return the key of a sample."""

@@ -6,28 +6,48 @@ import os
 from urllib.parse import unquote, urlsplit
 
 from shardflow.errors import StorageError
+from shardflow.storage.cache import Cache, CacheConfig, CachedStore
+from shardflow.storage.client import REMOTE_SCHEMES
 from shardflow.storage.local import LocalStore
+from shardflow.storage.remote import RemoteStore
 from shardflow.storage.store import ByteStore
 
 __all__ = ["open_store"]
 
 
-def open_store(url: str | os.PathLike[str]) -> ByteStore:
-    """Open the store at a path or ``file://`` URL.
+def open_store(url: str | os.PathLike[str], *, cache: Cache | CacheConfig | None = None) -> ByteStore:
+    """Open the store at a path, or at an address: ``file://``, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
+
+    Nothing is asked of a remote store yet.
+
+    Args:
+        url: The path or address.
+        cache: What is kept before it. Objects are kept once their owner has said what they are, see
+            `CachedStore.bind`, as a dataset does.
 
     Raises:
-        StorageError: The URL's scheme is not a known one.
+        StorageError: The scheme is not a known one, or the address carries credentials.
+        ConfigError: The directory of the cache holds something and is no cache.
 
     Example:
         >>> open_store("file:///data/set%201").url
         '/data/set 1'
     """
-    text = os.fspath(url)
+    store = _open_origin(os.fspath(url))
+    if cache is None or (isinstance(cache, CacheConfig) and not cache.is_on):
+        return store
+    return CachedStore(store, cache if isinstance(cache, Cache) else Cache(cache))
+
+
+def _open_origin(text: str) -> ByteStore:
     if "://" not in text:
         return LocalStore(text)
     parts = urlsplit(text)
+    if parts.scheme in REMOTE_SCHEMES:
+        return RemoteStore(text)
     if parts.scheme != "file":
-        raise StorageError(f"a dataset URL must be a path or begin with file://, got {parts.scheme}://.")
+        known = ", ".join(f"{scheme}://" for scheme in sorted({"file", *REMOTE_SCHEMES}))
+        raise StorageError(f"a dataset URL must be a path or begin with one of {known}, got another scheme.")
     if parts.netloc not in ("", "localhost"):
         raise StorageError("a file:// URL must name no host, got one; write file:///absolute/path.")
     return LocalStore(unquote(parts.path))

@@ -8,13 +8,13 @@ turn them into few requests.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardflow.errors import StorageError
 
-__all__ = ["ByteRange", "ByteStore", "check_object_path", "check_ranges"]
+__all__ = ["ByteRange", "ByteStore", "check_object_path", "check_ranges", "sized"]
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -80,8 +80,26 @@ class ByteStore(Protocol):
             StorageError: Writing failed; nothing is left behind.
         """
 
+    def put_stream(self, path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        """Write an object of any size from its pieces; it appears whole or not at all.
+
+        Args:
+            path: The object.
+            chunks: Its bytes in order. An exception of theirs passes on, and nothing is left behind: whoever
+                checks a digest on the way raises at the end.
+            num_bytes: Size of the object.
+
+        Raises:
+            AlreadyExistsError: The object exists; it is untouched.
+            StorageError: Writing failed, or the pieces have another size; nothing is left behind.
+        """
+
     def list(self, prefix: str) -> list[str]:
-        """Return the sorted names that begin with ``prefix``; unfinished objects are no objects."""
+        """Return the sorted names that begin with ``prefix``; unfinished objects are no objects.
+
+        Raises:
+            NoListingError: The store cannot list.
+        """
 
 
 def check_object_path(path: str) -> str:
@@ -115,3 +133,22 @@ def check_ranges(path: str, ranges: Sequence[ByteRange], buffers: Sequence[memor
                 f"a buffer must be writable, contiguous and of its range's {span.num_bytes} bytes, "
                 f"got {buffer.nbytes} bytes, readonly={buffer.readonly} ({path})."
             )
+
+
+def sized(path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> Iterator[memoryview]:
+    """Pass pieces on as flat bytes, and refuse them at their end if they are not of the size promised.
+
+    Raises:
+        StorageError: They are more or fewer bytes than ``num_bytes``.
+    """
+    num_seen = 0
+    for chunk in chunks:
+        piece = memoryview(chunk).cast("B")
+        num_seen += piece.nbytes
+        if num_seen > num_bytes:
+            break
+        yield piece
+    if num_seen != num_bytes:
+        raise StorageError(
+            f"{path} must be written with {num_bytes} bytes, got others; did it change meanwhile?"
+        )

@@ -2,19 +2,22 @@
 
 A stage is a name such as ``"read"`` or ``"decode"``. Its totals only grow, so that a reader may take the
 difference of two snapshots; a gauge (queue depth, buffered bytes) keeps what was last seen and the extremes.
+Who wants the numbers of a stretch of time, gauges too, opens a `CountersWindow`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["StageCounters", "StageTimer", "StageTotals"]
+__all__ = ["CountersWindow", "GaugeTotals", "StageCounters", "StageTimer", "StageTotals"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,19 @@ class StageTotals:
     seconds: float = 0.0
     num_bytes: int = 0
     num_items: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GaugeTotals:
+    """What a gauge showed in a window; totals of several processes are merged with `StageCounters.merge`."""
+
+    last: float
+    least: float
+    most: float
+    weighted: float
+    """Sum of value times weight."""
+    weight: float
+    """Sum of the weights: looks, or seconds where values were kept for different times."""
 
 
 class StageCounters:
@@ -43,6 +59,7 @@ class StageCounters:
         self._lock = threading.Lock()
         self._stages: dict[str, list[float]] = {}
         self._gauges: dict[str, list[float]] = {}
+        self._windows: weakref.WeakSet[CountersWindow] = weakref.WeakSet()
 
     def add(self, stage: str, seconds: float = 0.0, num_bytes: int = 0, num_items: int = 0) -> None:
         """Add to a stage's totals; a new name makes a new stage."""
@@ -58,18 +75,52 @@ class StageCounters:
         """Return a context manager that adds the time of its block, also when the block raises."""
         return StageTimer(self, stage, num_bytes, num_items)
 
-    def observe(self, gauge: str, value: float) -> None:
-        """Record the present value of something that goes up and down."""
+    def observe(self, gauge: str, value: float, weight: float = 1.0) -> None:
+        """Record the present value of something that goes up and down.
+
+        Args:
+            gauge: Its name.
+            value: What it shows.
+            weight: How much the value counts in the mean: the seconds that it stood, where they differ.
+        """
+        self.merge(
+            gauge, GaugeTotals(last=value, least=value, most=value, weighted=value * weight, weight=weight)
+        )
+
+    def merge(self, gauge: str, seen: GaugeTotals) -> None:
+        """Record what a gauge of another process showed for some time."""
         with self._lock:
-            seen = self._gauges.get(gauge)
-            if seen is None:
-                self._gauges[gauge] = [value, value, value, value, 1]
-                return
-            seen[0] = value
-            seen[1] = min(seen[1], value)
-            seen[2] = max(seen[2], value)
-            seen[3] += value
-            seen[4] += 1
+            _merge(self._gauges, gauge, seen)
+            for window in self._windows:
+                _merge(window.gauges, gauge, seen)
+
+    def window(self) -> CountersWindow:
+        """Open a view of what is counted from now on; it ends when nobody holds it."""
+        window = CountersWindow(self)
+        with self._lock:
+            window.before = {name: tuple(totals) for name, totals in self._stages.items()}
+            self._windows.add(window)
+        return window
+
+    def take(self, window: CountersWindow) -> tuple[dict[str, StageTotals], dict[str, GaugeTotals]]:
+        """Return what was counted since a window's last look, see `CountersWindow.take`."""
+        with self._lock:
+            now = {name: tuple(totals) for name, totals in self._stages.items()}
+            gauges, window.gauges = window.gauges, {}
+            before, window.before = window.before, now
+        stages = {}
+        for name, totals in now.items():
+            seconds, num_bytes, num_items = (
+                new - old for new, old in zip(totals, before.get(name, (0.0, 0, 0)), strict=True)
+            )
+            if num_items or num_bytes or seconds:
+                stages[name] = StageTotals(
+                    seconds=seconds, num_bytes=int(num_bytes), num_items=int(num_items)
+                )
+        return stages, {
+            name: GaugeTotals(last=one[0], least=one[1], most=one[2], weighted=one[3], weight=one[4])
+            for name, one in gauges.items()
+        }
 
     def totals(self, stage: str) -> StageTotals:
         """Return a stage's totals; zeros for a stage that never ran."""
@@ -90,10 +141,34 @@ class StageCounters:
                 for name, totals in self._stages.items()
             }
             gauges = {
-                name: {"last": seen[0], "least": seen[1], "most": seen[2], "mean": seen[3] / seen[4]}
+                name: {"last": seen[0], "least": seen[1], "most": seen[2], "mean": _mean(seen)}
                 for name, seen in self._gauges.items()
             }
         return {**stages, **gauges}
+
+
+class CountersWindow:
+    """What counters counted since somebody's last look; any number of them see all that is counted.
+
+    Attributes:
+        before: Totals at the last look; the counters' own.
+        gauges: What gauges showed since; the counters' own.
+    """
+
+    __slots__ = ("__weakref__", "_counters", "before", "gauges")
+
+    def __init__(self, counters: StageCounters) -> None:
+        self._counters = counters
+        self.before: Mapping[str, tuple[float, ...]] = {}
+        self.gauges: dict[str, list[float]] = {}
+
+    def take(self) -> tuple[dict[str, StageTotals], dict[str, GaugeTotals]]:
+        """Return stages and gauges since the last look, and begin anew.
+
+        Returns:
+            Both by name, without those of which nothing was counted.
+        """
+        return self._counters.take(self)
 
 
 class StageTimer:
@@ -115,3 +190,19 @@ class StageTimer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._counters.add(self._stage, time.perf_counter() - self._start, self._num_bytes, self._num_items)
+
+
+def _merge(gauges: dict[str, list[float]], name: str, new: GaugeTotals) -> None:
+    seen = gauges.get(name)
+    if seen is None:
+        gauges[name] = [new.last, new.least, new.most, new.weighted, new.weight]
+        return
+    seen[0] = new.last
+    seen[1] = min(seen[1], new.least)
+    seen[2] = max(seen[2], new.most)
+    seen[3] += new.weighted
+    seen[4] += new.weight
+
+
+def _mean(seen: list[float]) -> float:
+    return seen[3] / seen[4] if seen[4] else seen[0]

@@ -9,6 +9,7 @@ from shardflow.errors import FormatError, ManifestError, NotFoundError, StorageE
 from shardflow.shards.canonical import sha256_hex
 from shardflow.shards.index import ShardIndex
 from shardflow.shards.ledger import verify_ledger
+from shardflow.shards.line_outcomes import LineOutcomes
 from shardflow.shards.manifest import LedgerEntry, Manifest, load, manifest_path
 from shardflow.shards.table import Table
 from shardflow.shards.table_layout import TableDamageError
@@ -18,7 +19,15 @@ from shardflow.shards.verification.samples import SamplesChecker, SamplesFinding
 from shardflow.shards.verification.shard import find_shard_damage
 from shardflow.storage import ByteStore
 
-__all__ = ["ShardResult", "check_ledger", "check_shard", "load_manifests", "open_table"]
+__all__ = [
+    "ShardResult",
+    "check_ledger",
+    "check_lines",
+    "check_page",
+    "check_shard",
+    "load_manifests",
+    "open_table",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,30 @@ def check_ledger(
         if entry and manifest.ledger == entry and manifest.counts != report.counts:
             return Damage(expected.path, "closing line", "other counts than the manifest's")
     return _compare(expected, memoryview(data))
+
+
+def check_lines(store: ByteStore, expected: ExpectedFile, manifests: Sequence[Manifest]) -> Damage | None:
+    """Check the outcomes of a corpus' lines: every byte, and their counts against the manifest."""
+    table = open_table(store, expected)
+    if isinstance(table, Damage):
+        return table
+    try:
+        counts = LineOutcomes(table).counts()
+    except FormatError as error:
+        return Damage(expected.path, WHOLE_FILE, error.message)
+    for manifest in manifests:
+        entry = manifest.line_outcomes
+        if entry and entry.path == expected.path and manifest.counts != counts:
+            return Damage(expected.path, "column outcome", "other counts than the manifest's")
+    return None
+
+
+def check_page(store: ByteStore, expected: ExpectedFile) -> Damage | None:
+    """Compare a page for people with its size and digest in the manifest; what it says is nobody's input."""
+    try:
+        return _compare(expected, memoryview(store.read(expected.path)))
+    except StorageError as error:
+        return _unreadable(expected.path, error)
 
 
 def _open_index(store: ByteStore, shard: ExpectedShard) -> ShardIndex | Damage:

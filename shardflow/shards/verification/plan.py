@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from shardflow.errors import NoListingError
 from shardflow.shards.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, manifest_path
 from shardflow.shards.verification.report import WHOLE_FILE, Damage
 from shardflow.storage import ByteStore
@@ -53,6 +54,8 @@ class FilePlan:
     shards: list[ExpectedShard] = field(default_factory=list)
     samples: list[ExpectedFile] = field(default_factory=list)
     ledgers: list[tuple[ExpectedFile, LedgerEntry | None]] = field(default_factory=list)
+    lines: list[ExpectedFile] = field(default_factory=list)
+    pages: list[ExpectedFile] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -60,7 +63,9 @@ class FilePlan:
         """The path of every file."""
         shards = [part.path for shard in self.shards for part in (shard.tar, shard.index)]
         tables = [table.path for table in self.samples]
-        return [*self.manifests, *shards, *tables, *(ledger.path for ledger, _ in self.ledgers)]
+        ledgers = [ledger.path for ledger, _ in self.ledgers]
+        others = [file.path for file in (*self.lines, *self.pages)]
+        return [*self.manifests, *shards, *tables, *ledgers, *others]
 
 
 def plan_files(store: ByteStore, manifests: Mapping[int, Manifest], all_versions: list[int]) -> FilePlan:
@@ -87,7 +92,15 @@ def plan_files(store: ByteStore, manifests: Mapping[int, Manifest], all_versions
             plan.samples.append(ExpectedFile.of(manifest.samples))
         if manifest.ledger and manifest.ledger.path not in before:
             plan.ledgers.append((ExpectedFile.of(manifest.ledger.file), manifest.ledger))
-    others = [path for path in store.list("") if path not in {*plan.manifests, *known}]
+        if manifest.line_outcomes and manifest.line_outcomes.path not in before:
+            plan.lines.append(ExpectedFile.of(manifest.line_outcomes))
+        if manifest.page and manifest.page.path not in before:
+            plan.pages.append(ExpectedFile.of(manifest.page))
+    try:
+        others = [path for path in store.list("") if path not in {*plan.manifests, *known}]
+    except NoListingError:
+        others = []
+        plan.notes.append("files that no manifest names were not looked for: the store cannot list")
     if len(manifests) < len(all_versions):
         others = _plan_by_name(plan, others)
     plan.notes += _describe_extras(others)

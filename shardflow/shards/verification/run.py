@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from shardflow.errors import FormatError, StorageError
+from shardflow.shards.foreign.places import located
 from shardflow.shards.manifest import Manifest, latest_version, versions
 from shardflow.shards.samples import SamplesTable
 from shardflow.shards.verification.files import (
     ShardResult,
     check_ledger,
+    check_lines,
+    check_page,
     check_shard,
     load_manifests,
     open_table,
@@ -53,6 +56,7 @@ def verify(
     newest = latest_version(store)
     all_versions = versions(store)
     manifests, damages = load_manifests(store, all_versions)
+    store = located(store, manifests.values())
     plan = plan_files(store, manifests, all_versions)
     damages += plan.damages
 
@@ -73,6 +77,13 @@ def verify(
         damages += [found] if found else []
     for ledger, entry in plan.ledgers:
         found = check_ledger(store, ledger, entry, list(manifests.values()))
+        damages += [found] if found else []
+
+    for lines in plan.lines:
+        found = check_lines(store, lines, list(manifests.values()))
+        damages += [found] if found else []
+    for page in plan.pages:
+        found = check_page(store, page)
         damages += [found] if found else []
 
     files = plan.files()

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.shards.foreign.images import IMAGE_KINDS
 from shardflow.shards.index import ShardIndex
-from shardflow.shards.keys import REPORT_FIELD, parse_slice_field
+from shardflow.shards.keys import parse_slice_field
 from shardflow.shards.manifest import Manifest
 from shardflow.shards.samples import SamplesTable
 from shardflow.shards.tar import BLOCK_NUM_BYTES
@@ -51,7 +52,7 @@ class SamplesChecker:
         self._starts = np.searchsorted(self._shards[self._order], bounds)
 
     def find_own_damage(self) -> SamplesFinding | None:
-        """Compare splits and shard numbers with the manifest."""
+        """Compare splits and shard numbers with the manifest, and keys with each other."""
         stop = 0
         for name, rows in sorted(self._samples.splits.items()):
             if rows.start != stop:
@@ -64,16 +65,30 @@ class SamplesChecker:
                 return SamplesFinding(row, "shard", f"a shard that is not of split {name}")
         if stop != len(self._shards):
             return SamplesFinding(-1, "splits", f"splits of {stop} rows instead of {len(self._shards)}")
+        keys = self._samples.column("sample_key")
+        order = np.argsort(keys, kind="stable")
+        again = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
+        if len(again):
+            row = int(order[1:][again].min())
+            return SamplesFinding(row, "sample_key", "a key that an earlier row has")
         return None
 
     def find_shard_damage(self, shard: int, index: ShardIndex) -> SamplesFinding | None:
         """Compare the rows of a shard with its index: keys, places, and the facts that field names tell."""
         rows = np.sort(self._order[self._starts[shard] : self._starts[shard + 1]])
-        if len(rows) != index.num_samples:
-            problem = f"{len(rows)} rows of {index.shard} instead of {index.num_samples}"
+        num_samples = index.num_samples - self.manifest.shards[shard].num_removed
+        if len(rows) != num_samples:
+            problem = f"{len(rows)} rows of {index.shard} instead of {num_samples}"
             return SamplesFinding(-1, "shard", problem)
+        places: Any = slice(None)
+        if num_samples != index.num_samples:
+            places = self._samples.gather("row_in_shard", rows).astype(np.int64)
+            if (np.diff(places) <= 0).any() or (len(places) and places[-1] >= index.num_samples):
+                problem = f"rows of {index.shard} that do not ascend, or that it does not have"
+                return SamplesFinding(-1, "row_in_shard", problem)
         findings = []
-        for column, expected in _expected_columns(index):
+        for column, all_expected in _expected_columns(index):
+            expected = all_expected[places]
             found = self._samples.gather(column, rows)
             wrong = np.flatnonzero(found != expected)
             if len(wrong):
@@ -90,21 +105,28 @@ def _show(value: Any) -> str:
 def _expected_columns(index: ShardIndex) -> Iterator[tuple[str, NDArray[Any]]]:
     """What the samples table must hold for the samples of a shard, in their order."""
     first = index.first_field.astype(np.int64)
-    starts, lasts = first[:-1], first[1:] - 1
+    starts = first[:-1]
     header_offsets = index.field_offsets - np.uint64(BLOCK_NUM_BYTES)
     padded = -(-index.field_num_bytes.astype(np.int64) // BLOCK_NUM_BYTES) * BLOCK_NUM_BYTES
-    stops = index.field_offsets.astype(np.int64)[lasts] + padded[lasts]
+    # In our own shards the members of a sample follow each other, so the sum is where the last one ends.
+    sizes = np.add.reduceat(padded + BLOCK_NUM_BYTES, starts) if len(starts) else np.zeros(0, np.int64)
     yield "sample_key", index.sample_keys
     yield "row_in_shard", np.arange(index.num_samples)
     yield "offset_bytes", header_offsets[starts]
-    yield "num_bytes", stops - header_offsets[starts].astype(np.int64)
+    yield "num_bytes", sizes
 
     samples = np.repeat(np.arange(index.num_samples), np.diff(first))
-    is_report = np.array([name == REPORT_FIELD for name in index.field_names], bool)[index.field_name_ids]
+    is_report = np.array([name == index.text_field for name in index.field_names], bool)[index.field_name_ids]
     text_bytes = np.zeros(index.num_samples, np.int64)
     text_bytes[samples[is_report]] = index.field_num_bytes[is_report]
     yield "text_bytes", text_bytes
 
+    if index.is_foreign:
+        is_image = np.array([name.rpartition(".")[2] in IMAGE_KINDS for name in index.field_names], bool)
+        num_images = np.bincount(samples[is_image[index.field_name_ids]], minlength=index.num_samples)
+        yield "num_series", np.minimum(num_images, 1)
+        yield "num_slices", num_images
+        return
     parsed = [parse_slice_field(name) for name in index.field_names]
     series = np.array([part.series if part else -1 for part in parsed], np.int64)[index.field_name_ids]
     slices = np.array([part.index if part else -1 for part in parsed], np.int64)[index.field_name_ids]

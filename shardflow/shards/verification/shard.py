@@ -7,16 +7,14 @@ of memory.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.shards.index import ShardIndex
+from shardflow.shards.stream import HashedStream
 from shardflow.shards.tar import (
     BLOCK_NUM_BYTES,
     END_OF_ARCHIVE,
@@ -24,11 +22,9 @@ from shardflow.shards.tar import (
     padding,
     parse_member_header,
 )
-from shardflow.storage import ByteRange, ByteStore
+from shardflow.storage import ByteStore
 
 __all__ = ["Finding", "find_shard_damage"]
-
-_WINDOW_NUM_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,48 +36,6 @@ class Finding:
     problem: str
     sample_key: str | None = None
     field: str | None = None
-
-
-class _Stream:
-    """The bytes of an object in order, hashed on the way."""
-
-    def __init__(self, store: ByteStore, path: str) -> None:
-        self._store = store
-        self._path = path
-        self.num_bytes = store.size(path)
-        self.position = 0
-        self._digest = hashlib.sha256()
-        self._window = np.empty(_WINDOW_NUM_BYTES, np.uint8)
-        self._window_start = self._window_stop = 0
-
-    def take(self, num_bytes: int) -> Iterator[NDArray[np.uint8]]:
-        """Yield the next bytes, fewer where the object ends; each piece is valid until the next one."""
-        stop = min(self.position + num_bytes, self.num_bytes)
-        while self.position < stop:
-            if self.position == self._window_stop:
-                self._advance()
-            piece_stop = min(stop, self._window_stop)
-            start = self.position
-            self.position = piece_stop
-            yield self._window[start - self._window_start : piece_stop - self._window_start]
-
-    def take_bytes(self, num_bytes: int) -> bytes:
-        """Return the next bytes; fewer where the object ends."""
-        return b"".join(piece.tobytes() for piece in self.take(num_bytes))
-
-    def hexdigest(self) -> str:
-        """SHA-256 of the whole object; reads what is left of it."""
-        for _ in self.take(self.num_bytes):
-            pass
-        return self._digest.hexdigest()
-
-    def _advance(self) -> None:
-        start = self._window_stop
-        stop = min(start + _WINDOW_NUM_BYTES, self.num_bytes)
-        view = self._window[: stop - start]
-        self._store.read_ranges(self._path, [ByteRange(start, stop - start)], [view.data])
-        self._digest.update(view.data)
-        self._window_start, self._window_stop = start, stop
 
 
 def find_shard_damage(
@@ -101,7 +55,12 @@ def find_shard_damage(
     Raises:
         StorageError: The shard cannot be read.
     """
-    stream = _Stream(store, path)
+    stream = HashedStream(store, path)
+    if index is not None and index.is_foreign:
+        finding = _walk_foreign(stream, index)
+        if finding is None and stream.hexdigest() != sha256 and sha256 is not None:
+            finding = Finding(0, "a header, padding or what no sample has", "another sha256")
+        return finding
     finding = _walk_headers(stream) if index is None else _walk_index(stream, index)
     if finding is None and stream.position < stream.num_bytes:
         extra = stream.num_bytes - stream.position
@@ -114,7 +73,7 @@ def find_shard_damage(
     return finding or Finding(0, "a payload, which one only its index could tell", "another sha256")
 
 
-def _walk_index(stream: _Stream, index: ShardIndex) -> Finding | None:
+def _walk_index(stream: HashedStream, index: ShardIndex) -> Finding | None:
     number = 0
     for row in range(index.num_samples):
         key = index.sample_key(row)
@@ -129,7 +88,28 @@ def _walk_index(stream: _Stream, index: ShardIndex) -> Finding | None:
     return Finding(finding[0], "end of the archive", finding[1]) if finding else None
 
 
-def _walk_headers(stream: _Stream) -> Finding | None:
+def _walk_foreign(stream: HashedStream, index: ShardIndex) -> Finding | None:
+    """Check size and payloads; of what lies between them nothing is known but the digest of the whole tar."""
+    if stream.num_bytes != index.shard_num_bytes:
+        problem = f"{stream.num_bytes} bytes instead of {index.shard_num_bytes}"
+        return Finding(min(stream.num_bytes, index.shard_num_bytes), "end of the file", problem)
+    rows = np.repeat(np.arange(index.num_samples), np.diff(index.first_field).astype(np.int64))
+    for number in np.argsort(index.field_offsets, kind="stable").tolist():
+        offset, expected = int(index.field_offsets[number]), int(index.field_crc32c[number])
+        for _ in stream.take(offset - stream.position):
+            pass
+        found = 0
+        for piece in stream.take(int(index.field_num_bytes[number])):
+            found = int(google_crc32c.extend(found, piece))
+        if found != expected:
+            key = index.sample_key(int(rows[number]))
+            name = index.field_names[int(index.field_name_ids[number])]
+            problem = f"crc32c {found:08x} instead of {expected:08x}"
+            return Finding(offset, f"payload of {key}.{name}", problem, key, name)
+    return None
+
+
+def _walk_headers(stream: HashedStream) -> Finding | None:
     """Judge headers and padding by themselves, each header telling where the next one lies."""
     number = 0
     while True:
@@ -152,7 +132,7 @@ def _walk_headers(stream: _Stream) -> Finding | None:
         number += 1
 
 
-def _check_member(stream: _Stream, name: str, num_bytes: int, crc: int) -> tuple[int, str, str] | None:
+def _check_member(stream: HashedStream, name: str, num_bytes: int, crc: int) -> tuple[int, str, str] | None:
     finding = _compare(stream, member_header(name, num_bytes))
     if finding:
         return finding[0], "header of", finding[1]
@@ -168,7 +148,7 @@ def _check_member(stream: _Stream, name: str, num_bytes: int, crc: int) -> tuple
     return (finding[0], "padding after", finding[1]) if finding else None
 
 
-def _compare(stream: _Stream, expected: bytes) -> tuple[int, str] | None:
+def _compare(stream: HashedStream, expected: bytes) -> tuple[int, str] | None:
     """Compare the next bytes with what they must be: offset and problem of the first difference."""
     start = stream.position
     found = stream.take_bytes(len(expected))

@@ -1,72 +1,32 @@
-"""Settings: a strict TOML file becomes a frozen dataclass, or an error that names the mistake.
-
-Owns reading, overriding, checking and writing of settings for every job. Knows no particular setting: each
-package has its own dataclasses and passes them in. Invariant: an unknown key is never ignored, and nothing is
-read from the environment.
-
-Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T | None``,
-nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an integer) or
-:class:`Bounds`. Relative paths in the file are taken from the file's folder, relative paths of ``--set`` from
-the current folder; ``~`` is the home folder.
-"""
+"""Bind a TOML file and overrides to a dataclass; every mistake is named with its place."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
-import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from shardflow.configs.fields import (
+    BYTE_SIZE,
+    PLACE,
+    Bounds,
+    one_of,
+    parse_byte_size,
+    split_annotated,
+    type_hints,
+)
 from shardflow.errors import ConfigError
 
-__all__ = ["BYTE_SIZE", "Bounds", "ByteSize", "check_fields", "dump_config", "load_config", "parse_byte_size"]
+__all__ = ["load_config"]
 
 _T = TypeVar("_T")
-
-BYTE_SIZE: Final = "byte size"
-"""Marks an integer that the file may write as ``"512MiB"``."""
-
-ByteSize = Annotated[int, BYTE_SIZE]
-"""An integer number of bytes that the file may write with a unit, such as ``"512MiB"``."""
-
-_SIZE_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)?\s*")
-_SIZE_FACTORS: Final = {
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-    "KB": 1000,
-    "kiB": 1024,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The closed range that a number must lie in; ``None`` is no bound."""
-
-    minimum: float | None = None
-    maximum: float | None = None
-
-    def describe(self) -> str:
-        """Say the range in words for an error message."""
-        if self.minimum is None:
-            return f"at most {_plain(self.maximum)}"
-        if self.maximum is None:
-            return f"at least {_plain(self.minimum)}"
-        return f"from {_plain(self.minimum)} to {_plain(self.maximum)}"
-
-    def holds(self, value: float) -> bool:
-        """Say whether ``value`` lies in the range."""
-        return (self.minimum is None or value >= self.minimum) and (
-            self.maximum is None or value <= self.maximum
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +78,7 @@ def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) 
             tree = tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(
-            f"the configuration file must exist, got no file of the name {path.name!r}; correct --config."
+            f"the configuration file must exist, got no file of the name {path.name!r}; correct the path."
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -132,49 +92,6 @@ def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) 
         _apply_override(tree, override)
     place = _Place(file_name=path.name, folder=path.resolve().parent)
     return typing.cast("_T", _bind_dataclass(cls, tree, place))
-
-
-def parse_byte_size(text: str) -> int:
-    """Parse ``"512MiB"``, ``"1.5 GB"`` or ``"4096"`` into bytes.
-
-    Raises:
-        ConfigError: the text is no size.
-    """
-    match = _SIZE_PATTERN.fullmatch(text)
-    if match is None:
-        raise ConfigError(
-            f"a size must be a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, got {text!r}."
-        )
-    return int(float(match[1]) * _SIZE_FACTORS[match[2] or "B"])
-
-
-def check_fields(config: object) -> None:
-    """Check every :class:`Bounds` and ``Literal`` of a dataclass instance; for ``__post_init__``.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    for field in dataclasses.fields(typing.cast("Any", config)):
-        hint = _hints(type(config))[field.name]
-        value = getattr(config, field.name)
-        base, marks = _split_annotated(hint)
-        if value is None or (isinstance(value, str) and base is not str and get_origin(base) is not Literal):
-            continue
-        if get_origin(base) is Literal and value not in get_args(base):
-            raise ConfigError(f"{field.name} must be {_one_of(get_args(base))}, got {value!r}; correct it.")
-        for mark in marks:
-            if isinstance(mark, Bounds) and not mark.holds(value):
-                raise ConfigError(f"{field.name} must be {mark.describe()}, got {value!r}; correct it.")
-
-
-def dump_config(config: object) -> str:
-    """Write a dataclass as TOML that :func:`load_config` reads back to an equal instance.
-
-    Keys whose value is ``None`` are left out; paths are written as they are (absolute after loading).
-    """
-    lines: list[str] = []
-    _dump_table(_as_tree(config), (), lines)
-    return "\n".join(lines).strip("\n") + "\n"
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -199,23 +116,13 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     table[keys[-1]] = _Override(text=text, value=value)
 
 
-def _plain(number: float | None) -> str:
-    """Write a bound as people do: a whole number with all its digits."""
-    whole = number is not None and float(number).is_integer() and abs(number) < 2**63
-    return f"{number:.0f}" if whole else f"{number:g}"
-
-
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
-
-
 def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
     if isinstance(tree, _Override):
         tree = tree.value
     if not isinstance(tree, dict):
         raise place.error("a table", _kind(tree), f"write [{place.name}]")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    hints = _hints(cls)
+    hints = type_hints(cls)
     for key in tree:
         if key not in fields:
             raise _unknown_key(key, tree[key], list(fields), place)
@@ -251,7 +158,7 @@ def _unknown_key(key: str, value: Any, known: list[str], place: _Place) -> Confi
 
 def _bind(hint: Any, value: Any, place: _Place) -> Any:
     """Turn a TOML value into the type that ``hint`` asks for."""
-    base, marks = _split_annotated(hint)
+    base, marks = split_annotated(hint)
     if isinstance(value, _Override):
         place = dataclasses.replace(place, folder=Path.cwd(), file_name="--set")
         takes_text = base in {str, Path} or get_origin(base) is Literal or BYTE_SIZE in marks
@@ -270,7 +177,7 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
         return {key: _bind(get_args(base)[1], item, place.below(key)) for key, item in value.items()}
     if origin is Literal:
         if value not in get_args(base):
-            raise place.error(_one_of(get_args(base)), repr(value), "take one of these")
+            raise place.error(one_of(get_args(base)), repr(value), "take one of these")
         return value
     value = _bind_scalar(base, marks, value, place)
     for mark in marks:
@@ -293,10 +200,13 @@ def _bind_scalar(base: Any, marks: tuple[Any, ...], value: Any, place: _Place) -
             return parse_byte_size(value)
         except ConfigError:
             raise place.error("a size such as 512MiB", repr(value), "correct it") from None
-    if base is Path and isinstance(value, str):
+    if (base is Path or PLACE in marks) and isinstance(value, str):
         if not value:
             raise place.error("a path", "an empty text", "name a file or folder")
-        return place.folder / Path(value).expanduser()
+        if PLACE in marks and "://" in value:
+            return value
+        path = place.folder / Path(value).expanduser()
+        return path if base is Path else str(path)
     if base is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if base is float and isinstance(value, float) and not math.isfinite(value):
@@ -307,17 +217,6 @@ def _bind_scalar(base: Any, marks: tuple[Any, ...], value: Any, place: _Place) -
             expected.get(base, getattr(base, "__name__", str(base))), _kind(value), "correct the value"
         )
     return value
-
-
-def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    if get_origin(hint) is Annotated:
-        base, *marks = get_args(hint)
-        return base, tuple(marks)
-    return hint, ()
-
-
-def _one_of(choices: Sequence[Any]) -> str:
-    return "one of " + ", ".join(repr(choice) for choice in choices)
 
 
 def _kind(value: Any) -> str:
@@ -331,44 +230,3 @@ def _kind(value: Any) -> str:
         dict: "a table",
     }
     return names.get(type(value), type(value).__name__)
-
-
-def _as_tree(config: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value is not None:
-            tree[field.name] = _as_tree(value) if dataclasses.is_dataclass(value) else value
-    return tree
-
-
-def _dump_table(tree: Mapping[str, Any], keys: tuple[str, ...], lines: list[str]) -> None:
-    scalars = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
-    if keys:
-        lines.extend(["", f"[{'.'.join(map(_toml_key, keys))}]"])
-    lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in scalars.items())
-    for key, value in tree.items():
-        if key not in scalars:
-            _dump_table(value, (*keys, key), lines)
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_text(key)
-
-
-def _toml_text(text: str) -> str:
-    # JSON's escapes are TOML's basic-string escapes, but for DEL, which TOML wants escaped, and for surrogate
-    # pairs.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str | Path):
-        return _toml_text(str(value))
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    raise ConfigError(f"a setting must be a TOML value, got {type(value).__name__}; this is a bug.")

@@ -1,0 +1,230 @@
+"""The token ids of a dataset's texts, open for reading: many rows at once, no object per token.
+
+Tables are mapped when a row of theirs is first asked for, and only so many stay open: a map holds a file
+descriptor, and a corpus may have more shards than a process may have files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.shards.dataset import Dataset
+from shardflow.shards.table import Table
+from shardflow.shards.tokens import ids_name, ids_table, open_manifest, tokens_folder
+
+__all__ = ["TokenIds", "TokenPlaces"]
+
+_MAX_OPEN_TABLES: Final = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenPlaces:
+    """Where the tokens of some texts lie. Holds no map, so any number of them may wait."""
+
+    files: list[tuple[int, slice]]
+    """Number of each table, and which of the places below lie in it."""
+    texts: NDArray[np.int64]
+    """``(k,)`` position of each text in what was asked for; rows of -1 are left out."""
+    starts: NDArray[np.int64]
+    """``(k,)`` first token in the table."""
+    stops: NDArray[np.int64]
+    """``(k,)`` token behind the last one."""
+
+    def lengths(self, num_texts: int) -> NDArray[np.int64]:
+        """Return how many tokens each text has, ``(num_texts,)``."""
+        lengths = np.zeros(num_texts, np.int64)
+        lengths[self.texts] = self.stops - self.starts
+        return lengths
+
+    def each(self) -> Iterator[TokenPlaces]:
+        """Yield the places of each text alone."""
+        for number, here in self.files:
+            for place in range(here.start, here.stop):
+                one = slice(place, place + 1)
+                yield TokenPlaces(
+                    files=[(number, slice(0, 1))],
+                    texts=self.texts[one],
+                    starts=self.starts[one],
+                    stops=self.stops[one],
+                )
+
+
+class _IdsFile:
+    """One open table. Safe for many threads, which at worst do the same thing twice."""
+
+    __slots__ = ("_bounds", "_table")
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._bounds: NDArray[Any] | None = None
+
+    def bounds(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return where the tokens of some rows begin and end, ``(n, 2)``."""
+        if self._bounds is None:
+            first_token = self._table.whole("first_token")
+            if first_token is None:
+                found = self._table.gather("first_token", np.concatenate((rows, rows + 1)))
+                return found.reshape(2, -1).T
+            self._bounds = self._checked_bounds(first_token)
+        bounds: NDArray[Any] = self._bounds[rows]
+        return bounds
+
+    def ids(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
+        """Return all ids, of which some spans of those of `bounds` are checked."""
+        ids = self._table.whole("token_ids")
+        if ids is not None and self._bounds is not None:
+            return ids
+        return self._table.spans("token_ids", starts, stops)
+
+    def _checked_bounds(self, first_token: NDArray[Any]) -> NDArray[Any]:
+        num_tokens = self._table.num_rows("token_ids")
+        if (first_token[1:] < first_token[:-1]).any() or first_token[-1] > num_tokens:
+            raise FormatError(
+                f"{self._table.name} must place its texts one behind another in {num_tokens} tokens, got "
+                "other places; delete the folder and tokenize again."
+            )
+        return np.lib.stride_tricks.sliding_window_view(first_token, 2)
+
+
+class TokenIds:
+    """The tokens of one tokenizer beside a dataset. Safe for many threads.
+
+    Args:
+        dataset: The dataset, any store; a remote one fetches the tables whole.
+        tokenizer: SHA-256 of its ``tokenizer.json``.
+
+    Raises:
+        ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
+        FormatError: The tokens are another dataset's, or cannot be trusted.
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: str) -> None:
+        manifest = open_manifest(dataset, tokenizer)
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._files = manifest.files
+        self._first_rows = np.cumsum([0, *(file.num_rows for file in manifest.files)])
+        self._open_files: OrderedDict[int, _IdsFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[TokenIds], tuple[Dataset, str]]:
+        """Cross a process boundary without maps."""
+        return type(self), (self._dataset, self._tokenizer)
+
+    def gather(
+        self, rows: NDArray[np.int64], max_tokens: int | None = None
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Return the tokens of some texts.
+
+        Args:
+            rows: ``(n,)`` rows of the samples table, in any order; -1 is an empty text.
+            max_tokens: Longer texts lose their tail.
+
+        Returns:
+            ids: ``(sum of lengths,)`` uint32, the texts one behind another in the order of ``rows``.
+            offsets: ``(n + 1,)``; text ``i`` is ``ids[offsets[i]:offsets[i + 1]]``.
+
+        Raises:
+            ChecksumError: A block that holds one of the texts is damaged.
+            FormatError: A table is another one than the manifest's.
+        """
+        places = self.find(rows, max_tokens)
+        offsets = np.concatenate(([0], np.cumsum(places.lengths(len(rows)))))
+        ids = np.empty(offsets[-1], np.uint32)
+        self.read(places, offsets, ids)
+        return ids, offsets
+
+    def find(self, rows: NDArray[np.int64], max_tokens: int | None = None) -> TokenPlaces:
+        """Find the tokens of some texts, without reading them.
+
+        Arguments as of `gather`.
+
+        Raises:
+            ChecksumError: A block of their places is damaged.
+            FormatError: A table is another one than the manifest's.
+        """
+        numbers = np.searchsorted(self._first_rows, rows, side="right") - 1  # -1 for a row of -1
+        texts = np.argsort(numbers, kind="stable")
+        numbers = numbers[texts]
+        num_empty = int(np.searchsorted(numbers, 0))
+        texts, numbers = texts[num_empty:], numbers[num_empty:]
+        local = rows[texts] - self._first_rows[numbers]
+        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
+        bounds = np.empty((len(texts), 2), np.int64)
+        files: list[tuple[int, slice]] = []
+        for first, stop in pairwise(cuts):
+            if first == stop:
+                continue
+            number, here = int(numbers[first]), slice(first, stop)
+            files.append((number, here))
+            bounds[here] = self._file(number).bounds(local[here])
+        starts, stops = bounds[:, 0], bounds[:, 1]
+        if max_tokens is not None:
+            stops = np.minimum(stops, starts + max_tokens)
+        return TokenPlaces(files=files, texts=texts, starts=starts, stops=stops)
+
+    def read(self, places: TokenPlaces, offsets: NDArray[np.int64], out: NDArray[np.uint32]) -> None:
+        """Copy tokens to where they belong.
+
+        Args:
+            places: From `find`.
+            offsets: ``(n,)`` or more; text ``i`` goes to ``out[offsets[i]:]``.
+            out: ``(m,)``.
+
+        Raises:
+            ChecksumError: A block that holds one of the texts is damaged; some of ``out`` may be written.
+            FormatError: A table is another one than the manifest's.
+        """
+        targets = offsets[places.texts]
+        for number, here in places.files:
+            starts, stops, to = places.starts[here], places.stops[here], targets[here]
+            ids = self._file(number).ids(starts, stops)
+            ends = to + (stops - starts)
+            # A slice for each text: an index for each token costs four times as much.
+            for start, stop, first, end in zip(
+                starts.tolist(), stops.tolist(), to.tolist(), ends.tolist(), strict=True
+            ):
+                out[first:end] = ids[start:stop]
+
+    def _file(self, number: int) -> _IdsFile:
+        with self._lock:
+            file = self._open_files.get(number)
+            if file is not None:
+                self._open_files.move_to_end(number)
+                return file
+        file = _IdsFile(self._open(number))
+        with self._lock:
+            self._open_files[number] = file
+            while len(self._open_files) > _MAX_OPEN_TABLES:
+                self._open_files.popitem(last=False)
+        return file
+
+    def _open(self, number: int) -> Table:
+        file = self._files[number]
+        dataset = self._dataset
+        name = f"{tokens_folder(self._tokenizer, dataset.dataset_id)}/{ids_name(number)}"
+        first = int(self._first_rows[number])
+        rows = range(first, first + file.num_rows)
+        buffer = dataset.map_beside(name, sha256=file.sha256, num_bytes=file.num_bytes, rows=rows)
+        if buffer.nbytes != file.num_bytes:
+            raise FormatError(
+                f"{name} must have its manifest's {file.num_bytes} bytes, got {buffer.nbytes}; delete "
+                "the folder and tokenize again."
+            )
+        return ids_table(
+            buffer,
+            name=name,
+            first_row=int(self._first_rows[number]),
+            num_rows=file.num_rows,
+            tokenizer=self._tokenizer,
+            dataset_id=dataset.dataset_id,
+        )

@@ -1,0 +1,24 @@
+"""A cache that knows the future: memory, a folder that the processes of a node share, the store behind.
+
+Owns what is kept, where, and what goes first. Knows nothing of datasets: objects come as digests, pieces and
+checksums, the future as numbers of units and steps. Invariant: readers get the bytes of the origin, whatever
+happens to the cache.
+"""
+
+from __future__ import annotations
+
+from shardflow.storage.cache.blocks import ObjectBlocks
+from shardflow.storage.cache.cache import Cache
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.outlook import Outlook, Run
+from shardflow.storage.cache.store import CachedStore, read_afresh
+
+__all__ = [
+    "Cache",
+    "CacheConfig",
+    "CachedStore",
+    "ObjectBlocks",
+    "Outlook",
+    "Run",
+    "read_afresh",
+]

@@ -1,0 +1,202 @@
+"""The unit of the cache: a run of whole pieces of an object, each with a checksum of its own.
+
+A piece is what readers ask for and can check: a field of a shard with its crc32c, or a whole file with its
+SHA-256. Blocks are cut between pieces, never inside one, so a block can be checked before it is published,
+and a reader of one field fetches little else. Pieces that lie side by side share a block up to a size; large
+and small ones never do, so that reading reports fetches no slices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.storage.store import ByteRange
+
+__all__ = ["ALWAYS", "NO_UNITS", "ObjectBlocks", "Span"]
+
+Int64Array = NDArray[np.int64]
+
+# A piece of at least this share of a block is large: it shares a block with large ones only.
+_LARGE_SHARE = 4
+NO_UNITS = (0, 0)
+ALWAYS = (1, 0)
+"""Units of what is needed all the time: a first one behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A block of an object: ``[start, stop)`` of its bytes."""
+
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the block."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ObjectBlocks:
+    """The blocks of one object: a pure function of its pieces and the block size.
+
+    Where units are given (rows of a samples table), a policy knows by them when a block is needed next.
+    """
+
+    name: str
+    """Digest of the object's content and the way it is cut; equal content has equal names."""
+    starts: Int64Array
+    """``(n,)`` where each block begins, ascending."""
+    stops: Int64Array
+    """``(n,)`` where it ends."""
+    first_piece: Int64Array
+    """``(n + 1,)`` pieces of each block, of those sorted by offset."""
+    piece_offsets: Int64Array
+    piece_num_bytes: Int64Array
+    piece_crc32c: NDArray[np.uint32]
+    sha256: str = ""
+    """Of the whole object, which is one block then and has no pieces."""
+    space: str = ""
+    """What the units count, such as a dataset_id; empty for none."""
+    unit_first: Int64Array
+    unit_stop: Int64Array
+    """``(n,)``: a block is needed when one of its units ``[unit_first, unit_stop)`` is read."""
+
+    @classmethod
+    def whole(
+        cls, sha256: str, num_bytes: int, *, space: str = "", units: tuple[int, int] = NO_UNITS
+    ) -> ObjectBlocks:
+        """Make an object one block, checked by its SHA-256.
+
+        Args:
+            sha256: Of the object, 64 hexadecimal digits.
+            num_bytes: Its size.
+            space: What units count.
+            units: The units that need the object; none if equal, and then it is kept as long as others go.
+        """
+        none = np.zeros(0, np.int64)
+        if units[0] >= units[1]:
+            units = ALWAYS
+        return cls(
+            name=f"{sha256}-whole",
+            starts=np.zeros(1, np.int64),
+            stops=np.array([num_bytes], np.int64),
+            first_piece=np.zeros(2, np.int64),
+            piece_offsets=none,
+            piece_num_bytes=none,
+            piece_crc32c=none.astype(np.uint32),
+            sha256=sha256,
+            space=space,
+            unit_first=np.array([units[0]], np.int64),
+            unit_stop=np.array([units[1]], np.int64),
+        )
+
+    @classmethod
+    def of_pieces(
+        cls,
+        sha256: str,
+        offsets: Int64Array,
+        num_bytes: Int64Array,
+        crc32c: NDArray[np.uint32],
+        *,
+        block_bytes: int,
+        space: str = "",
+        units: Int64Array | None = None,
+    ) -> ObjectBlocks | None:
+        """Cut an object between its pieces.
+
+        Args:
+            sha256: Of the object.
+            offsets: ``(p,)`` where each piece begins, in any order.
+            num_bytes: ``(p,)`` sizes of the pieces.
+            crc32c: ``(p,)`` checksums of the pieces.
+            block_bytes: Largest block of more than one piece.
+            space: What units count.
+            units: ``(p,)`` the unit of each piece, negative for none.
+
+        Returns:
+            The blocks; None where pieces overlap or there are none, so that nothing is kept of the object.
+        """
+        order = np.argsort(offsets, kind="stable")
+        starts, sizes = offsets[order], num_bytes[order]
+        stops = starts + sizes
+        if not len(starts) or (starts[1:] < stops[:-1]).any():
+            return None
+        first = _cut(starts, stops, sizes, block_bytes)
+        last = np.append(first[1:], len(starts)) - 1
+        unit_first = unit_stop = np.zeros(len(first), np.int64)
+        if units is not None:
+            used = units[order]
+            unit_stop = np.maximum.reduceat(used, first) + 1
+            unit_first = np.minimum.reduceat(np.where(used < 0, np.iinfo(np.int64).max, used), first)
+            unit_first = np.minimum(unit_first, unit_stop)
+        return cls(
+            name=f"{sha256}-{block_bytes}",
+            starts=starts[first],
+            stops=stops[last],
+            first_piece=np.append(first, len(starts)),
+            piece_offsets=starts,
+            piece_num_bytes=sizes,
+            piece_crc32c=crc32c[order],
+            space=space if units is not None else "",
+            unit_first=unit_first,
+            unit_stop=unit_stop,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.starts)
+
+    def span(self, number: int) -> Span:
+        """Return where a block lies."""
+        return Span(number, int(self.starts[number]), int(self.stops[number]))
+
+    def find(self, ranges: Sequence[ByteRange]) -> list[int]:
+        """Return the block that holds each range whole; -1 where none does."""
+        offsets = np.array([span.offset for span in ranges], np.int64)
+        ends = offsets + np.array([span.num_bytes for span in ranges], np.int64)
+        found = np.searchsorted(self.starts, offsets, side="right") - 1
+        is_inside = (found >= 0) & (ends <= self.stops[found])
+        return np.where(is_inside, found, -1).tolist()  # type: ignore[no-any-return]
+
+    def is_sound(self, number: int, payload: memoryview) -> bool:
+        """Tell whether bytes are those of a block: every piece has its checksum.
+
+        What lies between pieces (headers of a tar) is not covered, and is asked for by no one.
+        """
+        if payload.nbytes != int(self.stops[number]) - int(self.starts[number]):
+            return False
+        if self.sha256:
+            return hashlib.sha256(payload).hexdigest() == self.sha256
+        first, stop = self.first_piece[number : number + 2].tolist()
+        base = int(self.starts[number])
+        places = (self.piece_offsets[first:stop] - base).tolist()
+        sizes = self.piece_num_bytes[first:stop].tolist()
+        checksums = self.piece_crc32c[first:stop].tolist()
+        flat = np.frombuffer(payload, np.uint8)
+        return all(
+            google_crc32c.value(flat[place : place + size]) == checksum
+            for place, size, checksum in zip(places, sizes, checksums, strict=True)
+        )
+
+
+def _cut(starts: Int64Array, stops: Int64Array, sizes: Int64Array, block_bytes: int) -> Int64Array:
+    """Return the first piece of each block."""
+    is_large = sizes >= block_bytes // _LARGE_SHARE
+    changes = np.append(np.flatnonzero(np.diff(is_large)) + 1, len(starts)).tolist()
+    first, place, change = [], 0, 0
+    while place < len(starts):
+        while changes[change] <= place:
+            change += 1
+        first.append(place)
+        within = int(np.searchsorted(stops, starts[place] + block_bytes, side="right"))
+        place = min(max(within, place + 1), changes[change])
+    return np.array(first, np.int64)

@@ -1,0 +1,400 @@
+"""The tier on disk: a folder that all processes of a node share, each block fetched by one of them.
+
+A claim is a row of the catalog with the claimant's slot, and the slot is a lock that the kernel frees when
+its process ends. So whoever finds a claim of the dead settles it: a block that stands is kept, anything else
+is as if it had never been begun. What goes wrong with the folder turns the tier off, with one warning, and
+reads go on from the origin.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardflow.storage.cache.blocks import ObjectBlocks
+from shardflow.storage.cache.catalog import (
+    ABSENT,
+    BLOCKED,
+    CLAIMED,
+    READY,
+    Catalog,
+    CatalogObject,
+    Header,
+    pages_of,
+)
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.eviction import Evictor
+from shardflow.storage.cache.folder import BlockDamagedError, CacheFolder
+from shardflow.storage.cache.outlook import Outlook
+from shardflow.storage.cache.policy import decayed
+from shardflow.storage.cache.shrinking import Shrinker
+from shardflow.storage.cache.tier import Claim, Piece, read_pieces
+from shardflow.telemetry import StageCounters
+
+__all__ = ["DiskTier"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PAUSE_S = 10.0
+_LOOK_AT_HOLDER_S = 0.05
+_READ_CLOCK_EVERY = 32
+_NOTES_PER_HALF_LIFE = 64
+_MAX_NOTED = 1 << 16
+_DIRTY, _CLEAN = b"D", b"C"
+
+
+class DiskTier:
+    """Keeps blocks in a folder; see `Tier`.
+
+    Args:
+        path: The folder.
+        config: Bounds and policy.
+        counters: Gets ``cache_disk_evicted``, ``cache_poisoned`` and ``cache_fault``.
+
+    Raises:
+        ConfigError: The folder is not ours.
+        OSError: It cannot be used.
+        ValueError: Its catalog is damaged.
+    """
+
+    def __init__(self, path: Path, config: CacheConfig, counters: StageCounters) -> None:
+        self._config = config
+        self._counters = counters
+        self._folder = CacheFolder(path)
+        self._slot, self._slot_file = self._folder.take_slot()
+        try:
+            self._catalog = Catalog(self._folder)
+            self.outlook = Outlook(self._folder, self._slot)
+            self._evictor = Evictor(
+                config, self._folder, self._catalog, self.outlook, counters, settle=self._settle
+            )
+            self.shrinker = Shrinker(self._catalog, self._evictor, self._fail)
+            self._recover()
+        except BaseException:
+            os.close(self._slot_file)
+            self._slot_file = -1
+            raise
+        # What this process has noted of uses: by row, the clock at which it did so last.
+        self._noted: dict[int, int] = {}
+        self._clock = self._num_reads = 0
+        self._is_off = False
+        self._paused_until = 0.0
+        self._has_warned_of_space = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether something was wrong with the folder, so that it is not used any more."""
+        return self._is_off
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks that stand and are under way, as the catalog knows them."""
+        return self._catalog.header().used_pages * 4096
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that the folder can hold: what it does, and what is free of the disk."""
+        return self.num_bytes + max(self._folder.free_bytes() - self._config.min_free_bytes, 0)
+
+    # ---- Tier ------------------------------------------------------------------------------------
+
+    def read(self, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> bool:
+        """Fill pieces of a block from its file; see `Tier.read`."""
+        if self._is_off:
+            return False
+        try:
+            descriptor = self._folder.open_block(blocks.name, number, blocks.span(number).num_bytes)
+        except FileNotFoundError:
+            return False
+        except BlockDamagedError:
+            self.drop(blocks, number)
+            return False
+        except OSError as error:
+            self._fail(error)
+            return False
+        try:
+            read_pieces(descriptor, pieces)
+            self._note_use(blocks, number)
+        except EOFError:
+            return False  # cut while we read
+        except OSError as error:
+            self._fail(error)
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def claim(self, blocks: ObjectBlocks, numbers: Sequence[int], *, is_ahead: bool) -> list[Claim]:
+        """Ask to fetch blocks; see `Tier.claim`."""
+        refused = [Claim.REFUSED] * len(numbers)
+        if self._is_off or time.monotonic() < self._paused_until:
+            return refused
+        try:
+            known = self._catalog.object_of(blocks)
+            first, stop = blocks.unit_first[list(numbers)], blocks.unit_stop[list(numbers)]
+            distances = self.outlook.distances(blocks.space, first, stop, is_scan=is_ahead).tolist()
+            with self._catalog.locked():
+                header = self._catalog.header()
+                claims = [
+                    self._claim(header, known, blocks, number, distance)
+                    for number, distance in zip(numbers, distances, strict=True)
+                ]
+                self._catalog.write_header(header)
+                self._clock = header.clock
+        except (OSError, ValueError) as error:
+            self._fail(error)
+            return refused
+        return claims
+
+    def keep(self, blocks: ObjectBlocks, payloads: Mapping[int, memoryview]) -> None:
+        """Publish blocks; see `Tier.keep`."""
+        states: dict[int, int] = {}
+        for number, payload in payloads.items():
+            try:
+                known = self._catalog.object_of(blocks)
+                incoming = _incoming(known.first_row + number, self._slot)
+                is_kept = self._folder.publish(blocks.name, number, incoming, payload)
+                states[number] = READY if is_kept else BLOCKED
+            except (OSError, ValueError, BlockDamagedError) as error:
+                states[number] = ABSENT
+                self._fail(error)
+        self._finish(blocks, states)
+
+    def release(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> None:
+        """Give claims back; see `Tier.release`."""
+        self._finish(blocks, dict.fromkeys(numbers, ABSENT))
+
+    def wait(self, blocks: ObjectBlocks, number: int, timeout_s: float) -> bool:
+        """Wait for another thread or process; see `Tier.wait`."""
+        deadline = time.monotonic() + timeout_s
+        pause_s, look_at = 0.0005, time.monotonic() + _LOOK_AT_HOLDER_S
+        try:
+            row = self._catalog.object_of(blocks).first_row + number
+            while True:
+                state, _, owner = self._catalog.rows(row, 1)[0].tolist()[:3]
+                if state != CLAIMED:
+                    return True
+                now = time.monotonic()
+                if now >= look_at:
+                    look_at = now + _LOOK_AT_HOLDER_S
+                    if not self._folder.is_slot_held(owner):
+                        return True
+                if now >= deadline:
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.01)
+        except (OSError, ValueError) as error:
+            self._fail(error)
+            return True
+
+    def drop(self, blocks: ObjectBlocks, number: int) -> None:
+        """Delete a block whose bytes are wrong; see `Tier.drop`."""
+        if self._is_off:
+            return
+        try:
+            if not self._is_there(blocks.name, number):
+                return
+            self._counters.add("cache_poisoned", num_bytes=blocks.span(number).num_bytes, num_items=1)
+            known = self._catalog.object_of(blocks)
+            row = known.first_row + number
+            with self._catalog.locked():
+                header, rows = self._catalog.header(), self._catalog.rows(row, 1)
+                if rows["state"][0] == CLAIMED:
+                    return  # being fetched anew already
+                if rows["state"][0] == READY:
+                    header.used_pages -= min(header.used_pages, int(rows["pages"][0]))
+                is_gone = self._folder.remove_block(known.name, number)
+                rows["state"], rows["pages"] = (ABSENT if is_gone else BLOCKED), 0
+                self._catalog.write_rows(row, rows)
+                self._catalog.write_header(header)
+        except (OSError, ValueError) as error:
+            self._fail(error)
+
+    def map(self, blocks: ObjectBlocks) -> memoryview | None:
+        """Return a read-only map of an object that is one block; None where it is not kept.
+
+        The bytes stay readable when the block goes.
+        """
+        num_bytes = blocks.span(0).num_bytes
+        if self._is_off or not num_bytes:
+            return None
+        try:
+            descriptor = self._folder.open_block(blocks.name, 0, num_bytes)
+        except FileNotFoundError:
+            return None
+        except BlockDamagedError:
+            self.drop(blocks, 0)
+            return None
+        except OSError as error:
+            self._fail(error)
+            return None
+        try:
+            found = memoryview(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+        if not blocks.is_sound(0, found):
+            self.drop(blocks, 0)
+            return None
+        self._note_use(blocks, 0)
+        return found
+
+    def close(self) -> None:
+        """Free the slot; what is kept stays for others."""
+        self.shrinker.close()
+        if self._slot_file >= 0:
+            self.outlook.close()
+            os.pwrite(self._slot_file, _CLEAN, 0)
+            os.close(self._slot_file)
+            self._slot_file = -1
+        self._is_off = True
+
+    def __del__(self) -> None:
+        """The slot is a plain descriptor, and its lock lives as long as that."""
+        if getattr(self, "_slot_file", -1) >= 0:
+            os.close(self._slot_file)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _claim(
+        self, header: Header, known: CatalogObject, blocks: ObjectBlocks, number: int, distance: float
+    ) -> Claim:
+        """Claim one block; under the lock."""
+        row = known.first_row + number
+        num_bytes = blocks.span(number).num_bytes
+        rows = self._catalog.rows(row, 1)
+        state, owner = int(rows["state"][0]), int(rows["owner"][0])
+        if state == BLOCKED:
+            return Claim.REFUSED
+        if state == CLAIMED:
+            if self._folder.is_slot_held(owner):
+                return Claim.BUSY
+            self._settle(header, known, number, rows)
+            state = int(rows["state"][0])
+        if state == READY:
+            if self._folder.has_block(known.name, number, num_bytes):
+                return Claim.KEPT
+            # Deleted by another hand.
+            header.used_pages -= min(header.used_pages, int(rows["pages"][0]))
+            rows["state"] = ABSENT
+            self._catalog.write_rows(row, rows)
+        pages = pages_of(num_bytes)
+        if not self._evictor.make_room(header, pages, distance):
+            return Claim.REFUSED
+        header.used_pages += pages
+        header.claimed_pages += pages
+        header.clock += 1
+        # The sum first: a kill between the two writes leaves it too high, which the next scan sets right.
+        self._catalog.write_header(header)
+        rows["state"], rows["owner"], rows["pages"] = CLAIMED, self._slot, pages
+        rows["last_use"], rows["frequency"] = header.clock & 0xFFFFFFFF, 1.0
+        self._catalog.write_rows(row, rows)
+        return Claim.OURS
+
+    def _settle(self, header: Header, known: CatalogObject, number: int, rows: Any) -> None:
+        """Settle the claim of a process that died; under the lock."""
+        pages = int(rows["pages"][0])
+        header.claimed_pages -= min(header.claimed_pages, pages)
+        self._folder.remove("incoming", _incoming(known.first_row + number, int(rows["owner"][0])))
+        # A link is made of a finished file only, so what stands is whole.
+        if self._folder.has_block(known.name, number):
+            rows["state"] = READY
+        else:
+            header.used_pages -= min(header.used_pages, pages)
+            rows["state"] = ABSENT
+        self._catalog.write_rows(known.first_row + number, rows)
+
+    def _is_there(self, name: str, number: int) -> bool:
+        """Tell whether anything stands in a block's place, ours or not."""
+        try:
+            os.close(self._folder.open_block(name, number, None))
+        except FileNotFoundError:
+            return False
+        except BlockDamagedError:
+            pass
+        return True
+
+    def _finish(self, blocks: ObjectBlocks, states: Mapping[int, int]) -> None:
+        """Note what became of claims of ours."""
+        if not states:
+            return
+        try:
+            known = self._catalog.object_of(blocks)
+            with self._catalog.locked():
+                header = self._catalog.header()
+                for number, state in states.items():
+                    row = known.first_row + number
+                    rows = self._catalog.rows(row, 1)
+                    if (int(rows["state"][0]), int(rows["owner"][0])) != (CLAIMED, self._slot):
+                        continue
+                    pages = int(rows["pages"][0])
+                    header.claimed_pages -= min(header.claimed_pages, pages)
+                    if state != READY:
+                        header.used_pages -= min(header.used_pages, pages)
+                    rows["state"] = state
+                    self._catalog.write_rows(row, rows)
+                self._catalog.write_header(header)
+        except (OSError, ValueError) as error:
+            self._fail(error)
+
+    def _note_use(self, blocks: ObjectBlocks, number: int) -> None:
+        """Note that a block was read; not again before the clock has moved on by a part of a turn-over."""
+        row = self._catalog.object_of(blocks).first_row + number
+        self._num_reads += 1
+        if self._num_reads % _READ_CLOCK_EVERY == 1:
+            self._clock = self._catalog.header().clock
+        noted = self._noted.get(row)
+        if noted is not None and self._clock - noted < self._evictor.half_life / _NOTES_PER_HALF_LIFE:
+            return
+        if len(self._noted) >= _MAX_NOTED:
+            self._noted.clear()
+        self._noted[row] = self._clock
+        found = self._catalog.rows(row, 1)[0]
+        age = max(self._clock - int(found["last_use"]), 0)
+        frequency = decayed(float(found["frequency"]), age, self._evictor.half_life)
+        self._catalog.write_use(row, self._clock, frequency + 1.0)
+
+    def _recover(self) -> None:
+        """Settle what the last process with our slot left behind."""
+        if os.pread(self._slot_file, 1, 0) == _DIRTY:
+            with self._catalog.locked():
+                header = self._catalog.header()
+                self._evictor.scan(header, dead_slot=self._slot)
+                self._catalog.write_header(header)
+            suffix = _incoming(0, self._slot).partition("-")[2]
+            for name in self._folder.names("incoming"):
+                if name.endswith(f"-{suffix}"):
+                    self._folder.remove("incoming", name)
+        os.pwrite(self._slot_file, _DIRTY, 0)
+
+    def _fail(self, error: Exception) -> None:
+        """Count a fault, say it once, and do without the folder: for a while where the disk is full."""
+        self._counters.add("cache_fault", num_items=1)
+        code = getattr(error, "errno", None)
+        name = errno.errorcode.get(code or 0, type(error).__name__)
+        if code in _NO_SPACE:
+            self._paused_until = time.monotonic() + _PAUSE_S
+            if not self._has_warned_of_space:
+                self._has_warned_of_space = True
+                _LOGGER.warning(
+                    "the disk of the cache is full (%s): blocks are read from the origin and not kept; free "
+                    "space, or lower max_bytes",
+                    name,
+                )
+        elif not self._is_off:
+            self._is_off = True
+            _LOGGER.warning(
+                "the cache directory cannot be used any more (%s): reads go on from the origin; see that it "
+                "is there and writable, and start again",
+                name,
+            )
+
+
+def _incoming(row: int, slot: int) -> str:
+    return f"{row:x}-{slot:04x}"

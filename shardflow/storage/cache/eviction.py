@@ -1,0 +1,266 @@
+"""Room in the cache folder: who goes, within the bounds of bytes and of free space.
+
+Whoever needs room frees it; there is no process that watches. The order is worked out for a few blocks at a
+time from a scan of the catalog, which also sets its totals right.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.storage.cache.catalog import (
+    ABSENT,
+    BLOCKED,
+    CLAIMED,
+    PAGE_NUM_BYTES,
+    READY,
+    ROW,
+    Catalog,
+    CatalogObject,
+    Header,
+)
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.folder import CacheFolder
+from shardflow.storage.cache.outlook import Outlook
+from shardflow.storage.cache.policy import NEVER, eviction_order, is_worth_keeping
+from shardflow.telemetry import StageCounters
+
+__all__ = ["Evictor"]
+
+Settle = Callable[[Header, CatalogObject, int, Any], None]
+
+# Work out as many victims at once as make up this share of the cache.
+_BATCH_SHARE = 64
+_SCAN_ROWS = 1 << 18
+_MOST_WHILE_OVER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    """A block that may go, as it was when it was chosen."""
+
+    owner: CatalogObject
+    number: int
+    last_use: int
+
+
+class Evictor:
+    """Frees room; every method under the catalog's lock.
+
+    Args:
+        config: Bounds and policy.
+        folder: The folder.
+        catalog: Its catalog.
+        outlook: When blocks are needed.
+        counters: Gets ``cache_disk_evicted``.
+        settle: Settles the claim of a dead process.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        folder: CacheFolder,
+        catalog: Catalog,
+        outlook: Outlook,
+        counters: StageCounters,
+        *,
+        settle: Settle,
+    ) -> None:
+        self._folder, self._catalog, self._outlook = folder, catalog, outlook
+        self._counters, self._settle = counters, settle
+        self._policy = config.policy
+        self._max_pages = config.max_bytes // PAGE_NUM_BYTES
+        self._min_free_pages = -(-config.min_free_bytes // PAGE_NUM_BYTES)
+        self._victims: deque[_Victim] = deque()
+        self._num_ready = 0
+        self._scanned_at = -1
+
+    @property
+    def half_life(self) -> float:
+        """Of frequencies, in claims: about one turn-over of the cache."""
+        return float(max(self._num_ready, 64))
+
+    def bound(self, max_bytes: int) -> None:
+        """Change the bound on the folder; nothing goes yet."""
+        self._max_pages = max_bytes // PAGE_NUM_BYTES
+        self._victims.clear()
+
+    def is_over(self, header: Header) -> bool:
+        """Tell whether the folder holds more than the bound."""
+        return header.used_pages > self._max_pages
+
+    def shrink(self, header: Header, max_blocks: int) -> int:
+        """Delete blocks until the folder is within the bound, whatever they are worth.
+
+        Args:
+            header: The totals, which are changed.
+            max_blocks: How many, at most.
+
+        Returns:
+            The pages that this frees; 0 where no block can go now.
+        """
+        num_pages = 0
+        for _ in range(max_blocks):
+            if not self.is_over(header):
+                break
+            victim = self._next_victim(header, header.used_pages - self._max_pages)
+            if victim is None:
+                break
+            num_pages += self._evict(header, victim)
+        return num_pages
+
+    def make_room(self, header: Header, num_pages: int, distance: float) -> bool:
+        """Free what a new block needs; False where it is not worth it or not possible.
+
+        Args:
+            header: The totals, which are changed.
+            num_pages: Size of the new block.
+            distance: Steps to its next use.
+        """
+        if num_pages > self._max_pages:
+            return False
+        missing = self._missing(header, num_pages)
+        # A folder that is to be smaller than it is must not keep everybody else waiting for the lock.
+        left = _MOST_WHILE_OVER if self.is_over(header) else None
+        while missing > 0:
+            if left is not None:
+                if not left:
+                    return False
+                left -= 1
+            victim = self._next_victim(header, missing)
+            if victim is None:
+                return False
+            if not is_worth_keeping(self._policy, distance, self._distance(victim)):
+                self._victims.appendleft(victim)
+                return False
+            missing -= self._evict(header, victim)
+        return True
+
+    def scan(self, header: Header, *, dead_slot: int = 0, missing: int = 0) -> None:
+        """Read the whole catalog: settle claims of the dead, set totals right, choose the next victims.
+
+        Args:
+            header: The totals, which are changed.
+            dead_slot: A slot whose claims are of a dead process although the slot is held again.
+            missing: Pages that are needed now.
+        """
+        objects = self._catalog.objects()
+        rows = self._settle_dead(header, objects, self._read_all(header.num_rows), dead_slot)
+        is_claimed, is_ready = rows["state"] == CLAIMED, rows["state"] == READY
+        header.claimed_pages = int(rows["pages"][is_claimed].sum())
+        header.used_pages = header.claimed_pages + int(rows["pages"][is_ready].sum())
+        self._num_ready = int(np.count_nonzero(is_ready))
+        self._scanned_at = header.clock
+        self._choose(header, objects, rows, np.flatnonzero(is_ready), missing)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _missing(self, header: Header, num_pages: int) -> int:
+        free_pages = self._folder.free_bytes() // PAGE_NUM_BYTES - header.claimed_pages
+        return max(
+            header.used_pages + num_pages - self._max_pages, num_pages + self._min_free_pages - free_pages
+        )
+
+    def _next_victim(self, header: Header, missing: int) -> _Victim | None:
+        # A list that is older than a sixteenth of the cache does not know what has been used since.
+        if header.clock - self._scanned_at > 16 + self._num_ready // 16:
+            self._victims.clear()
+        for is_scanned in (False, True):
+            while self._victims:
+                victim = self._victims.popleft()
+                row = self._catalog.rows(victim.owner.first_row + victim.number, 1)[0]
+                if row["state"] == READY and row["last_use"] == victim.last_use:
+                    return victim
+            if not is_scanned:
+                self.scan(header, missing=missing)
+        return None
+
+    def _evict(self, header: Header, victim: _Victim) -> int:
+        """Delete a block; returns the pages that this frees."""
+        place = victim.owner.first_row + victim.number
+        rows = self._catalog.rows(place, 1)
+        pages = int(rows["pages"][0])
+        is_gone = self._folder.remove_block(victim.owner.name, victim.number)
+        rows["state"], rows["pages"] = (ABSENT if is_gone else BLOCKED), 0
+        self._catalog.write_rows(place, rows)
+        header.used_pages -= min(header.used_pages, pages)
+        self._counters.add("cache_disk_evicted", num_bytes=pages * PAGE_NUM_BYTES, num_items=1)
+        return pages
+
+    def _distance(self, victim: _Victim) -> float:
+        row = self._catalog.rows(victim.owner.first_row + victim.number, 1)
+        return float(self._distances(victim.owner.space, row)[0])
+
+    def _distances(self, space: str, rows: NDArray[Any]) -> NDArray[np.float64]:
+        first, stop = rows["unit_first"].astype(np.int64), rows["unit_stop"].astype(np.int64)
+        return self._outlook.distances(space, first, stop, is_scan=True)
+
+    def _read_all(self, num_rows: int) -> NDArray[Any]:
+        parts = [
+            self._catalog.rows(first, min(_SCAN_ROWS, num_rows - first))
+            for first in range(0, num_rows, _SCAN_ROWS)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, ROW)
+
+    def _settle_dead(
+        self, header: Header, objects: list[CatalogObject], rows: NDArray[Any], dead_slot: int
+    ) -> NDArray[Any]:
+        """Settle claims of the dead; returns the rows as they are then."""
+        claimed = np.flatnonzero(rows["state"] == CLAIMED)
+        is_dead = {
+            slot: slot == dead_slot or not self._folder.is_slot_held(slot)
+            for slot in np.unique(rows["owner"][claimed]).tolist()
+        }
+        for place in claimed.tolist():
+            if is_dead[int(rows["owner"][place])]:
+                owner = _owner(objects, place)
+                self._settle(header, owner, place - owner.first_row, rows[place : place + 1])
+        return rows
+
+    def _choose(
+        self,
+        header: Header,
+        objects: list[CatalogObject],
+        rows: NDArray[Any],
+        ready: NDArray[np.intp],
+        missing: int,
+    ) -> None:
+        self._victims.clear()
+        if not len(ready):
+            return
+        owners = np.searchsorted([entry.first_row for entry in objects], ready, side="right") - 1
+        found = rows[ready]
+        next_use = np.full(len(ready), NEVER)
+        if self._policy == "belady":
+            spaces = np.array([entry.space for entry in objects])[owners]
+            for space in np.unique(spaces).tolist():
+                here = spaces == space
+                next_use[here] = self._distances(space, found[here])
+        order = eviction_order(
+            self._policy,
+            next_use=next_use,
+            last_use=found["last_use"].astype(np.float64),
+            frequency=found["frequency"].astype(np.float64),
+            clock=float(header.clock),
+            half_life=self.half_life,
+        )
+        left = max(missing, self._max_pages // _BATCH_SHARE)
+        for place in order.tolist():
+            if left <= 0:
+                break
+            owner = objects[int(owners[place])]
+            number = int(ready[place]) - owner.first_row
+            self._victims.append(_Victim(owner, number, int(found["last_use"][place])))
+            left -= int(found["pages"][place])
+
+
+def _owner(objects: list[CatalogObject], row: int) -> CatalogObject:
+    """Return the object that a row belongs to."""
+    firsts = [entry.first_row for entry in objects]
+    return objects[int(np.searchsorted(firsts, row, side="right")) - 1]

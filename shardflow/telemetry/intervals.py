@@ -1,0 +1,149 @@
+"""What a run measured in a stretch of steps: one line of ``metrics.jsonl``, over all ranks.
+
+Owns the form of the line and nothing else. Who measures fills it in (training), who judges, draws or exports
+reads it back; between them there is only JSON. Keys that a reader does not know are left alone, and those
+that a line lacks have defaults, so that runs of other versions can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+__all__ = ["GaugeNumbers", "Interval", "RankNumbers", "StageNumbers"]
+
+
+class _FromJson:
+    """Reads a frozen dataclass of plain values from a JSON object."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Return the record of a JSON object, see `to_json`."""
+        known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: item for name, item in value.items() if name in known and item is not None})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields as JSON values."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageNumbers(_FromJson):
+    """What all ranks did in a stage."""
+
+    seconds: float = 0.0
+    """Summed over ranks and their threads."""
+    num_bytes: int = 0
+    num_items: int = 0
+    most_seconds: float = 0.0
+    """Of the rank that spent most there."""
+    most_rank: int = 0
+    least_seconds: float = 0.0
+    """Of the rank that spent least there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GaugeNumbers(_FromJson):
+    """Something that goes up and down, over the ranks and the interval."""
+
+    mean: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankNumbers(_FromJson):
+    """One rank's part of an interval; seconds are wall time of its loop unless said otherwise."""
+
+    rank: int
+    host: str = ""
+    data_wait_s: float = 0.0
+    compute_s: float = 0.0
+    """Forward and backward, up to its own last gradient."""
+    exchange_s: float = 0.0
+    """Waiting for others' gradients: least on the rank that all others wait for."""
+    optimizer_s: float = 0.0
+    cpu_s: float = 0.0
+    """Processor time of the process and its loader processes, all threads."""
+    runnable_s: float = 0.0
+    """Time that its threads could have run and had no processor; 0 where the kernel does not tell."""
+    gil_wait_share: float = 0.0
+    """Share of the time that a thread which wants the interpreter waits for it, 0 to 1."""
+    pss_bytes: int = 0
+    """Memory of the process and its loader processes, shared pages counted once over all who share."""
+    pinned_bytes: int = 0
+    device_bytes: int = 0
+    """Most memory of the device held at once; 0 on CPUs."""
+    cache_ram_bytes: int = 0
+    cache_disk_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A stretch of steps. Written by rank 0 as the event ``"interval"``."""
+
+    global_step: int
+    """Last step of the stretch."""
+    num_steps: int
+    epoch: int = 0
+    is_warm_up: bool = False
+    """Of the first step of a start, which builds connections and may compile: nothing to judge a run by."""
+    wall_s: float = 0.0
+    """On rank 0, since the end of the interval before: steps, checkpoints, evaluations."""
+    step_s: float = 0.0
+    """Sum over its steps of the slowest rank's time, as in the lines of steps."""
+    slowest_wait_s: float = 0.0
+    """Sum over its steps of the wait for data of the rank that waited longest, as in the lines of steps; more
+    than any rank waited in all where ranks wait in turn."""
+    num_samples: float = 0.0
+    num_tokens: float = 0.0
+    world_size: int = 1
+    ranks_per_node: int = 1
+    stages: Mapping[str, StageNumbers] = field(default_factory=dict)
+    """By name, see `shardflow.telemetry.STAGES`."""
+    gauges: Mapping[str, GaugeNumbers] = field(default_factory=dict)
+    """``ready_batches`` and ``buffered_bytes`` (seen when the loop takes one), ``fetching_bytes``,
+    ``pinned_regions``, ``threads_busy`` (threads of the loader at work, as a mean)."""
+    ranks: tuple[RankNumbers, ...] = ()
+    """All of them up to 64; of more, the 64 with the largest ``compute_s + data_wait_s``, by rank."""
+    settings: Mapping[str, int | float | str] = field(default_factory=dict)
+    """The knobs as they stood at the end: ``loader.execution``, ``loader.num_threads``,
+    ``loader.prefetch_bytes``, ``cache.read_ahead_bytes``, ..."""
+    num_cpus: int = 1
+    """Processors that the processes of a node may use, quotas counted."""
+    memory_bytes: int = 0
+    """Of the node, or of its cgroup."""
+    available_bytes: int = 0
+    """Least over the nodes at the end."""
+    tier: str = "local"
+    """Where the dataset lies: ``local``, or the scheme of its address."""
+    total_steps: int = 0
+    """Steps of the whole run; 0 where it is not known."""
+    num_masked: int = 0
+    """Slots whose sample could not be read, and which were masked, over all ranks."""
+    events: Mapping[str, int] = field(default_factory=dict)
+    """How often something happened that takes no time worth a stage, over all ranks: ``cache_fault``,
+    ``cache_poisoned``, ``cache_unsound``, ``cache_ram_evicted``, ``cache_disk_evicted``."""
+    cache_free_bytes: int = -1
+    """Least room, over the nodes, on the disk of the cache's folder; -1 without such a folder."""
+
+    def stage(self, name: str) -> StageNumbers:
+        """Return a stage's numbers; zeros for one that did not run."""
+        return self.stages.get(name) or StageNumbers()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the line, without ``event``, ``time_s`` and ``attempt``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Return the interval of a line, see `to_json`."""
+        known = {one.name for one in fields(cls)}
+        plain = {name: item for name, item in value.items() if name in known and item is not None}
+        plain["stages"] = {name: StageNumbers.from_json(one) for name, one in plain.get("stages", {}).items()}
+        plain["gauges"] = {name: GaugeNumbers.from_json(one) for name, one in plain.get("gauges", {}).items()}
+        plain["ranks"] = tuple(RankNumbers.from_json(one) for one in plain.get("ranks", ()))
+        return cls(**plain)
