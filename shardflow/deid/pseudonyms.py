@@ -7,9 +7,9 @@ using it. See docs/adr/0020-keyed-surrogates.md for why this is not a random tab
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
+import itertools
 import os
 import secrets
 import stat
@@ -27,6 +27,9 @@ SURROGATE_LENGTH = 26
 """Characters of a surrogate: 128 bits in base32."""
 
 _MAX_KEY_BYTES = 4096
+# Base32 (RFC 4648, section 6) in lower case, two characters at a time.
+_PAIRS = ["".join(pair) for pair in itertools.product("abcdefghijklmnopqrstuvwxyz234567", repeat=2)]
+_SHIFTS = range(120, -1, -10)
 _HOW_TO_MAKE = "for a new dataset make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
 _KEY_ID_LABEL = b"shardflow-key-id-1"
 
@@ -107,7 +110,9 @@ class SecretKey:
         Returns:
             26 characters of ``[a-z2-7]``: lower-case base32 of the first 128 bits of the keyed hash.
         """
-        return base64.b32encode(self._digest(kind, value)[:16]).decode("ascii").rstrip("=").lower()
+        # 128 bits and two of padding are thirteen pairs of characters; `base64` takes three times as long.
+        bits = int.from_bytes(self._digest(kind, value)[:16], "big") << 2
+        return "".join([_PAIRS[bits >> shift & 1023] for shift in _SHIFTS])
 
     def bucket(self, kind: str, value: str, modulus: int) -> int:
         """Place a value into one of ``modulus`` buckets, for ever the same one.
@@ -123,7 +128,7 @@ class SecretKey:
         if "\0" in kind:
             raise ConfigError("kind must not hold a zero byte; it separates kind and value.")
         message = kind.encode() + b"\0" + value.encode("utf-8", "surrogatepass")
-        return hmac.new(self._key, message, hashlib.sha256).digest()
+        return hmac.digest(self._key, message, "sha256")
 
     def __repr__(self) -> str:
         return f"SecretKey(key_id={self.key_id!r})"

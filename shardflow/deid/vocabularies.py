@@ -116,6 +116,7 @@ MANUFACTURERS: tuple[tuple[str, str], ...] = (
     ("GE MEDICAL", "GE"),
     ("GE HEALTHCARE", "GE"),
     ("GENERAL ELECTRIC", "GE"),
+    ("SYNTHETIC", "SYNTHETIC"),  # what `shardflow synth` calls itself
 )
 """Word to look for, and the one spelling that leaves."""
 

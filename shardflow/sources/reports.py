@@ -10,19 +10,32 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from shardflow.errors import ConfigError
 from shardflow.sources.reasons import Reason
 
-__all__ = ["MAX_REPORT_BYTES", "BrokenReport", "ReportFormat", "ReportRecord", "iter_reports", "load_reports"]
+__all__ = [
+    "MAX_REPORT_BYTES",
+    "BrokenReport",
+    "ReportFormat",
+    "ReportRecord",
+    "ReportRole",
+    "iter_reports",
+    "load_reports",
+    "make_record",
+    "read_report_file",
+]
 
 ReportFormat = Literal["csv", "folder", "jsonl"]
 """``csv``: columns study_instance_uid and text. ``folder``: <StudyInstanceUID>.txt. ``jsonl``: the same two
 keys."""
+
+ReportRole = Literal["addendum", "corrected", "final", "preliminary"]
+"""What a report is to the others of its study; a corrected one stands for the final ones before it."""
 
 MAX_REPORT_BYTES = 1 << 24
 """Longest report that is read, and longest line of a table."""
@@ -39,6 +52,12 @@ class ReportRecord:
     """As written, with line ends as ``\\n``."""
     place: int
     """Line where the record begins (csv, jsonl), or number of the file in the sorted folder; from 1."""
+    role: ReportRole = "final"
+    accessions: tuple[str, ...] = ()
+    """Accession numbers by which the study is found where its UID is not named, together with a patient."""
+    patient_ids: tuple[str, ...] = ()
+    people: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What its document says of people, by DICOM keyword: looked for in the text, and written nowhere."""
 
     def __repr__(self) -> str:
         return f"ReportRecord(place={self.place})"
@@ -104,7 +123,7 @@ def _iter_csv(path: Path) -> Iterator[ReportRecord | BrokenReport]:
             if len(row) != num_columns:
                 yield _broken(place, Reason.REPORT_UNREADABLE, f"{len(row)} columns instead of {num_columns}")
             else:
-                yield _record(place, row[key], row[text])
+                yield make_record(place, row[key], row[text])
 
 
 def _next_row(rows: Any) -> list[str] | None:
@@ -151,7 +170,7 @@ def _parse_json(place: int, line: bytes) -> ReportRecord | BrokenReport:
         return _broken(place, Reason.REPORT_UNREADABLE, f"no JSON: {type(error).__name__}")
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in (_KEY, _TEXT)):
         return _broken(place, Reason.REPORT_UNREADABLE, f"no object with the strings {_KEY} and {_TEXT}")
-    return _record(place, row[_KEY], row[_TEXT])
+    return make_record(place, row[_KEY], row[_TEXT])
 
 
 def _iter_folder(path: Path) -> Iterator[ReportRecord | BrokenReport]:
@@ -159,20 +178,24 @@ def _iter_folder(path: Path) -> Iterator[ReportRecord | BrokenReport]:
         if entry.suffix.lower() != ".txt" or not entry.is_file():
             yield _broken(place, Reason.NOT_REPORT, "")
             continue
-        try:
-            with entry.open("rb") as file:
-                data = file.read(MAX_REPORT_BYTES + 1)
-        except OSError as error:
-            yield _broken(place, Reason.FILE_UNREADABLE, type(error).__name__, entry.stem)
-            continue
-        if len(data) > MAX_REPORT_BYTES:
-            yield _broken(place, Reason.LIMIT_EXCEEDED, f"more than {MAX_REPORT_BYTES} bytes", entry.stem)
-        else:
-            yield _record(place, entry.stem, data.decode("utf-8-sig", errors="surrogateescape"))
+        yield read_report_file(entry, place, entry.stem)
 
 
-def _record(place: int, key: str, text: str) -> ReportRecord | BrokenReport:
-    key = key.strip()
+def read_report_file(path: Path, place: int, study: str) -> ReportRecord | BrokenReport:
+    """Read a file that is one report of a study."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_REPORT_BYTES + 1)
+    except OSError as error:
+        return _broken(place, Reason.FILE_UNREADABLE, type(error).__name__, study)
+    if len(data) > MAX_REPORT_BYTES:
+        return _broken(place, Reason.LIMIT_EXCEEDED, f"more than {MAX_REPORT_BYTES} bytes", study)
+    return make_record(place, study, data.decode("utf-8-sig", errors="surrogateescape"))
+
+
+def make_record(place: int, study: str, text: str, role: ReportRole = "final") -> ReportRecord | BrokenReport:
+    """Make a record of a text, or say why it cannot be used."""
+    key = study.strip()
     if not _is_utf8(key + text):
         return _broken(place, Reason.REPORT_UNREADABLE, "the text is not UTF-8")
     if not key:
@@ -180,7 +203,10 @@ def _record(place: int, key: str, text: str) -> ReportRecord | BrokenReport:
     if not text.strip():
         return _broken(place, Reason.EMPTY_REPORT, "", key)
     return ReportRecord(
-        study_instance_uid=key, text=text.replace("\r\n", "\n").replace("\r", "\n"), place=place
+        study_instance_uid=key,
+        text=text.replace("\r\n", "\n").replace("\r", "\n"),
+        place=place,
+        role=role,
     )
 
 

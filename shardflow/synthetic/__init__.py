@@ -7,6 +7,20 @@ it is generated.
 """
 
 from shardflow.synthetic.generation import SynthSummary, generate
-from shardflow.synthetic.options import DEFAULT_PATHOLOGIES, MODALITIES, PATHOLOGIES, SynthOptions
+from shardflow.synthetic.options import (
+    DEFAULT_PATHOLOGIES,
+    MODALITIES,
+    PATHOLOGIES,
+    REPORT_ODDITIES,
+    SynthOptions,
+)
 
-__all__ = ["DEFAULT_PATHOLOGIES", "MODALITIES", "PATHOLOGIES", "SynthOptions", "SynthSummary", "generate"]
+__all__ = [
+    "DEFAULT_PATHOLOGIES",
+    "MODALITIES",
+    "PATHOLOGIES",
+    "REPORT_ODDITIES",
+    "SynthOptions",
+    "SynthSummary",
+    "generate",
+]

@@ -213,7 +213,7 @@ def _make(options: SynthOptions, output: Path, task: _Task) -> _Made:
     """Make one study: its files, and what it adds to the tables."""
     story = _story(options, task.number, task.patient, task.visit)
     prior = _story(options, task.number - 1, task.patient, task.visit - 1) if task.visit else None
-    report = write_report(options.seed, story, prior)
+    report = write_report(options.seed, story, prior, options.report_oddities)
     num_bytes = _write_files(options, output, story.study)
     study = story.study
     truth = study_truth(options, story, report, prior.study if prior is not None else None)

@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 from shardflow.errors import ConfigError
 
-__all__ = ["DEFAULT_PATHOLOGIES", "MODALITIES", "PATHOLOGIES", "ModalityChoice", "SynthOptions"]
+__all__ = [
+    "DEFAULT_PATHOLOGIES",
+    "MODALITIES",
+    "PATHOLOGIES",
+    "REPORT_ODDITIES",
+    "ModalityChoice",
+    "SynthOptions",
+]
 
 ModalityChoice = Literal["CT", "MR", "CR", "DX", "mixed"]
 MODALITIES: tuple[ModalityChoice, ...] = ("CT", "MR", "CR", "DX", "mixed")
@@ -44,6 +51,14 @@ DEFAULT_PATHOLOGIES: dict[str, int] = {
 }
 """Chance of each in percent, for every series (or study) it can happen to. Damage is never made unasked."""
 
+REPORT_ODDITIES: dict[str, str] = {
+    "no-image": "no image of a finding is named",
+    "no-series": "an image is named without its series",
+    "overcall": "something is thought possible on an image that shows nothing",
+    "wrong-image": "the image that is named is another one, or there is none of the number",
+}
+"""What reports get wrong or leave out beyond their usual styles; nothing of it happens unasked."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthOptions:
@@ -63,6 +78,9 @@ class SynthOptions:
     pathologies: Mapping[str, int] = field(default_factory=lambda: dict(DEFAULT_PATHOLOGIES))
     """Chance in percent by name; one that is not named does not happen."""
 
+    report_oddities: Mapping[str, int] = field(default_factory=dict)
+    """Chance in percent by name, for every mention of images (`overcall`: every report)."""
+
     def __post_init__(self) -> None:
         _check_range("num_studies", self.num_studies, 1, 10_000_000)
         _check_range("size", self.size, 16, 1024)
@@ -76,6 +94,10 @@ class SynthOptions:
             if name not in PATHOLOGIES:
                 raise ConfigError(f"a pathology must be one of {', '.join(PATHOLOGIES)}, got {name!r}.")
             _check_range(name, percent, 0, 100)
+        for name, percent in self.report_oddities.items():
+            if name not in REPORT_ODDITIES:
+                raise ConfigError(f"an oddity must be one of {', '.join(REPORT_ODDITIES)}, got {name!r}.")
+            _check_range(name, percent, 0, 100)
 
     def chance_of(self, pathology: str) -> int:
         """Return the chance of a pathology in percent."""
@@ -83,6 +105,7 @@ class SynthOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON."""
+        oddities = {name: percent for name, percent in sorted(self.report_oddities.items()) if percent}
         return {
             "num_studies": self.num_studies,
             "seed": self.seed,
@@ -91,6 +114,8 @@ class SynthOptions:
             "size": self.size,
             "lesions": [self.min_lesions, self.max_lesions],
             "pathologies": {name: self.pathologies[name] for name in sorted(self.pathologies)},
+            # Left out where there are none: the bytes of older settings stay.
+            **({"report_oddities": oddities} if oddities else {}),
         }
 
 

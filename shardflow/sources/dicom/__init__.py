@@ -8,16 +8,24 @@ from shardflow.sources.dicom.attributes import AttributeValue, read_attributes
 from shardflow.sources.dicom.description import ImageDescription
 from shardflow.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.sources.dicom.display import DisplayRange
-from shardflow.sources.dicom.flags import FLAGS
 from shardflow.sources.dicom.geometry import StackGeometry
 from shardflow.sources.dicom.header_json import header_from_json, header_to_json
-from shardflow.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
+from shardflow.sources.dicom.headers import (
+    BrokenInstance,
+    Identify,
+    InstanceHeader,
+    read_header,
+    sop_class_of,
+)
 from shardflow.sources.dicom.limits import HeaderLimits
-from shardflow.sources.dicom.pixels import DecodedSlice, check_copies, iter_slices, iter_stack
+from shardflow.sources.dicom.people import read_everywhere
+from shardflow.sources.dicom.pixels import DecodedSlice, StoredReader, check_copies, iter_slices, iter_stack
 from shardflow.sources.dicom.planes import PlaneHeader
 from shardflow.sources.dicom.series import Copy, Grouping, Rejection, Study, build_studies
 from shardflow.sources.dicom.stacks import SliceRef, Stack, StackKind
+from shardflow.sources.dicom.stored import iter_stored
 from shardflow.sources.dicom.units import SliceForm, form_of
+from shardflow.sources.flags import FLAGS
 
 __all__ = [
     "FLAGS",
@@ -29,6 +37,7 @@ __all__ = [
     "DisplayRange",
     "Grouping",
     "HeaderLimits",
+    "Identify",
     "ImageDescription",
     "InstanceHeader",
     "PlaneHeader",
@@ -38,6 +47,7 @@ __all__ = [
     "Stack",
     "StackGeometry",
     "StackKind",
+    "StoredReader",
     "Study",
     "build_studies",
     "check_copies",
@@ -47,6 +57,9 @@ __all__ = [
     "header_to_json",
     "iter_slices",
     "iter_stack",
+    "iter_stored",
     "read_attributes",
+    "read_everywhere",
     "read_header",
+    "sop_class_of",
 ]

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pydicom.datadict import dictionary_VR, tag_for_keyword
-
 from shardflow.errors import ConfigError
 from shardflow.sources.dicom import values
 from shardflow.sources.dicom.elements import read_elements
+from shardflow.sources.dicom.keywords import Attribute, find_attribute
 from shardflow.sources.dicom.limits import HeaderLimits
 from shardflow.sources.dicom.walk import Elements
 
@@ -44,26 +43,22 @@ def read_attributes(
         ConfigError: A keyword is unknown or names a sequence.
         SourceError: As `read_elements`.
     """
-    tags = {keyword: _tag(keyword) for keyword in keywords}
+    wanted = {keyword: _attribute(keyword) for keyword in keywords}
     elements = read_elements(
         path,
-        frozenset({_CHARACTER_SET, *tags.values()}),
+        frozenset({_CHARACTER_SET, *(attribute.tag for attribute in wanted.values())}),
         max_header_bytes=limits.max_header_bytes,
         max_inflated_bytes=limits.max_inflated_bytes,
     )
-    found = {keyword: _READERS[_representation(tag)](elements, tag) for keyword, tag in tags.items()}
+    found = {keyword: _READERS[one.representation](elements, one.tag) for keyword, one in wanted.items()}
     return {keyword: value for keyword, value in found.items() if value}
 
 
-def _tag(keyword: str) -> int:
-    tag = tag_for_keyword(keyword)
-    if tag is None or _representation(tag) not in _READERS:
+def _attribute(keyword: str) -> Attribute:
+    attribute = find_attribute(keyword)
+    if attribute is None or attribute.representation not in _READERS:
         raise ConfigError(f"attribute keywords must name DICOM values, got {keyword!r}; see PS3.6.")
-    return int(tag)
-
-
-def _representation(tag: int) -> str:
-    return str(dictionary_VR(tag)).split(" or ", maxsplit=1)[0]
+    return attribute
 
 
 def _texts(elements: Elements, tag: int) -> tuple[str, ...]:

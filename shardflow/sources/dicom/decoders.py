@@ -71,7 +71,9 @@ def decode_frame(data: bytes, image: ImageDescription, transfer_syntax_uid: str)
     order = DECODER_ORDER.get(transfer_syntax_uid)
     if order is None:
         raise source_error(Reason.UNSUPPORTED_TRANSFER_SYNTAX)
-    _check_codestream(data, image, transfer_syntax_uid)
+    precision = _check_codestream(data, image, transfer_syntax_uid)
+    # A codestream of so many bits has the unused ones below the stored ones in it, as a native frame has.
+    is_shifted = precision > image.bits_stored <= image.high_bit
     failures: list[str] = []
     for name in order:
         try:
@@ -88,7 +90,7 @@ def decode_frame(data: bytes, image: ImageDescription, transfer_syntax_uid: str)
                     columns=image.columns,
                     samples_per_pixel=image.samples_per_pixel,
                     bits_allocated=image.bits_allocated,
-                    bits_stored=image.bits_stored,
+                    bits_stored=image.bits_allocated if is_shifted else image.bits_stored,
                     pixel_representation=int(image.is_signed),
                     planar_configuration=image.planar_configuration,
                     photometric_interpretation=image.photometric_interpretation,
@@ -98,8 +100,17 @@ def decode_frame(data: bytes, image: ImageDescription, transfer_syntax_uid: str)
         except Exception as error:  # noqa: BLE001 - any error of a decoder means: try the next one
             failures.append(f"{name}: {type(error).__name__}")
         else:
+            if is_shifted:
+                return _move_down(array, image), name
             return _extend_sign(array, image) if transfer_syntax_uid != RLE else array, name
     raise source_error(Reason.DECODE_FAILED, "; ".join(failures))
+
+
+def _move_down(array: Array, image: ImageDescription) -> Array:
+    """Clear the bits above ``high_bit``, and move the stored ones to the bottom, with their sign."""
+    num_bits = 8 * array.dtype.itemsize
+    above = np.left_shift(array, num_bits - 1 - image.high_bit)
+    return np.right_shift(above, num_bits - image.bits_stored)
 
 
 def _extend_sign(array: Array, image: ImageDescription) -> Array:
@@ -118,8 +129,12 @@ def _extend_sign(array: Array, image: ImageDescription) -> Array:
     return np.right_shift(np.left_shift(array, unused), unused)
 
 
-def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid: str) -> None:
-    """Refuse a frame whose own header tells another shape: a codec would allocate by it."""
+def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid: str) -> int:
+    """Refuse a frame whose own header tells another shape: a codec would allocate by it.
+
+    Returns:
+        Bits of a sample in the codestream; 0 for RLE, which does not say it.
+    """
     header: CodestreamHeader | None
     if transfer_syntax_uid == RLE:
         segments = struct.unpack_from("<I", data)[0] if len(data) >= 64 else 0
@@ -127,7 +142,7 @@ def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid:
             raise source_error(
                 Reason.DECODE_FAILED, f"{segments} RLE segments do not fit the samples and bits"
             )
-        return
+        return 0
     if transfer_syntax_uid in _JPEG_2000 | _HTJ2K:
         header = read_jpeg2000_header(data)
     else:
@@ -139,6 +154,7 @@ def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid:
         raise source_error(
             Reason.DECODE_FAILED, "rows, columns or components of the frame differ from the header's"
         )
+    return header.precision
 
 
 @cache

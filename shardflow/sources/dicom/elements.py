@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 
 from shardflow.sources.dicom.dictionary import DEFLATED, EXPLICIT_BIG, EXPLICIT_LITTLE, IMPLICIT_LITTLE
+from shardflow.sources.dicom.gzipped import open_file
 from shardflow.sources.dicom.walk import VRS, FileElements, MalformedError, NeedMoreError, Walk
 from shardflow.sources.reasons import Reason, source_error
 
@@ -37,8 +38,7 @@ def read_elements(
         SourceError: FILE_UNREADABLE, NOT_DICOM, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with open_file(path, max_inflated_bytes) as descriptor:
             num_bytes = os.fstat(descriptor).st_size
             size = min(_FIRST_READ, num_bytes)
             while True:
@@ -47,8 +47,6 @@ def read_elements(
                     return _parse(data, num_bytes, wanted, max_inflated_bytes)
                 except NeedMoreError:
                     size = _next_size(len(data), size, num_bytes, max_header_bytes)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
     except MalformedError as error:
@@ -62,7 +60,12 @@ def read_inflated(path: Path, max_inflated_bytes: int) -> bytes:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     try:
-        data = Path(path).read_bytes()
+        with (
+            open_file(path, max_inflated_bytes) as descriptor,
+            os.fdopen(os.dup(descriptor), "rb") as file,
+        ):
+            file.seek(0)
+            data = file.read()
         return _inflate(data[_read_meta(data, len(data), FileElements()) :], max_inflated_bytes)
     except OSError as error:
         raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None

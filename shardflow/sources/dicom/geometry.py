@@ -17,13 +17,23 @@ from dataclasses import dataclass
 
 from shardflow.sources.dicom.planes import PlaneHeader
 
-__all__ = ["POSITION_TOLERANCE_MM", "StackGeometry", "describe_geometry", "distance_along", "normal_of"]
+__all__ = [
+    "POSITION_TOLERANCE_MM",
+    "StackGeometry",
+    "describe_geometry",
+    "distance_along",
+    "normal_of",
+    "position_tolerance",
+]
 
 Vector = tuple[float, float, float]
 Orientation = tuple[float, float, float, float, float, float]
 
 POSITION_TOLERANCE_MM = 0.01
-"""Slices closer than this along the normal lie at one position."""
+"""Slices closer than this along the normal lie at one position, where pixels are not finer than ten times
+that."""
+
+_TOLERANCE_PER_PIXEL = 0.1
 
 _SPACING_TOLERANCE = 0.01
 """A gap that differs from the median by more than this share is irregular (highdicom uses the same 1 %)."""
@@ -75,6 +85,18 @@ def normal_of(orientation: Orientation) -> Vector:
 def distance_along(normal: Vector, position: Vector) -> float:
     """Signed distance of a plane from the origin, mm."""
     return normal[0] * position[0] + normal[1] * position[1] + normal[2] * position[2]
+
+
+def position_tolerance(pixel_spacing: tuple[float, float] | None) -> float:
+    """How close slices of one position lie, mm; optical coherence tomography has planes 6 micrometres apart.
+
+    Example:
+        >>> position_tolerance((0.5, 0.5)), round(position_tolerance((0.002, 0.006)), 6)
+        (0.01, 0.0002)
+    """
+    if pixel_spacing is None:
+        return POSITION_TOLERANCE_MM
+    return min(POSITION_TOLERANCE_MM, _TOLERANCE_PER_PIXEL * min(pixel_spacing))
 
 
 def describe_geometry(

@@ -7,6 +7,7 @@ picklable: one per file crosses from the process that reads to the process that 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from shardflow.sources.dicom.planes import (
 from shardflow.sources.dicom.walk import FileElements
 from shardflow.sources.reasons import Reason, source_error
 
-__all__ = ["UNKNOWN_UNIT", "BrokenInstance", "InstanceHeader", "read_header"]
+__all__ = ["UNKNOWN_UNIT", "BrokenInstance", "Identify", "InstanceHeader", "read_header", "sop_class_of"]
 
 _SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
     0x00080016,
@@ -49,19 +50,24 @@ _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION = (
     0x00201041,
 )
 _BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT = 0x00180088, 0x00181164, 0x00280120, 0x00280121
-_MODALITY_LUT, _VOI_FUNCTION, _UNITS = 0x00283000, 0x00281056, 0x00541001
+_ACCESSION, _STUDY_DATE, _STUDY_TIME = 0x00080050, 0x00080020, 0x00080030
+_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN = 0x00283000, 0x00281056, 0x00541001, 0x00280301
 _PIXEL_DATA = 0x7FE00010
 
 _WANTED = (
     frozenset({_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _CHARACTER_SET, _IMAGE_TYPE, _MODALITY})
     | frozenset({_SERIES_TEXT, _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION})
     | frozenset({_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
-    | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS})
+    | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN})
+    | frozenset({_ACCESSION, _STUDY_DATE, _STUDY_TIME})
     | PLANE_TAGS
     | DESCRIPTION_TAGS
 )
 _SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
 _DEFAULT_LIMITS = HeaderLimits()
+
+Identify = Callable[[dict[str, str]], dict[str, str]]
+"""Takes and returns ``patient_id``, ``study_instance_uid``, ``series_instance_uid``, ``sop_instance_uid``."""
 
 UNKNOWN_UNIT = "OTHER"
 """Stands for a unit that is stated and not on the list."""
@@ -95,6 +101,8 @@ class InstanceHeader:
     """(0028,1054) *Rescale Type* or (0054,1001) *Units*: a known one, `UNKNOWN_UNIT`, or ``""``: absent."""
     window_function: str
     """(0028,1056) *VOI LUT Function*."""
+    burned_in: str
+    """(0028,0301) *Burned In Annotation*, upper-cased; ``""`` where absent, which is no "no"."""
     padding: tuple[int, int] | None
     """Lowest and highest stored value that means "no data", inclusive."""
     has_modality_lut: bool
@@ -109,6 +117,10 @@ class InstanceHeader:
     """Size of the file."""
     flags: tuple[str, ...]
     """What was odd and could be put right; docs/dicom.md lists the codes."""
+    accession_number: str = ""
+    """This and the next two link attachments with the study."""
+    study_date: str = ""
+    study_time: str = ""
 
     def plane(self, frame: int) -> PlaneHeader:
         """Facts of one frame."""
@@ -118,6 +130,11 @@ class InstanceHeader:
     def is_native(self) -> bool:
         """Whether the pixels lie in the file as they are."""
         return self.transfer_syntax_uid in NATIVE_SYNTAXES
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the stored values are floating point numbers; only volumes of other formats have such."""
+        return self.pixel_vr in {"OD", "OF"}
 
     def __repr__(self) -> str:
         image = self.image
@@ -142,7 +159,11 @@ class BrokenInstance:
 
 
 def read_header(
-    path: Path, *, file_index: int = 0, limits: HeaderLimits = _DEFAULT_LIMITS
+    path: Path,
+    *,
+    file_index: int = 0,
+    limits: HeaderLimits = _DEFAULT_LIMITS,
+    identify: Identify | None = None,
 ) -> InstanceHeader | BrokenInstance:
     """Read what packing needs of one file; pixels are not read.
 
@@ -150,6 +171,8 @@ def read_header(
         path: The file.
         file_index: Handed through to the header.
         limits: Bounds on what the file declares.
+        identify: Puts right what the file says of its patient, study, series and instance, before anything
+            missing is missed; by default the file has the last word.
 
     Returns:
         The header, or what is known of an image that should have been packable and is not.
@@ -163,23 +186,38 @@ def read_header(
     )
     sop_class = _check_kind(elements)
     try:
-        return _read_instance(elements, sop_class, file_index, limits)
+        return _read_instance(elements, sop_class, file_index, limits, identify)
     except SourceError as error:
+        said = _said_identifiers(elements, identify)
         return BrokenInstance(
             file_index=file_index,
-            patient_id=values.text(elements, _PATIENT),
-            study_instance_uid=values.code(elements, _STUDY),
-            sop_instance_uid=values.code(elements, _SOP_INSTANCE),
+            patient_id=said["patient_id"],
+            study_instance_uid=said["study_instance_uid"],
+            sop_instance_uid=said["sop_instance_uid"],
             reason=Reason(error.reason),
             detail=error.message,
         )
 
 
+def sop_class_of(path: Path, *, limits: HeaderLimits = _DEFAULT_LIMITS) -> str:
+    """Return the SOP Class UID of a DICOM object of any class; ``""`` for other and unreadable files."""
+    try:
+        elements = read_elements(
+            path,
+            frozenset({_SOP_CLASS}),
+            max_header_bytes=limits.max_header_bytes,
+            max_inflated_bytes=limits.max_inflated_bytes,
+        )
+    except SourceError:
+        return ""
+    return values.code(elements, _SOP_CLASS) or elements.media_sop_class_uid
+
+
 def _read_instance(
-    elements: FileElements, sop_class: str, file_index: int, limits: HeaderLimits
+    elements: FileElements, sop_class: str, file_index: int, limits: HeaderLimits, identify: Identify | None
 ) -> InstanceHeader:
     _check_readable(elements)
-    identifiers = _identifiers(elements)
+    identifiers = _identifiers(elements, identify)
     image, image_flags = describe_image(elements, limits)
     pixel_flags = _check_pixel_extent(elements, image)
     planes, plane_flags = read_planes(elements, image.num_frames)
@@ -204,6 +242,7 @@ def _read_instance(
         else None,
         unit=_unit(elements),
         window_function=values.code(elements, _VOI_FUNCTION).upper(),
+        burned_in=values.code(elements, _BURNED_IN).upper(),
         padding=_padding(elements, is_signed=image.is_signed),
         has_modality_lut=bool(elements.items(_MODALITY_LUT)),
         is_localizer=_is_localizer(elements, image_type),
@@ -212,6 +251,9 @@ def _read_instance(
         pixel_num_bytes=elements.pixel_num_bytes,
         num_bytes=elements.num_bytes,
         flags=(*elements.flags, *image_flags, *pixel_flags, *plane_flags),
+        accession_number=values.text(elements, _ACCESSION),
+        study_date=values.code(elements, _STUDY_DATE),
+        study_time=values.code(elements, _STUDY_TIME),
     )
 
 
@@ -240,13 +282,18 @@ def _check_readable(elements: FileElements) -> None:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "floating point pixel data")
 
 
-def _identifiers(elements: FileElements) -> dict[str, str]:
-    identifiers = {
+def _said_identifiers(elements: FileElements, identify: Identify | None) -> dict[str, str]:
+    said = {
         "patient_id": values.text(elements, _PATIENT),
         "study_instance_uid": values.code(elements, _STUDY),
         "series_instance_uid": values.code(elements, _SERIES),
         "sop_instance_uid": values.code(elements, _SOP_INSTANCE),
     }
+    return said if identify is None else identify(said)
+
+
+def _identifiers(elements: FileElements, identify: Identify | None) -> dict[str, str]:
+    identifiers = _said_identifiers(elements, identify)
     missing = sorted(name for name, value in identifiers.items() if not value)
     if missing:
         raise source_error(Reason.MISSING_IDENTIFIER, ", ".join(missing))

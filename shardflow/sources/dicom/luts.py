@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydicom.dataset import Dataset
-from pydicom.pixels import apply_color_lut
 
 from shardflow.sources.dicom import values
 from shardflow.sources.dicom.elements import read_elements
@@ -71,6 +69,9 @@ def read_palette(path: Path, limits: HeaderLimits, *, is_signed: bool) -> Lookup
     """
     elements = _read(path, {*_PALETTE_DESCRIPTORS, *_PALETTE_DATA, *_SEGMENTED_DATA}, limits)
     num_entries, first, bits = _descriptor(elements, _PALETTE_DESCRIPTORS[0], is_signed=is_signed)
+    from pydicom.dataset import Dataset
+    from pydicom.pixels import apply_color_lut
+
     dataset = Dataset()
     for tag in _PALETTE_DESCRIPTORS:
         dataset.add_new(tag, "US", [num_entries % _MAX_ENTRIES, 0, bits])

@@ -26,11 +26,14 @@ from shardflow.sources.dicom.stored import iter_stored
 from shardflow.sources.dicom.units import SliceForm, form_of
 from shardflow.sources.reasons import Reason, source_error
 
-__all__ = ["DecodedSlice", "check_copies", "iter_slices", "iter_stack"]
+__all__ = ["DecodedSlice", "StoredReader", "check_copies", "iter_slices", "iter_stack"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+StoredReader = Callable[[Path, InstanceHeader, Sequence[int], HeaderLimits], Iterator[tuple[Array, str]]]
+"""Yields stored values of the asked-for frames, as `shardflow.sources.dicom.stored.iter_stored`."""
 
 _DEFAULT_LIMITS = HeaderLimits()
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,7 @@ def iter_slices(
     form: SliceForm | None = None,
     frames: Sequence[int] | None = None,
     limits: HeaderLimits = _DEFAULT_LIMITS,
+    read: StoredReader = iter_stored,
 ) -> Iterator[DecodedSlice]:
     """Decode the frames of one file in modality units; one frame in memory at a time.
 
@@ -65,6 +69,7 @@ def iter_slices(
         form: What the slices must look like; by default what this one header asks for.
         frames: Which frames, in which order; by default all in file order.
         limits: Bounds on what the file may inflate to.
+        read: Reads the stored values; another one reads other formats.
 
     Raises:
         SourceError: PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX, LIMIT_EXCEEDED,
@@ -76,7 +81,7 @@ def iter_slices(
     lut = (
         read_modality_lut(path, limits, is_signed=header.image.is_signed) if header.has_modality_lut else None
     )
-    for frame, (stored, decoder) in zip(frames, iter_stored(path, header, frames, limits), strict=True):
+    for frame, (stored, decoder) in zip(frames, read(path, header, frames, limits), strict=True):
         yield _to_modality(stored, header, header.plane(frame), form, lut, decoder)
 
 
@@ -109,7 +114,11 @@ def iter_stack(
 
 
 def check_copies(
-    study: Study, locate: Callable[[InstanceHeader], Path], *, limits: HeaderLimits = _DEFAULT_LIMITS
+    study: Study,
+    locate: Callable[[InstanceHeader], Path],
+    *,
+    limits: HeaderLimits = _DEFAULT_LIMITS,
+    read: StoredReader = iter_stored,
 ) -> None:
     """Make sure that files with one SOP Instance UID hold the same image, however they are compressed.
 
@@ -122,8 +131,8 @@ def check_copies(
             raise source_error(Reason.CONFLICTING_INSTANCE, "frames or positions")
         form = form_of([kept])
         both = zip(
-            iter_slices(locate(kept), kept, form=form, limits=limits),
-            iter_slices(locate(copy), copy, form=form, limits=limits),
+            iter_slices(locate(kept), kept, form=form, limits=limits, read=read),
+            iter_slices(locate(copy), copy, form=form, limits=limits, read=read),
             strict=True,
         )
         if not all(np.array_equal(first.pixels, second.pixels) for first, second in both):
@@ -144,11 +153,15 @@ def _to_modality(
 ) -> DecodedSlice:
     if header.image.is_colour:
         return DecodedSlice(pixels=stored, num_clipped=0, num_padding=0, valid=None, decoder=decoder)
-    valid = _valid(stored, header.padding)
+    valid = _valid(stored, header.padding) if not header.is_float else _finite(stored)
+    if header.is_float and valid is not None:
+        stored = np.where(valid, stored, 0)
     if lut is not None:
         pixels, num_clipped = _mirror_and_fit(lut.apply(stored), form, valid)
     else:
-        pixels, num_clipped = _rescale(stored, plane, form, valid)
+        # Of native ones no bit beyond those that the header states is left.
+        bounds = header.image.stored_range if decoder == "native" else None
+        pixels, num_clipped = _rescale(stored, plane, form, valid, bounds)
     if valid is not None:
         pixels = np.where(valid, pixels, np.asarray(form.fill).astype(pixels.dtype))
     num_padding = 0 if valid is None else int(valid.size - np.count_nonzero(valid))
@@ -166,20 +179,39 @@ def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
     return None if not is_padding.any() else ~is_padding
 
 
-def _rescale(stored: Array, plane: PlaneHeader, form: SliceForm, valid: Array | None) -> tuple[Array, int]:
+def _finite(stored: Array) -> Array | None:
+    """Where floating point values are numbers; what is none lies outside the image."""
+    finite = np.isfinite(stored)
+    return None if finite.all() else finite
+
+
+def _rescale(
+    stored: Array,
+    plane: PlaneHeader,
+    form: SliceForm,
+    valid: Array | None,
+    bounds: tuple[int, int] | None = None,
+) -> tuple[Array, int]:
+    """Apply slope and intercept; ``bounds`` are what all values lie between, where that is known."""
     slope, intercept = plane.slope or 1.0, plane.intercept or 0.0
     if form.mirror is not None:
         slope, intercept = -slope, form.mirror - intercept
-    if form.range is not None and abs(slope) == 1.0 and intercept.is_integer():
-        lowest, highest = sorted(
-            int(slope) * int(end) + int(intercept) for end in (stored.min(), stored.max())
-        )
-        if form.range[0] <= lowest and highest <= form.range[1]:
+    if form.range is not None and abs(slope) == 1.0 and intercept.is_integer() and stored.dtype.kind != "f":
+        steps = int(slope), int(intercept)
+        # What the header allows says enough, mostly; only where it does not are the values looked at.
+        if (bounds is not None and _fits(bounds, *steps, form.range)) or _fits(
+            (int(stored.min()), int(stored.max())), *steps, form.range
+        ):
             return _add_exactly(stored, int(intercept), np.dtype(form.dtype), is_negative=slope < 0), 0
     pixels = stored.astype(np.float64)
     pixels *= slope
     pixels += intercept
     return _fit(pixels, form, valid)
+
+
+def _fits(ends: tuple[int, int], slope: int, intercept: int, target: tuple[int, int]) -> bool:
+    lowest, highest = sorted(slope * end + intercept for end in ends)
+    return target[0] <= lowest and highest <= target[1]
 
 
 def _mirror_and_fit(looked_up: Array, form: SliceForm, valid: Array | None) -> tuple[Array, int]:
@@ -193,18 +225,22 @@ def _add_exactly(stored: Array, intercept: int, dtype: np.dtype[Any], *, is_nega
     The caller has checked that every result fits. Then arithmetic modulo the width of the dtype is exact,
     whatever the steps between wrap to.
     """
-    if intercept == 0 and not is_negative and stored.dtype == dtype:
-        return stored
-    pixels = stored.astype(dtype)
+    # Another sign of the same width is a view: modulo the width it is the same number.
+    pixels = stored.view(dtype) if stored.dtype.itemsize == dtype.itemsize else stored.astype(dtype)
+    if intercept == 0 and not is_negative:
+        return pixels
     offset = np.array([intercept]).astype(dtype)
-    (np.subtract if is_negative else np.add)(offset, pixels, out=pixels)
-    return pixels
+    result: Array = (np.subtract if is_negative else np.add)(offset, pixels)
+    return result
 
 
 def _fit(pixels: Array, form: SliceForm, valid: Array | None) -> tuple[Array, int]:
     """Round to the dtype, cut what lies outside its range, and count it."""
     if form.range is None:
-        return pixels.astype(np.float32), 0
+        if pixels.min() >= -_MAX_FLOAT32 and pixels.max() <= _MAX_FLOAT32:
+            return pixels.astype(np.float32), 0
+        outside = np.abs(pixels) > _MAX_FLOAT32
+        return np.clip(pixels, -_MAX_FLOAT32, _MAX_FLOAT32).astype(np.float32), int(np.count_nonzero(outside))
     np.rint(pixels, out=pixels)
     low, high = form.range
     if low <= pixels.min() and pixels.max() <= high:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from shardflow.sources.dicom import values
+from shardflow.sources.dicom.diffusion import DIFFUSION_TAGS, read_diffusion
 from shardflow.sources.dicom.walk import Elements
 
-__all__ = ["MAX_SPACING_MM", "PHASE_NAMES", "PLANE_TAGS", "PlaneHeader", "read_planes", "read_rescale_types"]
+__all__ = ["MAX_SPACING_MM", "PLANE_TAGS", "PlaneHeader", "read_planes", "read_rescale_types"]
 
 _SHARED_GROUPS, _FRAME_GROUPS = 0x52009229, 0x52009230
 _POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS = 0x00200032, 0x00200037, 0x00280030, 0x00180050
@@ -34,22 +35,6 @@ _TYPE_GROUPS = (0x00189226, 0x00189329, 0x00189751, 0x00189412)  # MR, CT, PET, 
 MAX_SPACING_MM = 1000.0
 _MAX_POSITION_MM = 100_000.0
 _MAX_WINDOW_CENTER, _MAX_WINDOW_WIDTH = 100_000.0, 1_000_000.0
-
-PHASE_NAMES = (
-    "stack_id",
-    "acquisition_number",
-    "echo_number",
-    "echo_time",
-    "temporal_position",
-    "trigger_time",
-    "diffusion_b_value",
-    "diffusion_direction",
-    "sequence_name",
-    "image_type",
-    "convolution_kernel",
-    "contrast",
-)
-"""What tells slices at one position apart, in the order in which it is asked."""
 
 _ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER = (
     0x00200012,
@@ -79,7 +64,8 @@ PLANE_TAGS = frozenset(
         _TEMPORAL,
         _TRIGGER,
     }
-    | {_B_VALUE, _DIRECTION, _SEQUENCE_NAME, _KERNEL, _CONTRAST}
+    | {_SEQUENCE_NAME, _KERNEL, _CONTRAST}
+    | DIFFUSION_TAGS
 )
 
 
@@ -158,12 +144,7 @@ def _classic_plane(root: Elements) -> PlaneHeader:
                 values.code(root, _ECHO_NUMBER),
                 values.code(root, _ECHO_TIME),
             ),
-            *(
-                values.code(root, _TEMPORAL),
-                values.code(root, _TRIGGER),
-                _double(root, _B_VALUE),
-                _double(root, _DIRECTION, 3),
-            ),
+            *(values.code(root, _TEMPORAL), values.code(root, _TRIGGER), *read_diffusion(root)),
             *(values.code(root, _SEQUENCE_NAME), _type_tail(root, _IMAGE_TYPE), values.code(root, _KERNEL)),
             "contrast" if root.values.get(_CONTRAST, b"").strip(b"\0 ") else "",
         ),

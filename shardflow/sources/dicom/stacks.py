@@ -14,15 +14,16 @@ from enum import StrEnum
 
 from shardflow.sources.dicom.dictionary import SECONDARY_CLASSES
 from shardflow.sources.dicom.geometry import (
-    POSITION_TOLERANCE_MM,
     Orientation,
     StackGeometry,
     describe_geometry,
     distance_along,
     normal_of,
+    position_tolerance,
 )
 from shardflow.sources.dicom.headers import InstanceHeader
-from shardflow.sources.dicom.planes import MAX_SPACING_MM, PHASE_NAMES, PlaneHeader
+from shardflow.sources.dicom.planes import MAX_SPACING_MM, PlaneHeader
+from shardflow.sources.flags import PHASE_NAMES
 
 __all__ = ["SliceRef", "Stack", "StackKind", "split_series"]
 
@@ -168,6 +169,7 @@ def _shape_key(one: SliceRef, orientations: _Orientations) -> Hashable:
 def _along_normal(group: Sequence[SliceRef], orientation: Orientation) -> list[tuple[int, SliceRef]]:
     """Sort by position along the normal (then by `SliceRef.order`); number the distinct positions."""
     normal = normal_of(orientation)
+    tolerance = position_tolerance(group[0].plane.pixel_spacing)
     measured = [
         (distance_along(normal, one.plane.position), one) for one in group if one.plane.position is not None
     ]
@@ -175,7 +177,7 @@ def _along_normal(group: Sequence[SliceRef], orientation: Orientation) -> list[t
     numbered: list[tuple[int, SliceRef]] = []
     position, previous = 0, measured[0][0]
     for distance, one in measured:
-        if distance - previous > POSITION_TOLERANCE_MM:
+        if distance - previous > tolerance:
             position += 1
         numbered.append((position, one))
         previous = distance
@@ -235,7 +237,10 @@ def _order_without_positions(group: list[SliceRef]) -> tuple[list[SliceRef], Sta
         ordered = sorted(group, key=lambda one: one.order)
     spacing = ordered[0].plane.pixel_spacing
     flags = {"no_position", flag} if len(group) > 1 else {"no_position"}
-    if spacing is None and (spacing := ordered[0].instance.detector_spacing) is not None:
+    detector = ordered[0].instance.detector_spacing
+    if detector is not None and spacing in (None, detector):
+        # Equal ones say that nobody has calibrated (PS3.3, 10.7.1.3).
+        spacing = detector
         flags.add("detector_plane_spacing")
     return ordered, StackGeometry(pixel_spacing_mm=spacing, slice_spacing_mm=None, affine_lps=None), flags
 

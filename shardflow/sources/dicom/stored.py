@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydicom.pixels import convert_color_space
-from pydicom.pixels.decoders.base import get_decoder
 
-from shardflow.sources.dicom.decoders import decode_frame
 from shardflow.sources.dicom.description import ImageDescription
 from shardflow.sources.dicom.dictionary import DEFLATED, EXPLICIT_BIG, RLE
 from shardflow.sources.dicom.elements import read_inflated
 from shardflow.sources.dicom.fragments import find_frames, read_frame
+from shardflow.sources.dicom.gzipped import open_file
 from shardflow.sources.dicom.headers import InstanceHeader
 from shardflow.sources.dicom.limits import HeaderLimits
 from shardflow.sources.dicom.luts import read_palette
@@ -51,7 +49,10 @@ def iter_stored(
     palette = None
     if image.photometric_interpretation == "PALETTE COLOR":
         palette = read_palette(path, limits, is_signed=image.is_signed)
-    with _open(path) as descriptor, contextlib.closing(_raw(path, descriptor, header, frames, limits)) as raw:
+    with (
+        _open(path, limits) as descriptor,
+        contextlib.closing(_raw(path, descriptor, header, frames, limits)) as raw,
+    ):
         for array, name in raw:
             if palette is not None:
                 yield palette.apply(array), name
@@ -62,17 +63,12 @@ def iter_stored(
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[int]:
+def _open(path: Path, limits: HeaderLimits) -> Iterator[int]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_file(path, limits.max_inflated_bytes) as descriptor:
+            yield descriptor
     except OSError as error:
         raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
-    try:
-        yield descriptor
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
-    finally:
-        os.close(descriptor)
 
 
 def _raw(
@@ -80,6 +76,8 @@ def _raw(
 ) -> Generator[tuple[Array, str]]:
     image = header.image
     if not header.is_native:
+        from shardflow.sources.dicom.decoders import decode_frame
+
         found = find_frames(descriptor, header.pixel_offset, header.num_bytes, image.num_frames)
         for frame in frames:
             data = read_frame(descriptor, found[frame])
@@ -147,6 +145,8 @@ def _unusual_frame(data: bytes, header: InstanceHeader, frame: int) -> Array:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
         size = image.rows * image.columns
         return bits[frame * size : (frame + 1) * size].reshape(image.rows, image.columns)
+    from pydicom.pixels.decoders.base import get_decoder
+
     try:
         with third_party_silence():
             array, _ = get_decoder(header.transfer_syntax_uid).as_array(
@@ -177,10 +177,16 @@ def _used_bits(array: Array, image: ImageDescription) -> Array:
     """Clear the bits above ``high_bit``, move the used ones down, extend the sign."""
     above = image.bits_allocated - 1 - image.high_bit
     unused = image.bits_allocated - image.bits_stored
-    if unused == 0 or image.bits_allocated == 1:
+    if unused == 0 or image.bits_allocated == 1 or (above == unused and _fits(array, image)):
         return array
     shifted = np.left_shift(array, above)
     return np.right_shift(shifted, unused, out=shifted)
+
+
+def _fits(array: Array, image: ImageDescription) -> bool:
+    """Whether the unused high bits say nothing, as is usual: looking is cheaper than shifting."""
+    low, high = image.stored_range
+    return bool(array.size and array.max() <= high and (not image.is_signed or low <= array.min()))
 
 
 def _to_rgb8(array: Array, image: ImageDescription, *, is_native: bool) -> Array:
@@ -191,5 +197,7 @@ def _to_rgb8(array: Array, image: ImageDescription, *, is_native: bool) -> Array
         array = np.right_shift(array, image.bits_stored - 8)
     array = array.astype(np.uint8, copy=False)
     if is_native and image.photometric_interpretation in ("YBR_FULL", "YBR_FULL_422"):
+        from pydicom.pixels import convert_color_space
+
         return np.ascontiguousarray(convert_color_space(array, "YBR_FULL", "RGB"))
     return array

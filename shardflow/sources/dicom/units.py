@@ -59,6 +59,7 @@ class _Fact(NamedTuple):
     unit: str
     has_lut: bool
     is_localizer: bool
+    is_float: bool
     slope: float | None
     intercept: float | None
 
@@ -74,6 +75,8 @@ class _Fact(NamedTuple):
 
     @property
     def is_integral(self) -> bool:
+        if self.is_float:
+            return False
         return self.has_lut or ((self.slope or 1.0).is_integer() and (self.intercept or 0.0).is_integer())
 
     @property
@@ -94,7 +97,10 @@ def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
     next to zero that the bits allow: the darkest pixel of a slice would differ from slice to slice.
     """
     facts = {
-        _Fact(*(each.image, each.modality, each.unit, each.has_modality_lut, each.is_localizer), *rescale)
+        _Fact(
+            *(each.image, each.modality, each.unit, each.has_modality_lut, each.is_localizer, each.is_float),
+            *rescale,
+        )
         for each in instances
         for rescale in {(plane.slope, plane.intercept) for plane in each.planes}
     }

@@ -6,8 +6,6 @@ import struct
 import sys
 from functools import lru_cache
 
-from pydicom.charset import convert_encodings, decode_bytes
-
 from shardflow.sources.dicom.quiet import third_party_silence
 from shardflow.sources.dicom.walk import Elements
 
@@ -48,6 +46,9 @@ def text(elements: Elements, tag: int) -> str:
     """A text value in the character set that the file names; bytes that do not fit are replaced."""
     raw = elements.values.get(tag, b"")
     if not raw.isascii():
+        # Few files need it, and pydicom is a third of a second to import.
+        from pydicom.charset import convert_encodings, decode_bytes
+
         names = code(elements, _SPECIFIC_CHARACTER_SET).split("\\")
         with third_party_silence():
             try:

@@ -10,7 +10,14 @@ from shardflow.synthetic.draws import Draws
 from shardflow.synthetic.identifiers import GENERATED
 from shardflow.synthetic.lesions import Lesion
 from shardflow.synthetic.reports.document import Document, Mark, Piece, Report, Sentence
-from shardflow.synthetic.reports.mentions import Sighting, mention, plain_mention, sightings_of, view_mention
+from shardflow.synthetic.reports.mentions import (
+    Sighting,
+    mention,
+    plain_mention,
+    sightings_of,
+    view_mention,
+    wrong_number,
+)
 from shardflow.synthetic.reports.sentences import (
     absent_sentence,
     distractor_sentence,
@@ -58,20 +65,24 @@ class Story:
         return {lesion_id: sightings for lesion_id, sightings in seen.items() if sightings}
 
 
-def write_report(seed: int, story: Story, prior: Story | None) -> Report:
+def write_report(
+    seed: int, story: Story, prior: Story | None, oddities: Mapping[str, int] | None = None
+) -> Report:
     """Write the report of a study.
 
     Args:
         seed: Run-level seed.
         story: The study.
         prior: The patient's study before, if there is one.
+        oddities: Chances in percent of `REPORT_ODDITIES`.
     """
-    return _Writer(Draws(seed, "report", story.study.number), story, prior).write()
+    return _Writer(Draws(seed, "report", story.study.number), story, prior, oddities or {}).write()
 
 
 class _Writer:
-    def __init__(self, draws: Draws, story: Story, prior: Story | None) -> None:
+    def __init__(self, draws: Draws, story: Story, prior: Story | None, oddities: Mapping[str, int]) -> None:
         self.draws = draws
+        self.oddities = oddities
         self.study = story.study
         self.region = story.study.region
         self.seen = story.visible()
@@ -210,6 +221,8 @@ class _Writer:
             sentences.append(uncertain_sentence(draws.at("uncertain"), self.open_finding))
         if draws.chance(30):
             sentences.append(self._aside(draws.at("aside")))
+        if self._is_odd(draws.at("overcall"), "overcall"):
+            sentences.append(self._overcall(draws.at("overcall-words")))
         end = "\n" if draws.chance(40) else " "
         for sentence in draws.at("order").shuffled(sentences):
             self._write(sentence, end)
@@ -236,11 +249,14 @@ class _Writer:
         self, draws: Draws, lesion: Lesion, assertion: str, default_series: int | None
     ) -> Mark | None:
         """Name the images of a lesion: mostly in the main series, else in any in which it is seen."""
+        if self._is_odd(draws.at("no-image"), "no-image"):
+            return None
         sightings = self.seen[lesion.lesion_id]
         main = [item for item in sightings if item.series.index == self.main_series]
         chosen = main[0] if main and draws.chance(70) else draws.choice(sightings)
         if chosen.series.kind == "projection" and draws.chance(75):
             return view_mention(draws, self.study, chosen, assertion=assertion, lesion_id=lesion.lesion_id)
+        wrong = draws.at("wrong-image")
         return mention(
             draws,
             self.study,
@@ -248,7 +264,19 @@ class _Writer:
             assertion=assertion,
             lesion_id=lesion.lesion_id,
             default_series=default_series,
+            says_series=not self._is_odd(draws.at("no-series"), "no-series"),
+            says_image=wrong_number(wrong, chosen) if self._is_odd(wrong, "wrong-image") else None,
         )
+
+    def _is_odd(self, draws: Draws, name: str) -> bool:
+        return draws.chance(self.oddities.get(name, 0))
+
+    def _overcall(self, draws: Draws) -> Sentence:
+        """Think something possible on an image that shows nothing."""
+        series = draws.choice([item for item in self.study.series if item.kind != "localizer"])
+        mark = plain_mention(draws, self.study, series, assertion="uncertain")
+        noun = draws.choice(("tiny nodule", "subtle lesion", "small mass"))
+        return ["possible ", entity(noun, noun, "uncertain"), " ", mark, "."]
 
     def _about_prior(self, draws: Draws, lesion: Lesion) -> Sentence:
         """Compare with the study before, with its images where they can be named."""

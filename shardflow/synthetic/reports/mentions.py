@@ -11,7 +11,7 @@ from shardflow.synthetic.draws import Draws
 from shardflow.synthetic.reports.document import Mark
 from shardflow.synthetic.study import SeriesPlan, StudyPlan
 
-__all__ = ["Sighting", "mention", "plain_mention", "sightings_of", "view_mention"]
+__all__ = ["Sighting", "mention", "plain_mention", "sightings_of", "view_mention", "wrong_number"]
 
 _VIEW_WORDS = {
     "PA": ("on the frontal view", "on the PA view", "on the frontal radiograph"),
@@ -103,6 +103,8 @@ def mention(
     lesion_id: str | None,
     default_series: int | None = None,
     is_prior: bool = False,
+    says_series: bool = True,
+    says_image: int | None = None,
 ) -> Mark:
     """Name the images of a sighting in a drawn form.
 
@@ -114,12 +116,16 @@ def mention(
         lesion_id: Which lesion; None where the sentence speaks of something else.
         default_series: Index of the series that the report says image numbers refer to.
         is_prior: Whether the study is an earlier one than the report's.
+        says_series: Whether the series may be named.
+        says_image: A number to name in place of the right one.
     """
     numbers = sighting.numbers
     is_run = len(numbers) > 1 and numbers[-1] - numbers[0] + 1 == len(numbers)
     best = sighting.best.item.instance_number
     forms, named = _SINGLE_FORMS, [best]
-    if default_series == sighting.series.index and not is_prior and draws.chance(45):
+    if says_image is not None or not says_series:
+        forms = _SINGLE_FORMS if says_series else _SHORT_FORMS[:2]
+    elif default_series == sighting.series.index and not is_prior and draws.chance(45):
         forms = _SHORT_FORMS if _counts_from_one(sighting.series) else _SHORT_FORMS[:2]
     elif is_run and draws.chance(30):
         forms, named = _RANGE_FORMS, numbers
@@ -128,13 +134,13 @@ def mention(
     form, template, _ = draws.weighted([(item, item[2]) for item in forms])
     text = template.format(
         s=sighting.series.number,
-        i=best,
+        i=best if says_image is None else says_image,
         a=named[0],
         b=named[-1],
         l=_listed(named),
         n=len(sighting.series.slices),
     )
-    return _mark(
+    mark = _mark(
         text,
         form,
         study,
@@ -144,6 +150,11 @@ def mention(
         lesion_id=lesion_id,
         says_series="{s}" in template,
         is_prior=is_prior,
+    )
+    if says_image is None:
+        return mark
+    return Mark(
+        kind="mention", text=text, facts={**mark.facts, "image_numbers": [says_image], "is_wrong": True}
     )
 
 
@@ -165,6 +176,15 @@ def plain_mention(
         says_series=True,
         is_prior=is_prior,
     )
+
+
+def wrong_number(draws: Draws, sighting: Sighting) -> int:
+    """Draw the number of an image of the series that does not show it; at times one that does not exist."""
+    shown = set(sighting.numbers)
+    others = sorted({item.instance_number for item in sighting.series.slices} - shown)
+    if not others or draws.chance(20):
+        return max(item.instance_number for item in sighting.series.slices) + draws.integer(40, 90)
+    return draws.choice(others)
 
 
 def view_mention(

@@ -5,9 +5,23 @@ A flag says what happened and what was done; it never holds a value of a file. C
 
 from __future__ import annotations
 
-from shardflow.sources.dicom.planes import PHASE_NAMES
+__all__ = ["FLAGS", "PHASE_NAMES"]
 
-__all__ = ["FLAGS"]
+PHASE_NAMES = (
+    "stack_id",
+    "acquisition_number",
+    "echo_number",
+    "echo_time",
+    "temporal_position",
+    "trigger_time",
+    "diffusion_b_value",
+    "diffusion_direction",
+    "sequence_name",
+    "image_type",
+    "convolution_kernel",
+    "contrast",
+)
+"""What tells slices at one position apart, in the order in which it is asked."""
 
 FLAGS: dict[str, str] = {
     "derived": "At least one image says DERIVED: it was computed from others.",

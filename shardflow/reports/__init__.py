@@ -1,0 +1,35 @@
+"""What reports say: sections, findings with their assertion and place, and the images they name.
+
+Everything found is a place in the text, which is never altered. Rules and word lists only: no model is
+loaded.
+"""
+
+from shardflow.reports.assertion import Assertion
+from shardflow.reports.entities import Entity, EntityFinder, Place
+from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
+from shardflow.reports.mentions import Mention, find_mentions
+from shardflow.reports.reader import ENTRY_POINTS, Extractor, ReportContent, ReportReader, load_extractors
+from shardflow.reports.rules import RULES_VERSION, rules_digest
+from shardflow.reports.sections import Section, SectionKind, split_sections
+
+__all__ = [
+    "ENTRY_POINTS",
+    "RULES_VERSION",
+    "Assertion",
+    "Concept",
+    "Entity",
+    "EntityFinder",
+    "Extractor",
+    "Lexicon",
+    "Mention",
+    "Place",
+    "ReportContent",
+    "ReportReader",
+    "Section",
+    "SectionKind",
+    "find_mentions",
+    "load_extractors",
+    "load_lexicon",
+    "rules_digest",
+    "split_sections",
+]

@@ -1,0 +1,200 @@
+"""Explicit mentions of images: "series 3, image 45", "se 3 im 45-47", "(5:104)", "image 45 of series 3".
+
+Numbers are SeriesNumber and InstanceNumber (of a multi-frame image: the frame's) as the report says them;
+nothing is looked up here. References to another examination are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardflow.reports.image_words import Atom, find_atoms
+from shardflow.reports.prior_references import is_of_another_examination
+from shardflow.reports.tokens import tokenize
+
+__all__ = ["Mention", "find_mentions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mention:
+    """A reference to images of this examination."""
+
+    span: tuple[int, int]
+    """Characters of the text, closed-open: the image, or the series where it is meant whole."""
+    series: int | None
+    """SeriesNumber; None: the report leaves it open."""
+    first: int | None
+    """First image; None: the whole series."""
+    last: int | None
+    """Last image, included; of a single image the first one."""
+
+    def __str__(self) -> str:
+        """Write it like ``S3:45-47``; ``?`` a series left open, ``*`` a series as a whole."""
+        series = "?" if self.series is None else f"S{self.series}"
+        if self.first is None:
+            return f"{series}:*"
+        return f"{series}:{self.first}" + ("" if self.last == self.first else f"-{self.last}")
+
+
+_OF_SERIES = re.compile(
+    r"\s*[)\]]?\s*,?\s*(?:of|on|in|from|at|within)\s+(?:the\s+)?(?:\w+\s+){0,2}$", re.IGNORECASE
+)
+_NEXT_TO = re.compile(r"\s*[)\]]?\s*[,;:/-]?\s*[(\[]?\s*$")
+_GAP_OF_A_PAIR = re.compile(
+    r"\s*[)\]]?[,;:/\u2013-]?\s*[(\[]?\s*(?:(?:at|on|the|axial|coronal|sagittal)\s+)*$", re.IGNORECASE
+)
+
+
+def find_mentions(text: str) -> list[Mention]:
+    """Return the images and series that a text names, in its order."""
+    tokens = tokenize(text)
+    found: list[Mention] = []
+    for sentence in _sentences(text, tokens.sentences, tokens.starts, tokens.ends):
+        atoms = find_atoms(text, *sentence)
+        if atoms:
+            found += _bind(text, sentence, atoms)
+    return found
+
+
+def _sentences(
+    text: str, ranges: list[tuple[int, int]], starts: list[int], ends: list[int]
+) -> Iterator[tuple[int, int]]:
+    """Give sentences as characters; no semicolon ends one here, nor the full stop of "img. 12"."""
+    begin: int | None = None
+    for first, last in ranges:
+        if begin is None:
+            begin = starts[first]
+        end = ends[last - 1]
+        rest = text[end : end + 3].lstrip()
+        if text[end - 1] == ";" or (
+            text[end - 1] == "." and rest[:1].isdigit() and _ABBREVIATED.search(text, begin, end)
+        ):
+            continue
+        yield begin, end
+        begin = None
+    if begin is not None:
+        yield begin, ends[-1]
+
+
+_ABBREVIATED = re.compile(r"\b(?:img|im|ser|se|no|sl)\.$", re.IGNORECASE)
+
+
+def _bind(text: str, sentence: tuple[int, int], atoms: list[Atom]) -> Iterator[Mention]:
+    """Give every image its series, and leave out what belongs to another examination."""
+    owners = _owners(text, atoms)
+    used = {owner for owner in owners if owner is not None}
+    groups = _groups(owners)
+    for number, atom in enumerate(atoms):
+        if atom.kind == "series" and (number in used or not atom.is_word):
+            continue
+        members = [other for other in range(len(atoms)) if groups[other] == groups[number]]
+        first, last = members[0], members[-1]
+        if is_of_another_examination(
+            text,
+            sentence,
+            before=atoms[first - 1].end if first else sentence[0],
+            start=atoms[first].start,
+            end=atoms[last].end,
+            after=atoms[last + 1].start if last + 1 < len(atoms) else sentence[1],
+        ):
+            continue
+        yield from _mentions_of(atom, atoms, owners[number])
+
+
+def _mentions_of(atom: Atom, atoms: list[Atom], owner: int | None) -> Iterator[Mention]:
+    span = (atom.start, atom.end)
+    if atom.kind == "series":
+        yield from (Mention(span=span, series=one, first=None, last=None) for one in _single_numbers(atom))
+        return
+    owned: list[int | None] = [atom.series] if owner is None else [*_single_numbers(atoms[owner])]
+    for series in owned:
+        for first, last in atom.numbers:
+            yield Mention(span=span, series=series, first=first, last=last)
+
+
+def _single_numbers(series: Atom) -> list[int]:
+    # A range of series is a handful; a longer one is something else, or a slip of the pen.
+    return [one for first, last in series.numbers for one in range(first, min(last, first + 20) + 1)]
+
+
+def _owners(text: str, atoms: list[Atom]) -> list[int | None]:
+    """Find the series of each image: "image 45 of series 3", "series 3, image 45", or elsewhere."""
+    owners: list[int | None] = [None] * len(atoms)
+
+    def gap(number: int) -> str:
+        return text[atoms[number].end : atoms[number + 1].start]
+
+    kinds = [atom.kind for atom in atoms]
+    if _is_image_first(text, atoms):
+        return [number + 1 if kind == "image" else None for number, kind in enumerate(kinds)]
+    for number, kind in enumerate(kinds):
+        if kind != "image":
+            continue
+        has_next = kinds[number + 1 : number + 2] == ["series"]
+        if has_next and _OF_SERIES.match(gap(number)):
+            owners[number] = number + 1
+        elif (
+            number
+            and kinds[number - 1] == "series"
+            and (number - 1) not in owners[:number]
+            and _GAP_OF_A_PAIR.match(gap(number - 1))
+        ):
+            owners[number] = number - 1
+        elif has_next and _NEXT_TO.match(gap(number)) and not _begins_a_pair(text, atoms, number + 1):
+            owners[number] = number + 1
+    for number, kind in enumerate(kinds):
+        if kind == "image" and owners[number] is None:
+            owners[number] = _far_owner(text, atoms, owners, number)
+    return owners
+
+
+def _far_owner(text: str, atoms: list[Atom], owners: list[int | None], number: int) -> int | None:
+    """Find the series of an image that has none beside it."""
+    # "image 45 and image 47 of series 3": what a neighbour's series is, is the image's too.
+    following = owners[number + 1] if number + 1 < len(atoms) else None
+    if following is not None and following > number:
+        gap = text[atoms[number].end : atoms[number + 1].start]
+        if re.fullmatch(r"[\s,&]*(?:and|or|to|through|-)?\s*(?:from\s)?", gap):
+            return following
+    places = [other for other, atom in enumerate(atoms) if atom.kind == "series"]
+    earlier = [other for other in places if other < number]
+    if earlier:
+        return earlier[-1]
+    return places[0] if places and not _begins_a_pair(text, atoms, places[0]) else None
+
+
+def _begins_a_pair(text: str, atoms: list[Atom], number: int) -> bool:
+    """Whether an image of its own follows a series at once."""
+    return (
+        number + 1 < len(atoms)
+        and atoms[number + 1].kind == "image"
+        and _GAP_OF_A_PAIR.match(text[atoms[number].end : atoms[number + 1].start]) is not None
+        and not (
+            number + 2 < len(atoms)
+            and atoms[number + 2].kind == "series"
+            and _OF_SERIES.match(text[atoms[number + 1].end : atoms[number + 2].start]) is not None
+        )
+    )
+
+
+def _is_image_first(text: str, atoms: list[Atom]) -> bool:
+    """Whether every image is followed by its series: "image 3, series 2 and image 7, series 4"."""
+    return (
+        len(atoms) % 2 == 0
+        and all(atom.kind == ("series" if number % 2 else "image") for number, atom in enumerate(atoms))
+        and all(
+            _NEXT_TO.match(text[image.end : series.start]) or _OF_SERIES.match(text[image.end : series.start])
+            for image, series in zip(atoms[::2], atoms[1::2], strict=True)
+        )
+    )
+
+
+def _groups(owners: list[int | None]) -> list[int]:
+    """Number the atoms so that neighbours of which one is the other's series share a number."""
+    groups = list(range(len(owners)))
+    for number in range(1, len(owners)):
+        if owners[number] == number - 1 or owners[number - 1] == number:
+            groups[number] = groups[number - 1]
+    return groups

@@ -1,0 +1,245 @@
+"""A report cut into its sections. The sections cover the text in order, and nothing is lost or altered.
+
+A header is a name at the beginning of a line, with a colon, or alone on its line; known names
+(``headers.csv``) may hold a typing error, stand in any case and follow a sentence on its line. Unknown
+names in capitals open a section, too; names of anatomy under the findings are its sub-sections. A second
+examination in one report begins where its header comes after findings or an impression.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, cast
+
+from rapidfuzz.distance import DamerauLevenshtein
+
+from shardflow.reports.lexicon import Lexicon, load_lexicon, shipped_rows
+from shardflow.reports.tokens import fold_words
+
+__all__ = ["Section", "SectionKind", "split_sections"]
+
+SectionKind = Literal[
+    "addendum",
+    "comparison",
+    "examination",
+    "findings",
+    "findings_impression",
+    "impression",
+    "indication",
+    "notification",
+    "other",
+    "preamble",
+    "recommendation",
+    "signature",
+    "technique",
+]
+"""``preamble``: what stands before the first header. ``other``: a header that nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A stretch of a report."""
+
+    kind: SectionKind
+    span: tuple[int, int]
+    """Header and body, with the white space behind them; characters, closed-open."""
+    header: tuple[int, int]
+    """The header with its colon; empty at the section's start where there is none."""
+    exam: int = 0
+    """Which examination of the report it belongs to, from 0."""
+    part: str = ""
+    """Anatomy that a sub-header of the findings names."""
+
+    @property
+    def body(self) -> tuple[int, int]:
+        """Characters behind the header."""
+        return self.header[1], self.span[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    start: int
+    end: int
+    kind: SectionKind
+    part: str = ""
+
+
+_NAME = r"[^\W\d_][^\n:.;?!]{0,59}?"
+# A name and its colon at the beginning of a line; bullets, numbers and stars may stand before it.
+_GAP = r"[^\S\n]{0,60}"
+_AT_LINE = re.compile(
+    rf"^{_GAP}(?:[*#=_>\u2022-]+|\d{{1,2}}[.)])?{_GAP}(?P<name>{_NAME}){_GAP}[*_]*"
+    r"(?P<mark>:|[^\S\n]-(?=[^\S\n]))[*_]*",
+    re.MULTILINE,
+)
+_ALONE = re.compile(rf"^{_GAP}[*#=_-]*{_GAP}(?P<name>{_NAME}){_GAP}[*=_-]*{_GAP}$", re.MULTILINE)
+# A known name in capitals behind the end of a sentence.
+_INLINE = re.compile(r"(?<=[.;?!:\])])[^\S\n]{1,60}(?P<name>[A-Z][A-Z /&()-]{2,40}):")
+_MODALITY = re.compile(
+    r"\b(?:ct|cta|mri?|mra|mrcp|pet|xr|us|radiographs?|x-?ray|ultrasound|sonogram|mammogram|tomography|"
+    r"doppler|views?|fluoroscopy|angiogram|chest pa)\b",
+    re.IGNORECASE,
+)
+_LONGEST_NAME = 6
+"""Words of a header."""
+_BODY_KINDS = frozenset(("findings", "findings_impression", "impression"))
+
+
+def split_sections(text: str, lexicon: Lexicon | None = None) -> list[Section]:
+    """Cut a report into sections that cover it in order; an empty text has none.
+
+    Args:
+        text: Any text.
+        lexicon: Names of anatomy for sub-headers; None: the shipped one.
+    """
+    headers = _headers(text, lexicon if lexicon is not None else load_lexicon())
+    sections: list[Section] = []
+    if not headers or headers[0].start > 0:
+        end = headers[0].start if headers else len(text)
+        if end:
+            sections.append(Section(kind="preamble", span=(0, end), header=(0, 0)))
+    exam, has_body = 0, False
+    current: SectionKind = "preamble"
+    for number, header in enumerate(headers):
+        end = headers[number + 1].start if number + 1 < len(headers) else len(text)
+        kind = header.kind
+        if header.part and kind == "other":
+            # An organ belongs to what it stands in; without a section around it, it is a finding.
+            kind = current if current in _BODY_KINDS or current == "addendum" else "findings"
+        if kind == "examination" and has_body:
+            exam, has_body = exam + 1, False
+        has_body = has_body or kind in _BODY_KINDS
+        current = kind
+        sections.append(
+            Section(
+                kind=kind,
+                span=(header.start, end),
+                header=(header.start, header.end),
+                exam=exam,
+                part=header.part,
+            )
+        )
+    return list(_with_last_paragraph(text, sections))
+
+
+def _with_last_paragraph(text: str, sections: list[Section]) -> Iterator[Section]:
+    """Without findings or impression, the last paragraph of the last exam's text is the findings."""
+    if any(section.kind in _BODY_KINDS for section in sections):
+        yield from sections
+        return
+    told = [
+        one for one in sections if one.kind not in ("signature", "addendum", "notification", "recommendation")
+    ]
+    for section in sections:
+        cut = _last_paragraph(text, section) if told and section is told[-1] else None
+        if cut is None:
+            yield section
+            continue
+        start, end = section.span
+        if cut > start:
+            yield Section(
+                kind=section.kind,
+                span=(start, cut),
+                header=section.header,
+                exam=section.exam,
+                part=section.part,
+            )
+        yield Section(kind="findings", span=(cut, end), header=(cut, cut), exam=section.exam)
+
+
+def _last_paragraph(text: str, section: Section) -> int | None:
+    body = text[section.body[0] : section.body[1]]
+    breaks = list(re.finditer(r"\n[^\S\n]*\n\s*", body.rstrip()))
+    if breaks:
+        return section.body[0] + breaks[-1].end()
+    if section.kind == "preamble" and body.strip():
+        return section.span[0]
+    return None
+
+
+def _headers(text: str, lexicon: Lexicon) -> list[_Header]:
+    found: dict[int, _Header] = {}
+    for pattern in (_AT_LINE, _INLINE, _ALONE):
+        for match in pattern.finditer(text):
+            header = _read_header(match, lexicon, is_alone=pattern is _ALONE, is_inline=pattern is _INLINE)
+            if header is not None and not any(
+                header.start < other.end and other.start < header.end for other in found.values()
+            ):
+                found[header.start] = header
+    return [found[start] for start in sorted(found)]
+
+
+def _read_header(
+    match: re.Match[str], lexicon: Lexicon, *, is_alone: bool, is_inline: bool
+) -> _Header | None:
+    name = match["name"]
+    words = fold_words(name)
+    start = match.start("name") if is_inline else match.start()
+    if not words or len(words) > _LONGEST_NAME + 6:
+        return None
+    is_dash = not is_alone and not is_inline and match["mark"] != ":"
+    kind = _known_kind(tuple(words), is_fuzzy=not is_inline and not is_alone)
+    if kind is not None:
+        # Alone on its line, or before a dash, a name must look like a header and not like a short sentence.
+        if (is_alone or is_dash) and not (name.isupper() or name.istitle()):
+            return None
+        return _Header(start, match.end(), kind)
+    if is_alone or is_inline or is_dash:
+        return None
+    concept = lexicon.phrases.get(" ".join(words))
+    parts = [word for word in re.split(r"\s*(?:/|,|&|\band\b)\s*", name) if word.strip()]
+    if concept is None or concept.kind != "anatomy":
+        found = [lexicon.phrases.get(" ".join(fold_words(part))) for part in parts]
+        concept = (
+            found[0] if found and all(one is not None and one.kind == "anatomy" for one in found) else None
+        )
+    if concept is not None:
+        return _Header(start, match.end(), "other", concept.name)
+    if name.isupper():
+        return _Header(start, match.end(), "examination" if _MODALITY.search(name) else "other")
+    return None
+
+
+@cache
+def _known() -> dict[tuple[str, ...], SectionKind]:
+    known: dict[tuple[str, ...], SectionKind] = {}
+    for row in shipped_rows("headers.csv"):
+        for header in row["headers"].split("|"):
+            known[tuple(fold_words(header))] = cast("SectionKind", row["kind"])
+    return known
+
+
+def _known_kind(words: tuple[str, ...], *, is_fuzzy: bool) -> SectionKind | None:
+    known = _known()
+    if words in known:
+        return known[words]
+    # Numbers and brackets of "ADDENDUM 1" are no part of the name.
+    bare = tuple(word for word in words if word not in ("(", ")", "the", "*") and not word.isdigit())
+    if bare in known:
+        return known[bare]
+    if is_fuzzy and len(words) <= _LONGEST_NAME:
+        return _misspelt(" ".join(bare))
+    return None
+
+
+@cache
+def _long_headers() -> dict[str, SectionKind]:
+    return {" ".join(words): kind for words, kind in _known().items() if len(" ".join(words)) >= 7}
+
+
+def _misspelt(name: str) -> SectionKind | None:
+    """Find a name that differs by one slip, in a longer one by two."""
+    if len(name) < 6:
+        return None
+    best: tuple[int, SectionKind] | None = None
+    for known, kind in _long_headers().items():
+        allowed = 2 if len(known) >= 10 else 1
+        if abs(len(known) - len(name)) > allowed:
+            continue
+        slips = DamerauLevenshtein.distance(name, known, score_cutoff=allowed)
+        if slips <= allowed and (best is None or slips < best[0]):
+            best = (slips, kind)
+    return best[1] if best else None

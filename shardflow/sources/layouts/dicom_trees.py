@@ -1,0 +1,76 @@
+"""Layouts of DICOM trees without reports: kinds ``headers``, ``lidc`` and ``rsna``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from shardflow.sources.dicom import DiscoveredFile, discover
+from shardflow.sources.layouts.base import LayoutInputs, PlacedLayout, read_reports
+from shardflow.sources.layouts.placement import ImageForm, Placement
+from shardflow.sources.reasons import Reason
+from shardflow.sources.reports import BrokenReport, ReportRecord
+
+__all__ = ["Headers", "Lidc", "Rsna"]
+
+_INSTANCE: Final = re.compile(r"(?:.*/)?(?:train|test)_images/([^/]+)/([^/]+)/(\d+)\.dcm(?:\.gz)?")
+
+
+class Headers:
+    """The header of every file says whose it is."""
+
+    def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:  # noqa: ARG002 - as every layout
+        self._inputs = inputs
+        self._is_patient_study = inputs.layout.is_patient_study
+
+    def discover(self) -> list[DiscoveredFile]:
+        """List the files below the input folders."""
+        return discover(self._inputs.dicom)
+
+    def place(self, file: DiscoveredFile) -> Placement | Reason | None:  # noqa: ARG002 - all alike
+        """Leave it to the header."""
+        return Placement(attributes={}, is_patient_study=True) if self._is_patient_study else None
+
+    def study_beside(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - paths say nothing
+        """Return nothing: only headers name studies."""
+        return ""
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the reports in ``inputs.reports_format``."""
+        return read_reports(self._inputs)
+
+
+class Lidc(PlacedLayout):
+    """LIDC-IDRI: headers say whose an image is; the readers' XML waits for whoever aligns annotations."""
+
+    def place(self, file: DiscoveredFile) -> Placement | Reason | None:
+        """Leave images to their headers."""
+        path = file.path(self._roots)
+        if path.suffix.lower() == ".xml":
+            return Reason.ANNOTATION_FILE
+        if path.suffix.lower() in {".dcm", ""}:
+            return Placement(attributes={}, is_patient_study=self.settings.is_patient_study)
+        return self.reason_of_other(path)
+
+
+class Rsna(PlacedLayout):
+    """RSNA challenges: ``train_images/<study>/<series>/<instance>.dcm``; their tables are labels."""
+
+    def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
+        """Take study and series from the path, the patient from the header."""
+        match = _INSTANCE.fullmatch(path)
+        if match is None or form != "dicom":
+            return Reason.NOT_IN_LAYOUT
+        study, series, _ = match.groups()
+        return Placement(
+            study=study,
+            series=f"{study}/{series}",
+            attributes={},
+            is_patient_study=self.settings.is_patient_study,
+        )
+
+    def reason_of_other(self, path: Path) -> Reason:
+        """Tables of labels are annotations."""
+        return Reason.ANNOTATION_FILE if path.suffix.lower() == ".csv" else super().reason_of_other(path)
