@@ -7,6 +7,7 @@ only, never on the world size, the workers or the machine.
 
 from __future__ import annotations
 
+from shardflow.epochs.buckets import ImageBucket
 from shardflow.epochs.budget import TokenBudget
 from shardflow.epochs.choose import choose_lanes, with_lanes
 from shardflow.epochs.cost import CostRule
@@ -22,11 +23,13 @@ from shardflow.epochs.position import Position
 from shardflow.epochs.spec import BatchSpec
 from shardflow.epochs.state import LoaderState
 from shardflow.epochs.summary import PlanSummary
+from shardflow.epochs.tiles import TileRule
 
 __all__ = [
     "BatchSpec",
     "CostRule",
     "EpochPlan",
+    "ImageBucket",
     "LaneSummary",
     "LoaderState",
     "MicroBatch",
@@ -36,6 +39,7 @@ __all__ = [
     "Position",
     "RankSchedule",
     "SampleLayout",
+    "TileRule",
     "TokenBudget",
     "choose_lanes",
     "measure_plan",

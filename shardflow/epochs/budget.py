@@ -22,7 +22,8 @@ from shardflow.errors import ConfigError
 __all__ = ["OVER_BUDGET", "OverBudget", "TokenBudget", "count_micro_batches", "cut_micro_batches"]
 
 Int64Array = npt.NDArray[np.int64]
-LengthArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+LengthArray = npt.NDArray[np.uint16 | np.uint32 | np.int64]
+SumArray = npt.NDArray[np.uint32]
 OverBudget = Literal["alone", "skip", "truncate"]
 OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
 
@@ -30,6 +31,7 @@ _MAX_TOKENS = 2**31 - 2
 _MAX_SAMPLES = 2**24
 # How many smaller budgets are tried, on the way from the smallest that could do to the full one.
 _TRIES = 4
+_WORD_BITS = 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class TokenBudget:
 
     def to_json(self) -> dict[str, object]:
         """Return the budget as a JSON object; it is part of the plan's identity."""
-        return asdict(self)
+        return {**asdict(self), "cost": self.cost.to_json()}
 
     @classmethod
     def from_json(cls, value: object) -> TokenBudget:
@@ -127,7 +129,7 @@ def count_micro_batches(
         ``(w,)`` int64 each: the micro-batches of each window, and the ``max_tokens`` and ``max_samples`` with
         which :func:`cut_micro_batches` makes just as many, equally full.
     """
-    before = None if budget.padded else np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    before = None if budget.padded else _sums(lengths)
     tokens = np.full(len(starts), budget.max_tokens, np.int64)
     samples = np.full(len(starts), budget.max_samples, np.int64)
     counts, last_fill, last_room = _fill(lengths, before, starts, stops, tokens, samples)
@@ -153,17 +155,28 @@ def count_micro_batches(
     return counts, tokens, samples
 
 
+def _sums(lengths: LengthArray) -> SumArray:
+    """Return what lies before each sample, modulo 2**32: only differences of less than that are looked at."""
+    before = np.zeros(len(lengths) + 1, np.uint32)
+    # NumPy sums twice as fast in place as from one type to another.
+    np.copyto(before[1:], lengths, casting="unsafe")
+    np.cumsum(before[1:], out=before[1:])
+    return before
+
+
 def _scaled(number: int, part: Int64Array, whole: Int64Array) -> Int64Array:
-    """Return ``ceil(number * part / whole)`` without leaving 64 bits; rounded up a little more if large."""
-    shift = max(0, number.bit_length() + int(whole.max()).bit_length() - 62)
-    high = -(-number >> shift) if shift else number
-    scaled: Int64Array = -(-(high * part) // whole) << shift
-    return np.minimum(scaled, number)
+    """Return ``ceil(number * part / whole)``, with ``part <= whole``."""
+    if number.bit_length() + int(whole.max(initial=1)).bit_length() < _WORD_BITS:
+        scaled: Int64Array = -(-(number * part) // whole)
+        return scaled
+    # Budgets of millions of tokens leave 64 bits.
+    pairs = zip(part.tolist(), whole.tolist(), strict=True)
+    return np.array([-(-number * one // other) for one, other in pairs], np.int64)
 
 
 def _fill(
     lengths: LengthArray,
-    before: Int64Array | None,
+    before: SumArray | None,
     starts: Int64Array,
     stops: Int64Array,
     max_tokens: Int64Array,
@@ -207,7 +220,7 @@ def _fill(
 
 
 def _packed_room(
-    before: Int64Array, at: Int64Array, most: Int64Array, tokens: Int64Array, least: Int64Array
+    before: SumArray, at: Int64Array, most: Int64Array, tokens: Int64Array, least: Int64Array
 ) -> Int64Array:
     """Return how many samples from ``at``, ``most`` at most, have ``tokens`` tokens at most.
 
@@ -215,22 +228,23 @@ def _packed_room(
     more: counting up from there takes two or three looks, a search takes seven.
     """
     room = np.minimum(least, most)
-    limit = before[at] + tokens
-    open_windows = np.flatnonzero(room < most)
-    while open_windows.size:
-        following = (at + room)[open_windows] + 1
-        fits = before[following] <= limit[open_windows]
-        open_windows = open_windows[fits]
-        room[open_windows] += 1
-        open_windows = open_windows[room[open_windows] < most[open_windows]]
+    limit = tokens.astype(np.uint32)
+    start = before[at]
+    growing = np.flatnonzero(room < most)
+    while growing.size:
+        here = at[growing]
+        fits = before[here + room[growing] + 1] - start[growing] <= limit[growing]
+        growing = growing[fits]
+        room[growing] += 1
+        growing = growing[room[growing] < most[growing]]
     return room
 
 
 def _packed_fill(
-    before: Int64Array, at: Int64Array, end: Int64Array, tokens: Int64Array, samples: Int64Array
+    before: SumArray, at: Int64Array, end: Int64Array, tokens: Int64Array, samples: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
     """Return how full the last micro-batches are: in tokens or in samples, whichever bounds them more."""
-    held, num_held = before[end] - before[at], end - at
+    held, num_held = (before[end] - before[at]).astype(np.int64), end - at
     # A sample over the budget is alone, and full.
     held = np.minimum(held, tokens)
     by_samples = num_held * tokens >= held * samples

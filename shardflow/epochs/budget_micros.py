@@ -69,7 +69,7 @@ class BudgetMicroBatches:
         self._before = np.concatenate(([0], np.cumsum(filled.num_micros))).astype(np.int64)
         per_lane = np.diff(self._before[self._lane_windows])
         self.num_micros = int(self._before[-1])
-        mean = self.num_micros // max(1, windows.num_windows)
+        mean = max(1, self.num_micros // max(1, windows.num_windows))
         per_step = spec.micro_batches_per_step
         self.rounds = Rounds.of(per_lane, per_step, round_micros=mean)
         full, rest = divmod(self.num_micros, per_step)
@@ -165,7 +165,7 @@ class BudgetMicroBatches:
         """Return the cuts of the pool's rounds: whole steps each, but for the last."""
         per_step, num_pooled = self._spec.micro_batches_per_step, self.rounds.num_pooled
         num_steps = num_pooled // per_step
-        num_rounds = max(1, num_steps * per_step // max(1, round_micros * self.rounds.num_lanes))
+        num_rounds = max(1, num_steps * per_step // (round_micros * self.rounds.num_lanes))
         numbers = np.arange(num_rounds, dtype=np.int64)
         return np.append(numbers * num_steps // num_rounds * per_step, num_pooled)
 

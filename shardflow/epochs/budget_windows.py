@@ -10,22 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardflow.epochs.budget import TokenBudget, count_micro_batches, cut_micro_batches
-from shardflow.epochs.lanes import LaneMap
+from shardflow.epochs.buckets import BucketDraw
+from shardflow.epochs.budget import LengthArray, TokenBudget, count_micro_batches, cut_micro_batches
+from shardflow.epochs.lanes import LaneMap, Weigh
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.recent import Recent
 from shardflow.epochs.windows import LaneWindows
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
-__all__ = ["BudgetWindow", "BudgetWindows", "lane_map"]
+__all__ = ["BudgetWindow", "BudgetWindows", "lane_map", "weigh_tokens"]
 
 Int64Array = npt.NDArray[np.int64]
 
-# Samples whose lengths are looked at together, all windows side by side: 50 MB while they are joined; sums of
-# lengths, where padding does not count, are twice as large.
-_BLOCK_SAMPLES = 6 * 2**20
-_BLOCK_SAMPLES_PACKED = 4 * 2**20
+# Memory for lengths that are looked at together, all windows side by side, at its largest.
+_BLOCK_BYTES = 48 * 2**20
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _WORD = 2**64
 _WORD_BITS = 62
@@ -69,6 +68,7 @@ class BudgetWindows:
 
     __slots__ = (
         "_budget",
+        "_draw",
         "_epoch",
         "_layout",
         "_max_samples",
@@ -85,6 +85,7 @@ class BudgetWindows:
     ) -> None:
         self._layout, self._windows, self._budget = layout, windows, budget
         self._seed, self._epoch = seed, epoch
+        self._draw = BucketDraw.of(seed, epoch)
         self._open: Recent[BudgetWindow] = Recent(2 * (len(windows.lane_windows) - 1) + 8)
         self.num_micros = np.zeros(windows.num_windows, np.int64)
         self._max_tokens = np.zeros(windows.num_windows, np.int64)
@@ -96,9 +97,9 @@ class BudgetWindows:
         """Return what a window of a lane holds; the newest windows are kept."""
         return self._open.get((lane, window), lambda: self._materialise(lane, window))
 
-    def _lengths(self, lane: int, window: int) -> Int64Array:
+    def _lengths(self, lane: int, window: int) -> npt.NDArray[np.uint32 | np.int64]:
         """Return the lengths of a window's samples, ``(n,)`` int64, in the order of the lane."""
-        return _lengths_of(self._layout, self._budget, self._windows.pieces(lane, window))
+        return _lengths_of(self._layout, self._budget, self._windows.pieces(lane, window), self._draw)
 
     def _count(self) -> None:
         lane_windows = self._windows.lane_windows
@@ -108,15 +109,19 @@ class BudgetWindows:
             for window in range(int(lane_windows[lane + 1] - lane_windows[lane]))
         ]
         max_tokens = self._budget.max_tokens
-        block = _BLOCK_SAMPLES if self._budget.padded else _BLOCK_SAMPLES_PACKED
-        parts: list[npt.NDArray[np.int32]] = []
+        # How far a sample is over the budget does not matter, so short words do, which are sorted faster.
+        word = np.dtype(np.uint16 if max_tokens < 2**16 - 1 else np.uint32)
+        # All lengths twice while they are joined, then their sums where padding does not count.
+        block = _BLOCK_BYTES // (
+            2 * word.itemsize + (0 if self._budget.padded else np.dtype(np.uint32).itemsize)
+        )
+        parts: list[LengthArray] = []
         num_skipped: list[int] = []
         num_held, first = 0, 0
         for number, (lane, window) in enumerate(places, start=1):
-            # How far a sample is over the budget does not matter, so 32 bits do, which are sorted faster.
-            lengths = np.minimum(self._lengths(lane, window), max_tokens + 1).astype(np.int32)
+            lengths = np.minimum(self._lengths(lane, window), max_tokens + 1).astype(word)
             lengths.sort()
-            over = len(lengths) - int(np.searchsorted(lengths, np.int32(max_tokens), side="right"))
+            over = len(lengths) - int(np.searchsorted(lengths, word.type(max_tokens), side="right"))
             self.num_over_budget += over
             if self._budget.over_budget == "truncate":
                 lengths[len(lengths) - over :] = max_tokens
@@ -127,13 +132,13 @@ class BudgetWindows:
                 self._count_block(first, number, parts, num_skipped)
                 parts, num_skipped, num_held, first = [], [], 0, number
 
-    def _count_block(
-        self, first: int, last: int, parts: list[npt.NDArray[np.int32]], num_skipped: list[int]
-    ) -> None:
+    def _count_block(self, first: int, last: int, parts: list[LengthArray], num_skipped: list[int]) -> None:
         sizes = np.array([len(part) for part in parts], np.int64)
         stops = np.cumsum(sizes)
         starts = stops - sizes + np.array(num_skipped, np.int64)
-        found = count_micro_batches(np.concatenate(parts), starts, stops, self._budget)
+        lengths = np.concatenate(parts)
+        parts.clear()
+        found = count_micro_batches(lengths, starts, stops, self._budget)
         self.num_micros[first:last], self._max_tokens[first:last], self._max_samples[first:last] = found
 
     def _materialise(self, lane: int, window: int) -> BudgetWindow:
@@ -141,7 +146,7 @@ class BudgetWindows:
         # Mixed first and then sorted stably, so that equal lengths meet others in every epoch.
         rows = self._windows.mix(lane, window)
         lengths = budget.cost.lengths(
-            {name: self._layout.facts[name][rows] for name in budget.cost.used_facts()}
+            {name: self._layout.facts[name][rows] for name in budget.cost.used_facts()}, self._draw
         )
         if budget.over_budget == "truncate":
             np.minimum(lengths, budget.max_tokens, out=lengths)
@@ -201,13 +206,21 @@ def lane_map(layout: SampleLayout, budget: TokenBudget | None, num_lanes: int, *
     if budget is None:
         return LaneMap.of(layout, num_lanes, seed=seed)
 
+    return LaneMap.of(layout, num_lanes, seed=seed, weigh=weigh_tokens(layout, budget))
+
+
+def weigh_tokens(layout: SampleLayout, budget: TokenBudget) -> Weigh:
+    """Return what gives the tokens of rows."""
+
     def weigh(start: int, stop: int) -> Int64Array:
-        return _lengths_of(layout, budget, [(start, stop)])
+        return _lengths_of(layout, budget, [(start, stop)]).astype(np.int64, copy=False)
 
-    return LaneMap.of(layout, num_lanes, seed=seed, weigh=weigh)
+    return weigh
 
 
-def _lengths_of(layout: SampleLayout, budget: TokenBudget, pieces: list[tuple[int, int]]) -> Int64Array:
+def _lengths_of(
+    layout: SampleLayout, budget: TokenBudget, pieces: list[tuple[int, int]], draw: BucketDraw | None = None
+) -> npt.NDArray[np.uint32 | np.int64]:
     facts = {}
     for name in budget.cost.used_facts():
         column = layout.facts.get(name)
@@ -216,6 +229,8 @@ def _lengths_of(layout: SampleLayout, budget: TokenBudget, pieces: list[tuple[in
                 f"the samples must have the fact {name!r} for the cost rule, got {sorted(layout.facts)} "
                 f"(sample layout)."
             )
-        parts = [column[start:stop] for start, stop in pieces]
+        # Slices of a memmap are three times as slow to make; a subset's column is no array.
+        plain = np.asarray(column) if isinstance(column, np.ndarray) else column
+        parts = [plain[start:stop] for start, stop in pieces]
         facts[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return budget.cost.lengths(facts)
+    return budget.cost.short_lengths(facts, draw)

@@ -1,4 +1,4 @@
-"""How many lanes a population bears: as many as leave little for the pool."""
+"""How many lanes a population bears: as many as leave little for the pool, and fill micro-batches well."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ MOST_LANES = 64
 """Enough for 64 nodes to read shards of their own; more lanes only keep more windows open."""
 
 _POOL_PARTS = 20  # at most one twentieth of the samples is pooled
+# A lane of fewer micro-batches under a budget pads more than 1 % of report-like lengths, and its longest ones
+# meet no equals.
+_MICRO_BATCHES_PER_LANE = 128
 _PROBED_ROWS = 2**16
 
 
 def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
     """Return the largest power of two, at most ``MOST_LANES``, at which 5 % or less is pooled; else 1.
 
-    A function of the data and the sizes of a step, and never of the world. Under a token budget the size of a
-    micro-batch is estimated from some of the lengths.
+    Under a token budget a lane also has about 128 micro-batches or more: padding and balance need windows of
+    that many. A function of the data and the sizes of a step, and never of the world; the size of a
+    micro-batch under a budget is estimated from some of the lengths.
 
     Args:
         layout: The population.
@@ -31,10 +35,13 @@ def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
     """
     size, per_step = _micro_batch_size(layout, spec), spec.micro_batches_per_step
     num_lanes = MOST_LANES
+    if spec.budget is not None:
+        most = max(1, layout.num_drawn // (size * _MICRO_BATCHES_PER_LANE))
+        num_lanes = min(num_lanes, 2 ** (most.bit_length() - 1))
     while num_lanes > 1:
         unit = size * (per_step // gcd(per_step, num_lanes))
-        num_pooled = layout.num_samples - layout.num_samples // num_lanes // unit * unit * num_lanes
-        if num_pooled * _POOL_PARTS <= layout.num_samples:
+        num_pooled = layout.num_drawn - layout.num_drawn // num_lanes // unit * unit * num_lanes
+        if num_pooled * _POOL_PARTS <= layout.num_drawn:
             break
         num_lanes //= 2
     return num_lanes

@@ -12,13 +12,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
+from shardflow.epochs.blend_lanes import BlendLanes, BlendLayout
 from shardflow.epochs.budget_micros import BudgetMicroBatches
-from shardflow.epochs.budget_windows import BudgetWindows, lane_map
+from shardflow.epochs.budget_windows import BudgetWindows, lane_map, weigh_tokens
 from shardflow.epochs.lane_micros import LaneMicroBatches
-from shardflow.epochs.lanes import LaneMap
+from shardflow.epochs.lanes import Lanes
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.slots import EpochSlots
 from shardflow.epochs.spec import BatchSpec
@@ -115,9 +117,7 @@ class LanePlan:
     slots: EpochSlots | BudgetSlots
     micros: LaneMicroBatches | BudgetMicroBatches
 
-    def __init__(
-        self, layout: SampleLayout, lanes: LaneMap, spec: BatchSpec, *, seed: int, epoch: int
-    ) -> None:
+    def __init__(self, layout: SampleLayout, lanes: Lanes, spec: BatchSpec, *, seed: int, epoch: int) -> None:
         self.layout, self.lanes, self.spec, self._seed = layout, lanes, spec, seed
         self.windows = windows = LaneWindows(
             layout, lanes, window_bytes=spec.window_bytes, seed=seed, epoch=epoch
@@ -125,7 +125,7 @@ class LanePlan:
         self.filled = None
         per_step = spec.micro_batches_per_step
         if spec.budget is None:
-            self.slots = EpochSlots.of(layout.num_samples, spec)
+            self.slots = EpochSlots.of(int(windows.num_samples.sum()), spec)
             self.micros = LaneMicroBatches(
                 windows, self.slots, size=spec.micro_batch_size, per_step=per_step, seed=seed, epoch=epoch
             )
@@ -134,7 +134,7 @@ class LanePlan:
         self.micros = BudgetMicroBatches(windows, filled, spec, seed=seed, epoch=epoch)
         self.slots = BudgetSlots(
             self.micros,
-            num_samples=layout.num_samples,
+            num_samples=int(windows.num_samples.sum()),
             num_skipped=filled.num_over_budget if spec.budget.over_budget == "skip" else 0,
             per_step=per_step,
             tail=spec.tail,
@@ -143,7 +143,14 @@ class LanePlan:
     @classmethod
     def first(cls, layout: SampleLayout, spec: BatchSpec, *, seed: int, epoch: int) -> LanePlan:
         """Deal the lanes of a run, and plan an epoch of it."""
-        return cls(layout, lane_map(layout, spec.budget, spec.lanes, seed=seed), spec, seed=seed, epoch=epoch)
+        lanes: Lanes
+        if isinstance(layout, BlendLayout):
+            budget = spec.budget
+            weigh = None if budget is None else partial(weigh_tokens, budget=budget)
+            lanes = BlendLanes(layout, spec.lanes, seed=seed, weigh=weigh)
+        else:
+            lanes = lane_map(layout, spec.budget, spec.lanes, seed=seed)
+        return cls(layout, lanes, spec, seed=seed, epoch=epoch)
 
     def for_epoch(self, epoch: int) -> LanePlan:
         """Plan another epoch in the same lanes."""
@@ -152,13 +159,13 @@ class LanePlan:
     def summary(self) -> LaneSummary:
         """Return the numbers of the epoch."""
         if isinstance(self.micros, LaneMicroBatches):
-            num_pooled, of = self.micros.num_pooled_samples, self.layout.num_samples
+            num_pooled, of = self.micros.num_pooled_samples, self.slots.num_samples
         else:
             num_pooled, of = self.micros.rounds.num_pooled, self.micros.num_micros
         return LaneSummary(
             lanes=self.spec.lanes,
             window_bytes=self.spec.window_bytes,
-            num_chunks=len(self.lanes.first_row),
+            num_chunks=self.lanes.num_chunks,
             num_windows=self.windows.num_windows,
             num_pooled=num_pooled,
             pooled_share=num_pooled / max(1, of),

@@ -9,8 +9,10 @@ pays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,7 @@ from shardflow.epochs.permutation import Permutation
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
-__all__ = ["CHUNKS_PER_LANE", "LaneMap"]
+__all__ = ["CHUNKS_PER_LANE", "LaneMap", "LaneWalk", "Lanes", "Weigh", "weight_of"]
 
 Int64Array = npt.NDArray[np.int64]
 Weigh = Callable[[int, int], Int64Array]
@@ -28,6 +30,33 @@ Weigh = Callable[[int, int], Int64Array]
 
 CHUNKS_PER_LANE = 32
 """A lane has about this many chunks or more, whose order is another one in each epoch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneWalk:
+    """What a lane holds in an epoch, as pieces of shards in the order of the walk."""
+
+    first_row: Int64Array
+    """``(P,)`` int64, first row of each piece."""
+    num_samples: Int64Array
+    """``(P,)`` int64, rows of each piece, at least 1."""
+    num_bytes: Int64Array
+    """``(P,)`` int64."""
+
+
+class Lanes(Protocol):
+    """Lanes that can be walked."""
+
+    @property
+    def num_lanes(self) -> int:
+        """L."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all lanes."""
+
+    def walk(self, lane: int, *, seed: int, epoch: int) -> LaneWalk:
+        """Return what a lane holds in an epoch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +80,15 @@ class LaneMap:
     """``(L + 1,)`` int64: lane l has the chunks ``[lane_chunks[l], lane_chunks[l + 1])``; some have none."""
 
     @classmethod
-    def of(cls, layout: SampleLayout, num_lanes: int, *, seed: int, weigh: Weigh | None = None) -> LaneMap:
+    def of(
+        cls,
+        layout: SampleLayout,
+        num_lanes: int,
+        *,
+        seed: int,
+        weigh: Weigh | None = None,
+        targets: Sequence[int] | None = None,
+    ) -> LaneMap:
         """Cut the line of shards.
 
         Args:
@@ -59,6 +96,8 @@ class LaneMap:
             num_lanes: L, at least 1.
             seed: Run-level seed.
             weigh: What the lanes should have equally much of; samples by default.
+            targets: Where the line is cut instead of into equal parts: ``num_lanes - 1`` sums of weights,
+                ascending.
 
         Raises:
             PlanError: The bytes of the layout do not ascend.
@@ -69,9 +108,10 @@ class LaneMap:
         sizes = np.diff(layout.shard_rows)
         line = np.concatenate(([0], np.cumsum(sizes[order]))).astype(np.int64)
         if weigh is None:
-            cuts = np.array([lane * num_samples // num_lanes for lane in range(1, num_lanes)], np.int64)
+            equal = [lane * num_samples // num_lanes for lane in range(1, num_lanes)]
+            cuts = np.array(equal if targets is None else targets, np.int64)
         else:
-            cuts = _weighed_cuts(layout, order, line, num_lanes, weigh)
+            cuts = _weighed_cuts(layout, order, line, num_lanes, weigh, targets)
         starts = np.unique(np.concatenate((line[:-1], cuts[cuts < num_samples])))
         lengths = np.diff(np.append(starts, num_samples))
         lanes = np.searchsorted(cuts, starts, side="right")
@@ -107,24 +147,52 @@ class LaneMap:
         sums = np.concatenate(([0], np.cumsum(self.num_samples)))
         return np.diff(sums[self.lane_chunks])
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all lanes."""
+        return len(self.first_row)
+
+    def walk(self, lane: int, *, seed: int, epoch: int) -> LaneWalk:
+        """Return a lane's chunks in the order of an epoch."""
+        chunks = self.chunks(lane)
+        found = self.first_row[chunks], self.num_samples[chunks], self.num_bytes[chunks]
+        if not len(found[0]):
+            return LaneWalk(*found)
+        order = Permutation(len(found[0]), derive(seed, "chunk-order", epoch, lane))(np.arange(len(found[0])))
+        return LaneWalk(*(column[order] for column in found))
+
     def chunks(self, lane: int) -> slice:
         """Return which chunks a lane has."""
         return slice(int(self.lane_chunks[lane]), int(self.lane_chunks[lane + 1]))
 
 
 def _weighed_cuts(
-    layout: SampleLayout, order: Int64Array, line: Int64Array, num_lanes: int, weigh: Weigh
+    layout: SampleLayout,
+    order: Int64Array,
+    line: Int64Array,
+    num_lanes: int,
+    weigh: Weigh,
+    targets: Sequence[int] | None,
 ) -> Int64Array:
-    """Return the places of the line, in samples, where it falls into parts of equal weight."""
+    """Return the places of the line, in samples, where the sum of weights reaches the targets."""
     rows = layout.shard_rows.tolist()
     weights = np.array([int(weigh(rows[shard], rows[shard + 1]).sum()) for shard in order.tolist()], np.int64)
     before = np.concatenate(([0], np.cumsum(weights)))
     total = int(before[-1])
     cuts = []
-    for lane in range(1, num_lanes):
-        target = lane * total // num_lanes
+    if targets is None:
+        targets = [lane * total // num_lanes for lane in range(1, num_lanes)]
+    for target in targets:
         place = min(int(np.searchsorted(before, target, side="right")) - 1, len(weights) - 1)
         shard = int(order[place])
         inside = np.cumsum(weigh(rows[shard], rows[shard + 1]))
         cuts.append(int(line[place]) + int(np.searchsorted(inside, target - int(before[place]))))
     return np.array(cuts, np.int64)
+
+
+def weight_of(layout: SampleLayout, weigh: Weigh | None) -> int:
+    """Return the weight of all samples; their number where nothing weighs them."""
+    if weigh is None:
+        return layout.num_samples
+    rows = layout.shard_rows.tolist()
+    return sum(int(weigh(start, stop).sum()) for start, stop in pairwise(rows))

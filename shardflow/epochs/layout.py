@@ -9,17 +9,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import PlanError
 
-__all__ = ["SampleLayout"]
+__all__ = ["Column", "SampleLayout"]
 
 Int64Array = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
+
+
+class Column(Protocol):
+    """Numbers by sample: an array, or what is asked for like one."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the numbers."""
+
+    @property
+    def ndim(self) -> int:
+        """Always 1."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,15 +52,16 @@ class SampleLayout:
     dataset_id: str
     """Digest of the manifest, 64 hexadecimal digits; which lane a sample belongs to hangs on it."""
     population: range
-    """Rows of the samples table, without gaps."""
+    """Rows of the samples table, without gaps; of a subset or a blend, the numbers of its samples from 0."""
     shard_rows: Int64Array
     """``(S + 1,)`` int64, ascending: shard s holds the rows ``[shard_rows[s], shard_rows[s + 1])``."""
     shard_end_bytes: Int64Array
     """``(S,)`` int64, where the last sample of each shard that belongs to the population ends."""
-    offset_bytes: AnyArray
+    offset_bytes: Column
     """Integers by row of the table (not of the population): where each sample begins in its shard."""
-    facts: Mapping[str, AnyArray] = field(default_factory=lambda: MappingProxyType({}))
-    """Further integer columns by row of the table, such as ``text_bytes``; a cost rule asks for them."""
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Further integers by row of the table, such as ``text_bytes``, each a `Column`; a cost rule asks for
+    them."""
 
     def __post_init__(self) -> None:
         rows, population = self.shard_rows, self.population
@@ -126,6 +146,11 @@ class SampleLayout:
         return len(self.population)
 
     @property
+    def num_drawn(self) -> int:
+        """Samples of an epoch: those of the population, but for a blend, which draws some more often."""
+        return self.num_samples
+
+    @property
     def num_shards(self) -> int:
         """Shards that hold rows of the population."""
         return len(self.shard_end_bytes)
@@ -137,7 +162,8 @@ class SampleLayout:
     def sample_bytes(self, rows: Int64Array) -> Int64Array:
         """Return the size of each row's sample, with what lies between it and the next one."""
         shards = self.shards_of(rows)
-        return self.ends_of(rows + 1, shards) - self.offset_bytes[rows].astype(np.int64)
+        sizes: Int64Array = self.ends_of(rows + 1, shards) - self.offset_bytes[rows].astype(np.int64)
+        return sizes
 
     def ends_of(self, stops: Int64Array, shards: Int64Array) -> Int64Array:
         """Return where the rows before ``stops``, in ``shards``, end: int64 bytes."""

@@ -1,7 +1,8 @@
 """What a plan does to nodes, caches and ranks, measured by walking it.
 
 The numbers are there to choose M, budgets and lanes by. No shard is read. Small epochs are walked whole; of
-large ones some steps are, spread over the epoch, and then what only a whole walk can tell is left out.
+large ones some steps are, spread over the epoch; what only a whole walk can tell is then left out, bytes are
+scaled, and a node's shards follow from its lanes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = ["PlanMeasures", "measure_plan"]
 Int64Array = npt.NDArray[np.int64]
 
 _MOST_SAMPLES = 1_000_000
+_BALANCED = 1.05
 _FULL_SHUFFLE_PARTS = 3  # two random places of an epoch are a third of it apart
 
 
@@ -32,11 +34,12 @@ class PlanMeasures:
     """Steps that were walked, as a share of all."""
     num_nodes: int
     shards_per_node: float | None
-    """Shards that a node reads in the epoch, mean over nodes; None where only a part was walked."""
+    """Shards that a node reads in the epoch, mean over nodes. Where only a part was walked: those of its
+    lanes, without the pool's; None if nodes have no lanes of their own."""
     num_shards: int
-    bytes_per_node: float | None
-    """Bytes of whole samples that a node reads in the epoch, mean over nodes."""
-    most_bytes_per_node: int | None
+    bytes_per_node: float
+    """Bytes of whole samples that a node reads in the epoch, mean over nodes; scaled up from steps."""
+    most_bytes_per_node: int
     padding_share: float | None
     """Padding among the tokens of micro-batches; None without a token budget."""
     budget_used: float | None
@@ -45,6 +48,10 @@ class PlanMeasures:
     """Largest cost over mean cost of the micro-batches of a step: what ranks wait for each other, mean over
     steps. The last step, which the tail fills, is left out."""
     imbalance_p99: float | None
+    imbalance_max: float | None
+    """The same of the worst step."""
+    balanced_share: float | None
+    """Steps in which the largest cost is at most 1.05 times the mean, as a share of all."""
     neighbour_spread: float | None
     """How far apart in the epoch rows lie that are neighbours in the table, as a share of what a full shuffle
     gives: 1 is as good as one, 0 is the order of the table."""
@@ -74,20 +81,22 @@ def measure_plan(
     seen = np.zeros((num_nodes, layout.num_shards), bool)
     num_bytes = np.zeros(num_nodes, np.int64)
     step_of_row = np.full(layout.num_samples if is_whole else 0, -1, np.int64)
-    for step in steps if is_whole else ():
-        rows, _ = plan.step(step)
+    for step in steps:
+        rows, _ = plan.numbered_step(step)
         nodes, places = np.broadcast_to(node_of_micro[:, None], rows.shape)[rows >= 0], rows[rows >= 0]
-        seen[nodes, layout.shards_of(places)] = True
         np.add.at(num_bytes, nodes, layout.sample_bytes(places))
-        step_of_row[places - layout.population.start] = step
+        if is_whole:
+            seen[nodes, layout.shards_of(places)] = True
+            step_of_row[places - layout.population.start] = step
+    num_bytes = num_bytes * num_steps // len(steps)
     costs = _costs(plan, steps)
     return PlanMeasures(
         walked_share=len(steps) / num_steps,
         num_nodes=num_nodes,
-        shards_per_node=float(seen.sum() / num_nodes) if is_whole else None,
+        shards_per_node=float(seen.sum() / num_nodes) if is_whole else _lane_shards(plan, schedule),
         num_shards=layout.num_shards,
-        bytes_per_node=float(num_bytes.mean()) if is_whole else None,
-        most_bytes_per_node=int(num_bytes.max()) if is_whole else None,
+        bytes_per_node=float(num_bytes.mean()),
+        most_bytes_per_node=int(num_bytes.max()),
         neighbour_spread=_spread(step_of_row, num_steps) if is_whole else None,
         **costs,
     )
@@ -103,6 +112,18 @@ def _nodes(schedule: RankSchedule, per_step: int, ranks_per_node: int) -> Int64A
     return nodes
 
 
+def _lane_shards(plan: EpochPlan, schedule: RankSchedule) -> float | None:
+    """Return the shards of a node's lanes, mean over nodes; None where nodes have no lanes of their own."""
+    if plan.lane_plan is None or not schedule.num_nodes:
+        return None
+    lanes, layout = plan.lane_plan.lanes, plan.lane_plan.layout
+    shards: list[set[int]] = [set() for _ in range(schedule.num_nodes)]
+    for lane in range(lanes.num_lanes):
+        walk = lanes.walk(lane, seed=plan.seed, epoch=plan.epoch)
+        shards[schedule.node_of_lane(lane)].update(layout.shards_of(walk.first_row).tolist())
+    return sum(map(len, shards)) / schedule.num_nodes
+
+
 def _spread(step_of_row: Int64Array, num_steps: int) -> float | None:
     """Return the distance of neighbours in steps, against that of a full shuffle."""
     both = (step_of_row[:-1] >= 0) & (step_of_row[1:] >= 0)
@@ -114,7 +135,14 @@ def _spread(step_of_row: Int64Array, num_steps: int) -> float | None:
 
 
 def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
-    names = ("padding_share", "budget_used", "imbalance", "imbalance_p99")
+    names = (
+        "padding_share",
+        "budget_used",
+        "imbalance",
+        "imbalance_p99",
+        "imbalance_max",
+        "balanced_share",
+    )
     micros, budget = plan.lane_plan.micros if plan.lane_plan else None, plan.spec.budget
     if not isinstance(micros, BudgetMicroBatches) or budget is None:
         return dict.fromkeys(names)
@@ -131,5 +159,7 @@ def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
         tokens[tokens > 0].mean() / budget.max_tokens,
         ratios.mean(),
         np.quantile(ratios, 0.99),
+        ratios.max(),
+        (ratios <= _BALANCED).mean(),
     )
     return {name: float(value) for name, value in zip(names, values, strict=True)}

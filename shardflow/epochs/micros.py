@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardflow.epochs.blend import BlendOrder
 from shardflow.epochs.order import EpochOrder
 from shardflow.epochs.slots import EpochSlots
 
@@ -54,7 +55,7 @@ class FixedMicroBatches:
 
     __slots__ = ("_blocks", "_micros_per_block", "_order", "_size", "_slots")
 
-    def __init__(self, order: EpochOrder, slots: EpochSlots, *, size: int) -> None:
+    def __init__(self, order: EpochOrder | BlendOrder, slots: EpochSlots, *, size: int) -> None:
         self._order = order
         self._slots = slots
         self._size = size

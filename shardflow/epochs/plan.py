@@ -20,6 +20,7 @@ from copy import copy
 import numpy as np
 import numpy.typing as npt
 
+from shardflow.epochs.blend import Blend, BlendOrder
 from shardflow.epochs.budget_micros import BudgetMicroBatches
 from shardflow.epochs.elastic import RankSchedule
 from shardflow.epochs.integers import MAX_COUNTER, checked_int
@@ -28,6 +29,7 @@ from shardflow.epochs.lane_plan import BudgetSlots, LanePlan
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.micros import FixedMicroBatches, MicroBatch
 from shardflow.epochs.order import EpochOrder
+from shardflow.epochs.rows import Rows, RowSet, nth_rows
 from shardflow.epochs.slots import EpochSlots
 from shardflow.epochs.spec import BatchSpec
 from shardflow.epochs.summary import PlanSummary
@@ -42,14 +44,15 @@ class EpochPlan:
     Safe to share between threads.
 
     Args:
-        population: Rows of the samples table that belong to the epoch, such as those of a split.
+        population: Rows of the samples table that belong to the epoch: those of a split, or a subset. Or a
+            blend, whose rows are blended ones.
         spec: How micro-batches and steps are formed.
         seed: Run-level seed, 0 to 2**63 - 1.
         epoch: Number of the epoch, from 0.
         layout: Where the samples lie; needed where the spec has lanes, and not used otherwise.
 
     Attributes:
-        num_samples: Samples of the population.
+        num_samples: Samples of the epoch: of the population, or draws of a blend.
         num_steps: Steps of the epoch, at least 1; under a token budget not the same in every epoch.
         lane_plan: The lanes of the epoch; None where the spec has none.
 
@@ -70,6 +73,7 @@ class EpochPlan:
     __slots__ = (
         "_filler",
         "_micros",
+        "_numbers",
         "_slots",
         "epoch",
         "lane_plan",
@@ -86,7 +90,7 @@ class EpochPlan:
 
     def __init__(
         self,
-        population: range,
+        population: Rows | Blend,
         spec: BatchSpec,
         *,
         seed: int,
@@ -94,6 +98,8 @@ class EpochPlan:
         layout: SampleLayout | None = None,
     ) -> None:
         self.population = _checked_population(population)
+        # What the stages deal in: rows of a range, and of a subset or a blend the numbers of its samples.
+        self._numbers = _numbers_of(self.population)
         self.spec = spec
         where = "epoch plan"
         self.seed = checked_int("seed", seed, low=0, high=MAX_COUNTER, where=where, error=PlanError)
@@ -101,15 +107,23 @@ class EpochPlan:
         self.layout = layout
         lane_plan = None
         if spec.lanes:
-            lane_plan = LanePlan.first(_checked_layout(layout, population), spec, seed=self.seed, epoch=epoch)
+            lane_plan = LanePlan.first(
+                _checked_layout(layout, self._numbers), spec, seed=self.seed, epoch=epoch
+            )
         self._form(lane_plan)
 
     def _form(self, lane_plan: LanePlan | None) -> None:
         """Form the micro-batches of the epoch."""
         self.lane_plan = lane_plan
         if lane_plan is None:
-            slots = self._slots = EpochSlots.of(len(self.population), self.spec)
-            order = EpochOrder(self.population, seed=self.seed, epoch=self.epoch)
+            order: EpochOrder | BlendOrder
+            if isinstance(self.population, Blend):
+                num_samples = self.population.num_draws
+                order = BlendOrder(self.population, seed=self.seed, epoch=self.epoch)
+            else:
+                num_samples = len(self._numbers)
+                order = EpochOrder(self._numbers, seed=self.seed, epoch=self.epoch)
+            slots = self._slots = EpochSlots.of(num_samples, self.spec)
             self._micros = FixedMicroBatches(order, slots, size=self.spec.micro_batch_size)
         else:
             self._slots, self._micros = lane_plan.slots, lane_plan.micros
@@ -155,7 +169,10 @@ class EpochPlan:
         micro = checked_int("micro", micro, low=0, high=2 * per_step - 1, where="epoch plan", error=PlanError)
         if micro >= per_step:
             return self._filler
-        return self._micros.micro_batch(step * per_step + micro)
+        found = self._micros.micro_batch(step * per_step + micro)
+        if isinstance(self.population, range):
+            return found
+        return MicroBatch(self._rows(found.rows), found.weights)
 
     def step(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
         """Return all micro-batches of a step.
@@ -170,6 +187,11 @@ class EpochPlan:
         Raises:
             PlanError: There is no such step.
         """
+        numbers, weights = self.numbered_step(step)
+        return (numbers if isinstance(self.population, range) else self._rows(numbers)), weights
+
+    def numbered_step(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """Return the same with what the layout knows samples by: in a subset, numbers from 0."""
         per_step = self.spec.micro_batches_per_step
         first = self._checked_step(step) * per_step
         return self._micros.span(first, first + per_step)
@@ -188,14 +210,34 @@ class EpochPlan:
         lanes = None if self.lane_plan is None else self.lane_plan.summary()
         return PlanSummary.of(self._slots, self.spec, schedule, seed=self.seed, epoch=self.epoch, lanes=lanes)
 
+    def _rows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the rows of samples, -1 in padding slots; read-only."""
+        rows = numbers.copy()
+        is_sample = numbers >= 0
+        found = numbers[is_sample]
+        if isinstance(self.population, Blend):
+            rows[is_sample] = self.population.rows(found)
+        else:
+            rows[is_sample] = nth_rows(self.population, found)
+        rows.setflags(write=False)
+        return rows
+
     def _checked_step(self, step: int) -> int:
         where = f"epoch {self.epoch}"
         return checked_int("step", step, low=0, high=self.num_steps - 1, where=where, error=PlanError)
 
 
-def _checked_population(population: range) -> range:
+def _numbers_of(population: Rows | Blend) -> range:
+    if isinstance(population, range):
+        return population
+    return range(population.num_samples if isinstance(population, Blend) else len(population))
+
+
+def _checked_population(population: Rows | Blend) -> Rows | Blend:
+    if isinstance(population, RowSet | Blend):
+        return population
     if not isinstance(population, range):
-        raise PlanError(f"population must be a range, got {type(population).__name__} (epoch plan).")
+        raise PlanError(f"population must be a range or a row set, got {type(population).__name__}.")
     if not population:
         raise PlanError(
             "num_samples must be at least 1, got 0 (epoch plan: its population is empty); choose a split "

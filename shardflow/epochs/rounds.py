@@ -41,13 +41,14 @@ class Rounds:
         Args:
             num_micros: ``(L,)`` int64, micro-batches of each lane.
             per_step: M.
-            round_micros: About how many micro-batches a lane gives in a round, such as a window has.
+            round_micros: About how many micro-batches a lane gives in a round, such as a window has; at
+                least 1.
         """
         num_lanes = len(num_micros)
         # Whole steps from all lanes equally need a multiple of this from each.
         unit = per_step // gcd(per_step, num_lanes)
         num_units = int(num_micros.min()) // unit
-        num_rounds = max(1, min(num_units, num_units * unit // max(1, round_micros)))
+        num_rounds = max(1, min(num_units, num_units * unit // round_micros))
         numbers = np.arange(num_rounds + 1, dtype=np.int64)
         return cls(
             num_lanes=num_lanes,

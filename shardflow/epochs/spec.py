@@ -58,6 +58,10 @@ class BatchSpec:
     """About how much of a lane is mixed at a time; no part of a spec without lanes."""
 
     def __post_init__(self) -> None:
+        if self.budget is not None and self.micro_batch_size != 0:
+            raise ConfigError(
+                "micro_batch_size must be left out where there is a budget, got both; remove one."
+            )
         bounds = {
             "micro_batch_size": (1, MAX_PER_STEP) if self.budget is None else (0, 0),
             "micro_batches_per_step": (1, MAX_PER_STEP),

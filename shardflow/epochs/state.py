@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from shardflow.epochs.component_state import ComponentState, check_components, components_from_json
 from shardflow.epochs.identity import DEFAULT_VIEW, plan_id
 from shardflow.epochs.integers import MAX_COUNTER, checked_int
 from shardflow.epochs.position import Position
@@ -15,14 +16,17 @@ from shardflow.errors import ConfigError, StateError
 
 __all__ = ["STATE_VERSION", "LoaderState"]
 
-STATE_VERSION = 1
-"""Raised when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
+STATE_VERSION = 2
+"""Version 2 says which subset or blend is run; version 1, which knew neither, is still read.
+
+Raised when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
 
 # As they are spelled in JSON; "batch" holds the spec.
 _COUNTERS = ("manifest_version", "seed", "epoch", "step")
 _NAMES = ("split", "view")
 _DIGESTS = ("dataset_id", "plan_id")
-_KEYS = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
+_KEYS_1 = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
+_KEYS = {1: _KEYS_1, STATE_VERSION: (*_KEYS_1, "subset", "components")}
 
 # Printable ASCII without quotation mark and backslash: a byte a character in JSON, so that a state stays
 # below 1 KB.
@@ -32,6 +36,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _REMEDIES = {
     "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
     "manifest_version": "open the manifest version that it was saved with, or start a new run",
+    "subset": "set the split and terms of the subset back, or start a new run",
     "plan_id": "resume with the shardflow that saved it, since this one plans another order",
 }
 
@@ -54,6 +59,10 @@ class LoaderState:
     step: int = 0
     """The next step to run; all before it are consumed."""
     view: str = DEFAULT_VIEW
+    subset: str | None = None
+    """Digest of the rows, where they are not all of the split."""
+    components: tuple[ComponentState, ...] = ()
+    """Of a blend, whose digest then is ``dataset_id``; empty for one dataset."""
     plan_id: str = ""
     """Identity of the plan; computed from the other fields where it is not given."""
 
@@ -67,9 +76,17 @@ class LoaderState:
         for name in _NAMES:
             _check_text(name, getattr(self, name), _NAME, "1 to 64 printable ASCII characters")
         if self.plan_id == "":
-            identity = plan_id(dataset_id=self.dataset_id, split=self.split, spec=self.spec, view=self.view)
+            identity = plan_id(
+                dataset_id=self.dataset_id,
+                split=self.split,
+                spec=self.spec,
+                view=self.view,
+                subset=self.subset,
+            )
             object.__setattr__(self, "plan_id", identity)
         _check_text("plan_id", self.plan_id, _DIGEST, "64 hexadecimal digits")
+        if self.subset is not None:
+            _check_text("subset", self.subset, _DIGEST, "64 hexadecimal digits or null")
 
     @property
     def position(self) -> Position:
@@ -93,6 +110,8 @@ class LoaderState:
             "epoch": self.epoch,
             "step": self.step,
             "batch": self.spec.to_json(),
+            "subset": self.subset,
+            "components": [component.to_json() for component in self.components],
         }
 
     @classmethod
@@ -109,16 +128,17 @@ class LoaderState:
                 f"returned."
             )
         version = value.get("version")
-        if type(version) is not int or version != STATE_VERSION:
+        if type(version) is not int or version not in _KEYS:
             found = version if type(version) is int else type(version).__name__
             raise StateError(
-                f"version must be {STATE_VERSION}, got {found} (loader state); load it with the shardflow "
-                f"that saved it."
+                f"version must be 1 or {STATE_VERSION}, got {found} (loader state); load it with the "
+                f"shardflow that saved it."
             )
-        if set(value) != set(_KEYS):
-            missing, unknown = set(_KEYS) - set(value), set(value) - set(_KEYS)
+        keys = _KEYS[version]
+        if set(value) != set(keys):
+            missing, unknown = set(keys) - set(value), set(value) - set(keys)
             raise StateError(
-                f"loader state of version {STATE_VERSION} must have the keys {', '.join(_KEYS)}, got "
+                f"loader state of version {version} must have the keys {', '.join(keys)}, got "
                 f"{sorted(missing)} missing and {sorted(map(str, unknown))} unknown; pass what state_dict() "
                 f"returned, unchanged."
             )
@@ -127,7 +147,12 @@ class LoaderState:
             spec = BatchSpec.from_json(value["batch"])
         except ConfigError as error:
             raise StateError(f"loader state, key 'batch': {error.message}") from None
-        return cls(spec=spec, **{key: value[key] for key in (*_DIGESTS, *_NAMES, *_COUNTERS)})
+        return cls(
+            spec=spec,
+            subset=value.get("subset"),
+            components=components_from_json(value.get("components", [])),
+            **{key: value[key] for key in (*_DIGESTS, *_NAMES, *_COUNTERS)},
+        )
 
     def check_matches(self, expected: LoaderState) -> None:
         """Refuse to go on from this state in a run that differs from the one it was saved in.
@@ -139,6 +164,7 @@ class LoaderState:
             StateError: Dataset, split, view, batch spec, seed or plan differ; the message names the first
                 field that does.
         """
+        check_components(self.components, expected.components)
         own, wanted = self._identity(), expected._identity()
         # A field that only one of the two specs has, such as lanes, is null in the other. The plan's digest
         # stands last: it differs with every other field.
@@ -170,6 +196,7 @@ class LoaderState:
             "dataset_id": self.dataset_id,
             "manifest_version": self.manifest_version,
             "split": self.split,
+            "subset": self.subset,
             "view": self.view,
             **self.spec.to_json(),
             "seed": self.seed,

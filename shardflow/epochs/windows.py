@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shardflow.epochs.lanes import LaneMap
+from shardflow.epochs.lanes import Lanes
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.permutation import Permutation
 from shardflow.epochs.recent import Recent
@@ -52,7 +52,7 @@ class LaneWindows:
     )
 
     def __init__(
-        self, layout: SampleLayout, lanes: LaneMap, *, window_bytes: int, seed: int, epoch: int
+        self, layout: SampleLayout, lanes: Lanes, *, window_bytes: int, seed: int, epoch: int
     ) -> None:
         self._layout, self._lanes, self._seed, self._epoch = layout, lanes, seed, epoch
         self._first_row: list[Int64Array] = []
@@ -67,17 +67,11 @@ class LaneWindows:
         self._open: Recent[Int64Array] = Recent(2 * lanes.num_lanes + 8)
 
     def _open_lane(self, lane: int, window_bytes: int) -> None:
-        chunks = self._lanes.chunks(lane)
-        first_row, sizes = self._lanes.first_row[chunks], self._lanes.num_samples[chunks]
-        num_bytes = self._lanes.num_bytes[chunks]
-        if len(first_row):
-            key = derive(self._seed, "chunk-order", self._epoch, lane)
-            order = Permutation(len(first_row), key)(np.arange(len(first_row)))
-            first_row, sizes, num_bytes = first_row[order], sizes[order], num_bytes[order]
-        samples_before = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
-        self._first_row.append(first_row)
+        walk = self._lanes.walk(lane, seed=self._seed, epoch=self._epoch)
+        samples_before = np.concatenate(([0], np.cumsum(walk.num_samples))).astype(np.int64)
+        self._first_row.append(walk.first_row)
         self._samples_before.append(samples_before)
-        self._cuts.append(self._cut(first_row, samples_before, num_bytes, window_bytes))
+        self._cuts.append(self._cut(walk.first_row, samples_before, walk.num_bytes, window_bytes))
 
     def _cut(
         self, first_row: Int64Array, samples_before: Int64Array, num_bytes: Int64Array, window_bytes: int
