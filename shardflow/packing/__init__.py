@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
-    from shardflow.packing.job import pack
+    from shardflow.packing.job import PackMode, pack
     from shardflow.packing.progress import Progress, SilentProgress
+    from shardflow.packing.shares import Share
     from shardflow.packing.summary import PackSummary
 
-__all__ = ["PackConfig", "PackSummary", "Progress", "SilentProgress", "pack"]
+__all__ = ["PackConfig", "PackMode", "PackSummary", "Progress", "Share", "SilentProgress", "pack"]
 
 _MODULES: Final = {
     "PackConfig": "config",
+    "PackMode": "job",
     "PackSummary": "summary",
     "Progress": "progress",
+    "Share": "shares",
     "SilentProgress": "progress",
     "pack": "job",
 }

@@ -8,6 +8,7 @@ over; only results reach the job, and a failure carries a class name and a place
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -86,7 +87,13 @@ def _silently(make: Callable[[], Handler]) -> Handler:
     warnings.simplefilter("ignore")
     logging.lastResort = None
     logging.disable(logging.CRITICAL)
-    return make()
+    # What is imported stays until the end: it is never looked through for garbage, now or later.
+    gc.disable()
+    try:
+        return make()
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _close_streams() -> None:

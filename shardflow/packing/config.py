@@ -14,9 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+from shardflow.alignment import AlignmentRules
 from shardflow.configs import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
+from shardflow.packing.content_config import AttachmentsConfig, ReportsConfig
+from shardflow.packing.deid_config import DeidConfig
+from shardflow.packing.variants_config import VariantsConfig
+from shardflow.records.config import RecordsConfig
 from shardflow.shards.canonical import canonical_json
+from shardflow.sources.layouts.config import LayoutConfig
 
 __all__ = [
     "BadInstancePolicy",
@@ -25,6 +31,7 @@ __all__ = [
     "InputsConfig",
     "LimitsConfig",
     "PackConfig",
+    "PageConfig",
     "PolicyConfig",
     "ShardsConfig",
 ]
@@ -42,16 +49,26 @@ class InputsConfig:
     """Where the inputs lie; nothing is ever written there."""
 
     dicom: tuple[Path, ...]
-    """Folders (or single files); every file below them ends in one outcome."""
+    """Folders (or single files) of images; every file below them ends in one outcome."""
+    attachments: tuple[Path, ...] = ()
+    """Further folders (or single files), of attachments alone: images there are not packed."""
     reports: Path | None = None
     """Table or folder of reports; none packs images alone."""
-    reports_format: Literal["csv", "folder", "jsonl"] = "csv"
-    """How ``reports`` is to be read."""
+    reports_format: Literal["csv", "documents", "folder", "jsonl"] = "csv"
+    """How ``reports`` is to be read, where the layout does not say it. ``documents``: DICOM SR, C-CDA, FHIR
+    and HL7v2, each file as what its content is."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Whose an input is, where DICOM headers are not all there is."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.dicom:
             raise ConfigError("dicom must name at least one folder, got none; add one.")
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """All folders that files are looked for in: of images, then of attachments."""
+        return (*self.dicom, *self.attachments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +88,9 @@ class ShardsConfig:
     """A shard is closed before its estimated size passes this; a larger study has a shard of its own."""
     max_samples: Annotated[int, Bounds(1, 1 << 24)] = 10_000
     """A shard is closed at this many studies."""
-    codec: Literal["b2nd", "npy"] = "b2nd"
-    """Codec of the slices: ``b2nd`` (compressed, lossless) or ``npy`` (raw)."""
+    codec: Literal["b2nd", "htj2k", "npy", "png16"] = "b2nd"
+    """Codec of the slices, lossless all: ``b2nd`` (fastest to decode), ``htj2k`` (smallest), ``npy`` (raw),
+    ``png16`` (for other tools). Series that it cannot hold, such as float32, are stored as ``b2nd``."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -115,11 +133,29 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PageConfig:
+    """The page for people that becomes part of the dataset, ``report.html``."""
+
+    enabled: bool = True
+    """Whether there is one."""
+    num_thumbnails: Annotated[int, Bounds(0, 500)] = 24
+    """Studies to show at most. Thumbnails are pixels of patients, as the slices in the shards are."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionConfig:
     """How the job runs; changes its speed and never its bytes."""
 
+    engine: Literal["local", "ray"] = "local"
+    """Where packing processes run: on this machine, or on those of a Ray cluster (extra ``ray``)."""
+    ray_address: str = ""
+    """Of a running Ray cluster (``host:port``, or ``auto``); empty starts Ray on this machine, for this job.
+    All its machines see inputs, output and private folder under the same paths."""
     num_processes: Annotated[int, Bounds(0, 4096)] = 0
-    """Packing processes; 0 takes every processor that the job may use."""
+    """Packing processes; 0 takes every processor that the job may use, or that the Ray cluster has."""
     memory_bytes: Annotated[ByteSize, Bounds(512 * _MIB)] = 4 * _GIB
     """Address space of one packing process; about 0.3 GiB of it are libraries."""
     task_timeout_s: Annotated[float, Bounds(0.1)] = 900.0
@@ -142,6 +178,12 @@ class PackConfig:
 
     output: Path
     """Folder of the dataset: new, empty, or of an interrupted job with the same settings."""
+    upload_to: str = ""
+    """Address in an object store (``s3://bucket/prefix``) that the dataset is sent to while it is packed, its
+    manifest last; empty for none."""
+    keep_local: bool = True
+    """Whether shards stay in ``output`` once they were sent. Without, each is removed as soon as it was read
+    back from there; manifests, tables and ledgers stay."""
     private_dir: Path
     """Folder outside the dataset for what must never be in it (mode 0700): the key, the way back from
     surrogates to paths, headers while the job runs, recorded deaths of processes. One for each dataset."""
@@ -153,6 +195,13 @@ class PackConfig:
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    page: PageConfig = field(default_factory=PageConfig)
+    variants: VariantsConfig = field(default_factory=VariantsConfig)
+    deid: DeidConfig = field(default_factory=DeidConfig)
+    reports: ReportsConfig = field(default_factory=ReportsConfig)
+    alignment: AlignmentRules = field(default_factory=AlignmentRules)
+    attachments: AttachmentsConfig = field(default_factory=AttachmentsConfig)
+    records: RecordsConfig = field(default_factory=RecordsConfig)
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     def __post_init__(self) -> None:
@@ -162,6 +211,9 @@ class PackConfig:
                 raise ConfigError(f"a split's name must be 1 to 32 of [a-z0-9], got {name!r}; rename it.")
             if parts < 0:
                 raise ConfigError(f"splits.{name} must be at least 0, got {parts}; correct it.")
+        if not self.keep_local and not self.upload_to:
+            raise ConfigError("keep_local must be true without upload_to, got false; name an address.")
+        self.deid.rules()
         if sum(self.splits.values()) < 1:
             raise ConfigError("splits must have at least one part in all, got 0; give a split some.")
 
@@ -172,11 +224,23 @@ class PackConfig:
 
     def content(self) -> dict[str, Any]:
         """Return the settings that decide the dataset's bytes, as JSON without fractions."""
+        later = {
+            "alignment": None if self.alignment == AlignmentRules() else self.alignment.digest(),
+            "attachments": self.attachments.content(),
+            "layout": self.inputs.layout.content(),
+            "records": self.records.content(),
+            "reports": self.reports.content(),
+        }
         return {
+            # Absent where nothing is set: settings from before there were such keep their digest.
+            **{name: value for name, value in later.items() if value is not None},
+            "deid": self.deid.content(),
             "limits": asdict(self.limits),
             "on_bad_instance": self.policy.on_bad_instance,
+            "page": asdict(self.page),
             "require_report": self.policy.require_report,
             "shards": asdict(self.shards),
+            "variants": self.variants.content(),
             "splits": [[name, parts] for name, parts in self.splits.items()],
         }
 

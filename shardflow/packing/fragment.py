@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 
 import google_crc32c
@@ -22,7 +22,7 @@ from shardflow.errors import ChecksumError
 from shardflow.packing.workplace import storage_error
 from shardflow.shards.index import FieldLocation
 from shardflow.shards.samples import SampleFacts
-from shardflow.shards.tar import BLOCK_NUM_BYTES, encode_member
+from shardflow.shards.tar import BLOCK_NUM_BYTES, member_header, padding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["Fragment", "FragmentWriter", "StudyOutcome", "copy_members", "fragment_path", "read_fragment"]
 
 _FOOTER: Final = struct.Struct("<II8s")
-_MAGIC: Final = b"SFFRAG01"
-_COPY_BYTES: Final = 1 << 22
+_MAGIC: Final = b"SFFRAG02"
+# Stays in the second-level cache on its way from one file through checksum and digest to the other.
+_COPY_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +48,16 @@ class StudyOutcome:
     instances: dict[int, str] = field(default_factory=dict)
     """Reason of each file (by its position in the study's list) that did not share the study's fate."""
 
+    tallies: dict[str, int] = field(default_factory=dict)
+    """What de-identification did how often."""
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Read what ``dataclasses.asdict`` made, after a way through JSON."""
         instances = {int(position): str(reason) for position, reason in fields["instances"].items()}
-        return cls(outcome=fields["outcome"], reason=fields["reason"], instances=instances)
+        return cls(
+            outcome=fields["outcome"], reason=fields["reason"], instances=instances, tallies=fields["tallies"]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +105,18 @@ class FragmentWriter:
         except OSError as error:
             raise storage_error("creating a fragment", error) from None
 
+    @property
+    def folder(self) -> Path:
+        """Where the fragment is written; what is written aside for it may lie there, without a name."""
+        return self._path.parent
+
     def add(self, name: str, payload: bytes) -> None:
         """Append a field; fields come in sorted order.
 
         Raises:
             StorageError: No space left, or the like.
         """
-        member = encode_member(f"{self._sample_key}.{name}", payload)
+        parts = [member_header(f"{self._sample_key}.{name}", len(payload)), payload, padding(len(payload))]
         self._fields.append(
             FieldLocation(
                 name=name,
@@ -114,9 +125,10 @@ class FragmentWriter:
                 crc32c=google_crc32c.value(payload),
             )
         )
-        self._write(member)
-        self._crc32c.update(member)
-        self._num_bytes += len(member)
+        self._write(*parts)
+        for part in parts:
+            self._crc32c.update(part)
+            self._num_bytes += len(part)
 
     def restart(self) -> None:
         """Forget the fields that were added."""
@@ -142,7 +154,10 @@ class FragmentWriter:
             num_bytes=self._num_bytes,
             crc32c=int.from_bytes(self._crc32c.digest(), "big"),
         )
-        trailer = json.dumps(asdict(fragment), separators=(",", ":")).encode("ascii")
+        # A list for each of what may be thousands of fields: `asdict` copies them value by value.
+        fields = [[field.name, field.offset, field.num_bytes, field.crc32c] for field in self._fields]
+        rest = asdict(replace(fragment, fields=()))
+        trailer = json.dumps({**rest, "fields": fields}, separators=(",", ":")).encode("ascii")
         self._write(trailer + _FOOTER.pack(len(trailer), google_crc32c.value(trailer), _MAGIC))
         try:
             self._file.close()
@@ -160,11 +175,16 @@ class FragmentWriter:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, *parts: bytes) -> None:
+        """Write parts one after another, without putting them together first."""
+        rest = [memoryview(part) for part in parts if part]
         try:
-            rest = memoryview(data)
-            while rest.nbytes:
-                rest = rest[self._file.write(rest) :]
+            while rest:
+                num_bytes = os.writev(self._file.fileno(), rest)
+                while rest and num_bytes >= rest[0].nbytes:
+                    num_bytes -= rest.pop(0).nbytes
+                if rest:
+                    rest[0] = rest[0][num_bytes:]
         except OSError as error:
             raise storage_error("writing a fragment", error) from None
 
@@ -194,7 +214,7 @@ def read_fragment(path: Path, task_digest: str) -> Fragment | None:
         task_digest=task_digest,
         outcome=StudyOutcome.from_json(fields["outcome"]),
         facts=None if fields["facts"] is None else SampleFacts(**fields["facts"]),
-        fields=tuple(FieldLocation(**location) for location in fields["fields"]),
+        fields=tuple(FieldLocation(*location) for location in fields["fields"]),
         num_bytes=fields["num_bytes"],
         crc32c=fields["crc32c"],
     )

@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError, StorageError
-from shardflow.packing.inventory import FileTable
-from shardflow.packing.pool import ChildPool, Failure, Task, TaskDone
+from shardflow.packing.engine import Engine, Failure, Task, TaskDone
+from shardflow.packing.inventory import INPUT_KINDS, FileTable
 from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
+from shardflow.packing.scan import NO_IMAGE
+from shardflow.sources.layouts import Placement
 from shardflow.sources.reasons import Reason
 
 if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
+    from shardflow.packing.inventory import StudyTable
     from shardflow.packing.progress import Progress
+    from shardflow.packing.shares import Share
     from shardflow.sources.dicom import DiscoveredFile
+    from shardflow.sources.layouts import Layout
 
 __all__ = ["BATCH_FILES", "HeaderPass", "batch_name"]
 
@@ -32,24 +37,32 @@ def batch_name(file: int) -> str:
 class HeaderPass:
     """Reads all headers, and survives those that cannot be read."""
 
-    pool: ChildPool
+    pool: Engine
     files: Sequence[DiscoveredFile]
+    layout: Layout
     key: SecretKey
     recorded: RecordedOutcomes
     task_timeout_s: float
     progress: Progress
+    share: Share | None = None
+    """The task that this is, of a job in tasks."""
+    num_image_roots: int | None = None
+    """Input folders from this one on hold attachments alone, which no layout places; None for no such."""
 
-    def run(self) -> FileTable:
+    def run(self, studies: StudyTable | None = None) -> FileTable:
         """Return the inventory of all files.
+
+        Args:
+            studies: Studies that are known before any file is read.
 
         Raises:
             ShardflowError: Processes cannot start, or a batch cannot be read even without its bad files.
             StorageError: Header rows cannot be written.
         """
-        table = FileTable(len(self.files))
+        table = FileTable(len(self.files), studies)
         self.progress.phase("headers", len(self.files))
         starts = list(range(0, len(self.files), BATCH_FILES))
-        troubled = sorted(self._scan(table, starts))
+        troubled = sorted(self._scan(table, starts if self.share is None else self.share.order(starts)))
         if troubled:
             self.pool.restart(1)
             # Alone, most of them succeed: their process was killed for what others did.
@@ -76,28 +89,53 @@ class HeaderPass:
                 _raise_storage(done)
                 troubled.append(start)
             else:
-                table.add(start, done.result["rows"])
+                forms = [one["form"] if one else "dicom" for one in done.task.payload["placements"]]
+                table.kind[start : start + len(forms)] = [INPUT_KINDS.index(form) for form in forms]
+                table.add(start, **done.result)
                 self.progress.advance(len(done.result["rows"]))
         return troubled
 
     def _scan_task(self, start: int) -> Task:
         batch = self.files[start : start + BATCH_FILES]
-        entries = [
-            [file.root_index, file.relative_path, file.num_bytes, self._known_reason(file)] for file in batch
-        ]
-        return self._task("scan", {"name": batch_name(start), "files": entries}, start)
+        entries, placements = [], []
+        for file in batch:
+            reason, placement = self._place(file)
+            entries.append([file.root_index, file.relative_path, file.num_bytes, reason])
+            placements.append(None if placement is None else placement.to_json())
+        payload = {"name": batch_name(start), "files": entries, "placements": placements}
+        return self._task("scan", payload, start)
+
+    def _place(self, file: DiscoveredFile) -> tuple[Reason | str | None, Placement | None]:
+        """Ask the layout; a reason that it has says more than that a file cannot be read."""
+        if self.num_image_roots is not None and file.root_index >= self.num_image_roots:
+            return self._known_reason(file), None
+        placed = self.layout.place(file)
+        if isinstance(placed, Reason):
+            if placed not in NO_IMAGE:
+                return placed, None
+            beside = self.layout.study_beside(file)
+            placement = Placement(study=beside, attributes={}) if beside else None
+            return self._known_reason(file) or placed, placement
+        return self._known_reason(file), placed
 
     def _find_bad_files(self, start: int) -> None:
         """Read the files of a batch one by one; record those that end two processes."""
         for file in self.files[start : start + BATCH_FILES]:
-            if self._known_reason(file) is None and self._probe(file) is not None:
+            reason = self._place(file)[0]
+            if (reason is None or reason in NO_IMAGE) and self._probe(file) is not None:
                 self.pool.restart(1)
                 failure = self._probe(file)
                 if failure is not None:
                     self.recorded.add(self._surrogate(file), file.num_bytes, reason_of_failure(failure))
 
     def _probe(self, file: DiscoveredFile) -> Failure | None:
-        payload = {"root": file.root_index, "path": file.relative_path}
+        reason, placement = self._place(file)
+        payload = {
+            "root": file.root_index,
+            "path": file.relative_path,
+            "reason": reason,
+            "placement": None if placement is None else placement.to_json(),
+        }
         self.pool.submit(self._task("probe", payload, 0))
         done = self.pool.wait()
         _raise_storage(done)

@@ -13,16 +13,33 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from types import MappingProxyType
+from typing import Any, Final, Self
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["ChildLimits", "end_with"]
+__all__ = ["PROCESS_ENVIRONMENT", "ChildLimits", "end_with"]
 
 _PR_SET_PDEATHSIG: Final = 1
+
+PROCESS_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        # One thread: blosc2 gives other bytes with more, and thread pools reserve address space.
+        "BLOSC_NTHREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "MKL_NUM_THREADS": "1",
+        "NUMEXPR_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        # glibc would give a freed slice back to the kernel at once, and the next one pay for its pages again
+        # (docs/adr/0090). 32 MiB is the largest threshold that it takes; up to 128 MiB are kept.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TOP_PAD_": str(4 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+    }
+)
+"""What a packing process is started with, beside the environment of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

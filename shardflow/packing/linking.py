@@ -1,4 +1,4 @@
-"""Join reports with studies, by study instance UID; the texts wait in one private file.
+"""Join reports with studies, by study instance UID or order; the texts wait in one private file.
 
 A join is either certain or it is not made: several different texts for one study are quarantined, and the
 study with them, because no rule says which one describes the images.
@@ -7,25 +7,37 @@ study with them, because no rule says which one describes the images.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
 from shardflow.packing.inventory import NO_STUDY, PACKED, UNDECIDED, StudyTable, reason_code, reason_name
+from shardflow.packing.orders import StudyFinder
 from shardflow.packing.workplace import storage_error
-from shardflow.sources.reasons import Outcome, Reason, outcome_of
+from shardflow.sources.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.sources.reports import BrokenReport
 
 if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
-    from shardflow.sources.reports import ReportRecord
+    from shardflow.sources.reports import ReportRecord, ReportRole
 
-__all__ = ["ReportTable", "link_reports", "read_report"]
+__all__ = ["ReportTable", "link_reports", "read_people", "read_report"]
+
+
+SeveralReports: TypeAlias = Literal["append", "quarantine"]
+
+_STANDING: Final[tuple[ReportRole, ...]] = ("corrected", "final", "preliminary")
+"""Roles of reports of which one stands for a study; an earlier one stands for those behind it."""
+_HARMLESS: Final = frozenset(
+    {UNDECIDED, reason_code(Reason.EMPTY_REPORT), reason_code(Reason.REPORT_WITHDRAWN)}
+)
+"""Reasons of reports that do not keep the others of their study from being used."""
 
 
 class ReportTable:
@@ -38,7 +50,10 @@ class ReportTable:
         offset: ``(n,)`` int64: where the text lies in the private file.
         num_bytes: ``(n,)`` int32 of UTF-8.
         digest: ``(n,)`` uint64 of the text.
+        identity: ``(n,)`` uint64 of study and text, by which later versions know the report again.
         place: ``(n,)`` int64: line or position in the source.
+        people_num_bytes: ``(n,)`` int32: of what its document says of people, JSON behind the text.
+        people_digest: ``(n,)`` uint64 of that; 0 where there is none.
         report_of: The report of each study that has one, by study number.
         unusable: Studies whose report cannot be used: several different ones, or one that cannot be read.
     """
@@ -50,12 +65,26 @@ class ReportTable:
         self.offset: NDArray[np.int64] = np.zeros(0, np.int64)
         self.num_bytes: NDArray[np.int32] = np.zeros(0, np.int32)
         self.digest: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self.identity: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self.place: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.people_num_bytes: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.people_digest: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self.report_of: dict[int, int] = {}
         self.unusable: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.reason)
+
+    def place_of(self, report: int) -> list[int]:
+        """Return where a report lies in the private file: offset, size, size of what it says of people."""
+        return [int(column[report]) for column in (self.offset, self.num_bytes, self.people_num_bytes)]
+
+    def digests_of(self, report: int | None) -> tuple[int | None, list[int]]:
+        """Return the digest of a report, and that of what it says of people where it says something."""
+        if report is None:
+            return None, []
+        told = int(self.people_digest[report])
+        return int(self.digest[report]), [told] if told else []
 
     def decide(self, study_reason: NDArray[np.uint8]) -> None:
         """Let the undecided reports share the fate of their study, where that is decided.
@@ -65,7 +94,7 @@ class ReportTable:
         """
         for number in np.flatnonzero(self.reason == UNDECIDED).tolist():
             code = int(study_reason[self.study[number]])
-            if code in {UNDECIDED, PACKED}:
+            if code in {UNDECIDED, PACKED} or reason_name(code) in HELD_BACK:
                 self.reason[number] = code
             elif outcome_of(str(reason_name(code))) is Outcome.QUARANTINED:
                 self.reason[number] = reason_code(Reason.STUDY_QUARANTINED)
@@ -75,7 +104,13 @@ class ReportTable:
 
 
 def link_reports(
-    records: Iterable[ReportRecord | BrokenReport], studies: StudyTable, key: SecretKey, spool: Path
+    records: Iterable[ReportRecord | BrokenReport],
+    studies: StudyTable,
+    key: SecretKey,
+    spool: Path,
+    *,
+    several: SeveralReports = "quarantine",
+    copies: bool = False,
 ) -> ReportTable:
     """Write the texts into the private folder and join them with the studies.
 
@@ -84,42 +119,69 @@ def link_reports(
         studies: The studies of the header pass.
         key: Makes the surrogates.
         spool: Private file that the texts are written to.
+        several: What becomes of several different texts for one study: none is taken, or the final one with
+            its addenda behind it.
+        copies: Whether a report whose order has several studies is copied to each; else it is ambiguous.
 
     Raises:
         StorageError: The texts cannot be written.
     """
     table = ReportTable()
-    columns: list[tuple[str, int, int, int, int, int, int]] = []
+    roles: list[ReportRole] = []
+    columns: list[tuple[str, int, int, int, int, int, int, int, int, int]] = []
+    finder = StudyFinder(studies, key, copies=copies)
     offset = 0
     try:
         descriptor = os.open(spool, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            for record in records:
+            linked = ((number, *found) for one in records for number, found in enumerate(finder.find(one)))
+            for number, record, study_key, study in linked:
                 encoded = _encode(record)
-                study = studies.find(key.surrogate("study", record.study_instance_uid))
+                people = _encode_people(record)
                 reason = _reason(record, study, is_text=encoded is not None)
                 text = encoded or b""
+                identity = _identity(study_key, record, text)
                 digest = int.from_bytes(hashlib.sha256(bytes([reason]) + text).digest()[:8], "little")
-                surrogate = key.surrogate("input-report", str(record.place))
-                if study != NO_STUDY and reason not in {UNDECIDED, reason_code(Reason.EMPTY_REPORT)}:
+                at = f"{record.place}/{number}" if number else str(record.place)
+                surrogate = key.surrogate("input-report", at)
+                if study != NO_STUDY and reason not in _HARMLESS:
                     table.unusable.add(study)
-                columns.append((surrogate, reason, study, offset, len(text), digest, record.place))
-                file.write(text)
-                offset += len(text)
+                roles.append("final" if isinstance(record, BrokenReport) else record.role)
+                columns.append(
+                    (
+                        surrogate,
+                        reason,
+                        study,
+                        offset,
+                        len(text),
+                        digest,
+                        identity,
+                        record.place,
+                        len(people),
+                        _digest(people) if people else 0,
+                    )
+                )
+                file.write(text + people)
+                offset += len(text) + len(people)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise storage_error("writing report texts to the private folder", error) from None
     if columns:
-        surrogate_, reason_, study_, offset_, num_bytes_, digest_, place_ = zip(*columns, strict=True)
+        surrogate_, reason_, study_, offset_, num_bytes_, digest_, identity_, place_, people_, told_ = zip(
+            *columns, strict=True
+        )
         table.surrogate = np.array([value.encode("ascii") for value in surrogate_], "S26")
         table.reason = np.array(reason_, np.uint8)
         table.study = np.array(study_, np.int32)
         table.offset = np.array(offset_, np.int64)
         table.num_bytes = np.array(num_bytes_, np.int32)
         table.digest = np.array(digest_, np.uint64)
+        table.identity = np.array(identity_, np.uint64)
         table.place = np.array(place_, np.int64)
-    _join(table)
+        table.people_num_bytes = np.array(people_, np.int32)
+        table.people_digest = np.array(told_, np.uint64)
+    _join(table, _Appending(table, roles, spool) if several == "append" else None)
     return table
 
 
@@ -139,6 +201,18 @@ def read_report(spool: Path, offset: int, num_bytes: int) -> bytes:
     return text
 
 
+def read_people(spool: Path, offset: int, num_bytes: int, people_num_bytes: int) -> dict[str, list[str]]:
+    """Read back what a report's document says of people, by DICOM keyword; nothing where it says nothing.
+
+    Raises:
+        StorageError: It cannot be read whole.
+    """
+    if not people_num_bytes:
+        return {}
+    people: dict[str, list[str]] = json.loads(read_report(spool, offset + num_bytes, people_num_bytes))
+    return people
+
+
 def _encode(record: ReportRecord | BrokenReport) -> bytes | None:
     """Encode a text; None where there is none, or where it holds what UTF-8 cannot say (lone surrogates)."""
     if isinstance(record, BrokenReport):
@@ -147,6 +221,22 @@ def _encode(record: ReportRecord | BrokenReport) -> bytes | None:
         return record.text.encode("utf-8")
     except UnicodeEncodeError:
         return None
+
+
+def _encode_people(record: ReportRecord | BrokenReport) -> bytes:
+    if isinstance(record, BrokenReport) or not record.people:
+        return b""
+    return json.dumps(record.people, sort_keys=True).encode("ascii")
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def _identity(study_key: str, record: ReportRecord | BrokenReport, text: bytes) -> int:
+    problem = record.reason if isinstance(record, BrokenReport) else ""
+    hasher = hashlib.sha256(f"{study_key}/{problem}/".encode("ascii") + text)
+    return int.from_bytes(hasher.digest()[:8], "little")
 
 
 def _reason(record: ReportRecord | BrokenReport, study: int, *, is_text: bool) -> int:
@@ -159,7 +249,87 @@ def _reason(record: ReportRecord | BrokenReport, study: int, *, is_text: bool) -
     return UNDECIDED if study != NO_STUDY else reason_code(Reason.REPORT_WITHOUT_STUDY)
 
 
-def _join(table: ReportTable) -> None:
+class _Appending:
+    """Makes one text of the final report of a study and its addenda, behind all other texts.
+
+    The row of the final report then stands for the whole text; addenda share the fate of their study.
+    """
+
+    def __init__(self, table: ReportTable, roles: Sequence[ReportRole], spool: Path) -> None:
+        self._table = table
+        self._roles = roles
+        self._spool = spool
+
+    def choose(self, group: NDArray[np.int64]) -> int | None:
+        """Return the report that stands for a study; None where no rule chooses.
+
+        Args:
+            group: The study's reports, in the order of their source.
+
+        Raises:
+            StorageError: The texts cannot be read or written.
+        """
+        by_role = {role: self._without_copies(group, role) for role in (*_STANDING, "addendum")}
+        first = next((role for role in _STANDING if by_role[role]), None)
+        if first is None or len(by_role[first]) != 1:
+            return None
+        bodies = by_role[first]
+        for role in _STANDING[_STANDING.index(first) + 1 :]:
+            self._table.reason[by_role[role]] = reason_code(Reason.SUPERSEDED_REPORT)
+        if by_role["addendum"]:
+            self._write(bodies[0], [bodies[0], *by_role["addendum"]])
+        return bodies[0]
+
+    def _without_copies(self, group: NDArray[np.int64], role: ReportRole) -> list[int]:
+        seen: set[int] = set()
+        kept = []
+        for report in group.tolist():
+            if self._roles[report] != role:
+                continue
+            digest = int(self._table.digest[report])
+            if digest in seen:
+                self._table.reason[report] = reason_code(Reason.DUPLICATE_REPORT)
+            else:
+                kept.append(report)
+            seen.add(digest)
+        return kept
+
+    def _write(self, stands: int, parts: Sequence[int]) -> None:
+        table = self._table
+        texts = [read_report(self._spool, int(table.offset[one]), int(table.num_bytes[one])) for one in parts]
+        text = b"\n\n".join(part.strip(b"\n") for part in texts) + b"\n"
+        people = self._people(parts)
+        try:
+            with self._spool.open("ab") as file:
+                table.offset[stands] = file.tell()
+                file.write(text + people)
+        except OSError as error:
+            raise storage_error("writing report texts to the private folder", error) from None
+        table.num_bytes[stands] = len(text)
+        table.people_num_bytes[stands] = len(people)
+        table.people_digest[stands] = _digest(people) if people else 0
+        table.digest[stands] = int.from_bytes(
+            hashlib.sha256(bytes([UNDECIDED]) + text).digest()[:8], "little"
+        )
+
+    def _people(self, parts: Sequence[int]) -> bytes:
+        """Put together whom the documents of several reports name."""
+        table = self._table
+        merged: dict[str, set[str]] = {}
+        for one in parts:
+            people = read_people(
+                self._spool,
+                int(table.offset[one]),
+                int(table.num_bytes[one]),
+                int(table.people_num_bytes[one]),
+            )
+            for keyword, values in people.items():
+                merged.setdefault(keyword, set()).update(values)
+        said = {keyword: sorted(values) for keyword, values in merged.items()}
+        return json.dumps(said, sort_keys=True).encode("ascii") if said else b""
+
+
+def _join(table: ReportTable, appending: _Appending | None) -> None:
     """Find the one report of each study; copies and contradictions get their reasons."""
     candidates = np.flatnonzero(table.reason == UNDECIDED)
     order = candidates[np.argsort(table.study[candidates], kind="stable")]
@@ -167,7 +337,11 @@ def _join(table: ReportTable) -> None:
         if not len(group):
             continue
         study = int(table.study[group[0]])
-        if len(np.unique(table.digest[group])) > 1:
+        is_several = len(np.unique(table.digest[group])) > 1
+        chosen = appending.choose(group) if is_several and appending is not None else None
+        if chosen is not None:
+            table.report_of[study] = chosen
+        elif is_several:
             table.unusable.add(study)
             table.reason[group] = reason_code(Reason.AMBIGUOUS_REPORT)
         else:

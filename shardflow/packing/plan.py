@@ -15,24 +15,35 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardflow.packing.inventory import NO_STUDY, UNDECIDED, FileTable, reason_code, reason_name
+from shardflow.errors import ConfigError
+from shardflow.packing.inventory import (
+    ATTACHMENT_KIND,
+    CARRIED,
+    NO_STUDY,
+    UNDECIDED,
+    FileTable,
+    reason_code,
+    reason_name,
+)
 from shardflow.packing.scan import NUM_BUCKETS
 from shardflow.shards.keys import shard_name
 from shardflow.shards.tar import BLOCK_NUM_BYTES
 from shardflow.sources.reasons import Outcome, Reason, outcome_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from shardflow.packing.config import PackConfig
     from shardflow.packing.linking import ReportTable
 
-__all__ = ["PackPlan", "PlannedShard", "build_plan", "split_of_bucket"]
+__all__ = ["PackPlan", "PlanBasis", "PlannedShard", "build_plan", "split_of_bucket"]
 
 _PLAN_VERSION: Final = 1
 
 # What a codec leaves of decoded bytes, about; the cut of shards depends on it, so it is never tuned.
-_SIZE_RATIOS: Final = {"b2nd": (1, 2), "npy": (1, 1)}
+_SIZE_RATIOS: Final = {"b2nd": (1, 2), "htj2k": (1, 2), "npy": (1, 1), "png16": (1, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +74,42 @@ class PackPlan:
         return sum(len(shard.studies) for shard in self.shards)
 
 
-def build_plan(config: PackConfig, key_id: str, files: FileTable, reports: ReportTable) -> PackPlan:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanBasis:
+    """What a plan takes over from the version before."""
+
+    parent: str
+    """The ``dataset_id`` of that version."""
+    next_shards: Mapping[str, int]
+    """First number of each split's new shards; 0 where it is not named."""
+    study_reason: NDArray[np.uint8]
+    """``(num_studies,)``: `UNDECIDED` for studies that the plan may take."""
+
+
+def build_plan(
+    config: PackConfig, key_id: str, files: FileTable, reports: ReportTable, basis: PlanBasis | None = None
+) -> PackPlan:
     """Plan the shards, and decide at once what headers and reports decide.
 
     Files and reports of studies that are not in the plan get their reason here.
+
+    Raises:
+        ConfigError: The layout puts a patient into two splits.
     """
-    reasons = _study_reasons(config, files, reports)
-    for study in np.flatnonzero(reasons != UNDECIDED).tolist():
+    if files.studies.num_torn_patients:
+        raise ConfigError(
+            "each patient must be in one split, got "
+            f"{files.studies.num_torn_patients} that the layout puts into two; correct the splits: a patient "
+            "that is trained on must not be tested on."
+        )
+    given = np.full(len(files.studies), UNDECIDED, np.uint8) if basis is None else basis.study_reason
+    digest = _begin_digest(config, key_id, None if basis is None else basis.parent, files, reports)
+    reasons = _study_reasons(config, files, reports, given)
+    for study in np.flatnonzero((reasons != UNDECIDED) & (reasons != CARRIED)).tolist():
         files.decide(study, reason_name(int(reasons[study])), {})
     reports.decide(reasons)
-    shards = _cut(config, files, np.flatnonzero(reasons == UNDECIDED).tolist())
+    studies = np.flatnonzero(reasons == UNDECIDED).tolist()
+    shards = _cut(config, files, studies, {} if basis is None else basis.next_shards)
     seen = {shard.split for shard in shards}
     return PackPlan(
         shards=shards,
@@ -80,7 +117,7 @@ def build_plan(config: PackConfig, key_id: str, files: FileTable, reports: Repor
         empty_splits=tuple(
             sorted(name for name, parts in config.splits.items() if parts and name not in seen)
         ),
-        digest=_digest(config, key_id, files, reports, shards),
+        digest=_end_digest(digest, files, shards),
     )
 
 
@@ -101,11 +138,18 @@ def split_of_bucket(splits: dict[str, int], bucket: int) -> str:
     raise ValueError("a bucket must lie below NUM_BUCKETS")
 
 
-def _study_reasons(config: PackConfig, files: FileTable, reports: ReportTable) -> NDArray[np.uint8]:
+def _split_of(splits: dict[str, int], bucket: int) -> str:
+    """Return the split of a patient: the official one, where the layout names it, else by its bucket."""
+    return list(splits)[bucket - NUM_BUCKETS] if bucket >= NUM_BUCKETS else split_of_bucket(splits, bucket)
+
+
+def _study_reasons(
+    config: PackConfig, files: FileTable, reports: ReportTable, given: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
     """Find the studies that no process needs to look at."""
-    reasons = np.full(len(files.studies), UNDECIDED, np.uint8)
+    reasons = given.copy()
     decoded = files.sum_by_study(files.decoded_bytes)
-    for study in range(len(reasons)):
+    for study in np.flatnonzero(given == UNDECIDED).tolist():
         if files.studies.is_conflicting[study]:
             reasons[study] = reason_code(Reason.CONFLICTING_IDENTIFIER)
         elif study in reports.unusable:
@@ -114,7 +158,9 @@ def _study_reasons(config: PackConfig, files: FileTable, reports: ReportTable) -
             reasons[study] = reason_code(Reason.LIMIT_EXCEEDED)
         elif config.policy.require_report and study not in reports.report_of:
             reasons[study] = reason_code(Reason.STUDY_WITHOUT_REPORT)
-    for file in np.flatnonzero((files.reason != UNDECIDED) & (files.study != NO_STUDY)).tolist():
+    # An attachment that cannot be packed is no reason against its study.
+    is_judged = (files.reason != UNDECIDED) & (files.reason != CARRIED) & (files.kind != ATTACHMENT_KIND)
+    for file in np.flatnonzero(is_judged & (files.study != NO_STUDY)).tolist():
         _judge_bad_file(config, files, file, reasons)
     return reasons
 
@@ -128,7 +174,7 @@ def _judge_bad_file(config: PackConfig, files: FileTable, file: int, reasons: ND
     name = reason_name(code)
     if reasons[study] != UNDECIDED or name is None:
         return
-    good = files.files_of(study)
+    good = files.images_of(study)
     good = good[files.reason[good] == UNDECIDED]
     if not len(good):
         reasons[study] = reason_code(Reason.STUDY_QUARANTINED) if _takes_study(config, name) else code
@@ -141,8 +187,10 @@ def _takes_study(config: PackConfig, reason: str) -> bool:
     return is_bad and config.policy.on_bad_instance == "quarantine_study"
 
 
-def _cut(config: PackConfig, files: FileTable, studies: list[int]) -> tuple[PlannedShard, ...]:
-    split_of = [split_of_bucket(config.splits, bucket) for bucket in files.studies.buckets]
+def _cut(
+    config: PackConfig, files: FileTable, studies: list[int], next_shards: Mapping[str, int]
+) -> tuple[PlannedShard, ...]:
+    split_of = [_split_of(config.splits, bucket) for bucket in files.studies.buckets]
     keys = files.studies.keys
     studies.sort(key=lambda study: (split_of[study], keys[study]))
     numerator, denominator = _SIZE_RATIOS[config.shards.codec]
@@ -156,8 +204,9 @@ def _cut(config: PackConfig, files: FileTable, studies: list[int]) -> tuple[Plan
 
     def close() -> None:
         split = split_of[open_studies[0]]
-        numbers[split] = numbers.get(split, -1) + 1
-        shards.append(PlannedShard(shard_name(split, numbers[split]), split, tuple(open_studies), size))
+        number = numbers.get(split, next_shards.get(split, 0))
+        numbers[split] = number + 1
+        shards.append(PlannedShard(shard_name(split, number), split, tuple(open_studies), size))
 
     for study in studies:
         estimate = int(estimates[study])
@@ -172,16 +221,27 @@ def _cut(config: PackConfig, files: FileTable, studies: list[int]) -> tuple[Plan
     return tuple(shards)
 
 
-def _digest(
-    config: PackConfig, key_id: str, files: FileTable, reports: ReportTable, shards: tuple[PlannedShard, ...]
-) -> str:
-    hasher = hashlib.sha256()
-    hasher.update(json.dumps([_PLAN_VERSION, config.content_digest(), key_id]).encode())
+def _begin_digest(
+    config: PackConfig, key_id: str, parent: str | None, files: FileTable, reports: ReportTable
+) -> hashlib._Hash:
+    """Digest the settings and the inputs that the plan decides; whatever else was found does not show."""
+    facts = [_PLAN_VERSION, config.content_digest(), key_id, *([] if parent is None else [parent])]
+    hasher = hashlib.sha256(json.dumps(facts).encode())
     for table in (files, reports):
         order = np.argsort(table.surrogate, kind="stable")
-        hasher.update(len(table).to_bytes(8, "little"))
+        order = order[table.reason[order] != CARRIED]
+        hasher.update(len(order).to_bytes(8, "little"))
         for column in (table.surrogate, table.digest):
             hasher.update(np.ascontiguousarray(column[order]).tobytes())
+    # Which study an attachment is linked with may change while no file does: a study came, or went.
+    for row in sorted(files.attachments, key=lambda row: bytes(files.surrogate[row])):
+        if files.reason[row] != CARRIED and files.study[row] != NO_STUDY:
+            attachment, sample_key = files.attachments[row], files.studies.keys[files.study[row]]
+            hasher.update(json.dumps([sample_key, attachment.kind, attachment.items]).encode("ascii"))
+    return hasher
+
+
+def _end_digest(hasher: hashlib._Hash, files: FileTable, shards: tuple[PlannedShard, ...]) -> str:
     for shard in shards:
         members = [[files.studies.keys[study], files.studies.patients[study]] for study in shard.studies]
         hasher.update(json.dumps([shard.name, members]).encode())

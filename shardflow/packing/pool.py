@@ -1,4 +1,4 @@
-"""A pool of long-lived packing processes that may die at any moment.
+"""The local engine: a pool of long-lived packing processes that may die at any moment.
 
 Owns starting, feeding, timing, killing and replacing them. A task that kills its process, passes its deadline
 or runs out of memory comes back as a failed task; it never takes another task or the job with it. What a
@@ -19,10 +19,12 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardflow.errors import ShardflowError
 from shardflow.packing.channel import Channel, ChannelClosedError
+from shardflow.packing.engine import Failure, Task, TaskDone
+from shardflow.packing.limits import PROCESS_ENVIRONMENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,11 +33,9 @@ if TYPE_CHECKING:
 
     from shardflow.packing.limits import ChildLimits
 
-__all__ = ["ChildPool", "Failure", "Task", "TaskDone"]
+__all__ = ["ChildPool"]
 
 _logger = logging.getLogger(__name__)
-
-Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "storage"]
 
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -47,42 +47,6 @@ _MAX_FAILED_STARTS: Final = 2
 _SEND_TIMEOUT_S: Final = 60.0
 _EXIT_S: Final = 1.0
 _KILL_S: Final = 20.0
-# One thread per process: blosc2 gives other bytes with more, and thread pools reserve address space.
-_SINGLE_THREADED: Final = dict.fromkeys(
-    [
-        "BLOSC_NTHREADS",
-        "MALLOC_ARENA_MAX",
-        "MKL_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-        "OMP_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-    ],
-    "1",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One piece of work for a packing process."""
-
-    kind: str
-    payload: Mapping[str, Any]
-    """JSON; what the handler gets."""
-    timeout_s: float
-    """Wall time after which the process is killed."""
-    handle: Any = None
-    """The caller's own mark; stays in the job."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskDone:
-    """What became of a task: a result, or a failure."""
-
-    task: Task
-    result: dict[str, Any] | None = None
-    failure: Failure | None = None
-    detail: str = ""
-    """Class name and place in the code; never text of an input."""
 
 
 @dataclass(slots=True, eq=False)
@@ -173,6 +137,9 @@ class ChildPool:
         """
         if not self.num_running:
             raise ValueError("nothing was submitted")
+        # What has arrived counts, however long nobody looked.
+        for key, _ in self._selector.select(0):
+            self._read(key.data)
         while not self._finished:
             now = time.monotonic()
             for child in self._busy():
@@ -209,7 +176,7 @@ class ChildPool:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_SINGLE_THREADED},
+                env={**os.environ, **PROCESS_ENVIRONMENT},
             )
         child = _Child(process, Channel(ours), deadline=time.monotonic() + _START_TIMEOUT_S)
         self._children.append(child)

@@ -10,8 +10,8 @@ __all__ = ["Progress", "SilentProgress"]
 class Progress(Protocol):
     """Hears of a job's phases; called from the job's own thread, and never with anything of an input.
 
-    Phases come in this order: ``headers``, ``reports``, ``studies``, ``samples``, ``ledger``, ``manifest``,
-    ``done``. Exceptions pass through the job, which stays resumable.
+    Phases come in this order: ``headers``, ``reports``, ``studies``, ``samples``, ``ledger``, ``page``,
+    ``manifest``, ``done``. Exceptions pass through the job, which stays resumable.
     """
 
     def phase(self, name: str, total: int) -> None:

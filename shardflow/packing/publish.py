@@ -1,52 +1,52 @@
-"""Publish a dataset whose shards all stand: samples table, ledger, and last of all the manifest.
-
-Before the manifest there is no dataset: whoever opens the folder finds none, however much of it stands.
-"""
+"""Settle what became of every input of a plan whose shards all stand, and publish the version."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from shardflow.errors import ShardflowError
 from shardflow.packing.assembly import load_record
+from shardflow.packing.base import sample_entries, shard_number
 from shardflow.packing.fragment import StudyOutcome
-from shardflow.packing.inventory import (
-    NO_STUDY,
-    count_outcomes,
-    count_reasons,
-    reason_code,
-    reason_name,
-)
-from shardflow.shards.ledger import LedgerChain, LedgerRow
-from shardflow.shards.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit
-from shardflow.shards.outcomes import OutcomeCounts
-from shardflow.shards.samples import SampleEntry, SampleFacts, SamplesTable
-from shardflow.sources.reasons import Outcome, outcome_of
-from shardflow.storage import LocalStore
-from shardflow.storage.atomic import write_atomic
+from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code
+from shardflow.packing.ledger_file import columns_of_intake
+from shardflow.packing.privacy import profile_codes
+from shardflow.packing.report_content import reading_basis
+from shardflow.packing.version_files import NewVersion, merge_samples, write_version
+from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry
+from shardflow.shards.samples import SampleEntry, SampleFacts
 
 if TYPE_CHECKING:
+    from shardflow.packing.base import Base
     from shardflow.packing.config import PackConfig
+    from shardflow.packing.intake import Intake
     from shardflow.packing.inventory import FileTable
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
+    from shardflow.packing.upload import Uploader
     from shardflow.packing.workplace import Workplace
 
-__all__ = ["Settled", "created_with", "publish", "settle"]
+__all__ = ["Settled", "created_with", "fragment_basis", "publish", "settle"]
 
-SAMPLES_PATH: Final = "samples/samples-000001.tbl"
-LEDGER_PATH: Final = "ledger.jsonl"
-_MANIFEST_VERSION: Final = 1
 # The packages whose versions decide the bytes of a dataset.
-_PACKAGES: Final = ("blosc2", "imagecodecs", "numpy", "pillow", "pydicom", "shardflow")
+_PACKAGES: Final = (
+    "blosc2",
+    "imagecodecs",
+    "numpy",
+    "opencv-python-headless",
+    "pillow",
+    "pydicom",
+    "rapidfuzz",
+    "shardflow",
+)
 
 
 def created_with() -> dict[str, str]:
@@ -58,6 +58,20 @@ def created_with() -> dict[str, str]:
     return versions
 
 
+def fragment_basis(config: PackConfig, key_id: str) -> str:
+    """Return the digest of all that every fragment depends on: settings, versions, key."""
+    content = config.content()
+    settings = [content[name] for name in ("deid", "limits", "on_bad_instance", "variants")]
+    facts = [
+        created_with(),
+        key_id,
+        content["shards"]["codec"],
+        *settings,
+        reading_basis(config.reports, config.alignment),
+    ]
+    return hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
     """A finished plan: every input has its outcome, every shard its record."""
@@ -65,11 +79,13 @@ class Settled:
     shards: tuple[ShardEntry, ...]
     samples: tuple[SampleEntry, ...]
     outcomes: dict[str, int]
-    """Inputs by outcome; their sum is the number of inputs."""
+    """Inputs by outcome; their sum is the number of inputs that the job decides."""
     reasons: dict[str, int]
     """Inputs by reason, for those that are not packed."""
     studies: dict[str, int]
     """Studies by outcome."""
+    tallies: dict[str, int]
+    """What de-identification did how often."""
 
 
 def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTable) -> Settled:
@@ -81,6 +97,7 @@ def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTa
     shards: list[ShardEntry] = []
     samples: list[SampleEntry] = []
     study_reason = plan.study_reason.copy()
+    tallies: Counter[str] = Counter()
     for planned in plan.shards:
         record = load_record(place.records, planned.name)
         if record is None:
@@ -89,12 +106,13 @@ def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTa
             outcome = StudyOutcome.from_json(record["outcomes"][files.studies.keys[study]])
             files.decide(study, outcome.reason, outcome.instances)
             study_reason[study] = reason_code(outcome.reason)
+            tallies.update(outcome.tallies)
         if record["tar"] is not None:
             samples.extend(_entries(record, len(shards)))
             shards.append(_shard_entry(planned.split, record))
     reports.decide(study_reason)
     outcomes = count_outcomes(files.reason, reports.reason)
-    if sum(outcomes.values()) != len(files) + len(reports):
+    if sum(outcomes.values()) != sum(int((table.reason != CARRIED).sum()) for table in (files, reports)):
         raise ShardflowError("inputs must be packed + skipped + quarantined; this is an internal error.")
     studies = count_outcomes(study_reason)
     if studies["packed"] != len(samples):
@@ -105,6 +123,7 @@ def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTa
         outcomes=outcomes,
         reasons=count_reasons(files.reason, reports.reason),
         studies=studies,
+        tallies=dict(sorted(tallies.items())),
     )
 
 
@@ -112,88 +131,67 @@ def publish(
     place: Workplace,
     config: PackConfig,
     plan: PackPlan,
-    files: FileTable,
-    reports: ReportTable,
+    intake: Intake,
     settled: Settled,
     progress: Progress,
     *,
     key_id: str,
+    base: Base | None = None,
+    uploader: Uploader | None = None,
 ) -> Manifest:
-    """Write the samples table, the ledger and the manifest.
+    """Write the first version of a dataset, or the one after ``base``.
 
     Raises:
         StorageError: A file cannot be written.
     """
-    progress.phase("samples", 0)
-    table = SamplesTable.encode(settled.samples, shard_splits=[shard.split for shard in settled.shards])
-    write_atomic(place.output / SAMPLES_PATH, [table], replace=True)
-    progress.phase("ledger", 0)
-    ledger = _LedgerWriter(files, reports)
-    write_atomic(place.output / LEDGER_PATH, ledger.chunks(), replace=True)
-    manifest = Manifest(
-        manifest_version=_MANIFEST_VERSION,
-        shards=settled.shards,
-        samples=FileEntry(path=SAMPLES_PATH, num_bytes=len(table), sha256=hashlib.sha256(table).hexdigest()),
-        ledger=LedgerEntry(
-            path=LEDGER_PATH, num_bytes=ledger.num_bytes, sha256=ledger.sha256.hexdigest(), head=ledger.head
-        ),
-        counts=OutcomeCounts(**settled.outcomes),
+    shards, samples = settled.shards, list(settled.samples)
+    extra: dict[str, Any] = {
+        "config": config.content(),
+        "deidentification": _deidentification(config, settled, base),
+        "plan_digest": plan.digest,
+        "variants": config.variants.content(),
+    }
+    if base is not None:
+        former = base.manifest.shards
+        kept = sample_entries(base.samples, {number: number for number in range(len(former))})
+        shards, samples = merge_samples([(former, kept), (shards, samples)])
+        extra = {**base.extra, **extra, "next_shards": _next_shards(base, settled)}
+    new = NewVersion(
+        version=1 if base is None else base.next_version,
+        parent=None if base is None else base.manifest.dataset_id,
+        shards=shards,
+        samples=samples,
+        ledger=columns_of_intake(intake, base),
         created_with=created_with(),
         config_digest=config.content_digest(),
         key_id=key_id,
-        extra={
-            "config": config.content(),
-            "num_slices": sum(entry.facts.num_slices for entry in settled.samples),
-            "plan_digest": plan.digest,
-            "reasons": settled.reasons,
-            "studies": settled.studies,
-        },
+        page=config.page,
+        num_threads=config.execution.resolved_num_processes,
+        extra=extra,
+        studies=settled.studies if base is None else None,
     )
-    _remove_strangers(place, manifest)
-    progress.phase("manifest", 0)
-    commit(LocalStore(place.output), manifest)
-    return manifest
+    return write_version(place.output, new, progress, uploader)
 
 
-class _LedgerWriter:
-    """Streams the ledger, sorted by surrogate: its size never shows in memory."""
+def _deidentification(config: PackConfig, settled: Settled, base: Base | None) -> dict[str, Any]:
+    """Say what was done to identifiers; counts are of all samples, also of those packed before."""
+    former = {} if base is None else base.extra.get("deidentification", {})
+    counts = Counter(former.get("counts", {}))
+    counts.update(settled.tallies)
+    codes = profile_codes(config.deid, has_blackout=counts["blackout_slices"] > 0)
+    return {
+        "counts": dict(sorted((name, count) for name, count in counts.items() if count)),
+        "dates": "REMOVED" if config.deid.dates == "remove" else "MODIFIED",
+        "profile_codes": codes,
+        "report_text": config.deid.report_text,
+    }
 
-    def __init__(self, files: FileTable, reports: ReportTable) -> None:
-        self._files = files
-        self._reports = reports
-        self._chain = LedgerChain()
-        self.num_bytes = 0
-        self.sha256 = hashlib.sha256()
 
-    @property
-    def head(self) -> str:
-        return self._chain.head
-
-    def chunks(self) -> Iterator[bytes]:
-        surrogates = np.concatenate([self._files.surrogate, self._reports.surrogate])
-        for position in np.argsort(surrogates, kind="stable").tolist():
-            yield self._count(self._chain.append(self._row(position, surrogates[position].decode())))
-        yield self._count(self._chain.close())
-
-    def _row(self, position: int, surrogate: str) -> LedgerRow:
-        is_file = position < len(self._files)
-        number = position if is_file else position - len(self._files)
-        table = self._files if is_file else self._reports
-        reason = reason_name(int(table.reason[number]))
-        study = int(table.study[number])
-        outcome: Any = Outcome.PACKED if reason is None else outcome_of(reason)
-        return LedgerRow(
-            input=surrogate,
-            kind="dicom" if is_file else "report",
-            outcome=outcome.value,
-            reason=reason,
-            sample_key=None if study == NO_STUDY else self._files.studies.keys[study],
-        )
-
-    def _count(self, line: bytes) -> bytes:
-        self.num_bytes += len(line)
-        self.sha256.update(line)
-        return line
+def _next_shards(base: Base, settled: Settled) -> dict[str, int]:
+    numbers = base.next_shards
+    for shard in settled.shards:
+        numbers[shard.split] = max(numbers.get(shard.split, 0), shard_number(shard) + 1)
+    return numbers
 
 
 def _entries(record: dict[str, Any], shard: int) -> Iterator[SampleEntry]:
@@ -220,12 +218,3 @@ def _shard_entry(split: str, record: dict[str, Any]) -> ShardEntry:
         num_samples=len(record["samples"]),
         num_fields=sum(sample["num_fields"] for sample in record["samples"]),
     )
-
-
-def _remove_strangers(place: Workplace, manifest: Manifest) -> None:
-    """Remove what former, unpublished plans and killed writers left: no manifest ever named it."""
-    named = {entry.path for entry in manifest.files()}
-    for folder in ("shards", "samples"):
-        for path in (place.output / folder).glob("*"):
-            if f"{folder}/{path.name}" not in named:
-                path.unlink()

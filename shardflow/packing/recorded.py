@@ -14,9 +14,10 @@ from shardflow.logs import EventLog, read_events
 from shardflow.sources.reasons import Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from pathlib import Path
 
-    from shardflow.packing.pool import Failure
+    from shardflow.packing.engine import Failure
 
 __all__ = ["RecordedOutcomes", "reason_of_failure"]
 
@@ -28,6 +29,9 @@ _REASONS: Final[dict[str, Reason]] = {
 }
 
 
+_PATTERN: Final = "resource_outcomes*.jsonl"
+
+
 def reason_of_failure(failure: Failure) -> Reason:
     """Return the ledger's reason for a failed task."""
     return _REASONS[failure]
@@ -37,13 +41,13 @@ class RecordedOutcomes:
     """The recorded outcomes of one private folder.
 
     Args:
-        path: The JSONL file; need not exist.
+        path: The JSONL file to add to; need not exist. What tasks have recorded beside it is known too.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[tuple[str, int], str] = {}
-        if path.exists():
+        for path in self._paths():
             for record in read_events(path):
                 if record.get("event") == "resource_outcome" and record.get("reason") in set(
                     _REASONS.values()
@@ -57,6 +61,27 @@ class RecordedOutcomes:
         """Return the recorded reason of a file or study, by surrogate and input size; None without one."""
         return self._known.get((surrogate, num_bytes))
 
+    def lift(self, surrogates: Container[str]) -> None:
+        """Forget what is recorded of files and studies, so that they are tried again.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        kept = {key: reason for key, reason in self._known.items() if key[0] not in surrogates}
+        if len(kept) == len(self._known):
+            return
+        unfinished = self._path.with_name(f"{self._path.name}.new")
+        unfinished.unlink(missing_ok=True)
+        with EventLog(unfinished, mode=0o600) as log:
+            for (surrogate, num_bytes), reason in kept.items():
+                log.write("resource_outcome", input=surrogate, num_bytes=num_bytes, reason=reason)
+            log.sync()
+        unfinished.replace(self._path)
+        for path in self._paths():
+            if path != self._path:
+                path.unlink()
+        self._known = kept
+
     def add(self, surrogate: str, num_bytes: int, reason: str) -> None:
         """Record an outcome, durably.
 
@@ -67,3 +92,7 @@ class RecordedOutcomes:
             log.write("resource_outcome", input=surrogate, num_bytes=num_bytes, reason=str(reason))
             log.sync()
         self._known[surrogate, num_bytes] = str(reason)
+
+    def _paths(self) -> list[Path]:
+        own = [self._path] if self._path.exists() else []
+        return [*own, *(path for path in sorted(self._path.parent.glob(_PATTERN)) if path != self._path)]

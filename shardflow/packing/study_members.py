@@ -1,24 +1,34 @@
 """Write the members of one study: report, slices, ``study.json``; and settle what becomes of bad files.
 
 Slices stream: one is decoded, measured, encoded and written before the next is read, so a study of any size
-takes the memory of one slice. What the whole series is needed for (display range, clipped count) goes into
-``study.json``, which is the last member by its name.
+takes the memory of one slice, and that of what its attachments become. What the whole series is needed for
+(display range, clipped count) goes into ``study.json``, which comes behind all slices by its name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from shardflow.deid.allowlist import KEYWORDS, allow_ordinal, allow_patient, allow_technical
+import numpy as np
+
+from shardflow.deid.allowlist import KEYWORDS, allow_patient
+from shardflow.deid.known_values import IDENTIFYING_KEYWORDS
 from shardflow.errors import ShardflowError, SourceError
+from shardflow.packing.attached import AttachedFields, AttachmentEntry, attach
+from shardflow.packing.augmented import draw_variants, speaks_of_sides
+from shardflow.packing.field_order import InOrder
 from shardflow.packing.fragment import StudyOutcome
-from shardflow.shards.codecs import encode_array
+from shardflow.packing.privacy import StudyPrivacy
+from shardflow.packing.study_context import ContextMaker, stored_series
+from shardflow.packing.study_json import STUDY_JSON_VERSION, describe_series, encode_json
+from shardflow.packing.variants import SeriesVariants
+from shardflow.shards.codecs import codec_for, encode_array
 from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from shardflow.shards.samples import SampleFacts
 from shardflow.sources.dicom import (
@@ -34,18 +44,20 @@ from shardflow.sources.dicom import (
     check_copies,
     form_of,
     iter_slices,
-    read_attributes,
 )
-from shardflow.sources.reasons import Outcome, Reason, outcome_of
+from shardflow.sources.images import iter_stored_image, read_image_attributes, read_image_people
+from shardflow.sources.reasons import HELD_BACK, Outcome, Reason, outcome_of
 
 if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
     from shardflow.packing.config import BadInstancePolicy
     from shardflow.packing.fragment import Fragment, FragmentWriter
+    from shardflow.packing.privacy import PrivacyRules
+    from shardflow.packing.report_content import ReportParser
+    from shardflow.packing.variants_config import VariantsConfig
+    from shardflow.sources.layouts import Placement
 
 __all__ = ["StudyMembers", "StudyRules"]
-
-STUDY_JSON_VERSION: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +67,13 @@ class StudyRules:
     key: SecretKey
     limits: HeaderLimits
     codec: str
+    variants: VariantsConfig
+    privacy: PrivacyRules
     on_bad_instance: BadInstancePolicy
+    reading: ReportParser | None = None
+    """Reads what reports say; None where that is not wanted."""
+    records: str = ""
+    """Settings of clinical records, as text."""
 
 
 class _BadInstanceError(Exception):
@@ -75,7 +93,11 @@ class StudyMembers:
         sample_key: Key of the sample.
         headers: Of the study's files; ``file_index`` is the position of the file in the study.
         paths: The files, by position.
+        placements: What the layout says of them, by position.
         report: UTF-8 text, or None.
+        kin: Files of the patient's other studies, whose people the report may name.
+        attachments: Of the study.
+        report_people: What the report's own document says of people, by DICOM keyword.
     """
 
     def __init__(
@@ -85,14 +107,28 @@ class StudyMembers:
         sample_key: str,
         headers: Sequence[InstanceHeader],
         paths: Mapping[int, Path],
+        placements: Mapping[int, Placement | None],
         report: bytes | None,
+        kin: Sequence[tuple[Path, Placement | None]] = (),
+        attachments: Sequence[AttachmentEntry] = (),
+        report_people: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._rules = rules
         self._writer = writer
         self._sample_key = sample_key
         self._report = report
+        self._kin = kin
+        self._attachments = attachments
+        self._report_people = report_people or {}
+        self._attached = AttachedFields()
+        self._has_sides = False
+        """Whether report or attachments speak of left and right."""
+        self._known_people: list[Mapping[str, AttributeValue]] | None = None
         self._paths = paths
+        self._placements = placements
+        self._technical: dict[int, Mapping[str, AttributeValue]] = {}
         self._headers = headers
+        self._privacy = StudyPrivacy(rules.privacy, headers, self._read_attributes)
         self._bad: dict[int, str] = {}
         """Files that cannot be packed."""
         self._left_out: dict[int, str] = {}
@@ -100,6 +136,7 @@ class StudyMembers:
 
     def write(self) -> Fragment:
         """Pack as the policy says, and close the fragment with the outcome."""
+        self._bad.update(self._privacy.held_back())
         while True:
             outcome = self._settled()
             if outcome is not None:
@@ -115,15 +152,20 @@ class StudyMembers:
                         "a study must name what cannot be packed; an internal error."
                     ) from None
                 self._left_out.clear()
+                self._privacy.restart()
                 self._writer.restart()
             else:
-                packed = StudyOutcome(outcome=Outcome.PACKED, instances={**self._left_out, **self._bad})
+                packed = StudyOutcome(
+                    outcome=Outcome.PACKED,
+                    instances={**self._left_out, **self._bad, **self._attached.reasons},
+                    tallies=self._privacy.tallies(),
+                )
                 return self._writer.commit(packed, facts)
 
     def _settled(self) -> StudyOutcome | None:
         """Return the outcome where there is nothing (more) to pack."""
         codes = sorted(self._bad.values())
-        is_bad = any(outcome_of(code) is Outcome.QUARANTINED for code in codes)
+        is_bad = any(outcome_of(code) is Outcome.QUARANTINED and code not in HELD_BACK for code in codes)
         if is_bad and self._rules.on_bad_instance == "quarantine_study":
             return StudyOutcome(
                 outcome=Outcome.QUARANTINED, reason=Reason.STUDY_QUARANTINED, instances=self._bad
@@ -143,8 +185,11 @@ class StudyMembers:
             _BadInstanceError: An instance cannot be packed; what was written is to be forgotten.
         """
         study = self._group()
-        if self._report is not None:
-            self._writer.add(REPORT_FIELD, self._report)
+        fields = InOrder(self._writer)
+        report, replaced = self._report, dict[str, int]()
+        if report is not None:
+            report, replaced = self._privacy.scrub_report(report, self._iter_people())
+            fields.hold(REPORT_FIELD, report)
         key = self._rules.key
         stacks = sorted(
             study.stacks,
@@ -154,22 +199,33 @@ class StudyMembers:
                 stack.stack_index,
             ),
         )
-        series = [self._write_stack(number, stack) for number, stack in enumerate(stacks)]
+        described = [
+            describe_series(stack, self._attributes(stack), self._privacy, self._rules.codec)
+            for stack in stacks
+        ]
+        self._write_contents(fields, stacks, described, report)
+        series = [
+            {**facts, **self._write_stack(fields, number, stack, facts["modality"])}
+            for number, (stack, facts) in enumerate(zip(stacks, described, strict=True))
+        ]
         patient = allow_patient(self._attributes(stacks[0]))
-        self._writer.add(
+        fields.add(
             STUDY_FIELD,
-            _encode_json(
+            encode_json(
                 {
+                    "dates": self._privacy.timeline(),
+                    "deidentification": self._privacy.facts(replaced),
                     "format_version": STUDY_JSON_VERSION,
-                    "has_report": self._report is not None,
-                    "patient": patient,
+                    "has_report": report is not None,
+                    "patient": {**patient, "patient_key": self._privacy.patient_key()},
                     "sample_key": self._sample_key,
                     "series": series,
                 }
             ),
         )
+        fields.finish()
         return SampleFacts(
-            text_bytes=len(self._report or b""),
+            text_bytes=len(report or b""),
             num_series=len(stacks),
             num_slices=sum(len(stack.slices) for stack in stacks),
             rows=stacks[0].rows,
@@ -200,7 +256,7 @@ class StudyMembers:
         """Compare a copy with its original; where they differ, nobody knows which of the two is right."""
         (pair,) = study.copies
         try:
-            check_copies(study, self._locate, limits=self._rules.limits)
+            check_copies(study, self._locate, limits=self._rules.limits, read=iter_stored_image)
         except SourceError as error:
             both = [pair.copy.file_index, pair.kept.file_index]
             if error.reason != Reason.CONFLICTING_INSTANCE:
@@ -208,47 +264,65 @@ class StudyMembers:
             return dict.fromkeys(both, error.reason)
         return {}
 
-    def _write_stack(self, number: int, stack: Stack) -> dict[str, Any]:
+    def _write_contents(
+        self, fields: InOrder, stacks: Sequence[Stack], described: list[dict[str, Any]], report: bytes | None
+    ) -> None:
+        """Write what is known of the study beside its pixels: its attachments, and what the report says."""
+        contents: dict[str, dict[str, Any]] = {}
+        if self._attachments:
+            series = [
+                stored_series(number, stack, facts)
+                for number, (stack, facts) in enumerate(zip(stacks, described, strict=True))
+            ]
+            maker = ContextMaker(self._sample_key, self._usable(), series, self._privacy, self._people)
+            self._attached = attach(self._attachments, maker, records=self._rules.records)
+            for name, payload in self._attached.fields.items():
+                fields.hold(name, payload)
+            contents.update(self._attached.json_fields())
+        reading = self._rules.reading
+        if report is not None and reading is not None:
+            text = report.decode("utf-8")
+            said = contents["report"] = reading.read(text)
+            aligned = reading.align(described, said, contents.get("annotations"), text)
+            if aligned is not None:
+                contents["alignment"] = aligned
+        texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
+        self._has_sides = speaks_of_sides([report or b"", *texts], contents)
+        for name, content in contents.items():
+            fields.hold(f"{name}.json", encode_json(content))
+
+    def _write_stack(
+        self, fields: InOrder, number: int, stack: Stack, modality: str | None
+    ) -> dict[str, Any]:
+        """Write the slices of a series; return what they tell of it."""
         form = form_of([part.instance for part in stack.slices])
         display = DisplayRange(stack, form)
         num_clipped = num_padding = 0
         decoders: set[str] = set()
-        for index, decoded in enumerate(self._decode(stack, form)):
-            display.add(decoded)
-            num_clipped += decoded.num_clipped
-            num_padding += decoded.num_padding
-            decoders.add(decoded.decoder)
-            payload = encode_array(self._rules.codec, decoded.pixels)
-            self._writer.add(slice_field(number, index, self._rules.codec), payload)
-        technical = allow_technical(self._attributes(stack))
-        geometry = stack.geometry
+        codec = codec_for(self._rules.codec, (stack.rows, stack.columns), np.dtype(form.dtype))
+        draws = draw_variants(
+            self._rules.variants.augment,
+            modality=modality,
+            sample_key=self._sample_key,
+            has_sides=self._has_sides,
+        )
+        with SeriesVariants(self._rules.variants, fields, number, stack, form, codec, draws) as variants:
+            for index, decoded in enumerate(self._decode(stack, form)):
+                display.add(decoded)
+                payload = encode_array(codec, decoded.pixels)
+                variants.add(index, decoded, payload)
+                num_clipped += decoded.num_clipped
+                num_padding += decoded.num_padding
+                decoders.add(decoded.decoder)
+                fields.add(slice_field(number, index, codec), payload)
+            display_range = display.result()
+            smaller = variants.finish(display_range)
         return {
-            "affine_lps": geometry.affine_lps,
-            "body_part": technical.get("body_part_examined"),
-            "codec": self._rules.codec,
-            "columns": stack.columns,
             "decoders": sorted(decoders),
-            "display_range": list(display.result()),
-            "dtype": form.dtype,
-            "flags": list(stack.flags),
-            "instance_numbers": [allow_ordinal(part.number) for part in stack.slices],
-            "kind": stack.kind,
-            # Not the header's word, which may be anything.
-            "modality": technical.get("modality"),
+            "display_range": list(display_range),
             "num_clipped": num_clipped,
-            "num_missing": geometry.num_missing,
             "num_padding": num_padding,
-            "num_slices": len(stack.slices),
-            "pixel_spacing_mm": geometry.pixel_spacing_mm,
-            "rows": stack.rows,
-            "samples_per_pixel": stack.samples_per_pixel,
-            "series_key": self._rules.key.surrogate("series", stack.series_instance_uid),
-            "series_number": allow_ordinal(stack.series_number),
-            "slice_offsets_mm": geometry.slice_offsets_mm,
-            "slice_spacing_mm": geometry.slice_spacing_mm,
-            "stack_index": stack.stack_index,
-            "technical": technical,
-            "unit": form.unit,
+            **({"variants": smaller} if smaller else {}),
         }
 
     def _decode(self, stack: Stack, form: SliceForm) -> Iterator[DecodedSlice]:
@@ -257,9 +331,12 @@ class StudyMembers:
             together = list(parts)
             instance, frames = together[0].instance, [part.frame for part in together]
             path, limits = self._locate(instance), self._rules.limits
-            slices = iter_slices(path, instance, form=form, frames=frames, limits=limits)
+            slices = iter_slices(
+                path, instance, form=form, frames=frames, limits=limits, read=iter_stored_image
+            )
             try:
-                yield from slices
+                for decoded in slices:
+                    yield self._privacy.clean(instance, decoded)
             except SourceError as error:
                 raise _BadInstanceError({instance.file_index: error.reason}) from None
 
@@ -273,7 +350,8 @@ class StudyMembers:
     def _problem(self, header: InstanceHeader) -> str | None:
         """Decode an instance for nothing but the reason why it cannot be."""
         try:
-            for _ in iter_slices(self._locate(header), header, limits=self._rules.limits):
+            limits = self._rules.limits
+            for _ in iter_slices(self._locate(header), header, limits=limits, read=iter_stored_image):
                 pass
         except SourceError as error:
             return error.reason
@@ -282,16 +360,37 @@ class StudyMembers:
     def _attributes(self, stack: Stack) -> Mapping[str, AttributeValue]:
         """Read the attributes of the first file; they have not passed the allowlist."""
         first = stack.slices[0].instance
-        try:
-            return read_attributes(self._locate(first), KEYWORDS, limits=self._rules.limits)
-        except SourceError as error:
-            raise _BadInstanceError({first.file_index: error.reason}) from None
+        if first.file_index not in self._technical:
+            try:
+                self._technical[first.file_index] = self._read_attributes(first, KEYWORDS)
+            except SourceError as error:
+                raise _BadInstanceError({first.file_index: error.reason}) from None
+        return self._technical[first.file_index]
+
+    def _read_attributes(
+        self, header: InstanceHeader, keywords: Sequence[str]
+    ) -> Mapping[str, AttributeValue]:
+        placement = self._placements[header.file_index]
+        return read_image_attributes(self._locate(header), placement, keywords, limits=self._rules.limits)
+
+    def _iter_people(self) -> Iterator[Mapping[str, AttributeValue]]:
+        """Read people only where they are looked for."""
+        yield {keyword: tuple(values) for keyword, values in self._report_people.items()}
+        yield from self._people()
+
+    def _people(self) -> list[Mapping[str, AttributeValue]]:
+        """Read what headers say of people, here and in the patient's other studies."""
+        if self._known_people is None:
+            own = [(self._locate(one), self._placements[one.file_index]) for one in self._privacy.examples()]
+            self._known_people = []
+            for path, placement in (*own, *self._kin):
+                # What cannot be read says nothing here; the study that it belongs to has its own outcome.
+                with suppress(SourceError):
+                    people = read_image_people(
+                        path, placement, IDENTIFYING_KEYWORDS, limits=self._rules.limits
+                    )
+                    self._known_people.append(people)
+        return self._known_people
 
     def _locate(self, header: InstanceHeader) -> Path:
         return self._paths[header.file_index]
-
-
-def _encode_json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    ).encode()

@@ -1,29 +1,29 @@
 """The study pass: packs every planned study and assembles every shard, whatever happens to single processes.
 
-Shards are opened in planned order and their studies dealt largest first, so that no large study is the last
-one; a shard is assembled as soon as its studies are done, so that the work folder holds a few shards at most.
+The shard with the largest study is opened first, and the studies of a shard are dealt largest first, so that
+no large study is the last one; a shard is assembled as soon as its studies are done, so that the work folder
+holds a few shards at most.
 What is packed when, and by which process, never shows in the bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shardflow.errors import ShardflowError, StorageError
-from shardflow.packing.assembly import load_record
+from shardflow.packing.assembly import has_sizes, load_record
+from shardflow.packing.dealing import opening_order
+from shardflow.packing.engine import Engine, Task, TaskDone
 from shardflow.packing.fragment import FragmentWriter, StudyOutcome, fragment_path
-from shardflow.packing.header_pass import batch_name
 from shardflow.packing.inventory import UNDECIDED, reason_code
-from shardflow.packing.pool import ChildPool, Task, TaskDone
 from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
-from shardflow.sources.reasons import Outcome, outcome_of
+from shardflow.packing.study_tasks import StudyTasks, digest_of_facts
+from shardflow.sources.reasons import HELD_BACK, Outcome, outcome_of
 
 if TYPE_CHECKING:
     from shardflow.packing.inventory import FileTable
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["QuarantineLimitError", "StudyPass"]
 
-_FRAGMENT_VERSION: Final = 1
 _MAX_ASSEMBLIES: Final = 3
 
 
@@ -64,11 +63,15 @@ class StudyPass:
         max_quarantined: Number of quarantined inputs above which the job stops.
         task_timeout_s: Time for one task.
         progress: Hears of every study that is done.
+        shards: Numbers of the shards to pack; None for all.
+        on_shard: Told the record of every shard that stands.
+        trusts_sizes: Take shards that stand by their sizes, without reading them back.
+        is_sent: Tells by the record of a shard that it stands elsewhere and not here any more.
     """
 
     def __init__(
         self,
-        pool: ChildPool,
+        pool: Engine,
         plan: PackPlan,
         files: FileTable,
         reports: ReportTable,
@@ -79,6 +82,10 @@ class StudyPass:
         max_quarantined: int,
         task_timeout_s: float,
         progress: Progress,
+        shards: Sequence[int] | None = None,
+        trusts_sizes: bool = False,
+        on_shard: Callable[[Mapping[str, Any]], None] | None = None,
+        is_sent: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> None:
         self._pool = pool
         self._plan = plan
@@ -86,11 +93,15 @@ class StudyPass:
         self._reports = reports
         self._place = place
         self._recorded = recorded
-        self._basis = basis
+        self._tasks = StudyTasks(files, reports, basis)
         self._max_quarantined = max_quarantined
         self._timeout_s = task_timeout_s
         self._progress = progress
-        self._next_shard = 0
+        self._trusts_sizes = trusts_sizes
+        self._on_shard = on_shard
+        self._is_sent = is_sent
+        self.shards = list(range(len(plan.shards)) if shards is None else shards)
+        self._to_open = deque(opening_order({number: self._largest(number) for number in self.shards}))
         self._ready: deque[Task] = deque()
         self._open: dict[int, _OpenShard] = {}
         self._shard_of: dict[int, int] = {}
@@ -110,7 +121,7 @@ class StudyPass:
             StorageError: Something cannot be written or read back.
             ShardflowError: Processes cannot start.
         """
-        self._progress.phase("studies", self._plan.num_studies)
+        self._progress.phase("studies", sum(len(self._plan.shards[number].studies) for number in self.shards))
         self._count_quarantined(num_quarantined)
         self._drain()
         while self._troubled:
@@ -119,6 +130,20 @@ class StudyPass:
                 self._retry_alone(study)
             self._pool.restart()
             self._drain()
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the shards that do not stand, by records and the sizes of files."""
+        found = []
+        for number in self.shards:
+            payload = self._shard_payload(number)
+            record = load_record(self._place.records, payload["name"])
+            if (
+                record is None
+                or record["digest"] != payload["digest"]
+                or not (self._stands_elsewhere(record) or has_sizes(self._place.output, record))
+            ):
+                found.append(number)
+        return found
 
     def decide_exceptions(self) -> None:
         """Write down what is known of files that are not packed, when the job stops before its end."""
@@ -140,9 +165,8 @@ class StudyPass:
             self._take(self._pool.wait())
 
     def _next_task(self) -> Task | None:
-        while not self._ready and self._next_shard < len(self._plan.shards):
-            self._open_shard(self._next_shard, may_stand=True)
-            self._next_shard += 1
+        while not self._ready and self._to_open:
+            self._open_shard(self._to_open.popleft(), may_stand=True)
         return self._ready.popleft() if self._ready else None
 
     def _open_shard(self, number: int, *, may_stand: bool) -> None:
@@ -151,12 +175,20 @@ class StudyPass:
         self._open[number] = _OpenShard(number, set(shard.studies))
         for study in shard.studies:
             self._shard_of[study] = number
-        if may_stand and load_record(self._place.records, shard.name) is not None:
-            self._ready.append(self._task("check", self._shard_payload(number), number))
+        record = load_record(self._place.records, shard.name) if may_stand else None
+        if record is not None:
+            payload = {**self._shard_payload(number), "trusts_sizes": self._trusts_sizes}
+            if record["digest"] == payload["digest"] and self._stands_elsewhere(record):
+                self._take_check(number, stands=True)
+                return
+            self._ready.append(self._task("check", payload, number))
             return
         sizes = {study: self._study_bytes(study) for study in shard.studies}
         for study in sorted(shard.studies, key=lambda study: (-sizes[study], self._key(study))):
             self._submit_study(study)
+
+    def _stands_elsewhere(self, record: Mapping[str, Any]) -> bool:
+        return self._is_sent is not None and self._is_sent(record)
 
     def _submit_study(self, study: int) -> None:
         reason = self._recorded_reason(study)
@@ -186,7 +218,7 @@ class StudyPass:
             return
         for study in shard.studies:
             self._count_outcome(study, StudyOutcome.from_json(record["outcomes"][self._key(study)]))
-        del self._open[number]
+        self._close_shard(number)
 
     def _take_shard(self, done: TaskDone) -> None:
         """Close a shard; one that lacks fragments, or whose process died, is assembled again."""
@@ -194,7 +226,7 @@ class StudyPass:
         shard = self._open[number]
         missing = set(done.result["missing"]) if done.result is not None else None
         if missing is not None and not missing:
-            del self._open[number]
+            self._close_shard(number)
             return
         shard.num_assemblies += 1
         if shard.num_assemblies >= _MAX_ASSEMBLIES:
@@ -210,6 +242,13 @@ class StudyPass:
             if self._key(study) in missing:
                 shard.waiting.add(study)
                 self._submit_study(study)
+
+    def _close_shard(self, number: int) -> None:
+        del self._open[number]
+        if self._on_shard is not None:
+            record = load_record(self._place.records, self._plan.shards[number].name)
+            if record is not None:
+                self._on_shard(record)
 
     def _finish_study(self, study: int, outcome: StudyOutcome) -> None:
         self._count_outcome(study, outcome)
@@ -253,9 +292,12 @@ class StudyPass:
         self._progress.advance()
         if outcome.reason is not None or outcome.instances:
             self._exceptions[study] = outcome
-        own = [outcome_of(reason) is Outcome.QUARANTINED for reason in outcome.instances.values()]
+        own = [
+            outcome_of(reason) is Outcome.QUARANTINED and reason not in HELD_BACK
+            for reason in outcome.instances.values()
+        ]
         shared = self._num_undecided(study) - len(own)
-        if outcome.outcome == Outcome.QUARANTINED:
+        if outcome.outcome == Outcome.QUARANTINED and outcome.reason not in HELD_BACK:
             self._count_quarantined(sum(own) + shared + (study in self._reports.report_of))
         else:
             self._count_quarantined(sum(own))
@@ -274,51 +316,15 @@ class StudyPass:
             raise QuarantineLimitError
 
     def _study_task(self, study: int) -> Task:
-        files = self._files.files_of(study)
-        entries = [
-            [
-                position,
-                batch_name(file),
-                int(self._files.row_offset[file]),
-                int(self._files.row_num_bytes[file]),
-            ]
-            for position, file in enumerate(files.tolist())
-            if self._files.reason[file] == UNDECIDED
-        ]
-        report = self._reports.report_of.get(study)
-        text = (
-            None
-            if report is None
-            else [int(self._reports.offset[report]), int(self._reports.num_bytes[report])]
-        )
-        payload = {
-            "sample_key": self._key(study),
-            "task_digest": self._task_digest(study),
-            "files": entries,
-            "report": text,
-        }
-        return self._task("study", payload, study)
+        return self._task("study", self._tasks.payload(study, self._recorded_reason(study)), study)
 
     def _shard_payload(self, number: int) -> dict[str, Any]:
         shard = self._plan.shards[number]
         members = [[self._key(study), self._task_digest(study)] for study in shard.studies]
-        return {"name": shard.name, "digest": _digest([shard.name, members]), "studies": members}
+        return {"name": shard.name, "digest": digest_of_facts([shard.name, members]), "studies": members}
 
     def _task_digest(self, study: int) -> str:
-        files = self._files.files_of(study)
-        report = self._reports.report_of.get(study)
-        return _digest(
-            [
-                _FRAGMENT_VERSION,
-                self._basis,
-                self._key(study),
-                self._files.digest[files].tolist(),
-                self._files.modified_ns[files].tolist(),
-                self._files.reason[files].tolist(),
-                None if report is None else int(self._reports.digest[report]),
-                self._recorded_reason(study),
-            ]
-        )
+        return self._tasks.digest(study, self._recorded_reason(study))
 
     def _recorded_reason(self, study: int) -> str | None:
         if not len(self._recorded):
@@ -334,9 +340,8 @@ class StudyPass:
     def _study_bytes(self, study: int) -> int:
         return int(self._files.decoded_bytes[self._files.files_of(study)].sum())
 
+    def _largest(self, number: int) -> int:
+        return max(map(self._study_bytes, self._plan.shards[number].studies), default=0)
+
     def _num_undecided(self, study: int) -> int:
         return int((self._files.reason[self._files.files_of(study)] == UNDECIDED).sum())
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode("ascii")).hexdigest()

@@ -11,9 +11,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PackSummary", "Status"]
 
-Status: TypeAlias = Literal["packed", "already_packed", "quarantine_limit"]
+Status: TypeAlias = Literal[
+    "packed", "already_packed", "nothing_new", "planned", "quarantine_limit", "task_done", "tasks_missing"
+]
 
-_EXIT_CODES: Final[Mapping[Status, int]] = {"packed": 0, "already_packed": 0, "quarantine_limit": 3}
+_EXIT_CODES: Final[Mapping[Status, int]] = {
+    "packed": 0,
+    "already_packed": 0,
+    "nothing_new": 0,
+    "planned": 0,
+    "quarantine_limit": 3,
+    "task_done": 0,
+    "tasks_missing": 4,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +31,9 @@ class PackSummary:
     """Counts and costs of a job; holds nothing of an input."""
 
     status: Status
-    """``packed``, ``already_packed``, or ``quarantine_limit``: nothing was published."""
+    """``packed``; ``already_packed`` and ``nothing_new``: there was nothing to do; ``planned``: a dry run,
+    with expected numbers; ``quarantine_limit``: nothing was published; ``task_done``: the shards of one task
+    stand; ``tasks_missing``: there is nothing to merge yet."""
     inputs: dict[str, int]
     """Files and reports: ``total``, ``packed``, ``skipped``, ``quarantined``; after a stop, those known by
     then."""
@@ -31,8 +43,14 @@ class PackSummary:
     """Studies: ``packed``, ``skipped``, ``quarantined``."""
     dataset_id: str | None = None
     """Digest of the manifest; None where none was published."""
+    manifest_version: int | None = None
+    """Version of the dataset that ``dataset_id`` is of."""
+    num_known_inputs: int = 0
+    """Inputs found that the version before knows, and that were left as they are."""
     splits: dict[str, int] = field(default_factory=dict)
     """Samples by split."""
+    missing_tasks: tuple[int, ...] = ()
+    """Numbers of the tasks that have to run before the merge."""
     num_shards: int = 0
     num_slices: int = 0
     num_bytes: int = 0
@@ -44,7 +62,13 @@ class PackSummary:
 
     @classmethod
     def of_manifest(
-        cls, status: Status, manifest: Manifest, *, seconds: float, peak_memory_bytes: dict[str, int]
+        cls,
+        status: Status,
+        manifest: Manifest,
+        *,
+        seconds: float,
+        peak_memory_bytes: dict[str, int],
+        num_known_inputs: int = 0,
     ) -> Self:
         """Sum up a published dataset."""
         counts = asdict(manifest.counts)
@@ -55,6 +79,8 @@ class PackSummary:
             reasons=dict(extra["reasons"]),
             studies=dict(extra["studies"]),
             dataset_id=manifest.dataset_id,
+            manifest_version=manifest.manifest_version,
+            num_known_inputs=num_known_inputs,
             splits={name: numbers["num_samples"] for name, numbers in manifest.splits.items()},
             num_shards=len(manifest.shards),
             num_slices=extra["num_slices"],
@@ -65,7 +91,7 @@ class PackSummary:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the job: 0 done, 3 quarantine over its limit."""
+        """Exit code of the job: 0 done, 3 quarantine over its limit, 4 tasks are missing."""
         return _EXIT_CODES[self.status]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """The folders of a job: the dataset's, the hidden work folder inside it, and the private one beside it.
 
 Owns who may write there (one job at a time) and what may be there. The dataset's folder only ever holds the
-manifest, ``shards/``, ``samples/``, ``ledger.jsonl`` and, while a job runs or after it was killed,
-``.work/``. The private folder holds identifiers; nothing of it is ever copied into the dataset.
+manifests, ``shards/``, ``samples/``, ledgers, pages, ``tokens/``, ``views/`` and, while a job runs or
+was killed, ``.work/``. The private folder holds identifiers; nothing of it is ever copied into the dataset.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,13 +23,23 @@ from shardflow.storage import is_temporary_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardflow.packing.config import PackConfig
+    from shardflow.packing.shares import Share
 
 __all__ = ["Workplace", "locked_workplace", "storage_error", "write_plainly"]
 
 _WORK: Final = ".work"
 _LOCK_TRIES: Final = 100
-_OWN_NAMES: Final = ("manifest-", "shards", "samples", "ledger.jsonl", _WORK)
+_OWN_NAMES: Final = (
+    "manifest-",
+    "shards",
+    "samples",
+    "ledger",
+    "report.html",
+    "report-0",
+    "tokens",
+    "views",
+    _WORK,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,8 @@ class Workplace:
 
     output: Path
     private: Path
+    share: Share | None = None
+    """The task that this is, of a job in tasks."""
 
     @property
     def work(self) -> Path:
@@ -60,18 +73,55 @@ class Workplace:
 
     @property
     def reports(self) -> Path:
-        """Texts of the reports, one after another; private."""
-        return self.private / "reports.bin"
+        """Texts of the reports, one after another; private. Every task writes its own."""
+        return self.private / ("reports.bin" if self.share is None else f"reports-{self.share.name}.bin")
 
     @property
     def recorded_outcomes(self) -> Path:
-        """Studies and files that ended their process twice; private, an input of every run."""
-        return self.private / "resource_outcomes.jsonl"
+        """Studies and files that ended their process twice; private, an input of every run.
+
+        Every task writes its own file: appending from several machines to one is not safe everywhere.
+        """
+        if self.share is None:
+            return self.private / "resource_outcomes.jsonl"
+        return self.private / f"resource_outcomes-{self.share.name}.jsonl"
 
     @property
     def process_log(self) -> Path:
         """What packing processes say while they start, and where in the code they crashed; private."""
         return self.private / "packing-processes.log"
+
+    @property
+    def uploaded(self) -> Path:
+        """Marks of the files that an object store has."""
+        return self.work / "uploaded"
+
+    @property
+    def tasks(self) -> Path:
+        """Locks of tasks, and how many they are."""
+        return self.work / "tasks"
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Into how many tasks the job was divided; None where no task has run."""
+        return _read_count(self.tasks)
+
+    @property
+    def retry_mark(self) -> Path:
+        """Says which version a `retry` has begun with; private."""
+        return self.private / "retrying"
+
+    @property
+    def unfinished(self) -> str | None:
+        """What kind of job, beside a first packing, was stopped here; None where none was."""
+        try:
+            return (self.work / "job").read_text(encoding="ascii").strip() or None
+        except OSError:
+            return None
+
+    def begin(self, kind: str) -> None:
+        """Say what kind of job works here, for whoever finds its work folder."""
+        write_plainly(self.work / "job", kind.encode("ascii"), mode=0o644)
 
     def private_ledger(self, plan_digest: str) -> Path:
         """The way back from surrogates to input paths; private."""
@@ -84,7 +134,9 @@ class Workplace:
                 if is_temporary_name(path.name):
                     path.unlink()
         shutil.rmtree(self.headers, ignore_errors=True)
-        self.reports.unlink(missing_ok=True)
+        for path in self.private.glob("reports*.bin"):
+            path.unlink()
+        self.retry_mark.unlink(missing_ok=True)
         lock = _lock_path(self.output)
         for entry in self.work.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -98,20 +150,35 @@ class Workplace:
 
 
 @contextmanager
-def locked_workplace(config: PackConfig) -> Iterator[Workplace]:
+def locked_workplace(
+    output: Path,
+    private: Path,
+    inputs: tuple[Path, ...] = (),
+    *,
+    writes_output: bool = True,
+    share: Share | None = None,
+) -> Iterator[Workplace]:
     """Make the folders and hold the only right to write into them.
+
+    Args:
+        output: Folder of the dataset.
+        private: The private folder.
+        inputs: Folders that both must lie apart from.
+        writes_output: Whether the job may write into ``output``; one that may not only holds ``private``.
+        share: The task that this is: tasks share the folders with each other, and with nobody else.
 
     Raises:
         ConfigError: The folders are not as they must be, or another job holds the right.
         StorageError: They cannot be made.
     """
-    output, private = config.output.absolute(), config.private_dir.absolute()
-    _check_apart(output, private, config.inputs.dicom)
+    output, private = output.absolute(), private.absolute()
+    _check_apart(output, private, inputs)
     _check_contents(output)
-    place = Workplace(output, private)
+    place = Workplace(output, private, share)
     try:
         private.mkdir(parents=True, exist_ok=True, mode=0o700)
-        output.mkdir(parents=True, exist_ok=True)
+        if writes_output:
+            output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"output and private_dir must be folders that can be made, got {type(error).__name__}; "
@@ -119,10 +186,17 @@ def locked_workplace(config: PackConfig) -> Iterator[Workplace]:
         ) from None
     if stat.S_IMODE(private.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError("private_dir must be closed to group and others; run chmod 700 on it.")
-    with _lock(private / "lock", "private_dir"), _lock(_lock_path(output), "output"):
+    with ExitStack() as locks:
+        locks.enter_context(_lock(private / "lock", "private_dir", is_shared=share is not None))
+        if writes_output:
+            locks.enter_context(_lock(_lock_path(output), "output", is_shared=share is not None))
+        if share is not None:
+            locks.enter_context(_lock(place.tasks / f"{share.name}.lock", f"task {share}"))
+            _agree_on_count(place.tasks, share)
         try:
-            for folder in (place.fragments, place.records):
-                folder.mkdir(parents=True, exist_ok=True)
+            if writes_output:
+                for folder in (place.fragments, place.records):
+                    folder.mkdir(parents=True, exist_ok=True)
             place.headers.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise storage_error("making the work folders", error) from None
@@ -137,7 +211,7 @@ def write_plainly(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     Raises:
         StorageError: No space, or no permission.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
@@ -167,7 +241,8 @@ def _check_apart(output: Path, private: Path, inputs: tuple[Path, ...]) -> None:
         for name, own in (("output", resolved_output), ("private_dir", resolved_private)):
             if own.is_relative_to(resolved) or resolved.is_relative_to(own):
                 raise ConfigError(
-                    f"{name} must lie apart from inputs.dicom[{index}], got one inside the other; move it."
+                    f"{name} must lie apart from the input folders (number {index + 1}), got one inside the "
+                    "other; move it."
                 )
 
 
@@ -188,8 +263,31 @@ def _check_contents(output: Path) -> None:
         )
 
 
+def _read_count(folder: Path) -> int | None:
+    try:
+        return int((folder / "count").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _agree_on_count(folder: Path, share: Share) -> None:
+    """Let all tasks be of one division: of two, tasks could remove each other's fragments."""
+    if _read_count(folder) is None:
+        write_plainly(folder / f"count-{share.name}", str(share.count).encode("ascii"), mode=0o644)
+        # A link, unlike a rename, leaves what another task has put there meanwhile.
+        with suppress(FileExistsError):
+            (folder / "count").hardlink_to(folder / f"count-{share.name}")
+        (folder / f"count-{share.name}").unlink(missing_ok=True)
+    count = _read_count(folder)
+    if count != share.count:
+        raise ConfigError(
+            f"the tasks of a job must be of one number, got {share} after tasks of {count}; go on with "
+            f"--task i/{count}, or finish with `shardflow pack` alone, which takes over what stands."
+        )
+
+
 @contextmanager
-def _lock(path: Path, name: str) -> Iterator[None]:
+def _lock(path: Path, name: str, *, is_shared: bool = False) -> Iterator[None]:
     """Hold an exclusive lock that the kernel drops when this process ends, however it ends."""
     for _ in range(_LOCK_TRIES):
         try:
@@ -201,7 +299,7 @@ def _lock(path: Path, name: str) -> Iterator[None]:
             raise storage_error(f"locking {name}", error) from None
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 break
             except OSError as error:

@@ -1,0 +1,58 @@
+"""Makes the engine that the settings ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardflow.errors import ConfigError
+from shardflow.packing.handlers import make_setup
+from shardflow.packing.limits import ChildLimits
+from shardflow.packing.pool import ChildPool
+
+if TYPE_CHECKING:
+    from shardflow.packing.config import PackConfig
+    from shardflow.packing.engine import Engine
+    from shardflow.packing.workplace import Workplace
+
+__all__ = ["make_engine"]
+
+# A study's own files are bounded by what it decodes to, a shard by its target; both with room for overhead.
+_FILE_HEADROOM: Final = 2
+
+
+def make_engine(config: PackConfig, place: Workplace, handlers: str) -> Engine:
+    """Make the engine of a job.
+
+    Raises:
+        ConfigError: Ray is asked for and not installed.
+        ShardflowError: Ray cannot be started or reached.
+    """
+    execution = config.execution
+    limits = ChildLimits(
+        memory_bytes=execution.memory_bytes,
+        task_s=execution.task_timeout_s,
+        file_bytes=_FILE_HEADROOM * (config.limits.max_study_bytes + 2 * config.shards.target_bytes),
+    )
+    setup = make_setup(config, place)
+    if execution.engine == "local":
+        return ChildPool(
+            execution.resolved_num_processes,
+            limits,
+            handlers=handlers,
+            setup=setup,
+            log_path=place.process_log,
+        )
+    try:
+        from shardflow.packing.ray_engine import RayEngine
+    except ImportError:
+        raise ConfigError(
+            'execution.engine must be "local" without Ray, got "ray"; install shardflow[ray].'
+        ) from None
+    return RayEngine(
+        execution.num_processes if execution.ray_address else execution.resolved_num_processes,
+        limits,
+        handlers=handlers,
+        setup=setup,
+        log_path=place.process_log,
+        address=execution.ray_address,
+    )

@@ -1,0 +1,200 @@
+"""What a job takes in: headers, reports, and - for `append` and `retry` - what of it the dataset knows.
+
+Nothing is decoded here. The tables that come out say of every found input whose study it belongs to and
+whether the job is to decide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardflow.packing.inventory import NO_STUDY, StudyTable
+from shardflow.packing.kin import unfound_kin
+from shardflow.packing.linking import ReportTable, link_reports
+from shardflow.packing.recognition import NEW, recognise_files, recognise_reports
+from shardflow.packing.scope import GrowMode, Scope, make_scope, quarantined_rows
+from shardflow.packing.workplace import write_plainly
+from shardflow.sources.dicom import DiscoveredFile
+from shardflow.sources.reasons import Reason
+
+if TYPE_CHECKING:
+    from shardflow.deid.pseudonyms import SecretKey
+    from shardflow.packing.base import Base
+    from shardflow.packing.config import InputsConfig
+    from shardflow.packing.inventory import FileTable
+    from shardflow.packing.known import KnownInputs
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.recorded import RecordedOutcomes
+    from shardflow.packing.workplace import Workplace
+    from shardflow.sources.layouts import Layout
+
+__all__ = ["Intake", "ReadHeaders", "lift_deaths", "take_in", "take_in_more"]
+
+ReadHeaders = Callable[[Sequence[DiscoveredFile], StudyTable], "FileTable"]
+"""Reads the headers of files into a table whose first studies are given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intake:
+    """The inputs of a job, before anything is packed."""
+
+    discovered: Sequence[DiscoveredFile]
+    files: FileTable
+    reports: ReportTable
+    scope: Scope | None = None
+    """What the job may decide; None where there is no version before: everything."""
+
+
+def take_in(
+    discovered: Sequence[DiscoveredFile],
+    read_headers: ReadHeaders,
+    inputs: InputsConfig,
+    layout: Layout,
+    key: SecretKey,
+    place: Workplace,
+    progress: Progress,
+) -> Intake:
+    """Take in everything for a first version."""
+    files = read_headers(discovered, StudyTable())
+    return Intake(
+        discovered=discovered, files=files, reports=_link(inputs, layout, files.studies, key, place, progress)
+    )
+
+
+def take_in_more(
+    mode: GrowMode,
+    base: Base,
+    discovered: Sequence[DiscoveredFile],
+    read_headers: ReadHeaders,
+    inputs: InputsConfig,
+    layout: Layout,
+    key: SecretKey,
+    place: Workplace,
+    progress: Progress,
+) -> Intake:
+    """Take in what a next version is made of.
+
+    Args:
+        mode: ``append`` or ``retry``.
+        base: The version before.
+        discovered: What was found; empty for ``retry``, which takes its files from the private ledger.
+        read_headers: Does the header pass.
+        inputs: Where the inputs lie.
+        layout: What they are.
+        key: Makes the surrogates.
+        place: The folders.
+        progress: Hears of the phases.
+    """
+    found = list(discovered)
+    if mode == "retry":
+        found += _recall(base.known, np.flatnonzero(_files_to_retry(base)).tolist(), inputs)
+    kin: list[int] = []
+    while True:
+        studies = StudyTable(dict(zip(base.known.keys, base.known.patients, strict=True)))
+        for sample_key in base.known.keys:
+            studies.add(sample_key, "", 0)
+        files = read_headers(found, studies)
+        reports = _link(inputs, layout, files.studies, key, place, progress)
+        found_files = recognise_files(base.known, key, files, found, inputs.roots)
+        found_reports = recognise_reports(base.known, key, reports, inputs.reports or Path())
+        if kin:
+            # They are read with others' reports, and nothing is decided about them, whatever they hold now.
+            of_kin = slice(len(found) - len(kin), len(found))
+            found_files.row[of_kin], found_files.replaced[of_kin] = kin, NEW
+        scope = make_scope(mode, base, files, reports, found_files, found_reports)
+        # A study is packed whole or not at all: its other files are fetched from where they lay.
+        if len(scope.missing):
+            found += _recall(base.known, scope.missing.tolist(), inputs)
+            continue
+        if not kin and (len(reports) or files.attachments):
+            is_found = np.zeros(len(base.known), np.bool_)
+            is_found[found_files.row[found_files.row != NEW]] = True
+            kin = unfound_kin(base.known, files.studies, scope, is_found)
+            if kin:
+                found += _recall(base.known, kin, inputs)
+                continue
+        scope = replace(scope, num_known=scope.num_known - len(kin))
+        return Intake(discovered=found, files=files, reports=reports, scope=scope)
+
+
+def lift_deaths(base: Base, recorded: RecordedOutcomes, place: Workplace) -> None:
+    """Forget the recorded deaths of what a `retry` tries again: once, so that a stopped one does not.
+
+    Raises:
+        StorageError: Something cannot be written.
+    """
+    mark = base.manifest.dataset_id.encode("ascii")
+    if place.retry_mark.exists() and place.retry_mark.read_bytes() == mark:
+        return
+    known = base.known
+    rows = quarantined_rows(known)
+    studies = known.study[rows & (known.study != NO_STUDY)]
+    names = {known.keys[study] for study in np.unique(studies).tolist()}
+    recorded.lift(names | {name.decode("ascii") for name in known.surrogate[rows].tolist()})
+    write_plainly(place.retry_mark, mark)
+
+
+def _files_to_retry(base: Base) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Tell which known files to read again: quarantined ones, and all of a study that has some."""
+    known = base.known
+    wanted = quarantined_rows(known)
+    packed, removed = base.packed_keys(), base.removed_studies
+    may_open = np.array([key not in packed and key not in removed for key in known.keys], np.bool_)
+    inside = known.study != NO_STUDY
+    is_open = np.zeros(len(known.keys), np.bool_)
+    studies = known.study[wanted & inside]
+    is_open[studies] = may_open[studies]
+    wanted[inside] = is_open[known.study[inside]]
+    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = wanted & ~known.is_report
+    return chosen
+
+
+def _recall(known: KnownInputs, rows: Iterable[int], inputs: InputsConfig) -> list[DiscoveredFile]:
+    """Find known files at their recorded paths; one that is gone is named, and so is its study."""
+    found: dict[str, DiscoveredFile] = {}
+    for entry in known.entries(rows):
+        # The parts of an attachment lie at one path.
+        if entry.get("path") is None or entry["path"] in found:
+            continue
+        path = str(entry["path"])
+        num_bytes, problem = 0, None
+        try:
+            num_bytes = Path(path).stat().st_size
+        except (OSError, ValueError):
+            was_missing = entry["reason"] == Reason.MISSING_FILE
+            problem = Reason.MISSING_FILE if was_missing else Reason.FILE_UNREADABLE
+        # Joined to any root, an absolute path stands for itself.
+        is_apart = entry["kind"] == "attachment" and len(inputs.attachments) > 0
+        found[path] = DiscoveredFile(
+            root_index=len(inputs.dicom) if is_apart else 0,
+            relative_path=path,
+            num_bytes=num_bytes,
+            problem=problem,
+        )
+    return list(found.values())
+
+
+def _link(
+    inputs: InputsConfig,
+    layout: Layout,
+    studies: StudyTable,
+    key: SecretKey,
+    place: Workplace,
+    progress: Progress,
+) -> ReportTable:
+    if inputs.reports is None:
+        return ReportTable()
+    progress.phase("reports", 0)
+    return link_reports(
+        layout.reports(),
+        studies,
+        key,
+        place.reports,
+        several=inputs.layout.reports_of_one_study,
+        copies=inputs.layout.report_of_several_studies == "copy",
+    )

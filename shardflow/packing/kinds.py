@@ -1,0 +1,38 @@
+"""The kinds of attachments that packing knows, loaded when the first file is none of the images."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from shardflow.sources.attachments import AttachmentKind
+
+__all__ = ["attachment_kinds"]
+
+# Each module holds KINDS, a tuple of them, and imports quickly. The first kind that recognises a file has it.
+_MODULES: Final[tuple[str, ...]] = (
+    "shardflow.annotations.kinds",
+    "shardflow.waveforms.kinds",
+    "shardflow.records.kinds",
+)
+
+
+@cache
+def attachment_kinds(records: str = "") -> tuple[AttachmentKind, ...]:
+    """Return all kinds, in the order in which they are asked, and in which their attachments are packed.
+
+    Args:
+        records: Settings of clinical records, as `shardflow.records.RecordsConfig.to_text` writes them.
+    """
+    kinds = (kind for name in _MODULES for kind in importlib.import_module(name).KINDS)
+    if not records:
+        return tuple(kinds)
+    from shardflow.records.config import RecordsConfig
+    from shardflow.records.kinds import record_kinds
+
+    configured = record_kinds(RecordsConfig.from_text(records))
+    replaced = {kind.name for kind in configured}
+    # What a mapping describes is asked first: it may look like a kind that everybody has.
+    return (*configured, *(kind for kind in kinds if kind.name not in replaced))

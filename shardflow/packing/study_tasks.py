@@ -1,0 +1,102 @@
+"""What a packing process is told of a study, and the digest of all that its fragment depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from shardflow.packing.header_pass import batch_name
+from shardflow.packing.inventory import UNDECIDED
+from shardflow.packing.kin import Kin
+
+if TYPE_CHECKING:
+    from shardflow.packing.inventory import FileTable
+    from shardflow.packing.linking import ReportTable
+
+__all__ = ["StudyTasks", "digest_of_facts"]
+
+_FRAGMENT_VERSION: Final = 3
+
+
+class StudyTasks:
+    """Makes the tasks of studies.
+
+    Args:
+        files: The inventory.
+        reports: The reports.
+        basis: All that every fragment depends on: settings, versions, key.
+    """
+
+    def __init__(self, files: FileTable, reports: ReportTable, basis: str) -> None:
+        self._files = files
+        self._reports = reports
+        self._basis = basis
+        self._kin = Kin(files)
+
+    def payload(self, study: int, recorded_reason: str | None) -> dict[str, Any]:
+        """Return what `shardflow.packing.study.StudyPacker.pack` takes."""
+        table = self._files
+        images: list[list[Any]] = []
+        attachments: list[list[Any]] = []
+        for position, file in enumerate(table.files_of(study).tolist()):
+            if table.reason[file] != UNDECIDED:
+                continue
+            name = batch_name(int(table.source[file]))
+            entry = [position, name, int(table.row_offset[file]), int(table.row_num_bytes[file])]
+            if file in table.attachments:
+                attachments.append([*entry, list(table.attachments[file].items)])
+            else:
+                images.append(entry)
+        report = self._reports.report_of.get(study)
+        text = None if report is None else self._reports.place_of(report)
+        return {
+            "sample_key": table.studies.keys[study],
+            "task_digest": self.digest(study, recorded_reason),
+            "files": images,
+            "attachments": attachments,
+            "report": text,
+            "kin": self._kin.rows(self._kin.files_with(study)) if self._has_text(study) else [],
+        }
+
+    def digest(self, study: int, recorded_reason: str | None) -> str:
+        """Return the digest of all that the fragment of a study depends on.
+
+        Args:
+            study: Its number.
+            recorded_reason: Of a death that was recorded.
+        """
+        files = self._files.files_of(study)
+        digest, people = self._reports.digests_of(self._reports.report_of.get(study))
+        kin = self._kin.files_with(study) if self._has_text(study) else []
+        attached = self._attached(study)
+        return digest_of_facts(
+            [
+                _FRAGMENT_VERSION,
+                self._basis,
+                self._files.studies.keys[study],
+                self._files.digest[files].tolist(),
+                self._files.modified_ns[files].tolist(),
+                self._files.reason[files].tolist(),
+                digest,
+                people,
+                recorded_reason,
+                self._kin.facts(kin),
+                attached,
+            ]
+        )
+
+    def _attached(self, study: int) -> list[list[Any]]:
+        """Return the kinds of a study's attachments, and which of their records are its own."""
+        known = self._files.attachments
+        found = [known[file] for file in self._files.files_of(study).tolist() if file in known]
+        return [[one.kind, one.version, list(one.items)] for one in found]
+
+    def _has_text(self, study: int) -> bool:
+        """Tell whether a study has texts that people are looked for in."""
+        return study in self._reports.report_of or bool(self._attached(study))
+
+
+def digest_of_facts(facts: Any) -> str:
+    """Return the SHA-256 of JSON."""
+    return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode("ascii")).hexdigest()

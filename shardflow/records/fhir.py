@@ -1,0 +1,308 @@
+"""Facts of FHIR resources, by a list of kinds and elements: what is not on it does not exist here.
+
+Names, identifiers, contacts, narratives, extensions, references and notes of people are on no list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from shardflow.sources.documents.fhir import FhirIndex, Resource, as_list, as_text, codings, objects
+from shardflow.sources.documents.fhir_reports import attachment_text
+
+if TYPE_CHECKING:
+    from shardflow.records.scribe import Fact, Scribe
+
+__all__ = ["FHIR_KINDS", "write_resource"]
+
+_SOURCE: Final = "fhir"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """What is taken of one type of resources."""
+
+    name: str
+    codes: Sequence[str] = ("code",)
+    concepts: Mapping[str, str] = field(default_factory=dict)
+    """Name in the fact, to the element with codes."""
+    start: Sequence[str] = ()
+    end: Sequence[str] = ()
+    texts: Sequence[str] = ()
+    counts: Mapping[str, str] = field(default_factory=dict)
+
+
+_MEDICATION: Final = _Kind(
+    name="medication",
+    codes=("medicationCodeableConcept", "medication"),
+    concepts={"category": "category", "reason": "reasonCode"},
+    start=("effectiveDateTime", "effectivePeriod", "occurenceDateTime", "occurencePeriod", "authoredOn"),
+    end=("effectivePeriod", "occurencePeriod"),
+)
+FHIR_KINDS: Final[Mapping[str, _Kind]] = {
+    "AllergyIntolerance": _Kind(
+        name="allergy",
+        concepts={"clinical_status": "clinicalStatus", "verification": "verificationStatus"},
+        start=("onsetDateTime", "onsetPeriod", "recordedDate", "assertedDate"),
+    ),
+    "Condition": _Kind(
+        name="condition",
+        concepts={
+            "body_site": "bodySite",
+            "category": "category",
+            "clinical_status": "clinicalStatus",
+            "severity": "severity",
+            "verification": "verificationStatus",
+        },
+        start=("onsetDateTime", "onsetPeriod", "recordedDate", "assertedDate"),
+        end=("abatementDateTime", "abatementPeriod"),
+    ),
+    "DiagnosticReport": _Kind(
+        name="report",
+        concepts={"category": "category", "conclusion": "conclusionCode"},
+        start=("effectiveDateTime", "effectivePeriod", "issued"),
+        texts=("conclusion",),
+    ),
+    "DocumentReference": _Kind(
+        name="document",
+        codes=("type",),
+        concepts={"category": "category"},
+        start=("date", "created", "indexed"),
+    ),
+    "Encounter": _Kind(
+        name="encounter",
+        codes=("type",),
+        concepts={"class": "class", "reason": "reasonCode"},
+        start=("period", "actualPeriod"),
+        end=("period", "actualPeriod"),
+    ),
+    "ImagingStudy": _Kind(
+        name="imaging_study",
+        codes=("procedureCode",),
+        concepts={"reason": "reasonCode"},
+        start=("started",),
+        counts={"num_instances": "numberOfInstances", "num_series": "numberOfSeries"},
+    ),
+    "Immunization": _Kind(
+        name="immunization",
+        codes=("vaccineCode",),
+        concepts={"body_site": "site"},
+        start=("occurrenceDateTime", "date"),
+    ),
+    "MedicationAdministration": _MEDICATION,
+    "MedicationRequest": _MEDICATION,
+    "MedicationStatement": _MEDICATION,
+    "Observation": _Kind(
+        name="observation",
+        concepts={
+            "body_site": "bodySite",
+            "category": "category",
+            "interpretation": "interpretation",
+            "method": "method",
+        },
+        start=("effectiveDateTime", "effectivePeriod", "effectiveInstant", "issued"),
+        end=("effectivePeriod",),
+    ),
+    "Procedure": _Kind(
+        name="procedure",
+        concepts={
+            "body_site": "bodySite",
+            "category": "category",
+            "outcome": "outcome",
+            "reason": "reasonCode",
+        },
+        start=("performedDateTime", "performedPeriod", "occurrenceDateTime", "occurrencePeriod"),
+        end=("performedPeriod", "occurrencePeriod"),
+    ),
+    "ServiceRequest": _Kind(
+        name="order",
+        concepts={"body_site": "bodySite", "category": "category", "reason": "reasonCode"},
+        start=("occurrenceDateTime", "occurrencePeriod", "authoredOn"),
+    ),
+}
+"""Types of resources that give facts; a Patient gives its sex."""
+_MAX_PARTS: Final = 64
+_PERIOD_UNITS: Final = frozenset({"s", "min", "h", "d", "wk", "mo", "a"})
+
+
+def write_resource(resource: Resource, index: FhirIndex, scribe: Scribe) -> None:
+    """Add the fact of a resource; one whose type is not on the list is counted."""
+    name = as_text(resource.get("resourceType"))
+    if name == "Patient":
+        scribe.add(_SOURCE, "patient", {"sex": scribe.sex(as_text(resource.get("gender")))})
+        return
+    kind = FHIR_KINDS.get(name)
+    if kind is None:
+        scribe.left_out["KIND_NOT_ON_LIST"] += 1
+        return
+    if as_text(resource.get("status")) == "entered-in-error":
+        scribe.left_out["ENTERED_IN_ERROR"] += 1
+        return
+    fact: Fact = {
+        "codes": scribe.codes(_coded(resource, kind.codes, index)),
+        "status": scribe.status(as_text(resource.get("status"))),
+        "when": _moment(resource, kind.start, "start", scribe),
+        "end": _moment(resource, kind.end, "end", scribe) if kind.end else None,
+    }
+    for said, element in kind.concepts.items():
+        fact[said] = scribe.codes(_coded(resource, (element,), index))
+    for said, element in kind.counts.items():
+        fact[said] = (scribe.quantity(resource.get(element), "1") or {}).get("number")
+    match kind.name:
+        case "observation":
+            fact |= _value(resource, scribe, kind.name)
+            fact["components"] = [
+                part
+                for one in list(objects(resource.get("component")))[:_MAX_PARTS]
+                if (part := _component(one, scribe))
+            ]
+            fact["reference_range"] = _reference_range(resource, scribe)
+        case "medication":
+            fact["dosage"] = _dosage(resource, scribe)
+        case "imaging_study":
+            fact["modality"] = scribe.codes(_modalities(resource))
+        case _:
+            pass
+    text = "\n\n".join(_texts(resource, kind, index))
+    if text:
+        fact |= {"document": scribe.document(text, kind.name), "line": None}
+    scribe.add(_SOURCE, kind.name, fact)
+
+
+def _coded(resource: Resource, elements: Sequence[str], index: FhirIndex) -> Iterator[tuple[str, str, str]]:
+    for element in elements:
+        value = resource.get(element)
+        for one in objects(value):
+            concept = one.get("concept", one)
+            # An element may be a concept, a bare coding, or (R5) either a concept or a reference.
+            found = list(codings(concept)) or [concept]
+            for coding in found:
+                if isinstance(coding, dict):
+                    yield (
+                        as_text(coding.get("system")),
+                        as_text(coding.get("code")),
+                        as_text(coding.get("display")),
+                    )
+    if elements == _MEDICATION.codes:
+        references = [resource.get("medicationReference")]
+        references += [one.get("reference") for one in objects(resource.get("medication"))]
+        for reference in references:
+            medication = index.resolve(reference, resource) if reference else None
+            if medication is not None:
+                yield from _coded(medication, ("code",), index)
+
+
+def _moment(resource: Resource, elements: Sequence[str], side: str, scribe: Scribe) -> dict[str, Any] | None:
+    for element in elements:
+        value = resource.get(element)
+        text = as_text(value.get(side)) if isinstance(value, dict) else as_text(value)
+        if text and (side == "start" or isinstance(value, dict) or element.startswith("abatement")):
+            return scribe.when(text)
+    return None
+
+
+def _value(resource: Resource, scribe: Scribe, kind: str) -> Fact:
+    """The value of an observation or of a part of one."""
+    if isinstance(quantity := resource.get("valueQuantity"), dict):
+        return {"value": _quantity(quantity, scribe)}
+    if isinstance(concept := resource.get("valueCodeableConcept"), dict):
+        if not concept.get("coding"):
+            return scribe.note(as_text(concept.get("text")), kind)
+        return {
+            "value": _wrapped("codes", scribe.codes(_coded(resource, ("valueCodeableConcept",), FhirIndex())))
+        }
+    for name in ("valueInteger", "valueDecimal"):
+        if isinstance(number := resource.get(name), int | float):
+            return {"value": scribe.quantity(number, "1")}
+    if isinstance(flag := resource.get("valueBoolean"), bool):
+        return {"value": {"flag": flag}}
+    if isinstance(interval := resource.get("valueRange"), dict):
+        return {"value": _interval(interval, scribe)}
+    if isinstance(ratio := resource.get("valueRatio"), dict):
+        parts = [_quantity(ratio.get(name), scribe) for name in ("numerator", "denominator")]
+        return {"value": {"numerator": parts[0], "denominator": parts[1]}} if all(parts) else {}
+    if text := as_text(resource.get("valueDateTime")):
+        return {"value": _wrapped("when", scribe.when(text))}
+    if text := as_text(resource.get("valueString")):
+        # A number that somebody wrote as a text is one.
+        quantity = scribe.quantity(text, "1")
+        return {"value": quantity} if quantity is not None else scribe.note(text, kind)
+    return {}
+
+
+def _component(part: Resource, scribe: Scribe) -> Fact:
+    said = {
+        "codes": scribe.codes(_coded(part, ("code",), FhirIndex())),
+        "interpretation": scribe.codes(_coded(part, ("interpretation",), FhirIndex())),
+        **_value(part, scribe, "observation"),
+    }
+    kept = {name: value for name, value in said.items() if value not in (None, [], {})}
+    return kept if "codes" in kept else {}
+
+
+def _quantity(value: Any, scribe: Scribe) -> dict[str, Any] | None:
+    if not isinstance(value, dict):
+        return None
+    code, unit = as_text(value.get("code")), as_text(value.get("unit"))
+    return scribe.quantity(value.get("value"), code or unit, as_text(value.get("comparator")))
+
+
+def _interval(value: Resource, scribe: Scribe) -> dict[str, Any] | None:
+    ends = {name: _quantity(value.get(name), scribe) for name in ("low", "high")}
+    return {name: end for name, end in ends.items() if end} or None
+
+
+def _reference_range(resource: Resource, scribe: Scribe) -> list[dict[str, Any]]:
+    ranges = [_interval(one, scribe) for one in objects(resource.get("referenceRange"))]
+    return [one for one in ranges[:_MAX_PARTS] if one]
+
+
+def _dosage(resource: Resource, scribe: Scribe) -> list[dict[str, Any]]:
+    """Doses, routes and rhythms; instructions in words are not on the list."""
+    found = []
+    for one in [*objects(resource.get("dosageInstruction")), *objects(resource.get("dosage"))][:_MAX_PARTS]:
+        dose = [_quantity(part.get("doseQuantity"), scribe) for part in objects(one.get("doseAndRate"))]
+        dose.append(_quantity(one.get("doseQuantity") or one.get("dose"), scribe))
+        said: Fact = {
+            "dose": next((each for each in dose if each), None),
+            "route": scribe.codes(_coded(one, ("route",), FhirIndex())),
+        }
+        for timing in objects(one.get("timing")):
+            for repeat in objects(timing.get("repeat")):
+                said["frequency"] = scribe.number(repeat.get("frequency"))
+                unit = as_text(repeat.get("periodUnit"))
+                period = scribe.number(repeat.get("period"))
+                if unit in _PERIOD_UNITS and period is not None:
+                    said["period"] = {"number": period, "unit": unit}
+        if isinstance(one.get("asNeededBoolean"), bool):
+            said["as_needed"] = one["asNeededBoolean"]
+        kept = {name: value for name, value in said.items() if value not in (None, [], {})}
+        if kept:
+            found.append(kept)
+    return found
+
+
+def _modalities(resource: Resource) -> Iterator[tuple[str, str, str]]:
+    for holder in (resource, *objects(resource.get("series"))):
+        yield from _coded(holder, ("modality",), FhirIndex())
+
+
+def _texts(resource: Resource, kind: _Kind, index: FhirIndex) -> Iterator[str]:
+    for element in kind.texts:
+        if text := as_text(resource.get(element)):
+            yield text
+    forms = [*as_list(resource.get("presentedForm"))] if kind.name == "report" else []
+    if kind.name == "document":
+        forms = [one.get("attachment") for one in objects(resource.get("content"))]
+    for form in objects(forms):
+        if text := attachment_text(form, resource, index).strip():
+            yield text
+    for note in objects(resource.get("note")):
+        if text := as_text(note.get("text")):
+            yield text
+
+
+def _wrapped(name: str, value: Any) -> dict[str, Any] | None:
+    return {name: value} if value else None
