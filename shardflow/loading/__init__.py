@@ -2,9 +2,10 @@
 
 The way of the data, a module each::
 
+    selection   which samples: a split, a subset, a blend         subset, key_list, blend_file
     epochs      which rows make micro-batch m of step k           (shardflow.epochs)
-    assemble    lay the micro-batch out, take memory              buffers, batch, view
-    fill        which fields its samples need                     view
+    assemble    lay the micro-batch out, take memory              buffers, batch, view, entity_slots
+    fill        which fields its samples need                     view, fill_fields, fill_text, fill_tokens
     reader      find, read and check their bytes                  shardflow.shards, shardflow.storage
     decode      bytes to pixels, into their place                 scratch
     engine      threads, order, bounds, deadlines                 stream, thread_state
@@ -17,10 +18,39 @@ torch's DataLoader.
 from __future__ import annotations
 
 from shardflow.loading.batch import Batch
+from shardflow.loading.blend_file import open_blend
 from shardflow.loading.config import LoaderConfig
+from shardflow.loading.entity_slots import EntityNames
+from shardflow.loading.fields_view import FieldsView
+from shardflow.loading.fill_tokens import StoredTokens
 from shardflow.loading.loader import Loader
 from shardflow.loading.quarantine import QuarantineRow
+from shardflow.loading.regions import carry_box, carry_mask, region_masks
+from shardflow.loading.selection import Selection, open_view, select
+from shardflow.loading.sized_view import SizedView, SliceSize
+from shardflow.loading.tile_view import TileView
 from shardflow.loading.view import ImageView, NativeView
 from shardflow.loading.world import World
 
-__all__ = ["Batch", "ImageView", "Loader", "LoaderConfig", "NativeView", "QuarantineRow", "World"]
+__all__ = [
+    "Batch",
+    "EntityNames",
+    "FieldsView",
+    "ImageView",
+    "Loader",
+    "LoaderConfig",
+    "NativeView",
+    "QuarantineRow",
+    "Selection",
+    "SizedView",
+    "SliceSize",
+    "StoredTokens",
+    "TileView",
+    "World",
+    "carry_box",
+    "carry_mask",
+    "open_blend",
+    "open_view",
+    "region_masks",
+    "select",
+]

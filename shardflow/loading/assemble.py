@@ -14,41 +14,72 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.epochs import EpochPlan, RankSchedule
+from shardflow.epochs.micros import PADDING_ROW
 from shardflow.errors import SampleError
 from shardflow.loading.batch import ArraySpec, Batch, BatchLayout
-from shardflow.loading.buffers import BufferPool
+from shardflow.loading.buffers import Pool
 from shardflow.loading.config import LoaderConfig
-from shardflow.loading.fill import SlotFiller, SlotRequest
-from shardflow.loading.quarantine import BadSample, Quarantine, QuarantineRow
+from shardflow.loading.entity_slots import EntitySlots
+from shardflow.loading.fields_view import FieldsView
+from shardflow.loading.fill import SlotFiller
+from shardflow.loading.fill_fields import FieldsFiller
+from shardflow.loading.fill_text import SlotRequest
+from shardflow.loading.fill_texts import TextFiller
+from shardflow.loading.fill_tokens import MeasuredTokens, TokenFiller
+from shardflow.loading.foresight import Watch
+from shardflow.loading.parts import PartSize
+from shardflow.loading.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
+from shardflow.loading.room import check_layout
+from shardflow.loading.selection import Selection
+from shardflow.loading.slot_keys import SlotKeys
 from shardflow.loading.thread_state import ThreadState
+from shardflow.loading.transform import Transform, sample_arrays, sample_generator
 from shardflow.loading.view import SliceFacts
-from shardflow.shards import Dataset
+from shardflow.loading.views import View
 from shardflow.telemetry import StageCounters
 
 __all__ = ["BatchSource", "MicroBatchTicket"]
-
-# Without images a sample is a few kilobytes: a part of many costs one hand-over between threads.
-_TEXT_SAMPLES_PER_PART = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSource:
     """Everything that the micro-batches of one epoch have in common; shared by all threads."""
 
-    dataset: Dataset
+    selection: Selection
     plan: EpochPlan
     schedule: RankSchedule
     rank: int
     config: LoaderConfig
-    pool: BufferPool
-    filler: SlotFiller
+    pool: Pool
+    filler: SlotFiller | FieldsFiller
+    texts: TextFiller | None
+    """The short way for samples of text alone."""
+    tokens: TokenFiller | None
+    part_size: PartSize
     counters: StageCounters
     known_masks: Quarantine
     """Slots that a checkpoint says are masked; they are not read."""
+    transform: Transform | None = None
+    """What the user wants done to each sample."""
+    entities: EntitySlots | None = None
+    """What slots of entities get, where some samples are."""
+    watch: Watch | None = None
+    """Follows the reads for a cache that is told the future."""
+
+    def num_threads(self, config: LoaderConfig) -> int:
+        """Return how many threads get work done at the same time, of those that a config gives.
+
+        Tokens alone are copied out of maps under the interpreter's lock: a second thread would only take
+        turns with the first, and each turn costs. Remote ones are fetched first, for which threads wait.
+        """
+        is_copied = config.view is None and not config.text and self.selection.is_local
+        return 1 if is_copied else config.num_threads
 
     def open(self, number: int) -> MicroBatchTicket:
         """Open this rank's micro-batch ``number`` of the epoch, counted over steps."""
         step, slot = divmod(number, self.schedule.num_micro_batches_per_rank)
+        if self.watch is not None:
+            self.watch.opened(number)
         with self.counters.timed("plan"):
             return MicroBatchTicket(self, step, slot)
 
@@ -71,21 +102,33 @@ class MicroBatchTicket:
         self._rows = planned.rows
         self._weights = planned.weights
         self._bad: dict[int, QuarantineRow] = {}
-        samples = source.dataset.samples
         self._is_sample = self._rows >= 0
         at = self._rows[self._is_sample]
-        self._keys: list[str | None] = [None] * len(self._rows)
-        for place, key in zip(
-            np.flatnonzero(self._is_sample).tolist(), samples.gather("sample_key", at), strict=True
-        ):
-            self._keys[place] = key.decode("ascii")
-        self._shard = self._column("shard", at)
-        self._row_in_shard = self._column("row_in_shard", at)
-        self._offset = self._column("offset_bytes", at)
-        self._text_bytes = self._column("text_bytes", at) if source.config.text else np.zeros_like(self._rows)
+        self._keys = SlotKeys(source.selection.key_bytes(at), self._is_sample)
+        config = source.config
+        self._modalities = []
+        if isinstance(config.view, View):
+            self._modalities = [""] * len(self._rows)
+            places = np.flatnonzero(self._is_sample).tolist()
+            for place, modality in zip(places, source.selection.modalities(at), strict=True):
+                self._modalities[place] = modality
+        self._table_rows, self._components = self._rows, None
+        if source.selection.is_blend:
+            self._table_rows = self._padded(source.selection.table_rows(at))
+            self._components = self._padded(source.selection.components_of(at))
+        nothing = np.zeros_like(self._rows)
+        # Stored tokens alone are found by row: no shard is read for them.
+        is_read = config.text or config.view is not None
+        self._shard = self._column("shard", at) if is_read else nothing
+        self._row_in_shard = self._column("row_in_shard", at) if is_read else nothing
+        self._offset = self._column("offset_bytes", at) if is_read else nothing
+        self._text_bytes = self._column("text_bytes", at) if config.text else nothing.copy()
+        self._tokens: MeasuredTokens | None = None
         self._mask_known()
+        self._measure_tokens()
         self._facts = self._read_facts(at)
         self._layout = BatchLayout.of(self._array_specs())
+        check_layout(self._layout)
         self._parts = self._cut_parts()
         self._buffer = np.empty(0, np.uint8)
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -99,21 +142,28 @@ class MicroBatchTicket:
 
     @property
     def num_parts(self) -> int:
-        """Parts: one per sample with images, one per some dozen samples without."""
+        """Parts: one for all stored tokens, and those of `PartSize`."""
         return len(self._parts)
 
     def begin(self) -> None:
         """Take memory and fill what the plan and the facts say."""
         self._buffer = self._source.pool.lend(self._layout.num_bytes)
         self._arrays = self._layout.views(self._buffer)
-        self._arrays["row"][:] = self._rows
+        self._arrays["row"][:] = self._table_rows
+        if self._components is not None:
+            self._arrays["component"][:] = self._components
         self._arrays["weight"][:] = self._weights
+        if self._source.entities is not None:
+            self._source.entities.put(self._rows, self._arrays)
         if self._source.config.text:
             offsets = self._arrays["text_offsets"]
             offsets[0] = 0
             np.cumsum(self._text_bytes, out=offsets[1:])
+        if self._tokens is not None:
+            offsets = self._arrays["token_offsets"]
+            offsets[0] = 0
+            np.cumsum(self._tokens.lengths, out=offsets[1:])
         if self._source.config.view is not None:
-            self._arrays["display_range"][:] = 0
             self._source.config.view.prepare(self._arrays, self._facts)
 
     def run(self, part: int, thread: ThreadState) -> None:
@@ -123,36 +173,51 @@ class MicroBatchTicket:
             SampleError: A sample is bad, and the loader is told to raise.
             StorageError: A shard cannot be read at all.
         """
+        if self._source.tokens is not None and self._tokens is not None and part == 0:
+            self._fill_tokens(self._source.tokens, self._tokens, thread)
+            return
         for slots in self._by_shard(self._parts[part]):
-            requests = [self._request(slot) for slot in slots.tolist()]
             shard = int(self._shard[slots[0]])
-            for slot, bad in self._source.filler.fill(shard, requests, self._arrays, thread).items():
-                self._mask(slot, bad)
+            left = slots if self._source.texts is None else self._fill_texts(shard, slots, thread)
+            if len(left):
+                requests = [self._request(slot) for slot in left.tolist()]
+                for slot, bad in self._source.filler.fill(shard, requests, self._arrays, thread).items():
+                    self._mask(slot, bad)
+            if self._source.transform is not None:
+                self._transform([slot for slot in slots.tolist() if slot not in self._bad], thread)
 
     def finish(self) -> Batch:
         """Blank what holds no sample and make the batch."""
+        if self._source.watch is not None:
+            per_rank = self._source.schedule.num_micro_batches_per_rank
+            self._source.watch.finished(self._step * per_rank + self._slot)
         view, text = self._source.config.view, self._source.config.text
         blank = sorted({*np.flatnonzero(~self._is_sample).tolist(), *self._bad})
         for slot in blank:
             self._arrays["weight"][slot] = 0
             if view is not None:
-                self._arrays["display_range"][slot] = 0
                 view.blank(self._arrays, slot)
         entries = self._layout.to_json()
         if text:
-            self._close_text_gaps([slot for slot in blank if self._text_bytes[slot]], entries)
+            self._close_gaps("text_bytes", "text_offsets", self._text_bytes, blank, entries)
+        if self._tokens is not None:
+            self._close_gaps("token_ids", "token_offsets", self._tokens.lengths, blank, entries)
+        fields = {"fields": list(view.fields)} if isinstance(view, FieldsView) else {}
         return Batch(
             self._buffer,
             {
+                **fields,
                 "version": 1,
                 "epoch": self._source.plan.epoch,
                 "step": self._step,
                 "micro": self._micro,
                 "slot": self._slot,
                 "arrays": entries,
-                "keys": self._keys,
+                "keys": None,
+                **({"modalities": self._modalities} if isinstance(view, View) else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
             },
+            keys=self._keys,
         )
 
     def describe(self) -> str:
@@ -165,10 +230,39 @@ class MicroBatchTicket:
         return SlotRequest(
             slot=slot,
             row=int(self._rows[slot]),
+            place=(self._step, self._micro, slot) if self._source.selection.is_blend else (),
             row_in_shard=int(self._row_in_shard[slot]),
             key=self._keys[slot] or "",
             text_bytes=int(self._text_bytes[slot]),
+            entity=self._source.selection.entity(int(self._rows[slot])),
         )
+
+    def _fill_texts(self, shard: int, slots: NDArray[np.int64], thread: ThreadState) -> NDArray[np.int64]:
+        """Fill texts the short way; returns the slots that it leaves."""
+        texts = self._source.texts
+        if texts is None:
+            return slots
+        return texts.fill(
+            shard,
+            slots,
+            rows_in_shard=self._row_in_shard[slots],
+            keys=self._keys.of(slots),
+            text_bytes=self._text_bytes[slots],
+            arrays=self._arrays,
+            thread=thread,
+        )
+
+    def _transform(self, slots: list[int], thread: ThreadState) -> None:
+        """Let the user's function change the samples of some slots."""
+        plan, transform = self._source.plan, self._source.transform
+        if transform is None:
+            return
+        thread.enter("transform", "")
+        for slot in slots:
+            place = self._request(slot).place
+            generator = sample_generator(plan.seed, plan.epoch, int(self._rows[slot]), place)
+            with self._source.counters.timed("user_transform"):
+                transform(sample_arrays(self._arrays, slot, self._source.config.view), generator)
 
     def _mask(self, slot: int, bad: BadSample) -> None:
         row = QuarantineRow(
@@ -176,11 +270,12 @@ class MicroBatchTicket:
             step=self._step,
             micro=self._micro,
             slot_in_batch=slot,
-            row=int(self._rows[slot]),
+            row=int(self._table_rows[slot]),
             key=self._keys[slot] or "",
             shard=bad.shard,
             field=bad.field,
             reason=bad.reason.value,
+            component=None if self._components is None else int(self._components[slot]),
         )
         if self._source.config.on_bad_sample == "raise":
             raise SampleError(
@@ -189,27 +284,66 @@ class MicroBatchTicket:
             )
         self._bad[slot] = row
 
-    def _close_text_gaps(self, slots: list[int], entries: list[dict[str, Any]]) -> None:
-        """Take the text of masked slots out of the flat array, so that the offsets say what is there."""
+    def _measure_tokens(self) -> None:
+        """Learn how many tokens each slot gets, before memory is taken."""
+        if self._source.tokens is None:
+            return
+        wanted = self._rows
+        if self._bad:
+            wanted = wanted.copy()
+            wanted[list(self._bad)] = PADDING_ROW
+        self._tokens = self._source.tokens.measure(wanted)
+        for slot, reason in self._tokens.bad.items():
+            self._mask(slot, self._bad_tokens(slot, reason))
+            self._text_bytes[slot] = 0
+
+    def _fill_tokens(self, tokens: TokenFiller, measured: MeasuredTokens, thread: ThreadState) -> None:
+        thread.enter("read", "tokens")
+        out = self._arrays["token_ids"]
+        with self._source.counters.timed("tokens", out.nbytes, len(self._rows)):
+            bad = tokens.fill(measured, self._arrays["token_offsets"], out)
+        for slot, reason in bad.items():
+            self._mask(slot, self._bad_tokens(slot, reason))
+
+    def _bad_tokens(self, slot: int, reason: BadSampleReason) -> BadSample:
+        number = int(self._source.selection.column("shard", self._rows[slot : slot + 1])[0])
+        component, position = self._source.selection.shard(number)
+        shard = self._source.selection.datasets[component].manifest.shards[position]
+        return BadSample(reason, shard.name, "tokens")
+
+    def _close_gaps(
+        self, flat: str, ends: str, sizes: NDArray[np.int64], blank: list[int], entries: list[dict[str, Any]]
+    ) -> None:
+        """Take what masked slots hold out of a flat array, so that the offsets say what is there."""
+        slots = [slot for slot in blank if sizes[slot]]
         if not slots:
             return
-        offsets, text = self._arrays["text_offsets"], self._arrays["text_bytes"]
-        kept = np.ones(len(text), bool)
+        offsets, data = self._arrays[ends], self._arrays[flat]
+        kept = np.ones(len(data), bool)
         for slot in slots:
             kept[offsets[slot] : offsets[slot + 1]] = False
-            self._text_bytes[slot] = 0
-        num_bytes = int(np.count_nonzero(kept))
-        text[:num_bytes] = text[kept]
-        np.cumsum(self._text_bytes, out=offsets[1:])
-        next(entry for entry in entries if entry["name"] == "text_bytes")["shape"] = [num_bytes]
+            sizes[slot] = 0
+        num_kept = int(np.count_nonzero(kept))
+        data[:num_kept] = data[kept]
+        np.cumsum(sizes, out=offsets[1:])
+        next(entry for entry in entries if entry["name"] == flat)["shape"] = [num_kept]
 
     # ---- layout ----------------------------------------------------------------------------------
 
     def _column(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return a column of the samples table, ``(B,)`` int64, zero in padding slots."""
+        found = self._source.selection.column(name, rows)
+        if len(found) == len(self._rows):
+            return found
         values = np.zeros(len(self._rows), np.int64)
-        values[self._is_sample] = self._source.dataset.samples.gather(name, rows)
+        values[self._is_sample] = found
         return values
+
+    def _padded(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a number for every slot, -1 in padding slots."""
+        padded = np.full(len(self._rows), PADDING_ROW, np.int64)
+        padded[self._is_sample] = values
+        return padded
 
     def _mask_known(self) -> None:
         if not self._source.known_masks:
@@ -221,33 +355,44 @@ class MicroBatchTicket:
                 self._text_bytes[slot] = 0
 
     def _read_facts(self, rows: NDArray[np.int64]) -> SliceFacts:
-        names = ("num_slices", "rows", "columns")
-        if self._source.config.view is None:
-            return SliceFacts(*(np.zeros(len(self._rows), np.int64) for _ in names))
-        return SliceFacts(*(self._column(name, rows) for name in names))
+        names = ("num_slices", "rows", "columns", "num_bytes")
+        plan, nothing = self._source.plan, np.zeros(len(self._rows), np.int64)
+        is_wanted = self._source.config.view is not None
+        columns = {name: self._column(name, rows) if is_wanted else nothing for name in names}
+        # A padding slot has no row; what is drawn for it lays out nothing.
+        return SliceFacts(
+            **columns, table_row=np.maximum(self._table_rows, 0), seed=plan.seed, epoch=plan.epoch
+        )
 
     def _array_specs(self) -> list[ArraySpec]:
         num_slots = len(self._rows)
         specs = [ArraySpec.of("row", np.int64, num_slots), ArraySpec.of("weight", np.float32, num_slots)]
+        if self._components is not None:
+            specs.append(ArraySpec.of("component", np.int64, num_slots))
+        if self._source.entities is not None:
+            specs += self._source.entities.array_specs(num_slots)
         if self._source.config.view is not None:
             specs += self._source.config.view.array_specs(self._facts)
-            specs.append(ArraySpec.of("display_range", np.float32, num_slots, 2))
         if self._source.config.text:
             specs.append(ArraySpec.of("text_offsets", np.int64, num_slots + 1))
             specs.append(ArraySpec.of("text_bytes", np.uint8, int(self._text_bytes.sum())))
+        if self._tokens is not None:
+            specs.append(ArraySpec.of("token_offsets", np.int64, num_slots + 1))
+            specs.append(ArraySpec.of("token_ids", np.uint32, int(self._tokens.lengths.sum())))
         return specs
 
     def _cut_parts(self) -> list[NDArray[np.int64]]:
-        """Cut the slots that need reading into parts, in the order in which they lie on disk."""
+        """Cut the slots that need reading into parts."""
         config = self._source.config
+        tokens = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
         if config.view is None and not config.text:
-            return []
-        slots = np.array(
-            [slot for slot in np.flatnonzero(self._is_sample).tolist() if slot not in self._bad], np.int64
+            return tokens
+        is_wanted = self._is_sample.copy()
+        is_wanted[list(self._bad)] = False
+        slots = np.flatnonzero(is_wanted)
+        return tokens + self._source.part_size.cut(
+            slots, shards=self._shard, offsets=self._offset, num_bytes=self._facts.num_bytes
         )
-        slots = slots[np.lexsort((self._offset[slots], self._shard[slots]))]
-        size = 1 if config.view is not None else _TEXT_SAMPLES_PER_PART
-        return [slots[first : first + size] for first in range(0, len(slots), size)]
 
     def _by_shard(self, slots: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         yield from np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1)

@@ -6,6 +6,7 @@ text, and its arrays are rebuilt there without copying.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from shardflow.loading.field_values import decode_value
 from shardflow.loading.quarantine import QuarantineRow
+from shardflow.loading.slot_keys import SlotKeys
 
 __all__ = ["ArraySpec", "Batch", "BatchLayout"]
 
@@ -36,7 +39,7 @@ class ArraySpec:
     @property
     def num_bytes(self) -> int:
         """Size of the array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,10 @@ class BatchLayout:
 
     def views(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """Return the arrays in a buffer, by name."""
-        return {entry["name"]: _view(buffer, entry) for entry in self.to_json()}
+        return {
+            spec.name: _view(buffer, spec.dtype, spec.shape, offset)
+            for spec, offset in zip(self.arrays, self.offsets, strict=True)
+        }
 
     def to_json(self) -> list[dict[str, Any]]:
         """Describe the arrays as JSON objects."""
@@ -78,54 +84,84 @@ class Batch:
     Args:
         buffer: ``(num_bytes,)`` uint8, what all arrays are views of.
         descriptor: JSON-able; see `descriptor`.
+        keys: The descriptor's ``keys``, where they are None in it because nobody asked for them yet.
 
     Attributes:
         buffer: The flat buffer.
-        descriptor: ``version``, ``epoch``, ``step``, ``micro``, ``slot``, ``arrays`` (``name``, ``dtype``,
-            ``shape``, ``offset`` each), ``keys`` and ``quarantined``.
     """
 
-    __slots__ = ("_arrays", "buffer", "descriptor")
+    __slots__ = ("_arrays", "_descriptor", "_keys", "buffer")
 
-    def __init__(self, buffer: NDArray[np.uint8], descriptor: dict[str, Any]) -> None:
+    def __init__(
+        self, buffer: NDArray[np.uint8], descriptor: dict[str, Any], *, keys: SlotKeys | None = None
+    ) -> None:
         self.buffer = buffer
-        self.descriptor = descriptor
-        self._arrays = {entry["name"]: _view(buffer, entry) for entry in descriptor["arrays"]}
+        self._descriptor = descriptor
+        self._keys = keys
+        self._arrays = {
+            entry["name"]: _view(buffer, np.dtype(entry["dtype"]), entry["shape"], entry["offset"])
+            for entry in descriptor["arrays"]
+        }
+
+    @property
+    def descriptor(self) -> dict[str, Any]:
+        """What is in the batch beside its arrays, and where those lie.
+
+        ``version``, ``epoch``, ``step``, ``micro``, ``slot``, ``arrays`` (``name``, ``dtype``, ``shape``,
+        ``offset`` each), ``keys`` and ``quarantined``.
+        """
+        if self._descriptor["keys"] is None and self._keys is not None:
+            self._descriptor["keys"] = self._keys.to_list()
+        return self._descriptor
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays by name, writable views of `buffer`; B slots, K slices.
 
         - ``row``: ``(B,)`` int64, row of the samples table; -1 in a padding slot.
+        - with a blend: ``component`` ``(B,)`` int64, which component the sample, its key and its row belong
+          to, from 0 in the order of the blend file; -1 in a padding slot.
         - ``weight``: ``(B,)`` float32, 1 for a sample, 0 for padding and for a masked sample.
-        - with an `ImageView`: ``image`` ``(B, K, rows, columns)`` int16 or float32 in stored units (CT: HU),
-          ``slice_mask`` ``(B, K)`` uint8 (1 where there is a slice), ``display_range`` ``(B, 2)`` float32.
+        - with an `ImageView`: ``image`` ``(B, K, rows, columns)`` in the view's dtype and stored units (CT:
+          HU), ``slice_mask`` ``(B, K)`` uint8 (1 where there is a slice), ``display_range`` ``(B, 2)``
+          float32; with ``fit="letterbox"`` ``content_box`` ``(B, 4)`` int64 (first row, first column, rows,
+          columns).
         - with a `NativeView`: ``pixels`` flat, ``pixel_start`` ``(B,)`` int64 and ``image_shape`` ``(B, 3)``
           int64 (slices, rows, columns), ``display_range``; `image` puts them together.
+        - with an entity view: ``entity`` (number in its report), ``entity_series``, ``entity_centre`` (index
+          of the slice that comes first), ``entity_label``, ``entity_anatomy``, ``entity_assertion`` and
+          ``entity_laterality`` (positions in `EntityNames`), all ``(B,)`` int64; ``entity_span`` ``(B, 2)``
+          int64, where in the bytes of the text its words are; ``entity_confidence`` ``(B,)`` float64. All are
+          -1 in padding slots, and for whole studies of a blend.
         - with text: ``text_bytes`` flat uint8, ``text_offsets`` ``(B + 1,)`` int64; `text` puts them
           together.
+        - with stored tokens: ``token_ids`` flat uint32, ``token_offsets`` ``(B + 1,)`` int64; `tokens` puts
+          them together.
+        - with a `FieldsView` of F fields: ``field_data`` flat uint8, ``field_start`` ``(B, F)`` int64,
+          ``field_shape`` ``(B, F, 3)`` int64: ``(num_bytes, 0, 0)``, ``(rows, columns, 3)`` for decoded
+          images, ``(-1, 0, 0)`` where the sample has none; `field` puts them together.
         """
         return self._arrays
 
     @property
     def epoch(self) -> int:
         """Epoch of the step."""
-        return int(self.descriptor["epoch"])
+        return int(self._descriptor["epoch"])
 
     @property
     def step(self) -> int:
         """Step that the micro-batch belongs to."""
-        return int(self.descriptor["step"])
+        return int(self._descriptor["step"])
 
     @property
     def micro(self) -> int:
         """Number of the micro-batch in its step; from ``micro_batches_per_step`` on it is a filler."""
-        return int(self.descriptor["micro"])
+        return int(self._descriptor["micro"])
 
     @property
     def slot(self) -> int:
         """Which of this rank's micro-batches of the step it is, from 0."""
-        return int(self.descriptor["slot"])
+        return int(self._descriptor["slot"])
 
     @property
     def keys(self) -> list[str | None]:
@@ -133,9 +169,26 @@ class Batch:
         return list(self.descriptor["keys"])
 
     @property
+    def components(self) -> list[int]:
+        """Component of a blend per slot, from 0; -1 in a padding slot, and 0 without a blend."""
+        found = self._arrays.get("component")
+        if found is None:
+            return [-1 if row < 0 else 0 for row in self._arrays["row"].tolist()]
+        components: list[int] = found.tolist()
+        return components
+
+    @property
+    def modalities(self) -> list[str]:
+        """DICOM modality of each slot's primary series, such as ``CT``; empty in padding or if unknown.
+
+        Known with a view of slices; else all are empty.
+        """
+        return list(self._descriptor.get("modalities", [""] * len(self)))
+
+    @property
     def quarantined(self) -> list[QuarantineRow]:
         """The slots that were masked because their sample is bad."""
-        return [QuarantineRow.from_json(row) for row in self.descriptor["quarantined"]]
+        return [QuarantineRow.from_json(row) for row in self._descriptor["quarantined"]]
 
     def text(self, slot: int) -> str:
         """Return the report of a slot; empty where there is none.
@@ -145,6 +198,18 @@ class Batch:
         """
         start, stop = self._arrays["text_offsets"][slot : slot + 2].tolist()
         return self._arrays["text_bytes"][start:stop].tobytes().decode()
+
+    def tokens(self, slot: int) -> NDArray[np.uint32]:
+        """Return the stored token ids of a slot's report, ``(tokens,)``, without a copy.
+
+        Without marks at beginning and end; empty where there is no report.
+
+        Raises:
+            KeyError: The loader was configured without stored tokens.
+        """
+        start, stop = self._arrays["token_offsets"][slot : slot + 2].tolist()
+        ids: NDArray[np.uint32] = self._arrays["token_ids"][start:stop]
+        return ids
 
     def image(self, slot: int) -> NDArray[Any]:
         """Return the slices of a slot that exist, ``(slices, rows, columns)``, without a copy.
@@ -159,17 +224,59 @@ class Batch:
         shape = self._arrays["image_shape"][slot].tolist()
         return self._arrays["pixels"][start : start + int(np.prod(shape))].reshape(shape)
 
+    @property
+    def fields(self) -> list[str]:
+        """The fields that a `FieldsView` asked for; empty with any other view."""
+        return list(self._descriptor.get("fields", ()))
+
+    def field_bytes(self, slot: int, name: str) -> NDArray[np.uint8] | None:
+        """Return a field of a slot as it is in the batch, without a copy; None where the sample has none.
+
+        Returns:
+            ``(num_bytes,)`` uint8 as stored, or ``(rows, columns, 3)`` uint8 RGB for a decoded image.
+
+        Raises:
+            KeyError: The view did not ask for the field.
+        """
+        fields = self.fields
+        if name not in fields:
+            raise KeyError(name)
+        number = fields.index(name)
+        shape = self._arrays["field_shape"][slot, number].tolist()
+        if shape[0] < 0:
+            return None
+        start = int(self._arrays["field_start"][slot, number])
+        is_image = bool(shape[2])
+        stop = start + (int(np.prod(shape)) if is_image else shape[0])
+        flat: NDArray[np.uint8] = self._arrays["field_data"][start:stop]
+        return flat.reshape(shape) if is_image else flat
+
+    def field(self, slot: int, name: str) -> Any:
+        """Return a field of a slot decoded by the last part of its name; None where the sample has none.
+
+        Returns:
+            Pixels for a decoded image (without a copy), a string for ``txt``, plain data for ``json``, an
+            array for ``npy``, an integer for ``cls``, bytes for everything else.
+
+        Raises:
+            KeyError: The view did not ask for the field.
+            FormatError: The bytes are not what the name says.
+        """
+        data = self.field_bytes(slot, name)
+        if data is None or data.ndim > 1:
+            return data
+        return decode_value(name, data)
+
     def __len__(self) -> int:
         """Number of slots, padding included."""
-        return len(self.descriptor["keys"])
+        keys = self._descriptor["keys"]
+        return len(self._keys if keys is None and self._keys is not None else keys)
 
     def __repr__(self) -> str:
         names = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in self._arrays.items())
         return f"Batch(epoch {self.epoch}, step {self.step}, micro {self.micro}: {names})"
 
 
-def _view(buffer: NDArray[np.uint8], entry: dict[str, Any]) -> NDArray[Any]:
-    dtype = np.dtype(entry["dtype"])
-    num_bytes = int(np.prod(entry["shape"], dtype=np.int64)) * dtype.itemsize
-    flat: NDArray[Any] = buffer[entry["offset"] : entry["offset"] + num_bytes].view(dtype)
-    return flat.reshape(entry["shape"])
+def _view(buffer: NDArray[np.uint8], dtype: np.dtype[Any], shape: Sequence[int], offset: int) -> NDArray[Any]:
+    flat: NDArray[Any] = buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype)
+    return flat if len(shape) == 1 else flat.reshape(shape)

@@ -6,8 +6,9 @@ first result comes soon; results are handed out strictly in order. A ticket is o
 beside those of the tickets that are open already; one that alone exceeds the bound runs alone.
 
 Invariants: threads start with the first `take` and none outlives `close`; an error in a thread comes out of
-    the
-`take` that would have returned its result; every wait of the consumer has a deadline.
+the `take` that would have returned its result; every wait of the consumer has a deadline. How many threads
+there are and how many bytes may be open may change at any time: a thread that is too many finishes its part
+first, and nothing that is open is given up.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from shardflow.errors import ShardflowError, WaitTimeoutError
 from shardflow.loading.thread_state import ThreadState
+from shardflow.threads import wait_for_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +37,8 @@ _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 _JOIN_TIMEOUT_S = 5.0
 _FINISH_ONLY = -1
+_STARVED_S = 1e-3
+"""A wait for a result that is longer found nothing ready; a shorter one is the cost of asking."""
 
 
 class Ticket(Protocol[_Result_co]):
@@ -84,8 +88,10 @@ class OrderedEngine(Generic[_Result]):
         num_threads: At least 1.
         max_bytes: Bound on the bytes of tickets that are open or done but not taken.
         wait_timeout_s: Deadline of one `take`.
-        counters: Gets the stages ``wait`` (the consumer waited) and ``idle`` (a thread had nothing to do) and
-            the gauges ``ready_batches`` and ``buffered_bytes``, seen at each take.
+        counters: Gets the stages ``wait`` (the consumer waited), ``starved`` (it waited because nothing was
+            ready), ``idle`` (a thread had nothing to do) and ``collate`` (tickets began and finished), the
+            gauges ``ready_batches`` and ``buffered_bytes``, seen at each take, and ``threads_busy``, a mean
+            over time.
     """
 
     def __init__(
@@ -108,8 +114,9 @@ class OrderedEngine(Generic[_Result]):
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
-        self._threads: list[threading.Thread] = []
-        self._states: list[ThreadState] = []
+        self._threads: dict[threading.Thread, ThreadState] = {}
+        self._leaving: dict[threading.Thread, ThreadState] = {}
+        self._num_started = 0
         self._window: deque[_Open[_Result]] = deque()
         self._parts: deque[tuple[_Open[_Result], int]] = deque()
         self._held: _Open[_Result] | None = None
@@ -119,8 +126,16 @@ class OrderedEngine(Generic[_Result]):
         self._is_opening = False
         self._is_closed = False
         self._buffered_bytes = 0
+        self._num_busy = 0
+        self._busy_since = 0.0
 
     # ---- the consumer's side ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads, if they have not been started and the engine is not closed."""
+        with self._lock:
+            if not self._num_started and not self._is_closed:
+                self._start_threads()
 
     def take(self) -> _Result | None:
         """Return the next result, waiting for it if need be.
@@ -142,23 +157,39 @@ class OrderedEngine(Generic[_Result]):
         with self._lock:
             if self._is_closed or self._num_taken == self._num_tickets:
                 return None
-            self._start_threads()
+            self.start()
             self._counters.observe("ready_batches", self._num_ready)
             self._counters.observe("buffered_bytes", self._buffered_bytes)
-            while not (self._window and self._window[0].is_done):
-                left_s = start + self._wait_timeout_s - time.monotonic()
-                if left_s <= 0:
-                    raise WaitTimeoutError(self._describe_wait())
-                self._done.wait(left_s)
+            self._note_busy(0)
+            was_ready = self._is_next_done()
+            if not self._wait_for_next(start + self._wait_timeout_s):
+                return None
             entry = self._window.popleft()
             self._num_taken += 1
             self._num_ready -= 1
             self._buffered_bytes -= entry.num_bytes
             self._work.notify_all()
-        self._counters.add("wait", time.monotonic() - start, entry.num_bytes, 1)
+        waited_s = time.monotonic() - start
+        self._counters.add("wait", waited_s, entry.num_bytes, 1)
+        if waited_s > _STARVED_S and not was_ready:
+            self._counters.add("starved", waited_s, 0, 1)
         if entry.error is not None:
             raise entry.error
         return entry.result
+
+    def _wait_for_next(self, deadline: float) -> bool:
+        """Wait until the next result is there; False where another thread closes the engine meanwhile."""
+        while not self._is_next_done():
+            if self._is_closed:
+                return False
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise WaitTimeoutError(self.describe_wait(self._wait_timeout_s))
+            self._done.wait(left_s)
+        return True
+
+    def _is_next_done(self) -> bool:
+        return bool(self._window) and self._window[0].is_done
 
     def close(self) -> None:
         """End the threads and drop all results that were not taken; may be called twice and from anywhere.
@@ -175,28 +206,67 @@ class OrderedEngine(Generic[_Result]):
             self._held = None
             self._work.notify_all()
             self._done.notify_all()
-        if threading.current_thread() in self._threads:
+            ours = {**self._threads, **self._leaving}
+        if threading.current_thread() in ours:
             return  # a garbage collection ran in one of our own threads: they all end by themselves
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
-        for thread, state in zip(self._threads, self._states, strict=True):
+        for thread, state in ours.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 _logger.warning("a loader thread is still busy after close: %s", state.describe())
 
+    def describe_wait(self, timeout_s: float) -> str:
+        """Say what the next result waits for, as the message of a wait that was too long."""
+        number = self._num_taken
+        with self._lock:
+            ticket = self._window[0].ticket if self._window else None
+        what = ticket.describe() if ticket is not None else f"micro-batch {number} of this iteration"
+        doing = self.describe_activity() or "no thread is at work on it"
+        return (
+            f"{what} must be ready within {timeout_s:g} s, got nothing ({doing}); "
+            "look at the storage named, or raise wait_timeout_s."
+        )
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of the tickets that are open or done but not taken."""
+        return self._buffered_bytes
+
+    def resize(self, *, num_threads: int | None = None, max_bytes: int | None = None) -> None:
+        """Change how many threads work and how many bytes may be open; may be called from anywhere.
+
+        A thread that is too many ends when its part is done. Beyond a lower bound nothing is opened; what is
+        open already is finished and handed out.
+        """
+        if self._pid != os.getpid():
+            return  # see `close`
+        with self._lock:
+            self._max_bytes = max_bytes or self._max_bytes
+            self._num_threads = num_threads or self._num_threads
+            self._leaving = {thread: state for thread, state in self._leaving.items() if thread.is_alive()}
+            if self._num_started and not self._is_closed:
+                self._start_threads()
+            self._work.notify_all()
+
     # ---- the threads' side -----------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        if self._threads:
-            return
-        for number in range(self._num_threads):
+        """Start those that are missing; under the lock."""
+        if not self._num_started:
+            self._busy_since = time.monotonic()
+        while len(self._threads) < self._num_threads:
             state = ThreadState()
             # Daemons, so that a stuck read cannot keep the interpreter alive; who iterates closes us at exit.
             thread = threading.Thread(
-                target=self._run, args=(state,), name=f"shardflow-loading-{number}", daemon=True
+                target=self._run,
+                args=(state,),
+                name=f"shardflow-loading-{self._num_started}",
+                daemon=True,
             )
-            thread.start()
-            self._states.append(state)
-            self._threads.append(thread)
+            self._note_busy(1)
+            wait_for_at_exit(thread).start()
+            self._num_started += 1
+            self._threads[thread] = state
 
     def _run(self, state: ThreadState) -> None:
         while True:
@@ -224,6 +294,12 @@ class OrderedEngine(Generic[_Result]):
             while True:
                 if self._is_closed:
                     return None
+                if len(self._threads) > self._num_threads:
+                    if idle_since is None:
+                        self._note_busy(-1)
+                    thread = threading.current_thread()
+                    self._leaving[thread] = self._threads.pop(thread)
+                    return None
                 task: tuple[_Open[_Result] | None, int] | None = None
                 if len(self._parts) < self._num_threads and self._can_open():
                     self._is_opening = True
@@ -233,9 +309,18 @@ class OrderedEngine(Generic[_Result]):
                 if task is not None:
                     if idle_since is not None:
                         self._counters.add("idle", time.monotonic() - idle_since, 0, 1)
+                        self._note_busy(1)
                     return task
-                idle_since = idle_since or time.monotonic()
+                if idle_since is None:
+                    idle_since = time.monotonic()
+                    self._note_busy(-1)
                 self._work.wait()
+
+    def _note_busy(self, change: int) -> None:
+        """Count how many threads have been at work since the last change; call it with the lock."""
+        now = time.monotonic()
+        self._counters.observe("threads_busy", self._num_busy, now - self._busy_since)
+        self._num_busy, self._busy_since = self._num_busy + change, now
 
     def _can_open(self) -> bool:
         if self._is_opening:
@@ -271,7 +356,8 @@ class OrderedEngine(Generic[_Result]):
             self._window.append(entry)
         try:
             if entry.ticket is not None:
-                entry.ticket.begin()
+                with self._counters.timed("collate", num_items=0):
+                    entry.ticket.begin()
         except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
             entry.error = error
         with self._lock:
@@ -290,7 +376,8 @@ class OrderedEngine(Generic[_Result]):
                 return
         try:
             if entry.error is None and entry.ticket is not None:
-                entry.result = entry.ticket.finish()
+                with self._counters.timed("collate", entry.num_bytes):
+                    entry.result = entry.ticket.finish()
         except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
             entry.error = error
         with self._lock:
@@ -300,13 +387,8 @@ class OrderedEngine(Generic[_Result]):
             if self._window and self._window[0] is entry:
                 self._done.notify_all()
 
-    def _describe_wait(self) -> str:
-        number = self._num_taken
-        ticket = self._window[0].ticket if self._window else None
-        what = ticket.describe() if ticket is not None else f"micro-batch {number} of this iteration"
-        busy = [text for state in self._states if (text := state.describe_busy())]
-        doing = "; ".join(busy) or "no thread is at work on it"
-        return (
-            f"{what} must be ready within {self._wait_timeout_s:g} s, got nothing ({doing}); "
-            "look at the storage named, or raise wait_timeout_s."
-        )
+    def describe_activity(self) -> str:
+        """Say what the threads are at, from any thread; nothing while they have nothing to do."""
+        # Without the lock, which a wait of another thread may hold.
+        states = {**self._threads, **self._leaving}.values()
+        return "; ".join(text for state in states if (text := state.describe_busy()))

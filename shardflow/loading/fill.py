@@ -16,33 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.loading.config import LoaderConfig
 from shardflow.loading.decode import convert_slice, decode_slice
+from shardflow.loading.entity_slots import centre_first
+from shardflow.loading.fill_text import SlotRequest, check_row, find_text, put_text
+from shardflow.loading.pool_choice import find_slices
 from shardflow.loading.quarantine import BadSample, BadSampleReason
 from shardflow.loading.reader import FieldReader, Shard
+from shardflow.loading.sized_view import SizedView
 from shardflow.loading.thread_state import ThreadState
+from shardflow.loading.tile_view import TileView
+from shardflow.loading.views import View
 from shardflow.telemetry import StageCounters
 
-__all__ = ["SlotFiller", "SlotRequest"]
+__all__ = ["SlotFiller"]
 
 _LOGGER = logging.getLogger(__name__)
 
 # What a field is for: a slice has its place among the chosen ones, from 0.
 _REPORT = -1
 _STUDY = -2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotRequest:
-    """A slot to be filled."""
-
-    slot: int
-    row: int
-    """Row of the samples table."""
-    row_in_shard: int
-    key: str
-    text_bytes: int
-    """Size of the report as the samples table has it."""
 
 
 @dataclass(slots=True)
@@ -72,17 +64,26 @@ class SlotFiller:
 
     Args:
         reader: Where bytes come from.
-        config: What is asked for.
+        view: Which slices of the primary series; None for text alone.
+        text: Whether the report is asked for.
         seed: Run-level seed, which keys the choice of slices.
         epoch: The epoch.
         counters: Gets the stages ``decode``, ``transform`` and ``saturated`` (items: pixels).
     """
 
     def __init__(
-        self, reader: FieldReader, config: LoaderConfig, *, seed: int, epoch: int, counters: StageCounters
+        self,
+        reader: FieldReader,
+        view: View | None,
+        *,
+        text: bool,
+        seed: int,
+        epoch: int,
+        counters: StageCounters,
     ) -> None:
         self._reader = reader
-        self._config = config
+        self._view = view
+        self._text = text
         self._seed = seed
         self._epoch = epoch
         self._counters = counters
@@ -129,7 +130,7 @@ class SlotFiller:
                 self._put(shard, work.fields[position], slot, purpose, payload, arrays, thread)
             except BadSample as bad:
                 bad_slots[slot.request.slot] = bad
-        if self._config.view is not None:
+        if self._view is not None:
             for slot in slots:
                 if slot.request.slot not in bad_slots:
                     arrays["display_range"][slot.request.slot] = _display_range(slot)
@@ -138,22 +139,27 @@ class SlotFiller:
     def _order(self, shard: Shard, slot: _Slot, arrays: Mapping[str, NDArray[Any]], work: _Work) -> None:
         """Add the fields that a slot needs to the work."""
         request = slot.request
-        index, row = shard.index, request.row_in_shard
-        if row >= index.num_samples or index.sample_key(row) != request.key:
-            raise shard.bad(BadSampleReason.INDEX_DAMAGED, "", "the samples table names another sample")
-        if self._config.text:
-            report = shard.report(row)
-            num_bytes = 0 if report is None else shard.num_bytes(report)
-            if num_bytes != request.text_bytes:
-                reason = BadSampleReason.FIELD_MISSING if report is None else BadSampleReason.SIZE_MISMATCH
-                raise shard.bad(reason, "report.txt", f"{num_bytes} bytes instead of {request.text_bytes}")
-            if report is not None and num_bytes:
-                work.add(slot, _REPORT, report)
-        view = self._config.view
+        check_row(shard, request)
+        row = request.row_in_shard
+        report = find_text(shard, request) if self._text else None
+        if report is not None:
+            work.add(slot, _REPORT, report)
+        view = self._view
         if view is None:
             return
-        slices = shard.slices(row)
-        chosen = view.choose(len(slices), seed=self._seed, epoch=self._epoch, row=request.row)
+        entity = request.entity
+        series = 0 if entity is None else entity.series
+        key = {"seed": self._seed, "epoch": self._epoch, "row": request.row}
+        slices, variant = find_slices(shard, row, view, series, **key, place=request.place)
+        if "variant" in arrays:
+            arrays["variant"][request.slot] = variant
+        chooser = view.of_size(int(arrays["size"][request.slot])) if isinstance(view, SizedView) else view
+        num_slices = len(slices) if entity is None else len(entity.slices)
+        chosen = chooser.choose(num_slices, **key, place=request.place)
+        if entity is not None:
+            chosen = centre_first(chosen, entity)
+            if chosen.max(initial=-1) >= len(slices):
+                raise shard.bad(BadSampleReason.FIELD_MISSING, "", "a slice of the entity")
         try:
             slot.slices = view.target(arrays, request.slot, len(chosen))
         except FormatError as error:
@@ -178,11 +184,22 @@ class SlotFiller:
         if isinstance(payload, BadSample):
             raise payload
         if purpose == _REPORT:
-            _put_text(shard, slot, payload, arrays)
+            put_text(shard, slot.request, payload, arrays)
         elif purpose == _STUDY:
-            slot.display_range = _read_display_range(shard, payload)
+            slot.display_range = self._display_range(shard, slot.request, payload)
         else:
-            self._put_slice(shard, number, slot, purpose, payload, thread)
+            self._put_slice(shard, number, slot, purpose, payload, arrays, thread)
+
+    def _display_range(
+        self, shard: Shard, request: SlotRequest, payload: NDArray[np.uint8]
+    ) -> tuple[float, float] | None:
+        """Return what the study says, or the view's window for a CT; None where there is neither."""
+        series = 0 if request.entity is None else request.entity.series
+        stated, is_hounsfield = _read_display_range(shard, payload, series)
+        if self._view is None or not is_hounsfield:
+            return stated
+        chosen = self._view.window(seed=self._seed, epoch=self._epoch, row=request.row, place=request.place)
+        return stated if chosen is None else chosen
 
     def _put_slice(
         self,
@@ -191,12 +208,20 @@ class SlotFiller:
         slot: _Slot,
         purpose: int,
         payload: NDArray[np.uint8],
+        arrays: Mapping[str, NDArray[Any]],
         thread: ThreadState,
     ) -> None:
-        view, slices = self._config.view, slot.slices
+        view, slices = self._view, slot.slices
         if view is None or slices is None:
             return
-        target = slices[purpose]
+        place = slices[purpose]
+        target = place
+        if isinstance(view, TileView):
+            shape = view.canvas_shape(arrays, slot.request.slot)
+            target = thread.scratch.array("canvas", shape, place.dtype)
+        elif not place.flags.c_contiguous:
+            # Codecs fill rows without gaps; a slice in a frame has some.
+            target = thread.scratch.array("framed", place.shape, place.dtype)
         thread.enter("decode", f"shard {shard.name}")
         try:
             with self._counters.timed("decode", target.nbytes):
@@ -213,6 +238,10 @@ class SlotFiller:
                 self._counters.add("saturated", num_items=num_saturated)
             if num_saturated or (decoded.dtype.kind == "f" and target.dtype.kind != "f"):
                 self._warn_of_loss(decoded.dtype, target.dtype)
+        if isinstance(view, TileView):
+            view.cut(target, place)
+        elif target is not place:
+            np.copyto(place, target)
 
     def _warn_of_loss(self, stored: np.dtype[Any], delivered: np.dtype[Any]) -> None:
         """Say once an epoch that pixels are not what was stored; two threads at once may both say it."""
@@ -226,25 +255,17 @@ class SlotFiller:
             )
 
 
-def _put_text(
-    shard: Shard, slot: _Slot, payload: NDArray[np.uint8], arrays: Mapping[str, NDArray[Any]]
-) -> None:
+def _read_display_range(
+    shard: Shard, payload: NDArray[np.uint8], number: int
+) -> tuple[tuple[float, float] | None, bool]:
+    """Read the display range of a series, None if none is given, and whether it is in HU."""
     try:
-        str(payload.data, "utf-8")
-    except UnicodeDecodeError:
-        raise shard.bad(BadSampleReason.TEXT_UNREADABLE, "report.txt", "no UTF-8") from None
-    start = int(arrays["text_offsets"][slot.request.slot])
-    arrays["text_bytes"][start : start + len(payload)] = payload
-
-
-def _read_display_range(shard: Shard, payload: NDArray[np.uint8]) -> tuple[float, float] | None:
-    """Read the display range of the primary series; None where the study gives none."""
-    try:
-        found = json.loads(payload.tobytes())["series"][0].get("display_range")
+        series = json.loads(payload.tobytes())["series"][number]
+        found, is_hounsfield = series.get("display_range"), series.get("unit") == "HU"
         if found is None:
-            return None
+            return None, is_hounsfield
         low, high = found
-        return float(low), float(high)
+        return (float(low), float(high)), is_hounsfield
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise shard.bad(BadSampleReason.TEXT_UNREADABLE, "study.json", type(error).__name__) from None
 

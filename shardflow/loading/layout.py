@@ -2,68 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
-from shardflow.epochs import BatchSpec, EpochPlan, SampleLayout, choose_lanes
-from shardflow.errors import ConfigError
+import numpy as np
+
+from shardflow.epochs import BatchSpec, CostRule, SampleLayout
+from shardflow.epochs.chosen import chosen_layout
+from shardflow.epochs.rows import Rows
 from shardflow.shards import Dataset
+from shardflow.shards.tokens import COUNT_COLUMN, open_counts
 
-__all__ = ["open_plan", "split_layout", "split_rows"]
-
-
-def split_rows(dataset: Dataset, split: str) -> range:
-    """Return the rows of a split.
-
-    Raises:
-        ConfigError: The dataset has no such split, or it is empty.
-    """
-    rows = dataset.splits.get(split)
-    if not rows:
-        known = ", ".join(sorted(dataset.splits)) or "none"
-        raise ConfigError(f"split must be one that holds samples ({known}), got {split!r}; correct it.")
-    return rows
+__all__ = ["RowNumbers", "rows_layout"]
 
 
-def split_layout(dataset: Dataset, split: str, spec: BatchSpec) -> SampleLayout:
-    """Return where the samples of a split lie, with the facts that a batch spec needs.
+def rows_layout(dataset: Dataset, rows: Rows, spec: BatchSpec) -> SampleLayout:
+    """Return where some samples lie, with the facts that a batch spec needs.
 
     Raises:
-        ConfigError: The dataset has no such split.
+        ConfigError: The cost rule names a tokenizer whose counts do not lie beside the dataset.
         PlanError: The samples table is not ordered by shard and offset.
     """
     column = dataset.samples.column
-    facts = () if spec.budget is None else spec.budget.cost.used_facts()
+    facts = {} if spec.budget is None else _facts(dataset, spec.budget.cost)
+    shard, num_bytes = column("shard"), column("num_bytes")
+    if not isinstance(rows, range):
+        return chosen_layout(
+            rows, dataset_id=dataset.dataset_id, shard=shard, num_bytes=num_bytes, facts=facts
+        )
     return SampleLayout.of_columns(
-        split_rows(dataset, split),
+        rows,
         dataset_id=dataset.dataset_id,
-        shard=column("shard"),
+        shard=shard,
         offset_bytes=column("offset_bytes"),
-        num_bytes=column("num_bytes"),
-        facts={name: column(name) for name in facts},
+        num_bytes=num_bytes,
+        facts=facts,
     )
 
 
-def open_plan(
-    dataset: Dataset, split: str, spec: BatchSpec, *, seed: int, epoch: int, auto_lanes: bool = False
-) -> EpochPlan:
-    """Plan an epoch of a split.
+class RowNumbers:
+    """The number of each row as a column of the samples table: what a keyed choice of the plan hangs on.
 
     Args:
-        dataset: The dataset.
-        split: One of its splits.
-        spec: How steps are formed.
-        seed: Run-level seed.
-        epoch: The epoch.
-        auto_lanes: Choose the number of lanes, see `choose_lanes`; the plan's spec holds it.
-
-    Raises:
-        ConfigError: The dataset has no such split.
-        PlanError: No step can be formed.
+        num_rows: Rows of the table.
     """
-    rows = split_rows(dataset, split)
-    if not spec.lanes and not auto_lanes:
-        return EpochPlan(rows, spec, seed=seed, epoch=epoch)
-    layout = split_layout(dataset, split, spec)
-    if auto_lanes:
-        spec = replace(spec, lanes=choose_lanes(layout, spec))
-    return EpochPlan(rows, spec, seed=seed, epoch=epoch, layout=layout)
+
+    __slots__ = ("dtype", "ndim", "shape")
+
+    def __init__(self, num_rows: int) -> None:
+        self.dtype, self.ndim, self.shape = np.dtype(np.int64), 1, (num_rows,)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return np.arange(*key.indices(len(self)), dtype=np.int64)
+        return np.asarray(key, np.int64)
+
+
+def _facts(dataset: Dataset, rule: CostRule) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for name in rule.used_facts():
+        if name == COUNT_COLUMN:
+            facts[name] = open_counts(dataset, rule.tokenizer)
+        elif name == "row":
+            facts[name] = RowNumbers(dataset.samples.num_samples)
+        else:
+            facts[name] = dataset.samples.column(name)
+    return facts

@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, Position, RankSchedule
+from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.errors import StateError
-from shardflow.loading.assemble import BatchSource
 from shardflow.loading.batch import Batch
-from shardflow.loading.buffers import BufferPool
+from shardflow.loading.buffers import Pool
 from shardflow.loading.config import LoaderConfig
-from shardflow.loading.fill import SlotFiller
-from shardflow.loading.layout import open_plan
+from shardflow.loading.epoch_iterator import EpochIterator
+from shardflow.loading.epoch_plans import EpochPlans
+from shardflow.loading.fillers import check_view
+from shardflow.loading.knobs import LoaderKnobs
+from shardflow.loading.loader_parts import LoaderParts
+from shardflow.loading.node_room import check_node
 from shardflow.loading.quarantine import Quarantine, QuarantineRow
-from shardflow.loading.reader import FieldReader
+from shardflow.loading.selection import Selection, select
+from shardflow.loading.side_stream import SideStream
 from shardflow.loading.stream import BatchStream
 from shardflow.loading.world import World
 from shardflow.shards import Dataset
 from shardflow.telemetry import StageCounters
 
-__all__ = ["Loader"]
+__all__ = ["EpochIterator", "Loader"]
 
 
 class Loader:
@@ -42,19 +47,23 @@ class Loader:
     `set_epoch` that changes the epoch retire it, and its next step raises `StateError`.
 
     Threads start with the first micro-batch of an iteration and end with it; nothing runs before or between,
-    so a process may fork there.
+    so a process may fork there. Processes, where the config asks for them, start with the first one as well
+    and end with `close` or with the loader.
 
     Args:
-        dataset: The dataset.
-        split: Which of its splits.
+        dataset: The dataset, or a blend of several, see `open_blend`.
+        split: Which of its splits; several are joined by ``+``. Left out for a blend.
         spec: How steps are formed.
         seed: Run-level seed.
+        subset: Terms that all samples must meet, such as ``"modality=CT"``, see `shardflow.loading.subset`.
         world: This rank; one of one by default.
         config: How to run; never changes what a micro-batch holds.
 
     Raises:
-        ConfigError: The dataset has no such split.
-        PlanError: No step can be formed, or there are more ranks than micro-batches in a step.
+        ConfigError: The dataset has no such split, a term cannot be read, no sample is left, or the loaders
+            of the node could take more memory than they may.
+        PlanError: There are more ranks than micro-batches in a step, or no step can be formed; under a token
+            budget the latter is said when the first plan is asked for.
 
     Example::
 
@@ -67,42 +76,52 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Selection,
         *,
-        split: str,
+        split: str = "",
         spec: BatchSpec,
         seed: int,
+        subset: Sequence[str] = (),
         world: World | None = None,
         config: LoaderConfig | None = None,
     ) -> None:
         self.world = world or World()
-        self.config = config or LoaderConfig()
+        config = config or LoaderConfig()
+        selection = select(dataset, split, subset)
+        check_view(selection, config)
+        check_node(config, selection.datasets, self.world)
         self._schedule = RankSchedule(
             spec.micro_batches_per_step,
             self.world.world_size,
             lanes=spec.lanes,
             ranks_per_node=self.world.ranks_per_node,
         )
-        self._plan = open_plan(dataset, split, spec, seed=seed, epoch=0)
-        self._plan_before = self._plan
-        self._state = LoaderState(
-            dataset_id=dataset.dataset_id,
-            manifest_version=dataset.manifest_version,
-            split=split,
-            seed=self._plan.seed,
-            spec=spec,
-        )
+        self._state = selection.state(spec, seed=seed)
+        self._plans = EpochPlans(selection, self._state)
+        self._parts = LoaderParts(selection, self._schedule, self.world, self._state, config)
+        weakref.finalize(self, self._parts.close)
+        if spec.budget is None:
+            self._plans.of(0)  # costs nothing, and says at once if no step can be formed
         self._position = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples)
-        self._active: weakref.ref[_EpochIterator] | None = None
-        self._own_process(dataset)
+        self._active: weakref.ref[EpochIterator] | None = None
 
     # ---- what is known before the first step -----------------------------------------------------
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset."""
-        return self._dataset
+        """The dataset; of a blend, that of its first component."""
+        return self._parts.selection.datasets[0]
+
+    @property
+    def selection(self) -> Selection:
+        """The samples that are run over."""
+        return self._parts.selection
+
+    @property
+    def config(self) -> LoaderConfig:
+        """How it runs: as it was made, and what was changed since."""
+        return self._parts.config
 
     @property
     def plan_id(self) -> str:
@@ -112,7 +131,7 @@ class Loader:
     @property
     def plan(self) -> EpochPlan:
         """The plan of the present epoch."""
-        return self._plan_of(self.epoch)
+        return self._plans.of(self.epoch)
 
     @property
     def num_steps(self) -> int:
@@ -121,7 +140,11 @@ class Loader:
 
     def num_steps_in(self, epoch: int) -> int:
         """Return the steps of any epoch."""
-        return self._plan_of(epoch).num_steps
+        return self._plans.of(epoch).num_steps
+
+    def summary(self) -> PlanSummary:
+        """Return the numbers of the present epoch: steps, and what its tail leaves out, repeats or pads."""
+        return self.plan.summary(self._schedule)
 
     @property
     def num_micro_batches_per_rank(self) -> int:
@@ -138,41 +161,29 @@ class Loader:
 
     # ---- iteration -------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> EpochIterator:
         """Go on at the position, to the end of its epoch."""
         self._retire()
         start = self._position.step * self.num_micro_batches_per_rank
         numbers = range(start, len(self))
-        iterator = _EpochIterator(self, self.stream(self.epoch, numbers), numbers)
+        stream = self._open(self.epoch, numbers)
+        self._parts.close_retired()
+        iterator = EpochIterator(stream, numbers, self._check_alive, self._count)
         self._active = weakref.ref(iterator)
         return iterator
 
-    def stream(self, epoch: int, numbers: range) -> BatchStream:
+    def stream(self, epoch: int, numbers: range, *, pool: Pool | None = None) -> BatchStream:
         """Yield some of the rank's micro-batches of any epoch, without moving the position.
 
-        For those who deal micro-batches among processes and count for themselves.
+        For those who deal micro-batches among processes and count for themselves: threads of this process
+        make them, whatever the config's execution.
 
         Args:
             epoch: The epoch.
             numbers: Which, counted over the epoch's steps, 0 to ``len(loader) - 1``.
+            pool: Where their memory comes from; the loader's own if not given.
         """
-        if self._pid != os.getpid():
-            self._own_process(Dataset(self._dataset.store, self._dataset.manifest))
-        plan = self._plan_of(epoch)
-        reader = FieldReader(self._dataset, read_bytes=self.config.read_bytes, counters=self._counters)
-        filler = SlotFiller(reader, self.config, seed=plan.seed, epoch=epoch, counters=self._counters)
-        source = BatchSource(
-            dataset=self._dataset,
-            plan=plan,
-            schedule=self._schedule,
-            rank=self.world.rank,
-            config=self.config,
-            pool=self._pool,
-            filler=filler,
-            counters=self._counters,
-            known_masks=self._quarantine,
-        )
-        return BatchStream(source, numbers)
+        return self._here().stream(self._plans.of(epoch), numbers, self._quarantine, pool)
 
     def count(self, batch: Batch, number: int) -> None:
         """Count a micro-batch as consumed and keep its masks.
@@ -186,17 +197,12 @@ class Loader:
         Raises:
             SampleError: There are more bad samples than ``max_bad_samples`` allows.
         """
-        self._quarantine.record(batch.quarantined)
-        self._position = Position.after(
-            epoch=batch.epoch,
-            num_consumed=number + 1,
-            num_micro_batches_per_rank=self.num_micro_batches_per_rank,
-            num_steps=self.num_steps_in(batch.epoch),
-        )
+        self._count(batch.epoch, batch.quarantined, number)
 
     def close(self) -> None:
-        """End the running iteration, if any; the loader can be iterated again."""
+        """End the running iteration, if any, and processes; the loader can be iterated again."""
         self._retire()
+        self._parts.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -205,6 +211,45 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    # ---- settings that may change ----------------------------------------------------------------
+
+    @property
+    def knobs(self) -> LoaderKnobs:
+        """The settings that may change while it runs, those of its caches and stores among them."""
+        return LoaderKnobs(self._here())
+
+    def apply_pending(self) -> bool:
+        """Let changes act that wait for a boundary: ``loader.execution``, and how many processes there are.
+
+        Call it between two micro-batches, in the thread that iterates. The running iteration goes on with the
+        next one that was not fetched. What was made ahead is dropped and made again, at most
+        ``prefetch_bytes``, and a process takes a second or two to start. Without a running iteration the
+        next ``iter()`` does the same by itself.
+
+        Returns:
+            Whether anything changed hands.
+
+        Raises:
+            Exception: The processes could not start; the iteration goes on as before, and so do the settings.
+        """
+        current, parts = self._current(), self._parts
+        if current is None or parts.pid != os.getpid() or not parts.has_pending:
+            return False
+        side = parts.side
+        try:
+            has_changed = current.hand_over(partial(self._open, self.epoch))
+        except BaseException:
+            parts.take_back_pending(side)
+            raise
+        parts.close_retired()
+        if has_changed and parts.side is not None:
+            parts.foresight.rest()  # the processes report for themselves
+        return has_changed
+
+    def change(self, changes: Mapping[str, int | str]) -> None:
+        """Change settings by name without a look at their limits; `knobs` is for everybody else."""
+        self._here().change(changes)
 
     # ---- position --------------------------------------------------------------------------------
 
@@ -256,12 +301,17 @@ class Loader:
     @property
     def counters(self) -> StageCounters:
         """Time, bytes and items per stage since the loader was made."""
-        return self._counters
+        return self._parts.counters
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Processes that load for this one; none where threads do it."""
+        return self._parts.process_ids if self._parts.pid == os.getpid() else []
 
     @property
     def num_buffers_allocated(self) -> int:
         """Batch buffers asked from the system so far; stands still once iteration is in its stride."""
-        return self._pool.num_allocated
+        return self._parts.pool.num_allocated
 
     @property
     def quarantined(self) -> list[QuarantineRow]:
@@ -283,34 +333,48 @@ class Loader:
         """
         self._quarantine.load(rows)
 
+    def describe_activity(self) -> str:
+        """Say which shard, tier and stage the running iteration's threads are at; from any thread."""
+        current = self._current()
+        return current.describe_activity() if current is not None else ""
+
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _check_alive(self, iterator: _EpochIterator) -> None:
+    def _check_alive(self, iterator: EpochIterator) -> None:
         if iterator is not self._current():
             raise StateError(
                 "an iteration must be the loader's newest, got one that iter(), load_state_dict(), "
                 "set_epoch() or close() retired; call iter() again."
             )
 
-    def _own_process(self, dataset: Dataset) -> None:
-        """Take memory and locks of this process.
+    def _count(self, epoch: int, quarantined: list[QuarantineRow], number: int) -> None:
+        self._quarantine.record(quarantined)
+        self._position = Position.after(
+            epoch=epoch,
+            num_consumed=number + 1,
+            num_micro_batches_per_rank=self.num_micro_batches_per_rank,
+            num_steps=self.num_steps_in(epoch),
+        )
 
-        A forked child cannot use its parent's: they may be held by threads that are not here.
-        """
-        self._pid = os.getpid()
-        self._dataset = dataset
-        self._counters = StageCounters()
-        self._pool = BufferPool(self.config.prefetch_bytes)
+    def _here(self) -> LoaderParts:
+        """Return the parts of this process: a forked child cannot use its parent's."""
+        parts = self._parts
+        if parts.pid != os.getpid():
+            selection = self._plans.selection = parts.selection.reopened()
+            self._parts = LoaderParts(selection, self._schedule, self.world, self._state, parts.config)
+            weakref.finalize(self, self._parts.close)
+        return self._parts
 
-    def _plan_of(self, epoch: int) -> EpochPlan:
-        # Where one epoch ends and the next begins both are asked for, in turn.
-        for plan in (self._plan, self._plan_before):
-            if plan.epoch == epoch:
-                return plan
-        self._plan, self._plan_before = self._plan.for_epoch(epoch), self._plan
-        return self._plan
+    def _open(self, epoch: int, numbers: range) -> BatchStream | SideStream:
+        """Open a stream as the settings say now."""
+        parts = self._here()
+        if parts.config.execution != "threads":
+            self._plans.of(epoch)
+            return parts.side_stream(epoch, numbers, self.masks())
+        parts.retire_side()
+        return self.stream(epoch, numbers)
 
-    def _current(self) -> _EpochIterator | None:
+    def _current(self) -> EpochIterator | None:
         return self._active() if self._active is not None else None
 
     def _retire(self) -> None:
@@ -318,30 +382,3 @@ class Loader:
         self._active = None
         if current is not None:
             current.close()
-
-
-class _EpochIterator(Iterator[Batch]):
-    """An iteration of a loader. The loader knows it weakly: when its user drops it, its threads end."""
-
-    def __init__(self, loader: Loader, stream: BatchStream, numbers: range) -> None:
-        self._loader = loader
-        self._stream = stream
-        self._numbers = numbers
-        self._num_delivered = 0
-
-    def __next__(self) -> Batch:
-        if self._num_delivered == len(self._numbers):
-            self.close()
-            raise StopIteration
-        self._loader._check_alive(self)
-        batch = next(self._stream)
-        try:
-            self._loader.count(batch, self._numbers[self._num_delivered])
-        except BaseException:
-            self.close()
-            raise
-        self._num_delivered += 1
-        return batch
-
-    def close(self) -> None:
-        self._stream.close()

@@ -59,6 +59,8 @@ class QuarantineRow:
     shard: str
     field: str
     reason: str
+    component: int | None = None
+    """Component of a blend, from 0, which the key, the row and the shard belong to; None for one dataset."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -66,8 +68,11 @@ class QuarantineRow:
         return (self.epoch, self.step, self.micro, self.slot_in_batch)
 
     def to_json(self) -> dict[str, int | str]:
-        """Return the row as a JSON object."""
-        return asdict(self)
+        """Return the row as a JSON object; without a blend it has no component."""
+        row = asdict(self)
+        if self.component is None:
+            del row["component"]
+        return row
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> QuarantineRow:
@@ -76,7 +81,11 @@ class QuarantineRow:
         Raises:
             StateError: A key is missing, unknown or of the wrong type.
         """
-        expected = {field.name: int if field.type == "int" else str for field in fields(cls)}
+        expected = {
+            field.name: str if field.type == "str" else int
+            for field in fields(cls)
+            if field.name != "component" or "component" in value
+        }
         if set(value) != set(expected):
             raise StateError(
                 f"a mask must be an object with the keys {', '.join(expected)}, got another one; "
@@ -139,6 +148,11 @@ class Quarantine:
             if self._num_found > self._max_bad_samples:
                 raise SampleError(
                     f"bad samples must be at most {self._max_bad_samples}, got {self._num_found} (the last: "
-                    f"sample {row.key}, shard {row.shard}, field {row.field or '-'}, {row.reason}); run "
+                    f"sample {row.key}{_of(row)}, shard {row.shard}, field {row.field or '-'}, "
+                    f"{row.reason}); run "
                     "`shardflow verify` on the dataset, or raise max_bad_samples."
                 )
+
+
+def _of(row: QuarantineRow) -> str:
+    return "" if row.component is None else f" of component {row.component + 1}"

@@ -11,7 +11,7 @@ there. The `Loader` is faster (no copies between processes); this is for pipelin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.loader import Loader
 from shardflow.loading.quarantine import QuarantineRow
+from shardflow.loading.selection import Selection
 from shardflow.loading.world import World
 from shardflow.shards import Dataset
 
@@ -36,10 +37,11 @@ class ShardIterableDataset(IterableDataset[Batch]):
     and `load_state_dict`, also for workers that persist; never while workers run ahead.
 
     Args:
-        dataset: The dataset; workers open it anew.
+        dataset: The dataset, or a blend of several; workers open it anew.
         split: As in `Loader`, like the arguments below.
         spec: How steps are formed.
         seed: Run-level seed.
+        subset: Terms that all samples must meet.
         world: This rank; one of one by default.
         config: How to run, per worker.
 
@@ -60,11 +62,12 @@ class ShardIterableDataset(IterableDataset[Batch]):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Selection,
         *,
-        split: str,
+        split: str = "",
         spec: BatchSpec,
         seed: int,
+        subset: Sequence[str] = (),
         world: World | None = None,
         config: LoaderConfig | None = None,
     ) -> None:
@@ -73,6 +76,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
             "split": split,
             "spec": spec,
             "seed": seed,
+            "subset": tuple(subset),
             "world": world or World(),
             "config": config or LoaderConfig(),
         }

@@ -1,0 +1,221 @@
+"""Blend files: several datasets, and parts of them, as one; a strict TOML file.
+
+::
+
+    [[component]]
+    dataset = "general"          # a folder beside the file, or an address
+    split = "train"
+    repeat = 1.0                 # how often an epoch goes through it; 0.3 and 2.5 are fine
+
+    [[component]]
+    dataset = "records"
+    subset = ["text_bytes>0"]
+    repeat = 2.5
+
+With ``epoch_samples`` on top, components have a ``weight`` instead of a ``repeat``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from shardflow.configs import Bounds, check_fields, load_config
+from shardflow.epochs.blend import BLEND_SPLIT, Blend, BlendComponent
+from shardflow.epochs.component_state import MAX_COMPONENTS
+from shardflow.epochs.shares import draws_by_repeat, draws_by_weight
+from shardflow.errors import ConfigError, PlanError, ShardflowError
+from shardflow.loading.selection import FULL_STUDY, Selection, open_view
+from shardflow.loading.subset import choose_rows, resolve_terms
+from shardflow.shards import Dataset
+from shardflow.storage.cache import Cache, CacheConfig
+
+__all__ = ["BlendFile", "ComponentSettings", "evaluation_blend", "open_blend", "read_blend"]
+
+_MAX_REPEAT = 10_000
+"""Most draws of a sample in an epoch: a weight that gives more is a slip, and each pass takes its moment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentSettings:
+    """One ``[[component]]`` of a blend file."""
+
+    dataset: str
+    """Folder, from the file's own folder on, or an address."""
+    version: Annotated[int, Bounds(1)] | None = None
+    """Manifest version; the newest, or the one that a resumed run began with."""
+    view: str = FULL_STUDY
+    """``full_study``, or the name of an entity view beside the dataset."""
+    split: str = "train"
+    """Split, or several joined by ``+``."""
+    subset: tuple[str, ...] = ()
+    """Terms that all samples must meet."""
+    repeat: Annotated[float, Bounds(0.0, float(_MAX_REPEAT))] | None = None
+    """How often an epoch goes through the samples; 1 where nothing is said."""
+    weight: Annotated[float, Bounds(0.0)] | None = None
+    """Share of ``epoch_samples``, relative to the other components' weights."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlendFile:
+    """A blend file."""
+
+    component: tuple[ComponentSettings, ...]
+    epoch_samples: Annotated[int, Bounds(1)] | None = None
+    """Samples of an epoch; with it components have weights, without it repeats."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 1 <= len(self.component) <= MAX_COMPONENTS:
+            raise ConfigError(
+                f"a blend must have 1 to {MAX_COMPONENTS} [[component]], got {len(self.component)}; pack "
+                "small ones into one dataset."
+            )
+        for number, component in enumerate(self.component, start=1):
+            if self.epoch_samples is None and component.weight is not None:
+                raise ConfigError(
+                    f"component {number} must have a repeat where epoch_samples is not set, got a weight; "
+                    "set epoch_samples, which turns weights into counts."
+                )
+            if self.epoch_samples is not None and (component.repeat is not None or not component.weight):
+                found = "a repeat" if component.repeat is not None else "no weight above 0"
+                raise ConfigError(
+                    f"component {number} must have a weight where epoch_samples is set, got {found}; give "
+                    "all components one, or remove epoch_samples."
+                )
+
+    def counts(self, sizes: Sequence[int]) -> list[int]:
+        """Return the draws of each component in an epoch, from the samples it has.
+
+        Raises:
+            ConfigError: A component would not be drawn from, or beyond all measure.
+        """
+        if self.epoch_samples is None:
+            repeats = [1.0 if part.repeat is None else part.repeat for part in self.component]
+            counts = [draws_by_repeat(size, repeat) for size, repeat in zip(sizes, repeats, strict=True)]
+        else:
+            counts = draws_by_weight([part.weight or 0.0 for part in self.component], self.epoch_samples)
+        for number, (count, size) in enumerate(zip(counts, sizes, strict=True), start=1):
+            if not count:
+                raise ConfigError(
+                    f"component {number} of the blend must be drawn from at least once an epoch, got 0 of "
+                    f"its {size:,} samples; raise its repeat or weight, or remove it."
+                )
+            if count > size * _MAX_REPEAT:
+                raise ConfigError(
+                    f"component {number} of the blend must be drawn from at most {_MAX_REPEAT:,} times its "
+                    f"{size:,} samples an epoch, got {count:,} times; lower its weight or epoch_samples."
+                )
+        return counts
+
+
+def read_blend(path: str | Path) -> BlendFile:
+    """Read a blend file; folders and lists of keys are found from its own folder.
+
+    Raises:
+        ConfigError: The file is missing or no TOML, or a setting is unknown, missing or out of range.
+    """
+    file = load_config(BlendFile, path)
+    folder = Path(path).expanduser().resolve().parent
+    parts = []
+    for part in file.component:
+        url = part.dataset if "://" in part.dataset else str(folder / Path(part.dataset).expanduser())
+        parts.append(replace(part, dataset=url, subset=resolve_terms(part.subset, folder)))
+    return replace(file, component=tuple(parts))
+
+
+def open_blend(
+    path: str | Path, *, versions: Sequence[int] | None = None, cache: Cache | CacheConfig | None = None
+) -> Selection:
+    """Open the datasets of a blend file.
+
+    Args:
+        path: The file.
+        versions: Manifest version of each component's dataset, such as a loader state names them, for
+            components whose version the file leaves open.
+        cache: Where to keep what is read; all components share it, and its bounds.
+
+    Returns:
+        What a `Loader` takes in place of a dataset.
+
+    Raises:
+        ConfigError: The file is wrong, a dataset cannot be opened, or has no such split or samples; the
+            message names the component.
+    """
+    file = read_blend(path)
+    if isinstance(cache, CacheConfig):
+        cache = Cache(cache) if cache.is_on else None
+    found: Sequence[int | None] = [None] * len(file.component)
+    if versions is not None and len(versions) == len(file.component):
+        found = versions
+    opened: dict[tuple[str, int | None, str], Dataset] = {}
+    datasets, chosen = [], []
+    for number, (part, saved) in enumerate(zip(file.component, found, strict=True), start=1):
+        try:
+            place = (part.dataset, part.version or saved, part.view)
+            if place not in opened:
+                opened[place] = open_view(Dataset.open(place[0], version=place[1], cache=cache), part.view)
+            datasets.append(opened[place])
+            chosen.append(choose_rows(datasets[-1], part.split, part.subset))
+        except ConfigError as error:
+            raise ConfigError(f"component {number} of the blend: {error.message}") from None
+        except ShardflowError as error:
+            raise ConfigError(
+                f"component {number} of the blend must be a dataset that can be opened, got: {error.message}"
+            ) from None
+    counts = file.counts([len(part.rows) for part in chosen])
+    components = [
+        BlendComponent(
+            dataset_id=dataset.dataset_id,
+            manifest_version=dataset.manifest_version,
+            split=part.split,
+            rows=part.rows,
+            subset=part.digest,
+            count=count,
+            num_table_rows=dataset.samples.num_samples,
+        )
+        for dataset, part, count in zip(datasets, chosen, counts, strict=True)
+    ]
+    return Selection(datasets=tuple(datasets), population=Blend(components), split=BLEND_SPLIT)
+
+
+def evaluation_blend(blend: Selection, split: str) -> Selection:
+    """Return a split of all datasets of a blend, every sample once.
+
+    Args:
+        blend: The blend.
+        split: The split; datasets without it are left out.
+
+    Raises:
+        ConfigError: None of the datasets has the split.
+    """
+    datasets: dict[str, Dataset] = {}
+    for dataset in blend.datasets:
+        if dataset.splits.get(split):
+            datasets.setdefault(dataset.dataset_id, dataset)
+    components = []
+    for dataset in datasets.values():
+        rows = choose_rows(dataset, split)
+        components.append(
+            BlendComponent(
+                dataset_id=dataset.dataset_id,
+                manifest_version=dataset.manifest_version,
+                split=rows.split,
+                rows=rows.rows,
+                subset=None,
+                count=len(rows.rows),
+                num_table_rows=dataset.samples.num_samples,
+            )
+        )
+    try:
+        population = Blend(components)
+    except PlanError:
+        raise ConfigError(
+            f"a dataset of the blend must have split {split!r}, got none; correct it."
+        ) from None
+    return Selection(datasets=tuple(datasets.values()), population=population, split=BLEND_SPLIT)

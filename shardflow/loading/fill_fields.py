@@ -1,0 +1,156 @@
+"""Fill slots with fields by name, see `FieldsView`: bytes are copied, images decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.loading.fields_view import FieldsView
+from shardflow.loading.fill_text import SlotRequest, check_row, find_text, put_text
+from shardflow.loading.quarantine import BadSample, BadSampleReason
+from shardflow.loading.reader import FieldReader, Shard
+from shardflow.loading.thread_state import ThreadState
+from shardflow.shards.foreign.images import HEAD_NUM_BYTES, image_header
+from shardflow.telemetry import StageCounters
+
+__all__ = ["FieldsFiller"]
+
+_TEXT = -1
+# As stored: an orientation tag would turn the picture, and with it the size that its header tells.
+_READ_COLOUR = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+_READ_GREY = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
+
+
+class FieldsFiller:
+    """Fills slots for the micro-batches of one epoch. Safe for many threads.
+
+    Args:
+        reader: Where bytes come from.
+        view: Which fields.
+        text: Whether the sample's text is asked for as well.
+        counters: Gets the stage ``decode``.
+    """
+
+    def __init__(self, reader: FieldReader, view: FieldsView, *, text: bool, counters: StageCounters) -> None:
+        self._reader = reader
+        self._view = view
+        self._text = text
+        self._counters = counters
+
+    def fill(
+        self,
+        shard_number: int,
+        requests: list[SlotRequest],
+        arrays: Mapping[str, NDArray[Any]],
+        thread: ThreadState,
+    ) -> dict[int, BadSample]:
+        """Fill slots whose samples lie in one shard; see `SlotFiller.fill`."""
+        try:
+            shard = self._reader.open_shard(shard_number, thread)
+        except BadSample as bad:
+            return {request.slot: bad for request in requests}
+        bad_slots: dict[int, BadSample] = {}
+        # One entry for each field to read; a field that is text as well is read once and put twice.
+        work: dict[int, list[tuple[SlotRequest, int]]] = {}
+        for request in requests:
+            try:
+                self._order(shard, request, work)
+            except BadSample as bad:
+                bad_slots[request.slot] = bad
+        numbers = np.array(list(work), np.int64)
+        stops = {request.slot: int(arrays["field_start"][request.slot, 0]) for request in requests}
+        ends = self._ends(arrays)
+        for position, payload in self._reader.read(shard, numbers, thread):
+            number = int(numbers[position])
+            for request, purpose in work[number]:
+                slot = request.slot
+                if slot in bad_slots:
+                    continue
+                try:
+                    if isinstance(payload, BadSample):
+                        raise payload
+                    if purpose == _TEXT:
+                        put_text(shard, request, payload, arrays)
+                    else:
+                        place = stops[slot], int(ends[slot])
+                        stops[slot] += self._put(
+                            shard, number, payload, arrays, (slot, purpose), place, thread
+                        )
+                except BadSample as bad:
+                    bad_slots[slot] = bad
+        return bad_slots
+
+    def _order(
+        self, shard: Shard, request: SlotRequest, work: dict[int, list[tuple[SlotRequest, int]]]
+    ) -> None:
+        check_row(shard, request)
+        wanted: list[tuple[int, int]] = []
+        text = find_text(shard, request) if self._text else None
+        if text is not None:
+            wanted.append((text, _TEXT))
+        for purpose, name in enumerate(self._view.fields):
+            number = shard.find(request.row_in_shard, name)
+            if number is not None:
+                wanted.append((number, purpose))
+            elif self._view.missing == "mask":
+                raise shard.bad(BadSampleReason.FIELD_MISSING, name)
+        for number, purpose in wanted:
+            work.setdefault(number, []).append((request, purpose))
+
+    @staticmethod
+    def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+        """Where the room of each slot ends, ``(B,)``."""
+        starts = arrays["field_start"][:, 0]
+        return np.append(starts[1:], len(arrays["field_data"]))
+
+    def _put(
+        self,
+        shard: Shard,
+        number: int,
+        payload: NDArray[np.uint8],
+        arrays: Mapping[str, NDArray[Any]],
+        at: tuple[int, int],
+        place: tuple[int, int],
+        thread: ThreadState,
+    ) -> int:
+        """Put one field behind the others of its slot; returns its size there."""
+        start, end = place
+        if not self._view.is_decoded(self._view.fields[at[1]]):
+            shape, is_grey = (len(payload), 0, 0), False
+            num_bytes = len(payload)
+        else:
+            header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
+            if header is None:
+                raise shard.bad(BadSampleReason.DECODE_FAILED, number, "no JPEG or PNG of a known size")
+            shape = (header.rows, header.columns, 3)
+            num_bytes = header.rows * header.columns * 3
+            is_grey = header.is_grey
+        if start + num_bytes > end:
+            raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, "larger than the samples table allows")
+        target = arrays["field_data"][start : start + num_bytes]
+        if shape[2]:
+            thread.enter("decode", f"shard {shard.name}")
+            with self._counters.timed("decode", num_bytes):
+                _decode_rgb(shard, number, payload, target.reshape(shape), is_grey=is_grey)
+        else:
+            target[:] = payload
+        arrays["field_start"][at] = start
+        arrays["field_shape"][at] = shape
+        return num_bytes
+
+
+def _decode_rgb(
+    shard: Shard, number: int, payload: NDArray[np.uint8], target: NDArray[np.uint8], *, is_grey: bool
+) -> None:
+    """Decode to RGB. A grey image is decoded as one: a third of the memory, and half of the time."""
+    try:
+        decoded = cv2.imdecode(payload, _READ_GREY if is_grey else _READ_COLOUR)
+    except cv2.error as error:
+        raise shard.bad(BadSampleReason.DECODE_FAILED, number, type(error).__name__) from None
+    if decoded is None or decoded.shape != target.shape[: decoded.ndim]:
+        raise shard.bad(BadSampleReason.DECODE_FAILED, number, "no picture of the size in its header")
+    cv2.cvtColor(decoded, cv2.COLOR_GRAY2RGB if is_grey else cv2.COLOR_BGR2RGB, dst=target)
