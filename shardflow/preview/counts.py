@@ -82,6 +82,11 @@ def count_hounsfield(pixels: NDArray[Any]) -> NDArray[np.int64]:
         As `hounsfield_bins`.
     """
     values = pixels.ravel()
+    if values.dtype == np.int16:
+        # Values are counted first, and the counts of each bin, which lie together, added up then.
+        counts = np.roll(np.bincount(values.view(np.uint16), minlength=1 << 16), 1 << 15)
+        starts = np.arange(HU_START, HU_STOP + 1, HU_STEP) + (1 << 15)
+        return np.add.reduceat(counts, [0, *starts]).astype(np.int64)
     if values.dtype.kind == "f":
         values = values[np.isfinite(values)].clip(-32768, 32767)
     num_bins = len(hounsfield_bins())

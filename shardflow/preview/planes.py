@@ -29,6 +29,8 @@ _SIDES = (("L", "R"), ("P", "A"), ("H", "F"))
 _OPPOSITE = {"L": "R", "R": "L", "P": "A", "A": "P", "H": "F", "F": "H"}
 # sin 20 degrees: a direction nearer than that to a plane is not worth a second letter.
 _LEAST_SHARE = 0.342
+# Values of 16 bits.
+_MANY = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,16 @@ def to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
     """
     if pixels.ndim == 3 and pixels.dtype == np.uint8:
         return pixels
+    if pixels.dtype.kind in "iu" and pixels.dtype.itemsize <= 2 and pixels.size > _MANY:
+        # There are fewer values than pixels: each is mapped once, and the pixels are looked up.
+        code = np.dtype(f"u{pixels.dtype.itemsize}")
+        every = np.arange(1 << 8 * code.itemsize, dtype=code).view(pixels.dtype)
+        window = window or Window(float(pixels.min()), float(pixels.max()))
+        return np.asarray(_map_to_grey(every, window)[pixels.view(code)])
+    return _map_to_grey(pixels, window)
+
+
+def _map_to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
     values = pixels.astype(np.float32)
     finite = np.isfinite(values)
     if window is None:

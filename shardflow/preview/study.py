@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,15 @@ from shardflow.shards import Dataset, FieldLocation, decode_array
 from shardflow.shards.codecs import CODECS
 from shardflow.shards.keys import REPORT_FIELD, SAMPLE_KEY_PATTERN, STUDY_FIELD, parse_slice_field
 
-__all__ = ["StudyView", "choose_slices", "find_row", "generated_mark", "read_study", "slice_names"]
+__all__ = [
+    "StudyView",
+    "choose_slices",
+    "find_row",
+    "generated_mark",
+    "made_by_synth",
+    "read_study",
+    "slice_names",
+]
 
 _ROW = re.compile(r"([a-z0-9]{1,32}):(\d{1,12})", re.ASCII)
 # How the first lines of reports begin that shardflow's own generators write.
@@ -24,6 +32,7 @@ _MARKS = (
     (re.compile(r"\s*SYNTHETIC\b", re.IGNORECASE), "GENERATED"),
     (re.compile(r"\s*generated text\b", re.IGNORECASE), "GENERATED TEXT"),
 )
+_SYNTH_MAKER = "SYNTHETIC"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +105,14 @@ def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int =
     _, fields = dataset.sample_fields(row)
     present = {field.name for field in fields}
     texts = dataset.read_fields(row, present & {REPORT_FIELD, STUDY_FIELD})
-    study = _parse_study(texts.get(STUDY_FIELD, b""), row)
+    # Lines of a text corpus have no `study.json`.
+    study = _parse_study(texts[STUDY_FIELD], row) if STUDY_FIELD in texts else {"series": []}
     all_series = study["series"]
+    if not all_series:
+        raise ConfigError(
+            "KEY must name a sample with images, got one of text alone; name another one, or read it with: "
+            "shardflow view."
+        )
     if series >= len(all_series):
         raise ConfigError(f"--series must be below {len(all_series)} in this study, got {series}.")
     names = slice_names(fields, series)
@@ -115,7 +130,7 @@ def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int =
         report=report,
         slices=tuple(_decode(names[index], payloads) for index in indexes),
         indexes=indexes,
-        generated=generated_mark(report),
+        generated=made_by_synth(all_series) or generated_mark(report),
     )
 
 
@@ -141,6 +156,12 @@ def generated_mark(report: str | None) -> str:
     """Say what a sample itself calls generated, from the first line of its report; empty if nothing."""
     first = (report or "").lstrip().split("\n", 1)[0]
     return next((mark for pattern, mark in _MARKS if pattern.match(first)), "")
+
+
+def made_by_synth(series: Sequence[Mapping[str, Any]]) -> str:
+    """Say whether images are generated, from the maker that `shardflow synth` names; empty if not."""
+    makers = {(one.get("technical") or {}).get("manufacturer") for one in series}
+    return "GENERATED" if _SYNTH_MAKER in makers else ""
 
 
 def _decode(name: str, payloads: dict[str, bytes]) -> NDArray[Any]:

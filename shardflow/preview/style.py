@@ -9,8 +9,8 @@ __all__ = ["STYLE"]
 STYLE: Final = """
 :root{color-scheme:light dark;--page:#f6f8fa;--card:#fff;--ink:#1b1f24;--faint:#59636e;--line:#d8dee4;
 --bar:#2f6fde;--good:#2f6fde;--skipped:#9aa4ae;--bad:#c4320a;--warn:#fff3d6;--warnline:#d9a520}
-@media (prefers-color-scheme:dark){:root{--page:#0d1117;--card:#161b22;--ink:#e6edf3;--faint:#9198a1;
---line:#30363d;--bar:#5b9bff;--good:#5b9bff;--skipped:#6b7580;--bad:#ff7b54;--warn:#2d2410;--warnline:#9e7a1d}}
+@media screen and (prefers-color-scheme:dark){:root{--page:#0d1117;--card:#161b22;--ink:#e6edf3;
+--faint:#9198a1;--line:#30363d;--bar:#5b9bff;--good:#5b9bff;--skipped:#6b7580;--bad:#ff7b54;--warn:#2d2410;--warnline:#9e7a1d}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,"Segoe UI",Roboto,"DejaVu Sans",
 sans-serif}
@@ -44,6 +44,9 @@ th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line)
 tr:last-child td{border-bottom:0}
 th{color:var(--faint);font-weight:500;white-space:nowrap}
 td:first-child{white-space:nowrap}
+.alarm{color:var(--bad)}
+details{margin-top:4px}
+summary{cursor:pointer;color:var(--faint);font-size:13px}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .charts{columns:2 400px;column-gap:36px}
 .charts figure{break-inside:avoid;padding-bottom:20px}
@@ -52,6 +55,7 @@ figure{margin:0;min-width:0}
 figcaption{font-weight:600;margin-bottom:6px}
 svg{display:block;width:100%;height:auto}
 .charts svg{max-width:480px}
+.wide{overflow-x:auto}
 .bar{fill:var(--bar)}
 .grid{stroke:var(--line)}
 .label{fill:var(--faint);font-size:12px}
@@ -62,6 +66,14 @@ svg{display:block;width:100%;height:auto}
 .film{background:#000;height:168px;display:flex;align-items:center;justify-content:center;border-radius:6px;
 overflow:hidden}
 .film img{display:block}
-@media print{body{background:#fff}section,.card{break-inside:avoid}}
+@media screen and (max-width:600px){main{padding:20px 10px}section{padding:16px 12px}
+.cards{grid-template-columns:repeat(auto-fit,minmax(105px,1fr))}.card{padding:10px}.card b{font-size:18px}
+td:first-child{white-space:normal}td:first-child code{overflow-wrap:normal}
+td:last-child:not(.number){min-width:15em}.wide svg{min-width:640px}}
+@media print{*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+:root{color-scheme:light}body{background:#fff;font-size:13px}main{max-width:none;padding:0}
+.cards{grid-template-columns:repeat(5,1fr)}.card b{font-size:20px}.scroll,.wide{overflow:visible}
+.charts{columns:2 200px}
+section{border:0;padding:6px 0;margin:8px 0}.card,tr,figure{break-inside:avoid}h2,h3{break-after:avoid}}
 """
 """The style sheet; it names no file and no address."""

@@ -1,0 +1,192 @@
+"""Serve the page: to this machine only, or with a token; read-only, and nothing is asked of other servers."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import parse_qsl, urlsplit
+
+from shardflow.errors import ConfigError, PlanError, ShardflowError
+from shardflow.shards import Dataset
+from shardflow.viewing.routes import Answer, NoSuchPage, Routes
+
+__all__ = ["Viewer"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_COOKIE: Final = "shardflow_view"
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_IDLE_S: Final = 60.0
+
+
+class Viewer:
+    """A server for one dataset, in a thread of its own.
+
+    On a loopback address every process of the machine may ask, and nobody else: a request whose ``Host`` is
+    another name is refused, so that no web page can reach it by a name of its own (DNS rebinding). On any
+    other address a token is needed, made here and part of `url`.
+
+    Args:
+        dataset: What to show.
+        host: Address to listen on.
+        port: Port to listen on; 0 for any free one.
+
+    Raises:
+        ConfigError: The address or the port cannot be listened on.
+
+    Example:
+        >>> import urllib.request
+        >>> from shardflow.shards import Dataset
+        >>> with Viewer(Dataset.open("my-dataset")) as viewer:  # doctest: +SKIP
+        ...     urllib.request.urlopen(viewer.url).status
+        200
+    """
+
+    def __init__(self, dataset: Dataset, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._is_local = _is_loopback(host)
+        self._token = "" if self._is_local else secrets.token_urlsafe(24)
+        self._routes = Routes(dataset)
+        try:
+            self._server = _Server(host, port, self._routes, self._token, is_local=self._is_local)
+        except OSError as error:
+            raise ConfigError(
+                f"the address to listen on must be this machine's and the port free, got {error.strerror} "
+                f"({host}, port {port}); choose others."
+            ) from None
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="shardflow-view-server", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Address of the page, with the token where one is needed."""
+        host, port = self._server.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{shown}:{port}/" + (f"?token={self._token}" if self._token else "")
+
+    def close(self) -> None:
+        """Stop listening; requests under way end first."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._routes.close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, routes: Routes, token: str, *, is_local: bool) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.routes, self.token, self.is_local = routes, token, is_local
+        super().__init__((host, port), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_S
+    server_version = "shardflow"
+    sys_version = ""
+    # Answers are written at once; small ones must not wait for an acknowledgement.
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+
+    def do_GET(self) -> None:
+        """Answer one request."""
+        address = urlsplit(self.path)
+        values = dict(parse_qsl(address.query, max_num_fields=20))
+        if not self._may_ask(values):
+            self._refuse(HTTPStatus.FORBIDDEN, "open the address that shardflow view printed")
+            return
+        try:
+            answer = self.server.routes.answer(address.path, values)
+        except NoSuchPage:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+        except (ConfigError, PlanError) as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, error.message)
+        except ShardflowError as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, error.message)
+        except Exception as error:
+            _LOGGER.exception("a request of the page failed")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, type(error).__name__)
+        else:
+            self._send(HTTPStatus.OK, answer, with_cookie="token" in values)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Say nothing: requests name studies."""
+
+    def _may_ask(self, values: dict[str, str]) -> bool:
+        if self.server.is_local:
+            host = self.headers.get("Host", "").rsplit(":", 1)[0] if self.headers.get("Host") else ""
+            return host in _LOCAL_NAMES or _is_loopback(host.strip("[]"))
+        given = values.get("token", "") or self._cookie()
+        return hmac.compare_digest(given.encode(), self.server.token.encode())
+
+    def _cookie(self) -> str:
+        try:
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
+        except CookieError:
+            return ""
+        return found.value if found else ""
+
+    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+        self._send(status, Answer(body=sentence.encode(), content_type="text/plain; charset=utf-8"))
+
+    def _send(self, status: HTTPStatus, answer: Answer, *, with_cookie: bool = False) -> None:
+        self.send_response(status)
+        headers = {
+            **_HEADERS,
+            **answer.headers,
+            "Content-Type": answer.content_type,
+            "Content-Length": str(len(answer.body)),
+        }
+        if with_cookie and self.server.token:
+            headers["Set-Cookie"] = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        try:
+            self.wfile.write(answer.body)
+            self.wfile.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # who scrolls fast takes requests back
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
