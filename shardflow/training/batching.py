@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardflow.epochs import BatchSpec, CostRule, TokenBudget, choose_lanes
+from shardflow.epochs import BatchSpec, CostRule, ImageBucket, TileRule, TokenBudget, choose_lanes
 from shardflow.epochs.elastic import data_parallel_rank
 from shardflow.epochs.spec import Tail
 from shardflow.errors import ConfigError
 from shardflow.loading import World
-from shardflow.loading.layout import split_layout
-from shardflow.shards import Dataset
+from shardflow.loading.selection import Selection
 from shardflow.training.config import TrainConfig
+from shardflow.training.tokenizing import tokenizer_digest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["batch_spec", "mesh_world"]
 
 
-def batch_spec(config: TrainConfig, dataset: Dataset, split: str, *, tail: Tail | None = None) -> BatchSpec:
-    """Return how the steps of a split are formed.
+def batch_spec(config: TrainConfig, selection: Selection, *, tail: Tail | None = None) -> BatchSpec:
+    """Return how steps are formed.
 
     Args:
         config: All settings.
-        dataset: The dataset; where lanes are to be chosen they follow from it, never from the world.
-        split: One of its splits.
+        selection: The samples; where lanes are to be chosen they follow from them, never from the world.
         tail: Instead of the tail of the settings.
     """
     batch = config.batch
@@ -41,7 +40,7 @@ def batch_spec(config: TrainConfig, dataset: Dataset, split: str, *, tail: Tail 
     )
     if spec.budget is None or batch.lanes is not None:
         return spec
-    return replace(spec, lanes=choose_lanes(split_layout(dataset, split, spec), spec))
+    return replace(spec, lanes=choose_lanes(selection.layout(spec), spec))
 
 
 def _budget(config: TrainConfig) -> TokenBudget | None:
@@ -51,14 +50,37 @@ def _budget(config: TrainConfig) -> TokenBudget | None:
     return TokenBudget(
         max_tokens=batch.max_tokens,
         max_samples=batch.max_samples,
+        padded=not batch.packed,
         over_budget=batch.over_budget,
         cost=CostRule(
+            # Begin and end of the text, and in a packed sequence the start of the sample.
+            tokens_per_sample=2 + batch.packed,
             max_text_tokens=config.text.max_tokens,
-            image_tokens_per_slice=batch.image_tokens_per_slice,
-            max_slices=config.image.num_slices if batch.image_tokens_per_slice else 0,
+            **_image_cost(config),
             quadratic_tokens=batch.quadratic_tokens,
+            tokenizer=tokenizer_digest(config.text.tokenizer) if batch.text_tokens == "counted" else "",
         ),
     )
+
+
+def _image_cost(config: TrainConfig) -> dict[str, Any]:
+    """Return what a sample's images cost, as the view takes them."""
+    image, tokens = config.image, config.batch.image_tokens_per_slice
+    if not tokens:
+        return {}
+    if image.sizes:
+        return {
+            "buckets": tuple(
+                ImageBucket(weight=weight, max_slices=num_slices, tokens_per_slice=tokens)
+                for num_slices, _, _, weight in image.size_table
+            )
+        }
+    tiles = (
+        TileRule(rows=image.rows, columns=image.columns, max_tiles=image.max_tiles)
+        if image.max_tiles
+        else None
+    )
+    return {"image_tokens_per_slice": tokens, "max_slices": image.num_slices, "tiles": tiles}
 
 
 def mesh_world(mesh: DeviceMesh, data_dimensions: Sequence[str]) -> World:

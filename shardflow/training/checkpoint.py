@@ -1,10 +1,11 @@
 """Checkpoints: one folder each, whole or absent, and checked before it is believed.
 
 A checkpoint is ``checkpoints/step-00000012/`` with ``model.safetensors``, ``optimizer.safetensors`` and
-``state.json``. It is written into a hidden folder, every file synced, then the folder gets its name by one
-rename, then the parent is synced, then ``latest`` names it. ``state.json`` holds size and SHA-256 of the
-other files and its own digest; nothing of a tensor file is parsed before its digest is right. No pickle
-(docs/adr/0052).
+``state.json``; where every rank holds a part of the model there is a pair of tensor files for each,
+``model-00003.safetensors``, whose rows follow one another in rank order. It is written into a hidden folder,
+every file synced, then the folder gets its name by one rename, then the parent is synced, then ``latest``
+names it. ``state.json`` holds size and SHA-256 of the other files and its own digest; nothing of a tensor
+file is parsed before its digest is right. No pickle (docs/adr/0052, 0124).
 
 Invariant: the newest sound folder is the truth; ``latest`` is a pointer for people and tools, moved last,
 so that it never names a checkpoint that a power cut could take back. A run that falls back sets the newer,
@@ -21,29 +22,40 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as parse_tensors
-from safetensors.torch import save_file
 
-from shardflow.errors import CheckpointError
+from shardflow.errors import CheckpointError, StorageError
 from shardflow.storage import fsync_directory, write_atomic
+from shardflow.training.tensor_files import PiecewiseTensors, TensorFile, TensorFileError, write_tensors
 
-__all__ = ["FORMAT_VERSION", "Checkpoint", "CheckpointFolder", "read_checkpoint"]
+__all__ = [
+    "FORMAT_VERSION",
+    "SHARDED_FORMAT_VERSION",
+    "STATE_FILE",
+    "Checkpoint",
+    "CheckpointFolder",
+    "read_checkpoint",
+]
 
 FORMAT_VERSION: Final = 1
 """Raised when a file or key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
+SHARDED_FORMAT_VERSION: Final = 2
+"""The same with a pair of tensor files for each rank; older readers refuse it by its number."""
 
 _LOGGER = logging.getLogger(__name__)
-_MODEL, _OPTIMIZER, _STATE, _LATEST = "model.safetensors", "optimizer.safetensors", "state.json", "latest"
+_PARTS = ("model", "optimizer")
+STATE_FILE, _LATEST = "state.json", "latest"
 _NAME = re.compile(r"step-(\d{8,})")
+_TENSOR_FILE = re.compile(r"(model|optimizer)(?:-\d{5})?\.safetensors")
 _UNFINISHED = re.compile(r"\.(?:unfinished|removed)-.*")
 _DAMAGED = "damaged-"
 _MAX_STATE_BYTES = 64 * 1024**2
+_HASHING_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +66,8 @@ class Checkpoint:
     """Such as ``step-00000012``."""
     state: dict[str, Any]
     """What the run put there, without the checkpoint's own bookkeeping."""
-    model: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    model: PiecewiseTensors
+    optimizer: PiecewiseTensors
 
 
 class CheckpointFolder:
@@ -85,13 +97,13 @@ class CheckpointFolder:
         model: Mapping[str, torch.Tensor],
         optimizer: Mapping[str, torch.Tensor],
     ) -> str:
-        """Write a checkpoint; when this returns it survives a power cut.
+        """Write a whole checkpoint; when this returns it survives a power cut.
 
         Args:
             global_step: Steps that are done.
             state: JSON object of everything that is no tensor.
-            model: Flat tensors of the model.
-            optimizer: Flat tensors of the optimizer.
+            model: Flat tensors of the model, on the CPU.
+            optimizer: Flat tensors of the optimizer, on the CPU.
 
         Returns:
             Its name.
@@ -100,27 +112,89 @@ class CheckpointFolder:
             CheckpointError: it could not be written (no space, no permission); earlier checkpoints are
                 untouched.
         """
-        name = f"step-{global_step:08d}"
-        unfinished = self.path / f".unfinished-{name}-{secrets.token_hex(4)}"
+        unfinished = self.begin(global_step)
+        files = self.write_part(unfinished, global_step, model=model, optimizer=optimizer)
+        return self.publish(unfinished, global_step, state=state, files=files)
+
+    def begin(self, global_step: int) -> Path:
+        """Make the hidden folder that a checkpoint is written into, and return it.
+
+        Raises:
+            CheckpointError: as in :meth:`save`, of the other two parts as well.
+        """
+        unfinished = self.path / f".unfinished-{_name_of(global_step)}-{secrets.token_hex(4)}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             unfinished.mkdir()
-            files = {
-                _MODEL: _write_tensors(unfinished / _MODEL, model),
-                _OPTIMIZER: _write_tensors(unfinished / _OPTIMIZER, optimizer),
-            }
-            content: dict[str, Any] = {"format_version": FORMAT_VERSION, "files": files, "run": dict(state)}
-            content["digest"] = _digest_of(content)
-            _write_synced(unfinished / _STATE, _canonical(content))
+        except OSError as error:
+            raise _unwritten(global_step, error) from None
+        return unfinished
+
+    def write_part(
+        self,
+        unfinished: Path,
+        global_step: int,
+        *,
+        model: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
+        part: int | None = None,
+    ) -> dict[str, Any]:
+        """Write and sync the tensors that one rank holds.
+
+        Args:
+            unfinished: What :meth:`begin` returned.
+            global_step: Steps that are done.
+            model: Tensors, or this rank's rows of them.
+            optimizer: The same of the optimizer.
+            part: The rank, where each writes its own; None where this is all.
+
+        Returns:
+            For :meth:`publish`: size and digest of each file, by its name.
+        """
+        suffix = "" if part is None else f"-{part:05d}"
+        files: dict[str, Any] = {}
+        try:
+            for kind, tensors in zip(_PARTS, (model, optimizer), strict=True):
+                file_name = f"{kind}{suffix}.safetensors"
+                files[file_name] = write_tensors(unfinished / file_name, tensors)
+        except (OSError, TensorFileError) as error:
+            if part is None:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            for kind in _PARTS:  # others may still be writing theirs
+                (unfinished / f"{kind}{suffix}.safetensors").unlink(missing_ok=True)
+            raise _unwritten(global_step, error) from None
+        return files
+
+    def publish(
+        self, unfinished: Path, global_step: int, *, state: Mapping[str, Any], files: Mapping[str, Any]
+    ) -> str:
+        """Give a checkpoint whose tensors all stand its name, point ``latest`` to it, remove old ones.
+
+        Args:
+            unfinished: What :meth:`begin` returned.
+            global_step: Steps that are done.
+            state: JSON object of everything that is no tensor.
+            files: What :meth:`write_part` returned, of all ranks together.
+
+        Returns:
+            The checkpoint's name.
+        """
+        name = _name_of(global_step)
+        is_sharded = any(f"{kind}.safetensors" not in files for kind in _PARTS)
+        content: dict[str, Any] = {
+            "format_version": SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION,
+            "files": dict(files),
+            "run": dict(state),
+        }
+        content["digest"] = _digest_of(content)
+        try:
+            _write_synced(unfinished / STATE_FILE, _canonical(content))
             fsync_directory(unfinished)
-            self._publish(unfinished, self.path / name)
-        except (OSError, SafetensorError) as error:
+            self._rename(unfinished, self.path / name)
+            self._point_latest(name)
+        except (OSError, StorageError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint {name} must be written, got {_reason_of(error)}; earlier checkpoints are "
-                "untouched: free space in run.output and start again."
-            ) from None
-        self._point_latest(name)
+            raise _unwritten(global_step, error) from None
         self._remove_old()
         return name
 
@@ -167,7 +241,7 @@ class CheckpointFolder:
                 if _UNFINISHED.fullmatch(entry.name):
                     shutil.rmtree(entry, ignore_errors=True)
 
-    def _publish(self, unfinished: Path, final: Path) -> None:
+    def _rename(self, unfinished: Path, final: Path) -> None:
         if final.exists():
             # A damaged checkpoint of the same step, which the run fell back from and has now reached again.
             self._remove(final)
@@ -193,62 +267,69 @@ class CheckpointFolder:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read one checkpoint; every digest is checked before anything of a file is parsed.
 
+    Tensors stay in the mapped files until they are asked for, by rows.
+
     Raises:
         CheckpointError: a file is missing, cut, changed, or of another format version.
     """
     name = folder.name
     content = _read_state(folder, name)
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for file_name in (_MODEL, _OPTIMIZER):
-        expected = content["files"][file_name]
-        data = _read(folder, name, file_name)
-        if len(data) != expected["num_bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise _damaged(name, f"{file_name} with its recorded size and digest", "other bytes")
-        tensors[file_name] = parse_tensors(data)
-    return Checkpoint(name=name, state=content["run"], model=tensors[_MODEL], optimizer=tensors[_OPTIMIZER])
+    files = content["files"]
+    for file_name in files:
+        if not _TENSOR_FILE.fullmatch(file_name):
+            raise _damaged(name, "tensor files of known names", "another name")
+
+    def open_file(file_name: str) -> TensorFile:
+        try:
+            facts = files[file_name]
+            return TensorFile(folder / file_name, num_bytes=facts["num_bytes"], sha256=facts["sha256"])
+        except OSError as error:
+            raise _damaged(name, f"a readable {file_name}", type(error).__name__) from None
+        except TensorFileError as error:
+            raise _damaged(name, f"{file_name} with its recorded size and digest", str(error)) from None
+
+    # Hashing a large file takes seconds and does not hold the interpreter.
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        opened = dict(zip(files, pool.map(open_file, files), strict=True))
+    model, optimizer = (
+        PiecewiseTensors([opened[file_name] for file_name in sorted(files) if file_name.startswith(kind)])
+        for kind in _PARTS
+    )
+    return Checkpoint(name=name, state=content["run"], model=model, optimizer=optimizer)
 
 
 def _read_state(folder: Path, name: str) -> dict[str, Any]:
-    data = _read(folder, name, _STATE)
+    path = folder / STATE_FILE
+    try:
+        if path.stat().st_size > _MAX_STATE_BYTES:
+            raise _damaged(name, f"{STATE_FILE} of at most {_MAX_STATE_BYTES} bytes", "more")
+        data = path.read_bytes()
+    except OSError as error:
+        raise _damaged(name, f"a readable {STATE_FILE}", type(error).__name__) from None
     try:
         content: Any = json.loads(data)
     except ValueError as error:
-        raise _damaged(name, f"{_STATE} as JSON", type(error).__name__) from None
+        raise _damaged(name, f"{STATE_FILE} as JSON", type(error).__name__) from None
     # Compared as bytes, so that a bit that JSON does not care about is found as well.
     is_own = isinstance(content, dict) and _canonical(content) == data
     if not is_own or content.pop("digest", None) != _digest_of(content):
-        raise _damaged(name, f"{_STATE} with its own digest", "another one")
+        raise _damaged(name, f"{STATE_FILE} with its own digest", "another one")
     state: dict[str, Any] = content
-    if state.get("format_version") != FORMAT_VERSION:
-        raise _damaged(name, f"format version {FORMAT_VERSION}", repr(state.get("format_version")))
+    if state.get("format_version") not in {FORMAT_VERSION, SHARDED_FORMAT_VERSION}:
+        known = f"format version {FORMAT_VERSION} or {SHARDED_FORMAT_VERSION}"
+        raise _damaged(name, known, repr(state.get("format_version")))
     return state
-
-
-def _read(folder: Path, name: str, file_name: str) -> bytes:
-    path = folder / file_name
-    try:
-        if file_name == _STATE and path.stat().st_size > _MAX_STATE_BYTES:
-            raise _damaged(name, f"{_STATE} of at most {_MAX_STATE_BYTES} bytes", "more")
-        return path.read_bytes()
-    except OSError as error:
-        raise _damaged(name, f"a readable {file_name}", type(error).__name__) from None
 
 
 def _damaged(name: str, expected: str, found: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {name} must have {expected}, got {found}; it is not used.")
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    # save_file makes it readable for its owner alone; the folder has the mode that the user's umask allows.
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    digest = hashlib.sha256()
-    with path.open("r+b") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        num_bytes = file.tell()
-        os.fsync(file.fileno())
-    return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
+def _unwritten(global_step: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {_name_of(global_step)} must be written, got {_reason_of(error)}; earlier checkpoints "
+        "are untouched: free space in run.output and start again."
+    )
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -269,6 +350,10 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 def _reason_of(error: Exception) -> str:
     code = getattr(error, "errno", None)
     return f"{type(error).__name__} ({os.strerror(code)})" if code else type(error).__name__
+
+
+def _name_of(global_step: int) -> str:
+    return f"step-{global_step:08d}"
 
 
 def _step_of(name: str) -> int:

@@ -15,16 +15,20 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
+from shardflow.training.devices import backend_of, choose_device
+from shardflow.training.doctor import refuse_unknown_names
+from shardflow.training.watch import Unwatched, Watch
 
-__all__ = ["Ranks", "Timeouts", "choose_device", "join_ranks"]
+__all__ = ["Ranks", "Timeouts", "join_ranks"]
 
 _LOGGER = logging.getLogger(__name__)
 _MISSING_RANKS = re.compile(r"Ranks? ((?:\d+)(?:, \d+)*) failed to pass")
@@ -40,6 +44,8 @@ class Timeouts:
     """For one gradient exchange once steps are running."""
     control: timedelta
     """For a meeting on the control group: a checkpoint being written, an evaluation ending."""
+    hang: timedelta | None = None
+    """For what a rank does alone within a step; None for ever. Kept by the watch, not by a group."""
 
     def __post_init__(self) -> None:
         for name in ("startup", "steady", "control"):
@@ -48,6 +54,21 @@ class Timeouts:
                 raise ConfigError(
                     f"timeout {name} must be a positive timedelta, got {value!r}; use timedelta(seconds=...)."
                 )
+
+    @property
+    def startup_s(self) -> float:
+        """``startup`` in seconds."""
+        return self.startup.total_seconds()
+
+    @property
+    def control_s(self) -> float:
+        """``control`` in seconds."""
+        return self.control.total_seconds()
+
+    @property
+    def hang_s(self) -> float | None:
+        """``hang`` in seconds."""
+        return None if self.hang is None else self.hang.total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +83,8 @@ class Ranks:
     control: dist.ProcessGroup
     """Gloo group for meetings and small facts, on CPUs in any case."""
     timeouts: Timeouts
+    watch: Watch = field(default_factory=Unwatched)
+    """Hears what this rank is at."""
 
     def meet(self, phase: str, timeout: timedelta) -> None:
         """Wait until every rank has reached ``phase``.
@@ -70,7 +93,8 @@ class Ranks:
             WaitTimeoutError: ranks are missing after ``timeout``; rank 0 names them.
         """
         try:
-            dist.monitored_barrier(group=self.control, timeout=timeout, wait_all_ranks=True)
+            with self.watch.together(f"waiting for all ranks: {phase}"):
+                dist.monitored_barrier(group=self.control, timeout=timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise WaitTimeoutError(self._describe_missing(phase, timeout, str(error))) from None
 
@@ -125,9 +149,10 @@ class Ranks:
         """Exchange tensors of one shape on the control group; every exchange on it comes through here."""
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         try:
-            work = dist.all_gather(gathered, own, group=self.control, async_op=True)
-            if work is not None:
-                work.wait(timeout)
+            with self.watch.together("exchanging facts with all ranks"):
+                work = dist.all_gather(gathered, own, group=self.control, async_op=True)
+                if work is not None:
+                    work.wait(timeout)
         except RuntimeError as error:
             raise WaitTimeoutError(
                 f"every rank must take part in an exchange within {timeout.total_seconds():g} s, got "
@@ -140,50 +165,30 @@ class Ranks:
         dist.distributed_c10d._set_pg_timeout(self.timeouts.steady, self.group)
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """Choose this rank's device.
-
-    Args:
-        wanted: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        local_rank: Number of this rank on its machine.
-
-    Raises:
-        ConfigError: CUDA is wanted and absent, or there are fewer GPUs than ranks on this machine.
-    """
-    available = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not available):
-        return torch.device("cpu")
-    num_devices = torch.cuda.device_count() if available else 0
-    if local_rank >= num_devices:
-        raise ConfigError(
-            f"run.device 'cuda' must find a GPU for each rank of a machine, got {num_devices} for local "
-            f"rank {local_rank}; start at most {num_devices} ranks here, or set run.device to 'cpu'."
-        )
-    return torch.device("cuda", local_rank)
-
-
 @contextlib.contextmanager
-def join_ranks(wanted_device: str, timeouts: Timeouts) -> Iterator[Ranks]:
+def join_ranks(wanted_device: str, timeouts: Timeouts, *, traces: Path | None = None) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, or be the only rank where it did not.
 
     ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are read here, once.
 
     Args:
-        wanted_device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        wanted_device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"npu"``.
         timeouts: Joining is bounded by ``timeouts.startup``.
+        traces: Folder for NCCL's flight recorder: what each rank's collectives were at when one of them
+            timed out. Settings of it in the environment win.
 
     Yields:
         The ranks; the groups are taken down at the end of the block unless it fails.
 
     Raises:
-        ConfigError: no such device.
+        ConfigError: no such device, or a variable of NCCL or torch is set that neither knows.
         WaitTimeoutError: not all ranks joined in time.
     """
     device = choose_device(wanted_device, int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "nccl"
+    backend = backend_of(device)
+    if backend == "nccl":
+        refuse_unknown_names(os.environ)
+        _set_flight_recorder(traces)
     _init_default_group(backend, timeouts.startup)
     group = dist.group.WORLD
     if group is None:  # never after a successful init; tells the type checker so
@@ -201,6 +206,22 @@ def join_ranks(wanted_device: str, timeouts: Timeouts) -> Iterator[Ranks]:
     # Not reached after a failure, on purpose: the other ranks may be stuck in a collective that an orderly
     # goodbye would wait for. The process ends, its connections close, and the others notice at once.
     dist.destroy_process_group()
+
+
+def _set_flight_recorder(traces: Path | None) -> None:
+    """Turn the flight recorder on; torch reads the variables when the group is made (ProcessGroupNCCL.hpp).
+
+    It has an older and a newer name for its size and for its file, and takes the first that is set.
+    """
+    wanted = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000"}
+    if traces is not None:
+        traces.mkdir(parents=True, exist_ok=True)
+        names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+        wanted[names] = str(traces / "nccl-trace-rank-")
+    for names, value in wanted.items():
+        if not any(name in os.environ for name in names):
+            os.environ.update(dict.fromkeys(names, value))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def _init_default_group(backend: str, timeout: timedelta) -> None:

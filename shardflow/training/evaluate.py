@@ -1,8 +1,9 @@
 """The loss of a split, in which every sample counts exactly once for any number of ranks.
 
 The plan's tail is ``mask``, so padding slots and fillers have weight 0; sums of losses and tokens travel,
-never means. The model is called without DistributedDataParallel: nothing is exchanged until the end, and no
-rank waits inside a collective for another one's data.
+never means. A whole model is called without DistributedDataParallel: nothing is exchanged until the end, and
+no rank waits inside a collective for another one's data. A sharded one gathers its layers in every forward;
+the plan gives all ranks the same number of them, fillers included, so none waits for ever.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from shardflow.loading import Batch
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.losses import weighted_token_loss
 from shardflow.training.metrics import EvaluationMetrics
-from shardflow.training.model import ReportModel
+from shardflow.training.sharding import settle
 
 __all__ = ["evaluate"]
 
 
 def evaluate(
-    model: ReportModel,
+    model: nn.Module,
     batches: Iterable[Batch],
     ranks: Ranks,
     *,
@@ -54,6 +56,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
+            ranks.watch.enter(f"evaluation after {global_step} steps")
             for batch in batches:
                 inputs = make_inputs(batch)
                 losses.append(_loss(model, inputs, autocast))
@@ -61,6 +64,7 @@ def evaluate(
                 num_samples += inputs.num_samples
     finally:
         model.train(was_training)
+        settle(model)
     ranks.meet("evaluation done", ranks.timeouts.control)
     own = [math.fsum(losses), num_tokens, num_samples]
     sums = ranks.gather_numbers(own, ranks.timeouts.control).sum(dim=0).tolist()
@@ -74,13 +78,7 @@ def evaluate(
     )
 
 
-def _loss(model: ReportModel, inputs: MicroInputs, autocast: torch.dtype | None) -> float:
+def _loss(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | None) -> float:
     with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
-        logits = model(
-            inputs.images_BKHW,
-            inputs.slice_mask_BK,
-            inputs.display_range_B2,
-            inputs.token_ids_BT,
-            inputs.token_mask_BT,
-        )
+        logits = model(*inputs.model_arguments)
     return float(weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B))

@@ -1,53 +1,174 @@
-"""Takes the micro-batches of a step from the loader; notes which samples they held and how long they took."""
+"""Takes micro-batches from the loader to the device; notes which samples they held and how long they took.
+
+On a device the feed is one micro-batch ahead across the end of a step: while the device still computes the
+last backward, the next step's first micro-batch is copied. The loader's position counts what was handed out,
+never what was only sent ahead, so a checkpoint between the two says the right step.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
-from shardflow.loading import Batch
-from shardflow.training.inputs import MicroInputs
+from shardflow.loading import Batch, Loader
+from shardflow.training.inputs import InputMaker, MicroInputs, SentInputs
 from shardflow.training.ledger import LedgerMicroBatch
+from shardflow.training.watch import Watch
 
-__all__ = ["StepFeed"]
+__all__ = ["DeviceFeed", "FedMicroBatch", "MicroFeed", "StepFeed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FedMicroBatch:
+    """A micro-batch on the device, and what the ledger says of it."""
+
+    inputs: MicroInputs
+    entry: LedgerMicroBatch
+
+
+class MicroFeed(Protocol):
+    """Where steps take their micro-batches from."""
+
+    looks_ahead: bool
+    """Whether `look_ahead` does anything."""
+
+    def take(self) -> FedMicroBatch | None:
+        """Return the next micro-batch on the device; None where there is none left."""
+
+    def look_ahead(self) -> None:
+        """Begin with the micro-batch that comes after those that were taken."""
+
+    def drain(self) -> float:
+        """Return the seconds waited for data since the last call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A micro-batch that was sent and not handed out."""
+
+    sent: SentInputs
+    entry: LedgerMicroBatch
+
+
+class DeviceFeed:
+    """This rank's micro-batches of the rest of an epoch, on the device.
+
+    Args:
+        loader: At the position to go on from.
+        maker: Makes the model's tensors.
+        looks_ahead: Send the next step's first micro-batch before it is asked for; pointless on CPUs.
+
+    Attributes:
+        looks_ahead: Whether it does.
+    """
+
+    def __init__(self, loader: Loader, maker: InputMaker, *, looks_ahead: bool) -> None:
+        self._maker = maker
+        self.looks_ahead = looks_ahead
+        self._loader = loader
+        self._batches = iter(loader)
+        self._ahead: _Sent | None = None
+
+    def take(self) -> FedMicroBatch | None:
+        """Return the next micro-batch; None at the end of the epoch."""
+        self._maker.transfer.ask()
+        found, self._ahead = self._ahead or self._send_next(), None
+        if found is None:
+            return None
+        self._batches.count_fetched()
+        return FedMicroBatch(inputs=self._maker.receive(found.sent), entry=found.entry)
+
+    def look_ahead(self) -> None:
+        """Send the next micro-batch, if that is worth it; call it when the step's work has been launched."""
+        if self.looks_ahead and self._ahead is None:
+            self._maker.transfer.ask()
+            self._ahead = self._send_next()
+            self._maker.transfer.got()
+
+    def apply_pending(self) -> bool:
+        """Let changes of the loader's settings act that wait for a boundary, see `Loader.apply_pending`.
+
+        Call it between two steps. What was sent ahead stays, and is handed out next.
+        """
+        return self._loader.apply_pending()
+
+    def drain(self) -> float:
+        """Return the seconds waited for data since the last call, see `Transfer.drain`."""
+        return self._maker.transfer.drain()
+
+    def close(self) -> None:
+        """End the loader's threads; what was sent ahead is forgotten."""
+        self._ahead = None
+        self._batches.close()
+
+    def _send_next(self) -> _Sent | None:
+        batch = self._batches.fetch()
+        return None if batch is None else _Sent(self._maker.send(batch), _entry(batch))
 
 
 class StepFeed:
     """A rank's micro-batches of one step.
 
     Args:
-        batches: The loader's iterator, at the step's first micro-batch.
-        make_inputs: Moves a batch to the device.
+        feed: At the step's first micro-batch.
         per_step: Micro-batches of the step over all ranks; from this number on they are fillers.
+        watch: Hears when the step waits for data and when it computes.
+        where: Names the step there.
+        limit_s: How long one micro-batch may be computed; None for ever.
+        describe_wait: Says what the loader is at.
 
     Attributes:
         taken: What was taken so far, without fillers: they belong to the world size, not to the step.
-        wait_s: Time the loop waited for batches so far.
     """
 
     def __init__(
-        self, batches: Iterator[Batch], make_inputs: Callable[[Batch], MicroInputs], per_step: int
+        self,
+        feed: MicroFeed,
+        per_step: int,
+        *,
+        watch: Watch,
+        where: str,
+        limit_s: float | None,
+        describe_wait: Callable[[], str],
     ) -> None:
         self.taken: list[LedgerMicroBatch] = []
-        self.wait_s = 0.0
-        self._batches = batches
-        self._make_inputs = make_inputs
+        self._feed = feed
         self._per_step = per_step
+        self._watch = watch
+        self._where = where
+        self._limit_s = limit_s
+        self._describe_wait = describe_wait
 
     def take(self, num_micro_batches: int) -> Iterator[tuple[int, MicroInputs]]:
         """Yield number and inputs of each micro-batch, fillers included; fewer where the loader ends."""
-        for _ in range(num_micro_batches):
-            started = time.perf_counter()
-            batch = next(self._batches, None)
-            self.wait_s += time.perf_counter() - started
-            if batch is None:
+        for slot in range(num_micro_batches):
+            # The loader has a deadline of its own, so this phase has none.
+            self._watch.enter(f"{self._where}, waiting for data", describe=self._describe_wait)
+            fed = self._feed.take()
+            if fed is None:
                 return
-            if batch.micro < self._per_step:
-                self.taken.append(
-                    LedgerMicroBatch(
-                        micro=batch.micro,
-                        keys=tuple(batch.keys),
-                        weights=tuple(batch.arrays["weight"].tolist()),
-                    )
-                )
-            yield batch.micro, self._make_inputs(batch)
+            if fed.entry.micro < self._per_step:
+                self.taken.append(fed.entry)
+            # Gradients are exchanged in the last one: what it waits for may be another rank.
+            is_last = slot == num_micro_batches - 1
+            self._watch.enter(f"{self._where}, computing", self._limit_s, together=is_last)
+            yield fed.entry.micro, fed.inputs
+        if self._feed.looks_ahead:
+            # Whoever asks for one more has launched the last backward.
+            self._watch.enter(f"{self._where}, reading ahead", describe=self._describe_wait)
+            self._feed.look_ahead()
+            self._watch.enter(f"{self._where}, computing", self._limit_s, together=True)
+
+    def drain(self) -> float:
+        """Return the seconds of the step that were waited for data; call it once the step's loss is known."""
+        return self._feed.drain()
+
+
+def _entry(batch: Batch) -> LedgerMicroBatch:
+    return LedgerMicroBatch(
+        micro=batch.micro,
+        keys=tuple(batch.keys),
+        weights=tuple(batch.arrays["weight"].tolist()),
+        components=tuple(batch.components) if "component" in batch.arrays else (),
+    )

@@ -1,23 +1,37 @@
 """A loader's batch becomes the model's tensors: small integers travel, the device does the rest.
 
-Owns the labels (report tokens only) and the intensity window. Images cross to the device as they were
-stored (int16 is half of float32) and are windowed there.
+Owns the labels (report tokens only) and what each image gets. Images cross to the device as they were stored
+(int16 is half of float32) and are resized, windowed and turned there, see ``shardflow.training.device``.
 """
 
-# ruff: noqa: N803, N806, N815
+# ruff: noqa: N803, N815
 # Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns, T tokens.
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from shardflow.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch
+from shardflow.telemetry import StageCounters
+from shardflow.training.config import AugmentSettings
+from shardflow.training.device.augmentation import stack_draws
+from shardflow.training.device.images import ImageParameters
+from shardflow.training.device.ragged import Place, gather_slices, places_of, slice_mask_of
+from shardflow.training.device.transfer import Parcel, Transfer, open_transfer
 from shardflow.training.losses import IGNORED_LABEL
+from shardflow.training.packing import Packing, pack_row
 from shardflow.training.text import ReportTokenizer
 
-__all__ = ["MicroInputs", "make_inputs", "window_images"]
+__all__ = ["ImageMaker", "InputMaker", "MicroInputs", "SentInputs", "make_inputs"]
+
+_RING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,79 +39,242 @@ class MicroInputs:
     """One micro-batch on the device."""
 
     images_BKHW: torch.Tensor
-    """int16 or float32, in the unit the series was stored in."""
+    """int16, uint8, uint16 or float32 in the unit the series was stored in; float32 as the vision model takes
+    it where ``display_range_B2`` is None."""
     slice_mask_BK: torch.Tensor
     """bool, false for padded slices."""
-    display_range_B2: torch.Tensor
-    """float32, the intensities that become -1 and 1."""
+    display_range_B2: torch.Tensor | None
+    """float32, the intensities that become -1 and 1; None where images are windowed already."""
     token_ids_BT: torch.Tensor
-    """int64."""
+    """int64; of a packed micro-batch ``(1, T)``, the text of all slots."""
     token_mask_BT: torch.Tensor
     """bool, false for padding."""
     labels_BT: torch.Tensor
-    """int64, the next token of each position or ``IGNORED_LABEL``."""
+    """int64, the next token of each position or ``IGNORED_LABEL``; of a packed micro-batch ``(T, 1)``."""
     weights_B: torch.Tensor
-    """float32, 0 for padding slots."""
+    """float32, a weight for each row of labels, 0 for padding slots."""
     num_tokens: float
     """Weighted labelled tokens, the micro-batch's part of the step's N; known without asking the device."""
     num_samples: float
-    """Sum of the weights."""
+    """Sum of the weights of the samples."""
+    packing: Packing | None = None
+    """How the slots stand in one sequence; None where each has a row."""
+
+    @property
+    def model_arguments(self) -> tuple[Any, ...]:
+        """What the model is called with; a model that knows no packing gets none."""
+        rows = (
+            self.images_BKHW,
+            self.slice_mask_BK,
+            self.display_range_B2,
+            self.token_ids_BT,
+            self.token_mask_BT,
+        )
+        return rows if self.packing is None else (*rows, self.packing)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SentInputs:
+    """A micro-batch on its way to the device."""
+
+    parcel: Parcel
+    num_tokens: float
+    num_samples: float
+    longest: int
+    """Of a packed micro-batch: elements of its longest study."""
+    places: list[Place] | None = None
+    """Of samples of many sizes: where each one's slices are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageMaker:
+    """What becomes of images on the device, in place of the window that the model applies by itself."""
+
+    pipeline: Callable[[torch.Tensor, torch.Tensor, ImageParameters], torch.Tensor]
+    """An `ImagePipeline`, compiled or not."""
+    size: tuple[int, int]
+    """Rows and columns of its result."""
+    standardised: tuple[str, ...] = ()
+    """Modalities whose images get their own mean and deviation in place of a window."""
+    augment: AugmentSettings | None = None
+    """None for an evaluation."""
+    seed: int = 0
+
+    def arrays(self, batch: Batch, reports: list[str]) -> dict[str, NDArray[Any]]:
+        """Work out what each sample gets, on the host: a few numbers a sample."""
+        modalities = batch.modalities
+        arrays: dict[str, NDArray[Any]] = {}
+        if self.standardised:
+            arrays["is_standardised"] = np.array([name in self.standardised for name in modalities], np.uint8)
+        if self.augment is not None and self.augment.is_active:
+            place = (batch.epoch, batch.step, batch.micro)
+            draws = [
+                draw_sample(
+                    self.augment,
+                    modality=modality,
+                    report_names_a_side=names_a_side(report),
+                    seed=self.seed,
+                    place=(*place, slot),
+                )
+                if modality
+                else Draw()
+                for slot, (modality, report) in enumerate(zip(modalities, reports, strict=True))
+            ]
+            arrays["affine"], arrays["intensity"] = stack_draws(
+                draws, rows=self.size[0], columns=self.size[1]
+            )
+        return arrays
+
+    def images(self, tensors: dict[str, torch.Tensor], slice_mask_BK: torch.Tensor) -> torch.Tensor:
+        """Make the images that the vision model takes."""
+        standardised = tensors.get("is_standardised")
+        return self.pipeline(
+            tensors["image"],
+            slice_mask_BK,
+            ImageParameters(
+                display_range_B2=tensors["display_range"],
+                is_standardised_B=None if standardised is None else standardised.bool(),
+                intensity_B3=tensors.get("intensity"),
+                affine_B23=tensors.get("affine"),
+                content_box_B4=tensors.get("content_box"),
+            ),
+        )
+
+
+class InputMaker:
+    """Makes the model's tensors from batches, in two halves: what the host does, and what the device does.
+
+    Args:
+        tokenizer: Turns reports into token ids.
+        max_tokens: Longest row of tokens.
+        transfer: How arrays get to the device.
+        images: What becomes of images there; None leaves it to the model to window them.
+        packed: Put all slots into one sequence.
+        size: Rows and columns that the model takes; samples of many sizes are brought to it.
+        counters: Gets the stage ``tokenize``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ReportTokenizer,
+        *,
+        max_tokens: int,
+        transfer: Transfer,
+        images: ImageMaker | None = None,
+        packed: bool = False,
+        size: tuple[int, int] | None = None,
+        counters: StageCounters | None = None,
+    ) -> None:
+        self.transfer = transfer
+        self._counters = counters or StageCounters()
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._images = images
+        self._packed = packed
+        self._size = size
+
+    def for_evaluation(self) -> InputMaker:
+        """Return the same without augmentation."""
+        images = None if self._images is None else replace(self._images, augment=None)
+        return InputMaker(
+            self._tokenizer,
+            max_tokens=self._max_tokens,
+            transfer=self.transfer,
+            images=images,
+            packed=self._packed,
+            size=self._size,
+        )
+
+    def __call__(self, batch: Batch) -> MicroInputs:
+        """Do both halves at once."""
+        return self.receive(self.send(batch))
+
+    def send(self, batch: Batch) -> SentInputs:
+        """Do the host's half: text becomes tokens, and everything begins to move.
+
+        Args:
+            batch: One micro-batch of the loader; on a device its memory may be reused once this returns, on
+                the CPU the result shares it and keeps it alive.
+        """
+        began_s = time.perf_counter()
+        source = batch.arrays
+        weights = np.asarray(source["weight"], np.float32)
+        slots = range(len(weights))
+        reports = [batch.text(slot) for slot in slots] if "text_offsets" in source else []
+        if "token_offsets" in source:
+            stored = [batch.tokens(slot).tolist() for slot in slots]
+            rows = self._tokenizer.rows(stored, self._max_tokens)
+        else:
+            rows = self._tokenizer.encode(reports, self._max_tokens)
+        labels = np.full(rows.token_ids.shape, IGNORED_LABEL, np.int64)
+        labels[:, :-1] = np.where(rows.token_mask[:, 1:], rows.token_ids[:, 1:], IGNORED_LABEL)
+        tokens_per_slot = (labels != IGNORED_LABEL).sum(axis=1)
+        arrays, places = _image_arrays(source)
+        longest = 0
+        if self._packed:
+            row = pack_row(arrays["slice_mask"], rows.token_ids, rows.token_mask, labels, weights)
+            arrays |= row.arrays
+            longest = row.longest
+        else:
+            arrays |= {
+                "token_ids": rows.token_ids,
+                "token_mask": rows.token_mask,
+                "labels": labels,
+                "weights": weights,
+            }
+        if self._images is not None:
+            arrays |= self._images.arrays(batch, reports)
+        self._counters.add("tokenize", time.perf_counter() - began_s, 0, 1)
+        return SentInputs(
+            parcel=self.transfer.send(arrays),
+            num_tokens=float(np.dot(tokens_per_slot, weights.astype(np.float64))),
+            num_samples=float(weights.sum(dtype=np.float64)),
+            longest=longest,
+            places=places,
+        )
+
+    def receive(self, sent: SentInputs) -> MicroInputs:
+        """Do the device's half, on the current stream."""
+        tensors = self.transfer.receive(sent.parcel)
+        slice_mask = tensors["slice_mask"].bool()
+        if sent.places is not None and self._size is not None:
+            tensors["image"] = gather_slices(tensors.pop("pixels"), sent.places, self._size)
+        images, display_range = tensors["image"], tensors.get("display_range")
+        if self._images is not None:
+            images, display_range = self._images.images(tensors, slice_mask), None
+        packing = None
+        token_mask = tensors.get("token_mask")
+        if self._packed:
+            packing = Packing.of(tensors, longest=sent.longest)
+        if token_mask is None:
+            token_mask = torch.ones_like(tensors["token_ids"], dtype=torch.bool)
+        return MicroInputs(
+            images_BKHW=images,
+            slice_mask_BK=slice_mask,
+            display_range_B2=display_range,
+            token_ids_BT=tensors["token_ids"],
+            token_mask_BT=token_mask,
+            labels_BT=tensors["labels"],
+            weights_B=tensors["weights"],
+            num_tokens=sent.num_tokens,
+            num_samples=sent.num_samples,
+            packing=packing,
+        )
+
+
+def _image_arrays(source: Mapping[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], list[Place] | None]:
+    """Return what of a batch's images travels, and where the slices are that lie flat."""
+    names = ("image", "slice_mask", "display_range", "content_box")
+    if "image" in source:
+        return {name: source[name] for name in names if name in source}, None
+    places = places_of(source["pixel_start"], source["image_shape"])
+    arrays = {"pixels": source["pixels"], "display_range": source["display_range"]}
+    return {**arrays, "slice_mask": slice_mask_of(places)}, places
 
 
 def make_inputs(
-    batch: Batch, tokenizer: ReportTokenizer, *, max_tokens: int, device: torch.device
+    batch: Batch, tokenizer: ReportTokenizer, *, max_tokens: int, device: torch.device, packed: bool = False
 ) -> MicroInputs:
-    """Tokenise a batch's reports and move everything to the device.
-
-    Args:
-        batch: One micro-batch of the loader; its buffers may be reused once the result exists.
-        tokenizer: Turns reports into token ids.
-        max_tokens: Longest row of tokens.
-        device: Where the model lives.
-    """
-    arrays = batch.arrays
-    weights = np.asarray(arrays["weight"], np.float32)
-    rows = tokenizer.encode([batch.text(slot) for slot in range(len(weights))], max_tokens)
-    labels = np.full(rows.token_ids.shape, IGNORED_LABEL, np.int64)
-    labels[:, :-1] = np.where(rows.token_mask[:, 1:], rows.token_ids[:, 1:], IGNORED_LABEL)
-    tokens_per_slot = (labels != IGNORED_LABEL).sum(axis=1)
-    return MicroInputs(
-        images_BKHW=_to_device(arrays["image"], device),
-        slice_mask_BK=_to_device(arrays["slice_mask"], device).bool(),
-        display_range_B2=_to_device(arrays["display_range"], device),
-        token_ids_BT=_to_device(rows.token_ids, device),
-        token_mask_BT=_to_device(rows.token_mask, device),
-        labels_BT=_to_device(labels, device),
-        weights_B=_to_device(weights, device),
-        num_tokens=float(np.dot(tokens_per_slot, weights.astype(np.float64))),
-        num_samples=float(weights.sum(dtype=np.float64)),
-    )
-
-
-def window_images(
-    images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Map each sample's display range to [-1, 1] and clip what lies outside.
-
-    Padded slices become 0 whatever their bytes are, so that nothing of a recycled buffer reaches the model.
-
-    Args:
-        images_BKHW: ``(B, K, H, W)`` int16 or float32.
-        slice_mask_BK: ``(B, K)`` bool.
-        display_range_B2: ``(B, 2)`` float32, low and high; an empty range is taken as one unit wide.
-        dtype: Floating type of the result.
-    """
-    low_B111 = display_range_B2[:, 0].to(dtype)[:, None, None, None]
-    high_B111 = display_range_B2[:, 1].to(dtype)[:, None, None, None]
-    width_B111 = high_B111 - low_B111
-    width_B111 = torch.where(width_B111 > 0, width_B111, torch.ones_like(width_B111))
-    scaled = ((images_BKHW.to(dtype) - low_B111) / width_B111).clamp(0, 1) * 2 - 1
-    return torch.where(slice_mask_BK[:, :, None, None], scaled, torch.zeros_like(scaled))
-
-
-def _to_device(
-    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device
-) -> torch.Tensor:
-    # A copy on the CPU too: the batch's buffer goes back to the loader's pool when its last view dies, and
-    # a step that holds several micro-batches must not keep the pool empty.
-    return torch.tensor(array, device=device)
+    """Make one micro-batch's tensors, see `InputMaker`; a loop that makes many keeps one of those."""
+    transfer = open_transfer(device, ring_bytes=_RING_BYTES, counters=StageCounters())
+    return InputMaker(tokenizer, max_tokens=max_tokens, transfer=transfer, packed=packed)(batch)

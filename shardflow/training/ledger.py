@@ -39,6 +39,8 @@ class LedgerMicroBatch:
     """Sample key of each slot; None in a padding slot."""
     weights: tuple[float, ...]
     """0 for a padding slot and for a sample that was masked because it could not be read."""
+    components: tuple[int, ...] = ()
+    """Component of a blend of each slot, from 0, -1 in a padding slot; empty without a blend."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,10 @@ class LedgerWriter:
             global_step=global_step,
             epoch=epoch,
             step=step,
-            micros=[[m.micro, list(m.keys), list(m.weights)] for m in micro_batches],
+            micros=[
+                [m.micro, list(m.keys), list(m.weights), *([list(m.components)] if m.components else [])]
+                for m in micro_batches
+            ],
         )
 
     def sync(self) -> None:
@@ -178,9 +183,9 @@ def _read_attempt(folder: Path, attempt: int) -> tuple[int | None, dict[int, Led
 def _merge(global_step: int, attempt: int, lines: Iterable[Mapping[str, Any]]) -> LedgerStep:
     lines = list(lines)
     micro_batches = [
-        LedgerMicroBatch(micro=micro, keys=tuple(keys), weights=tuple(weights))
+        LedgerMicroBatch(micro=micro, keys=tuple(keys), weights=tuple(weights), components=tuple(*components))
         for line in lines
-        for micro, keys, weights in line["micros"]
+        for micro, keys, weights, *components in line["micros"]
     ]
     return LedgerStep(
         global_step=global_step,

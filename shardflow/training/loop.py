@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,24 +19,26 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from shardflow.configs import dump_config
 from shardflow.loading import Batch, Loader
 from shardflow.training.agreement import agree
-from shardflow.training.checkpoint import CheckpointFolder
+from shardflow.training.cache_use import CacheUse
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import Ranks
 from shardflow.training.evaluate import evaluate
-from shardflow.training.feed import StepFeed
-from shardflow.training.inputs import MicroInputs
+from shardflow.training.feed import DeviceFeed, MicroFeed, StepFeed
+from shardflow.training.inputs import InputMaker
 from shardflow.training.ledger import LedgerWriter
-from shardflow.training.metrics import EvaluationMetrics, MetricsWriter, StepMetrics
-from shardflow.training.model import ReportModel
+from shardflow.training.measuring import RunMeasures
+from shardflow.training.metrics import CheckpointMetrics, EvaluationMetrics, MetricsWriter, StepMetrics
 from shardflow.training.optimizer import learning_rate, set_learning_rate
+from shardflow.training.saving import CheckpointSaver
 from shardflow.training.signals import StopRequest
-from shardflow.training.step import accumulate_gradients, apply_gradients
-from shardflow.training.tensors import model_tensors, optimizer_tensors
+from shardflow.training.step import accumulate_gradients
+from shardflow.training.tuning import Tuning
+from shardflow.training.updates import Updates
 
 __all__ = ["LoopProgress", "Outcome", "RunParts", "TrainingLoop"]
 
@@ -50,19 +53,21 @@ class RunParts:
 
     config: TrainConfig
     ranks: Ranks
-    model: ReportModel
-    wrapped: DistributedDataParallel
+    model: nn.Module
+    wrapped: nn.Module
     """``model`` with gradient exchange."""
     optimizer: torch.optim.Optimizer
+    updates: Updates
     loader: Loader
     open_evaluation: Callable[[], AbstractContextManager[Iterable[Batch]]] | None
     """Opens one pass over the evaluation split; None where there is none."""
-    make_inputs: Callable[[Batch], MicroInputs]
+    inputs: InputMaker
     autocast: torch.dtype | None
-    checkpoints: CheckpointFolder
+    saver: CheckpointSaver
     ledger: LedgerWriter
     metrics: MetricsWriter | None
     """On rank 0 only."""
+    measures: RunMeasures
     stop: StopRequest
     bindings: Mapping[str, Any]
     """Settings that a checkpoint of this run only fits together with."""
@@ -102,6 +107,8 @@ class TrainingLoop:
         self.last_step: StepMetrics | None = None
         self.last_evaluation: EvaluationMetrics | None = None
         self._on_step = on_step
+        self._cache_use = CacheUse(parts.loader.counters) if parts.config.cache.is_on else None
+        self._tuning: Tuning | None = None
         self._saved_step = progress.global_step if is_saved else -1
         self._stopping = False
 
@@ -112,11 +119,29 @@ class TrainingLoop:
             RanksDisagreeError: the ranks would not run the same steps; raised before the epoch's first one.
             ShardflowError: whatever ends a run: data that does not come, a gradient that is not finite, ...
         """
+        self._say_plan()
+        metrics = self.parts.metrics
+        if metrics is not None:
+            metrics.write_plan(self.num_steps)
+        if self.parts.config.tune.mode != "off":
+            self._tuning = Tuning(self.parts.config, self.parts.ranks, self.parts.loader, metrics)
+            self.parts.measures.listeners.append(self._tuning)
         self._evaluate_if_due()
         while self.progress.global_step < self.num_steps and not self._stopping:
             self._run_epoch()
         self._save()
-        return "stopped" if self._stopping else "finished"
+        self._note_checkpoint(self.parts.saver.finish())
+        self.parts.measures.finish(self.num_steps)
+        outcome: Outcome = "stopped" if self._stopping else "finished"
+        if metrics is not None:
+            metrics.write_end(outcome, global_step=self.progress.global_step)
+        return outcome
+
+    def _say_plan(self) -> None:
+        """Say what the first epoch's steps hold, leave out, repeat or pad, before one runs."""
+        if self.parts.ranks.rank == 0:
+            for line in self.parts.loader.summary().lines():
+                _LOGGER.info("%s", line)
 
     def _run_epoch(self) -> None:
         """Run the rest of the loader's epoch."""
@@ -124,9 +149,12 @@ class TrainingLoop:
         first = loader.position
         self._agree(first.epoch, first.step)
         last = min(loader.num_steps, first.step + self.num_steps - progress.global_step)
-        batches = iter(loader)
+        # Two micro-batches on a CPU's way to itself would only take memory.
+        feed = DeviceFeed(loader, self.parts.inputs, looks_ahead=self.parts.ranks.device.type != "cpu")
         for step in range(first.step, last):
-            self._run_step(batches, first.epoch, step)
+            self.run_step(feed, first.epoch, step)
+            if self._tuning is not None:
+                self._tuning.carry_out(feed)
             progress.global_step += 1
             if self._stopping:
                 return
@@ -152,10 +180,25 @@ class TrainingLoop:
             },
         )
 
-    def _run_step(self, batches: Iterator[Batch], epoch: int, step: int) -> None:
+    def run_step(self, data: MicroFeed, epoch: int, step: int) -> None:
+        """Run one step and write down what it left; whoever calls it counts it in ``progress``.
+
+        Args:
+            data: At the step's first micro-batch.
+            epoch: The step's epoch.
+            step: Its number in the epoch.
+        """
         parts, config = self.parts, self.parts.config
         started = time.perf_counter()
-        feed = StepFeed(batches, parts.make_inputs, config.batch.micro_batches_per_step)
+        watch, where = parts.ranks.watch, f"epoch {epoch}, step {step}"
+        feed = StepFeed(
+            data,
+            config.batch.micro_batches_per_step,
+            watch=watch,
+            where=where,
+            limit_s=self._limit_s,
+            describe_wait=parts.loader.describe_activity,
+        )
         sums = accumulate_gradients(
             parts.wrapped,
             feed.take(parts.loader.num_micro_batches_per_rank),
@@ -163,35 +206,59 @@ class TrainingLoop:
             world_size=parts.ranks.world_size,
             position=(config.run.seed, epoch, step),
             autocast=parts.autocast,
+            loss_scale=parts.updates.loss_scale,
+            exchange_each=config.parallel.accumulation == "sharded",
+            clock=parts.measures.clock,
+            last_gradient=parts.measures.last_gradient,
         )
-        own = [sums.loss, sums.num_tokens, sums.num_samples, feed.wait_s, float(parts.stop.is_set)]
-        by_rank = parts.ranks.gather_numbers(own, self._exchange_timeout)
-        loss, num_tokens, num_samples, wait_s, num_stops = by_rank.sum(dim=0).tolist()
+        # The loss is known, so the device has passed all of the backward.
+        parts.measures.clock.settle()
+        watch.enter(f"{where}, updating the weights", self._limit_s)
+        own = [
+            sums.loss,
+            sums.num_tokens,
+            sums.num_samples,
+            feed.drain(),
+            parts.stop.is_set,
+            parts.saver.stage,
+            parts.measures.elapsed(),
+        ]
+        if self._cache_use is not None:
+            own += self._cache_use.since()
+        tuning = self._tuning.column() if self._tuning is not None else []
+        own += tuning
+        with parts.measures.timed("agree"):
+            by_rank = parts.ranks.gather_numbers(own, self._exchange_timeout)
+        sum_of_ranks = by_rank[:, : len(own) - len(tuning)].sum(dim=0)
+        loss, num_tokens, num_samples, wait_s, num_stops, _, _, *cache = sum_of_ranks.tolist()
         rate = learning_rate(config.optimizer, self.progress.global_step, self.num_steps)
         set_learning_rate(parts.optimizer, rate)
-        norm = apply_gradients(
-            parts.model,
-            parts.optimizer,
-            num_tokens=num_tokens,
-            max_gradient_norm=config.optimizer.max_gradient_norm,
-            where=f"epoch {epoch}, step {step}",
-        )
+        parts.measures.clock.optimizer()
+        update = parts.updates.apply(num_tokens, loss=loss, where=where)
+        parts.measures.clock.updated()
         parts.ledger.write(self.progress.global_step, epoch=epoch, step=step, micro_batches=feed.taken)
         self._stopping = num_stops > 0
+        self._note_checkpoint(parts.saver.advance(by_rank[:, 5].tolist()))
+        if self._tuning is not None:
+            self._tuning.heard(by_rank[0, len(own) - len(tuning) :].tolist())
         self._report(
             StepMetrics(
                 global_step=self.progress.global_step,
                 epoch=epoch,
                 step=step,
-                loss=loss / num_tokens if num_tokens else None,
+                loss=loss / num_tokens if num_tokens and math.isfinite(loss) else None,
                 num_tokens=num_tokens,
                 num_samples=num_samples,
                 learning_rate=rate,
-                gradient_norm=norm,
+                gradient_norm=update.norm,
+                num_skipped=parts.updates.num_skipped,
+                loss_scale=parts.updates.loss_scale,
                 step_s=time.perf_counter() - started,
                 data_wait_s=float(by_rank[:, 3].max()),
                 mean_data_wait_s=wait_s / parts.ranks.world_size,
-            )
+                cache=CacheUse.named(cache) if cache else None,
+            ),
+            elapsed_s=float(by_rank[:, 6].max()),
         )
 
     @property
@@ -200,14 +267,24 @@ class TrainingLoop:
         timeouts = self.parts.ranks.timeouts
         return timeouts.startup if self.last_step is None else timeouts.steady
 
-    def _report(self, metrics: StepMetrics) -> None:
+    @property
+    def _limit_s(self) -> float | None:
+        """For what a rank does alone in a step; the first one, and a compiled model in any, may compile."""
+        timeouts = self.parts.ranks.timeouts
+        may_compile = self.last_step is None or self.parts.config.run.compile
+        return timeouts.startup_s if may_compile and timeouts.hang else timeouts.hang_s
+
+    def _report(self, metrics: StepMetrics, *, elapsed_s: float) -> None:
         if self.last_step is None:  # the first exchange has built all connections
             self.parts.ranks.enter_steady_state()
         self.last_step = metrics
         if self.parts.metrics is not None:
             self.parts.metrics.write_step(metrics)
+        if self._tuning is not None:
+            self._tuning.stepped(metrics)
         if self._on_step is not None:
             self._on_step(metrics, self.num_steps)
+        self.parts.measures.stepped(metrics, elapsed_s=elapsed_s, total_steps=self.num_steps)
 
     def _evaluate_if_due(self) -> None:
         parts, step = self.parts, self.progress.global_step
@@ -221,12 +298,12 @@ class TrainingLoop:
         epoch = position.epoch - (
             position.step == 0
         )  # at an epoch's end the position is the next one's start
-        with parts.open_evaluation() as batches:
+        with parts.measures.timed("evaluate"), parts.open_evaluation() as batches:
             self.last_evaluation = evaluate(
                 parts.model,
                 batches,
                 parts.ranks,
-                make_inputs=parts.make_inputs,
+                make_inputs=parts.inputs.for_evaluation(),
                 autocast=parts.autocast,
                 global_step=step,
                 epoch=epoch,
@@ -237,32 +314,45 @@ class TrainingLoop:
         _LOGGER.info("evaluation after %d steps: loss %s", step, self.last_evaluation.loss)
 
     def _save(self) -> None:
-        """Write a checkpoint of what is done; rank 0 writes, the others wait for it in a meeting."""
+        """Begin a checkpoint of what is done; it is written while the next steps run."""
         parts, progress = self.parts, self.progress
         if self._saved_step == progress.global_step:
             return
-        parts.ledger.sync()
-        # Gathered after every rank's sync, so no checkpoint counts a step whose ledger lines could be lost.
-        masks = parts.ranks.gather_json(parts.loader.masks())
-        if parts.ranks.rank == 0:
-            name = parts.checkpoints.save(
-                progress.global_step,
-                state={
-                    "global_step": progress.global_step,
-                    "last_evaluation_step": progress.last_evaluation_step,
-                    "loader": parts.loader.state_dict(),
-                    "masks": _union(masks),
-                    "bindings": dict(parts.bindings),
-                    "config_digest": hashlib.sha256(dump_config(parts.config).encode()).hexdigest(),
-                    "world_size": parts.ranks.world_size,
-                    "versions": {name: version(name) for name in ("shardflow", "torch", "transformers")},
-                },
-                model=model_tensors(parts.model),
-                optimizer=optimizer_tensors(parts.model, parts.optimizer),
-            )
-            _LOGGER.info("wrote checkpoint %s", name)
+        parts.ranks.watch.enter(
+            f"checkpoint after {progress.global_step} steps", parts.ranks.timeouts.control_s
+        )
+        # Synced before the masks are exchanged, so no checkpoint counts a step whose lines could be lost.
+        with parts.measures.timed("checkpoint"):
+            parts.ledger.sync()
+            former = parts.saver.begin(progress.global_step, facts=parts.loader.masks(), state=self._state)
+        self._note_checkpoint(former)
         self._saved_step = progress.global_step
-        parts.ranks.meet("checkpoint written", parts.ranks.timeouts.control)
+
+    def _state(self, masks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
+        """Everything of a checkpoint that is no tensor."""
+        parts, progress = self.parts, self.progress
+        return {
+            "global_step": progress.global_step,
+            "last_evaluation_step": progress.last_evaluation_step,
+            "loader": parts.loader.state_dict(),
+            "masks": _union(masks),
+            "updates": parts.updates.state_dict(),
+            "bindings": dict(parts.bindings),
+            "config_digest": hashlib.sha256(dump_config(parts.config).encode()).hexdigest(),
+            "world_size": parts.ranks.world_size,
+            "versions": {name: version(name) for name in ("shardflow", "torch", "transformers")},
+        }
+
+    def _note_checkpoint(self, metrics: CheckpointMetrics | None) -> None:
+        if metrics is None or self.parts.metrics is None:
+            return
+        self.parts.metrics.write_checkpoint(metrics)
+        _LOGGER.info(
+            "checkpoint step-%08d stands: %.2f s of training, %.1f s beside it",
+            metrics.global_step,
+            metrics.stall_s,
+            metrics.write_s,
+        )
 
 
 def _run_length(config: TrainConfig, steps_in: Callable[[int], int]) -> int:

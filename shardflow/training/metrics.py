@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from shardflow.logs import EventLog, read_events
 from shardflow.storage.atomic import make_directories
+from shardflow.telemetry import Interval, Move, Verdict
 
-__all__ = ["EvaluationMetrics", "MetricsWriter", "StepMetrics", "read_metrics"]
+__all__ = [
+    "METRICS_FILE",
+    "CheckpointMetrics",
+    "EvaluationMetrics",
+    "MetricsWriter",
+    "StepMetrics",
+    "read_metrics",
+]
 
-_FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
+"""In the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,18 +38,27 @@ class StepMetrics:
     epoch: int
     step: int
     loss: float | None
-    """Mean negative log-likelihood of a token in nats; None for a step without tokens."""
+    """Mean negative log-likelihood of a token in nats; None for a step without tokens, or where it is not
+    finite."""
     num_tokens: float
     num_samples: float
     learning_rate: float
     gradient_norm: float | None
-    """Before clipping; None for a step without tokens, which changed nothing."""
+    """Before clipping; None for a step that changed nothing: without tokens, or with a gradient that was not
+    finite."""
+    num_skipped: int
+    """Steps of the run so far whose gradient was not finite."""
+    loss_scale: float
+    """1 but under fp16."""
     step_s: float
     """Wall time of the step on the slowest rank, waiting for data included."""
     data_wait_s: float
     """Time the slowest rank's loop waited for its next batch."""
     mean_data_wait_s: float
     """The same, averaged over ranks: far below ``data_wait_s`` where one rank lags."""
+    cache: Mapping[str, float] | None = None
+    """What the caches of all ranks did since the step before, by `CacheUse.names`; each is a key of the line.
+    None without a cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +75,21 @@ class EvaluationMetrics:
     evaluation_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointMetrics:
+    """One checkpoint, written once it stands."""
+
+    global_step: int
+    """Steps that it counts."""
+    stall_s: float
+    """How long training stood still for it on rank 0: a checkpoint before it that was still being written,
+    the ranks' agreement, the copy to host memory."""
+    write_s: float
+    """How long rank 0 wrote beside the steps."""
+    num_bytes: int
+    """Tensors that rank 0 wrote."""
+
+
 class MetricsWriter:
     """Appends to ``metrics.jsonl`` and, where wanted, to a TensorBoard event file.
 
@@ -64,12 +98,14 @@ class MetricsWriter:
         attempt: Number of this start of the job.
         start: Global step at which it starts; TensorBoard hides what earlier attempts drew from there on.
         tensorboard: Write event files too.
+        device: What rank 0 computes on, for readers; empty where it is not known.
     """
 
-    def __init__(self, run: Path, *, attempt: int, start: int, tensorboard: bool) -> None:
+    def __init__(self, run: Path, *, attempt: int, start: int, tensorboard: bool, device: str = "") -> None:
         make_directories(run)
-        self._log = EventLog(run / _FILE)
-        self._log.write("attempt", attempt=attempt, start=start)
+        self._log = EventLog(run / METRICS_FILE)
+        versions = {name: version(name) for name in ("shardflow", "torch")}
+        self._log.write("attempt", attempt=attempt, start=start, versions=versions, device=device)
         self._attempt = attempt
         self._board: Any = None
         if tensorboard:
@@ -79,11 +115,40 @@ class MetricsWriter:
 
     def write_step(self, metrics: StepMetrics) -> None:
         """Append one step."""
-        self._write("step", asdict(metrics), metrics.global_step)
+        values = asdict(metrics)
+        self._write("step", values | (values.pop("cache") or {}), metrics.global_step)
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Append one evaluation."""
         self._write("evaluation", asdict(metrics), metrics.global_step)
+
+    def write_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        """Append one checkpoint."""
+        self._write("checkpoint", asdict(metrics), metrics.global_step)
+
+    def write_interval(self, interval: Interval) -> None:
+        """Append what was measured over some steps; for people, seconds of each stage a step and rank."""
+        self._log.write("interval", attempt=self._attempt, **interval.to_json())
+        if self._board is not None:
+            share = interval.num_steps * interval.world_size
+            for name, stage in interval.stages.items():
+                self._board.add_scalar(f"stage/{name}_s", stage.seconds / share, interval.global_step)
+
+    def write_move(self, move: Move) -> None:
+        """Append something that the tuner did."""
+        self._log.write("tune", attempt=self._attempt, **move.to_json())
+
+    def write_verdict(self, verdict: Verdict) -> None:
+        """Append what the newest intervals were bound by."""
+        self._log.write("verdict", attempt=self._attempt, **verdict.to_json())
+
+    def write_plan(self, num_steps: int) -> None:
+        """Append how many steps the whole run has, so that readers know how far it is."""
+        self._log.write("plan", attempt=self._attempt, num_steps=num_steps)
+
+    def write_end(self, outcome: str, *, global_step: int) -> None:
+        """Append that this start ended as it should: ``finished`` or ``stopped``, after so many steps."""
+        self._log.write("end", attempt=self._attempt, outcome=outcome, global_step=global_step)
 
     def close(self) -> None:
         """Flush and close both."""
@@ -104,14 +169,15 @@ def read_metrics(run: Path, event: str = "step") -> list[dict[str, Any]]:
 
     Args:
         run: The run folder.
-        event: ``"step"`` or ``"evaluation"``.
+        event: ``"step"``, ``"interval"``, ``"evaluation"`` or ``"checkpoint"``.
     """
-    path = run / _FILE
+    path = run / METRICS_FILE
     lines: dict[int, dict[str, Any]] = {}
     for line in read_events(path) if path.is_file() else ():
         if line["event"] == "attempt":
-            # A step is named by its number, an evaluation by the number of steps done before it.
-            last = int(line["start"]) - (event == "step")
+            # Steps are named by their number, intervals by that of their last one; all else by the number of
+            # steps done before it.
+            last = int(line["start"]) - (event in {"step", "interval"})
             lines = {number: kept for number, kept in lines.items() if number <= last}
         elif line["event"] == event:
             lines[int(line["global_step"])] = line

@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, ViTConfig
 
+from shardflow.loading.room import check_fits
 from shardflow.seeds import derive
 from shardflow.training.config import ImageSettings, ModelSettings
-from shardflow.training.inputs import window_images
+from shardflow.training.device.images import window_images
+from shardflow.training.packing import Packing
 
 __all__ = ["ReportModel", "build_model"]
 
@@ -59,22 +61,26 @@ class ReportModel(nn.Module):
         self,
         images_BKHW: torch.Tensor,
         slice_mask_BK: torch.Tensor,
-        display_range_B2: torch.Tensor,
+        display_range_B2: torch.Tensor | None,
         token_ids_BT: torch.Tensor,
         token_mask_BT: torch.Tensor,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         """Predict the next token at every text position.
 
         Args:
             images_BKHW: ``(B, K, H, W)`` int16 or float32 in stored units.
             slice_mask_BK: ``(B, K)`` bool.
-            display_range_B2: ``(B, 2)`` float32.
-            token_ids_BT: ``(B, T)`` int64, each row opened by the begin token.
+            display_range_B2: ``(B, 2)`` float32; None for images that are as the vision model takes them.
+            token_ids_BT: ``(B, T)`` int64, each row opened by the begin token; ``(1, T)`` where packed.
             token_mask_BT: ``(B, T)`` bool.
+            packing: How the samples stand in one sequence; None where each has a row.
 
         Returns:
-            Logits ``(B, T, V)``; those of padded positions mean nothing.
+            Logits ``(B, T, V)``; those of padded positions mean nothing. Where packed ``(1, T, V)``.
         """
+        if packing is not None:
+            return self._packed_logits(images_BKHW, display_range_B2, token_ids_BT, packing)
         prefix_BKD = self._slice_embeddings(images_BKHW, slice_mask_BK, display_range_B2)
         batch_size, num_tokens = token_ids_BT.shape
         start_B1D = self.start_embedding.expand(batch_size, 1, -1)
@@ -93,12 +99,68 @@ class ReportModel(nn.Module):
         return logits
 
     def _slice_embeddings(
-        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor
+        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor | None
     ) -> torch.Tensor:
-        windowed = window_images(images_BKHW, slice_mask_BK, display_range_B2, self.projection.weight.dtype)
-        features = self.vision(pixel_values=windowed.flatten(0, 1)[:, None]).last_hidden_state[:, 0]
-        embeddings_BKD = self.projection(features).unflatten(0, slice_mask_BK.shape)
+        pixels = self._pixels(images_BKHW, slice_mask_BK, display_range_B2)
+        embeddings_BKD = self._look_at(pixels.flatten(0, 1)).view(*slice_mask_BK.shape, -1)
         return torch.where(slice_mask_BK[:, :, None], embeddings_BKD, torch.zeros_like(embeddings_BKD))
+
+    def _packed_logits(
+        self,
+        images_BKHW: torch.Tensor,
+        display_range_B2: torch.Tensor | None,
+        token_ids_1T: torch.Tensor,
+        packing: Packing,
+    ) -> torch.Tensor:
+        """Do the same for one sequence of all samples; only slices that are there go through the tower."""
+        num_places = images_BKHW.shape[1]
+        chosen_N1HW = images_BKHW.flatten(0, 1).index_select(0, packing.slice_index_N)[:, None]
+        ranges = display_range_B2
+        if ranges is not None:
+            ranges = ranges.index_select(0, packing.slice_index_N // num_places)
+        present_N1 = torch.ones_like(packing.slice_index_N, dtype=torch.bool)[:, None]
+        slices_ND = self._look_at(self._pixels(chosen_N1HW, present_N1, ranges)[:, 0])
+        text_TD = self._language_call("get_input_embeddings")(token_ids_1T)[0]
+        start_1D = self.start_embedding[None].to(text_TD.dtype)
+        elements = torch.cat([start_1D, slices_ND.to(text_TD.dtype), text_TD])
+        output = self.language(
+            inputs_embeds=elements.index_select(0, packing.source_S)[None],
+            position_ids=packing.position_S[None],
+            use_cache=False,
+            logits_to_keep=packing.text_place_T,
+            **self._boundaries(packing, text_TD.dtype),
+        )
+        # No view of it: FSDP2 warns of views, as of memory that somebody might change in place.
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def _boundaries(self, packing: Packing, dtype: torch.dtype) -> dict[str, Any]:
+        """Keep attention inside each sample, in the way that the model's attention takes."""
+        kind = str(getattr(self.language.config, "_attn_implementation", "eager"))
+        if kind.startswith("flash"):
+            return {
+                "attention_mask": None,
+                "cu_seq_lens_q": packing.study_start_U,
+                "cu_seq_lens_k": packing.study_start_U,
+                "max_length_q": packing.longest,
+                "max_length_k": packing.longest,
+            }
+        return {"attention_mask": packing.attention_mask(dtype, additive=kind != "sdpa")}
+
+    def _pixels(
+        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor | None
+    ) -> torch.Tensor:
+        dtype = self.projection.weight.dtype
+        if display_range_B2 is None:
+            return images_BKHW.to(dtype)
+        # Windowed in float32 at least: intensities go up to thousands.
+        exact = torch.promote_types(dtype, torch.float32)
+        return window_images(images_BKHW, slice_mask_BK, display_range_B2, exact).to(dtype)
+
+    def _look_at(self, pixels_NHW: torch.Tensor) -> torch.Tensor:
+        features = self.vision(pixel_values=pixels_NHW[:, None]).last_hidden_state[:, 0]
+        embeddings_ND: torch.Tensor = self.projection(features)
+        return embeddings_ND
 
     def _language_call(self, name: str) -> Any:
         return getattr(self.language, name)()
@@ -118,7 +180,17 @@ def build_model(
 
     Returns:
         The model on the CPU in float32 and training mode.
+
+    Raises:
+        ConfigError: The table of positions alone does not fit into memory.
     """
+    num_positions = 1 + image.num_places + max_tokens
+    if settings.language == "gpt2":
+        check_fits(
+            num_positions * settings.language_width * torch.float32.itemsize,
+            f"a model of {num_positions} positions",
+            "lower image.num_slices or text.max_tokens",
+        )
     torch.manual_seed(derive(seed, "model-weights"))
     vision = AutoModel.from_config(
         ViTConfig(
@@ -135,7 +207,7 @@ def build_model(
         add_pooling_layer=False,
     )
     language = AutoModelForCausalLM.from_config(
-        _language_config(settings, vocab_size, num_positions=1 + image.num_slices + max_tokens)
+        _language_config(settings, vocab_size, num_positions=num_positions)
     )
     model = ReportModel(
         vision, language, vision_width=settings.vision_width, language_width=settings.language_width

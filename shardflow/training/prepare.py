@@ -13,33 +13,39 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.configs import dump_config
-from shardflow.errors import ConfigError
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.shards import Dataset
+from shardflow.loading import Loader, LoaderConfig, Selection, StoredTokens, World
+from shardflow.monitoring import open_outlets
+from shardflow.monitoring.verdict import VerdictWatch, read_settings
 from shardflow.storage import write_atomic
 from shardflow.training.batching import batch_spec
+from shardflow.training.building import build_report_model
 from shardflow.training.checkpoint import Checkpoint, CheckpointFolder
 from shardflow.training.config import TrainConfig
+from shardflow.training.data import open_data
+from shardflow.training.devices import device_name
 from shardflow.training.distributed import Ranks
-from shardflow.training.inputs import MicroInputs, make_inputs
 from shardflow.training.ledger import LedgerWriter
 from shardflow.training.loop import RunParts
-from shardflow.training.losses import IGNORED_LABEL
+from shardflow.training.measuring import open_measures
 from shardflow.training.metrics import MetricsWriter
-from shardflow.training.model import build_model
 from shardflow.training.optimizer import build_optimizer
 from shardflow.training.resume import StartDecision, check_bindings, model_bindings
+from shardflow.training.saving import CheckpointSaver
+from shardflow.training.sharding import compile_blocks, replicate, shard
 from shardflow.training.signals import StopRequest
 from shardflow.training.step import warm_up
 from shardflow.training.tensors import load_model, load_optimizer
 from shardflow.training.text import ReportTokenizer
+from shardflow.training.tokenizing import tokenizer_digest
+from shardflow.training.updates import Updates
+from shardflow.training.views import empty_inputs, image_view, input_maker
 
 __all__ = ["prepare_run"]
 
 _LOGGER = logging.getLogger(__name__)
+_COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_run(
@@ -71,21 +77,26 @@ def prepare_run(
     bindings = model_bindings(config, tokenizer)
     if checkpoint is not None:
         check_bindings(checkpoint, bindings)
-    dataset = _open_dataset(config, checkpoint)
-    loader = stack.enter_context(_open_loader(config, ranks, dataset, split=config.data.train_split))
-    model = build_model(
-        config.model,
-        config.image,
-        vocab_size=tokenizer.vocab_size,
-        max_tokens=config.text.max_tokens,
-        seed=config.run.seed,
-    ).to(ranks.device)
+    data = open_data(config.data, checkpoint.state["loader"] if checkpoint else None, cache=config.cache)
+    data.check_modalities("image.standardise", config.image.standardise)
+    loader = stack.enter_context(_open_loader(config, ranks, data.training))
+    model, tokenizer = build_report_model(config, tokenizer)
+    compute = _COMPUTE[config.run.precision]
+    is_sharded = config.parallel.strategy == "fsdp2"
+    if config.run.compile:
+        compile_blocks(model)
+    if is_sharded:
+        shard(model, ranks, config.parallel, compute=compute)
+    else:
+        model.to(ranks.device)
     optimizer = build_optimizer(model, config.optimizer)
+    updates = Updates(model, optimizer, config.optimizer, is_scaled=compute is torch.float16)
     if checkpoint is not None:
         loader.load_state_dict(checkpoint.state["loader"])
         loader.load_masks(checkpoint.state["masks"])
         load_model(model, checkpoint.model)
         load_optimizer(model, optimizer, checkpoint.optimizer)
+        updates.load_state_dict(checkpoint.state.get("updates", {}))
         _LOGGER.info("resuming from %s at global step %d", checkpoint.name, checkpoint.state["global_step"])
     start = checkpoint.state["global_step"] if checkpoint else 0
     ledger = LedgerWriter(
@@ -97,70 +108,50 @@ def prepare_run(
     )
     stack.callback(ledger.close)
     metrics = _open_metrics(config, ranks, decision.attempt, start, stack)
-    autocast = torch.bfloat16 if config.run.precision == "bf16" else None
+    autocast = None if is_sharded else compute  # a sharded model gathers its layers in that type
 
     ranks.meet("prepared", ranks.timeouts.startup)
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-        process_group=ranks.group,
-        # No buffer of the model changes in training, so there is nothing to send around before every forward.
-        forward_sync_buffers=False,
-        gradient_as_bucket_view=True,
-    )
-    warm_up(wrapped, _empty_inputs(config, ranks.device), autocast=autocast)
+    wrapped = model if is_sharded else replicate(model, ranks)
+    saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded)
+    stack.callback(saver.close)
+    warm_up(wrapped, empty_inputs(config, ranks.device), autocast=autocast)
+    inputs = input_maker(config, tokenizer, ranks.device, loader.counters)
+    measures, close_measures = open_measures(config, ranks, loader, wrapped, inputs.transfer, metrics)
+    stack.callback(close_measures)
+    if metrics is not None:
+        judge = VerdictWatch(metrics.write_verdict, config=read_settings(config.run.output))
+        measures.listeners.append(judge)
     return RunParts(
         config=config,
         ranks=ranks,
         model=model,
         wrapped=wrapped,
         optimizer=optimizer,
+        updates=updates,
         loader=loader,
         open_evaluation=(
-            partial(_open_loader, config, ranks, dataset, split=config.data.eval_split, tail="mask")
-            if config.data.eval_split
-            else None
+            partial(_open_loader, config, ranks, data.evaluation, tail="mask") if data.evaluation else None
         ),
-        make_inputs=partial(
-            make_inputs, tokenizer=tokenizer, max_tokens=config.text.max_tokens, device=ranks.device
-        ),
+        inputs=inputs,
         autocast=autocast,
-        checkpoints=checkpoints,
+        saver=saver,
         ledger=ledger,
         metrics=metrics,
+        measures=measures,
         stop=stop,
         bindings=bindings,
     )
 
 
-def _open_dataset(config: TrainConfig, checkpoint: Checkpoint | None) -> Dataset:
-    if not config.data.dataset.is_dir():
-        raise ConfigError(
-            "data.dataset must be an existing folder, got none; correct the path, "
-            "or make one with: shardflow pack."
-        )
-    version = config.data.manifest_version
-    if version is None and checkpoint is not None:
-        # A newer manifest is adopted on purpose only: it has other samples, so another plan.
-        version = checkpoint.state["loader"]["manifest_version"]
-    dataset = Dataset.open(config.data.dataset, version=version)
-    for key, split in (("train_split", config.data.train_split), ("eval_split", config.data.eval_split)):
-        if split and split not in dataset.splits:
-            known = ", ".join(sorted(dataset.splits))
-            raise ConfigError(
-                f"data.{key} must be a split of the dataset ({known}), got {split!r}; correct it."
-            )
-    return dataset
-
-
-def _open_loader(
-    config: TrainConfig, ranks: Ranks, dataset: Dataset, *, split: str, tail: Any = None
-) -> Loader:
+def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tail: Any = None) -> Loader:
     settings = config.loader
+    stored = None
+    if config.text.tokens == "stored":
+        digest = tokenizer_digest(config.text.tokenizer)
+        stored = StoredTokens(tokenizer=digest, max_tokens=config.text.max_tokens)
     return Loader(
-        dataset,
-        split=split,
-        spec=batch_spec(config, dataset, split, tail=tail),
+        selection,
+        spec=batch_spec(config, selection, tail=tail),
         seed=config.run.seed,
         world=World(
             rank=ranks.rank,
@@ -168,16 +159,15 @@ def _open_loader(
             ranks_per_node=World.from_environment().ranks_per_node,
         ),
         config=LoaderConfig(
-            view=ImageView(
-                num_slices=config.image.num_slices,
-                rows=config.image.rows,
-                columns=config.image.columns,
-                slice_choice="even" if tail else config.image.slice_choice,
-                dtype=config.image.dtype,
-            ),
-            text=True,
+            view=image_view(config.image, is_evaluation=tail is not None),
+            # Turning an image asks whether its report names a side.
+            text=stored is None or config.augment.is_active,
+            tokens=stored,
+            execution=settings.execution,
+            transform="" if tail else config.image.transform,
             num_threads=settings.num_threads,
             prefetch_bytes=settings.prefetch_bytes,
+            max_node_bytes=settings.max_node_bytes,
             wait_timeout_s=settings.wait_timeout_s,
             on_bad_sample=settings.on_bad_sample,
             max_bad_samples=settings.max_bad_samples,
@@ -192,25 +182,12 @@ def _open_metrics(
         return None
     write_atomic(config.run.output / "resolved_config.toml", [dump_config(config).encode()], replace=True)
     metrics = MetricsWriter(
-        config.run.output, attempt=attempt, start=start, tensorboard=config.run.tensorboard
+        config.run.output,
+        attempt=attempt,
+        start=start,
+        tensorboard=config.run.tensorboard,
+        device=device_name(ranks.device),
     )
     stack.callback(metrics.close)
+    stack.enter_context(open_outlets(config.run.output, config.monitor.prometheus, config.monitor.sinks))
     return metrics
-
-
-def _empty_inputs(config: TrainConfig, device: torch.device) -> MicroInputs:
-    """One padding slot in the run's shapes, for the warm-up."""
-    image, num_tokens = config.image, 2
-    return MicroInputs(
-        images_BKHW=torch.zeros(
-            (1, image.num_slices, image.rows, image.columns), dtype=torch.int16, device=device
-        ),
-        slice_mask_BK=torch.zeros((1, image.num_slices), dtype=torch.bool, device=device),
-        display_range_B2=torch.zeros((1, 2), device=device),
-        token_ids_BT=torch.zeros((1, num_tokens), dtype=torch.int64, device=device),
-        token_mask_BT=torch.zeros((1, num_tokens), dtype=torch.bool, device=device),
-        labels_BT=torch.full((1, num_tokens), IGNORED_LABEL, dtype=torch.int64, device=device),
-        weights_B=torch.zeros(1, device=device),
-        num_tokens=0.0,
-        num_samples=0.0,
-    )

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardflow.errors import CheckpointError, ConfigError, StateError
-from shardflow.training.checkpoint import Checkpoint, CheckpointFolder, read_checkpoint
-from shardflow.training.config import TrainConfig
+from shardflow.training.building import folder_digest
+from shardflow.training.checkpoint import STATE_FILE, Checkpoint, CheckpointFolder, read_checkpoint
+from shardflow.training.config import AugmentSettings, ImageSettings, TrainConfig
 from shardflow.training.ledger import next_attempt
 from shardflow.training.text import ReportTokenizer
 
 __all__ = ["RunLock", "StartDecision", "check_bindings", "decide_start", "model_bindings"]
 
 _LOGGER = logging.getLogger(__name__)
+_OPTIONAL = {"model.path digest", "model.frozen", "lora.rank"}
+"""Bindings that are there only where the setting is; one that a checkpoint has must not be taken away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +83,10 @@ def decide_start(config: TrainConfig, folder: CheckpointFolder) -> StartDecision
     if run.resume in {"auto", "never"}:
         return StartDecision(attempt=attempt, checkpoint=None, damaged=())
     foreign = Path(run.resume).expanduser().resolve()
-    if not foreign.is_dir():
+    if not (foreign / STATE_FILE).is_file():
+        found = "a folder without a checkpoint" if foreign.is_dir() else "no folder"
         raise ConfigError(
-            "run.resume must be 'auto', 'never' or a checkpoint folder, got no folder of the name "
+            f"run.resume must be 'auto', 'never' or a checkpoint folder, got {found} of the name "
             f"{foreign.name!r}; correct it."
         )
     read_checkpoint(foreign)
@@ -92,11 +96,23 @@ def decide_start(config: TrainConfig, folder: CheckpointFolder) -> StartDecision
 def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str, Any]:
     """Collect the settings that the tensors of a checkpoint only fit together with."""
     bindings: dict[str, Any] = {}
-    for table in ("model", "image"):
+    for table in ("model", "image", "augment"):
         for name, value in asdict(getattr(config, table)).items():
-            bindings[f"{table}.{name}"] = value
-    # Recomputing activations changes memory, not results.
+            bindings[f"{table}.{name}"] = list(value) if isinstance(value, tuple) else value
+    # Recomputing activations changes memory, not results; compiling changes time.
     del bindings["model.activation_checkpointing"]
+    del bindings["image.compile"]
+    for name in ("path", "weights", "frozen"):
+        del bindings[f"model.{name}"]
+    if config.model.path is not None:
+        bindings["model.path digest"] = folder_digest(config.model.path)
+        bindings["text.prompt"] = config.text.prompt
+    if config.model.frozen:
+        bindings["model.frozen"] = list(config.model.frozen)
+    if config.lora.rank:
+        bindings |= {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
+        bindings["lora.targets"] = list(config.lora.targets)
+    bindings["batch.packed"] = config.batch.packed
     bindings["text.max_tokens"] = config.text.max_tokens
     bindings["text.tokenizer digest"] = tokenizer.digest
     return bindings
@@ -108,13 +124,27 @@ def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
     Raises:
         StateError: naming the first setting that differs.
     """
-    saved = checkpoint.state["bindings"]
-    for name, value in bindings.items():
+    # Checkpoints that were written before there was a choice did what its default does.
+    saved = {**_chosen_later(), **checkpoint.state["bindings"]}
+    for name in [*bindings, *sorted(_OPTIONAL & saved.keys() - bindings.keys())]:
+        value = bindings.get(name)
         if saved.get(name) != value:
             raise StateError(
                 f"{name} must be that of checkpoint {checkpoint.name}, {saved.get(name)!r}, got {value!r}; "
                 "set it back, or start a new run in another folder."
             )
+
+
+def _chosen_later() -> dict[str, Any]:
+    """Return the defaults of settings that are younger than the first checkpoints."""
+    image, augment = asdict(ImageSettings()), asdict(AugmentSettings())
+    younger = [
+        name for name in image if name not in {"num_slices", "rows", "columns", "slice_choice", "dtype"}
+    ]
+    defaults = {f"image.{name}": image[name] for name in younger}
+    defaults |= {f"augment.{name}": value for name, value in augment.items()}
+    defaults["batch.packed"] = False
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
 
 
 class RunLock:

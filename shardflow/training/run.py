@@ -14,19 +14,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.errors import CheckpointError, ConfigError, StorageError
+from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StorageError
+from shardflow.monitoring import check_outlets
 from shardflow.training.checkpoint import Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.config import TrainConfig
+from shardflow.training.devices import prefer_determinism
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.faults import watch_over
 from shardflow.training.loop import LoopProgress, Outcome, TrainingLoop
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.prepare import prepare_run
 from shardflow.training.resume import RunLock, StartDecision, decide_start
 from shardflow.training.signals import StopRequest
+from shardflow.training.starts import check_progress, recorded
+from shardflow.training.watch import HEALTH_FOLDER
 
 __all__ = ["TrainSummary", "train", "train_on"]
 
-_REFUSALS: Final = (ConfigError, CheckpointError, StorageError)
+_REFUSALS: Final = (ConfigError, CheckpointError, NoProgressError, StorageError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +90,14 @@ def train(
         startup=timedelta(seconds=config.timeouts.startup_s),
         steady=timedelta(seconds=config.timeouts.steady_s),
         control=timedelta(seconds=config.timeouts.control_s),
+        hang=timedelta(seconds=config.timeouts.hang_s) if config.timeouts.hang_s else None,
     )
-    with join_ranks(config.run.device, timeouts) as ranks:
+    if config.run.deterministic:
+        prefer_determinism()
+    with (
+        join_ranks(config.run.device, timeouts, traces=config.run.output / HEALTH_FOLDER) as joined,
+        watch_over(joined, config.run.output, lost_s=config.timeouts.lost_s) as ranks,
+    ):
         return train_on(ranks, config, on_step=on_step, stop=stop)
 
 
@@ -102,7 +113,9 @@ def train_on(
     stop = stop or StopRequest()
     with ExitStack() as stack:
         checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=config.run.keep_last)
+        ranks.watch.enter("choosing a checkpoint", ranks.timeouts.startup_s)
         decision = _decide(config, ranks, checkpoints, stack)
+        ranks.watch.enter("preparing", ranks.timeouts.startup_s)
         checkpoint = read_checkpoint(Path(decision.checkpoint)) if decision.checkpoint else None
         progress = _progress(checkpoint)
         parts = prepare_run(config, ranks, checkpoints, decision, checkpoint, stop, stack)
@@ -137,8 +150,13 @@ def _decide(
     if ranks.rank == 0:
         try:
             stack.callback(RunLock(config.run.output).release)
+            check_outlets(config.monitor.prometheus, config.monitor.sinks)
             checkpoints.remove_unfinished()
-            told["decision"] = decide_start(config, checkpoints).to_json()
+            decision = decide_start(config, checkpoints)
+            run = config.run
+            check_progress(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
+            stack.enter_context(recorded(run.output, decision.checkpoint, attempt=decision.attempt))
+            told["decision"] = decision.to_json()
         except _REFUSALS as error:
             told[type(error).__name__] = error.message
     # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.

@@ -1,10 +1,9 @@
-"""One optimizer step: micro-batches in, one gradient out, the same for every number of ranks.
+"""One step's gradient: micro-batches in, one sum out, the same for every number of ranks.
 
 With L the sum of the weighted token losses of all micro-batches of the step and N their weighted tokens,
-the gradient is that of L / N. DistributedDataParallel averages over ranks, so each rank's loss is
-multiplied by the world size first; N is known only after the last micro-batch, so the sum is divided by it
-before clipping (docs/adr/0050). Invariant: a step without weighted tokens leaves weights and optimizer
-untouched; there is no 0/0.
+the gradient is that of L / N. DDP and FSDP2 average over ranks, so each rank's loss is multiplied by the
+world size first; N is known only after the last micro-batch, so ``updates`` divides the sum by it before
+clipping (docs/adr/0050).
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import TrainingError
 from shardflow.seeds import derive
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.losses import weighted_token_loss
+from shardflow.training.sharding import bare, held_back
+from shardflow.training.step_clock import LastGradient, NoClock, StepClock
 
-__all__ = ["RankSums", "accumulate_gradients", "apply_gradients", "seed_micro_batch", "warm_up"]
+__all__ = ["RankSums", "accumulate_gradients", "seed_micro_batch", "warm_up"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,35 +45,49 @@ def seed_micro_batch(seed: int, epoch: int, step: int, micro: int) -> None:
 
 
 def accumulate_gradients(
-    model: DistributedDataParallel,
+    model: nn.Module,
     micro_batches: Iterable[tuple[int, MicroInputs]],
     *,
     num_micro_batches: int,
     world_size: int,
     position: tuple[int, int, int],
     autocast: torch.dtype | None,
+    loss_scale: float = 1.0,
+    exchange_each: bool = False,
+    clock: StepClock | None = None,
+    last_gradient: LastGradient | None = None,
 ) -> RankSums:
     """Run this rank's micro-batches of a step; then ``grad`` holds the gradient of the *sum* over all ranks.
 
     Args:
-        model: The model; its gradients must be None or zero.
+        model: The model as the ranks hold it together; its gradients must be None or zero.
         micro_batches: Number within the step and inputs of each, fillers included, in order.
         num_micro_batches: How many ``micro_batches`` gives; gradients are exchanged in the last one only.
         world_size: Ranks of the model's process group.
         position: Seed, epoch and step, the key of the random numbers.
         autocast: Type to compute in, or None for that of the weights.
+        loss_scale: Another factor of the gradients, but not of the sums that are returned.
+        exchange_each: Exchange gradients after every micro-batch instead, to keep no whole ones.
+        clock: Hears what the step is at.
+        last_gradient: Tells the clock where the backward ends and the exchange goes on alone.
 
     Raises:
         TrainingError: another number of micro-batches came.
     """
     seed, epoch, step = position
+    clock = clock or NoClock()
     losses: list[torch.Tensor] = []
     num_tokens = num_samples = 0.0
     for slot, (micro, inputs) in enumerate(micro_batches):
         seed_micro_batch(seed, epoch, step, micro)
-        with contextlib.nullcontext() if slot == num_micro_batches - 1 else model.no_sync():
+        is_exchanged = exchange_each or slot == num_micro_batches - 1
+        with contextlib.nullcontext() if is_exchanged else held_back(model):
+            clock.forward()
             loss = _forward(model, inputs, autocast)
-            torch.autograd.backward(loss * world_size)
+            clock.backward()
+            with last_gradient.watched() if last_gradient and is_exchanged else contextlib.nullcontext():
+                torch.autograd.backward(loss * (world_size * loss_scale))
+            clock.done()
         losses.append(loss.detach())
         num_tokens += inputs.num_tokens
         num_samples += inputs.num_samples
@@ -88,53 +102,7 @@ def accumulate_gradients(
     )
 
 
-def apply_gradients(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    num_tokens: float,
-    max_gradient_norm: float,
-    where: str,
-) -> float | None:
-    """Divide the summed gradient by the step's tokens, clip it and update the weights; then forget it.
-
-    Args:
-        model: Its parameters hold the gradient of the summed loss.
-        optimizer: Its learning rate is already that of this step.
-        num_tokens: Weighted tokens of the step over all ranks.
-        max_gradient_norm: A longer gradient is scaled down to it.
-        where: Names the step in an error.
-
-    Returns:
-        The norm before clipping; None for a step without tokens, which changes neither weights nor
-        optimizer (AdamW would decay weights and coast on its momentum even with a zero gradient).
-
-    Raises:
-        TrainingError: the gradient is not finite; weights and optimizer are as they were.
-    """
-    if num_tokens == 0.0:
-        optimizer.zero_grad(set_to_none=True)
-        return None
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(num_tokens)
-    try:
-        norm = nn.utils.clip_grad_norm_(parameters, max_gradient_norm, error_if_nonfinite=True)
-    except RuntimeError as error:
-        if "non-finite" not in str(error):  # such as memory that ran out
-            raise
-        optimizer.zero_grad(set_to_none=True)
-        raise TrainingError(
-            f"the gradient must be finite, got a norm that is not ({where}); lower "
-            "optimizer.learning_rate, or look at this step's samples in the run ledger."
-        ) from None
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(norm)
-
-
-def warm_up(model: DistributedDataParallel, inputs: MicroInputs, *, autocast: torch.dtype | None) -> None:
+def warm_up(model: nn.Module, inputs: MicroInputs, *, autocast: torch.dtype | None) -> None:
     """Run one forward and backward of weight 0, so that gradient buckets have their final layout at step 0.
 
     DistributedDataParallel rebuilds its buckets after the first backward, in the order in which gradients
@@ -151,13 +119,14 @@ def warm_up(model: DistributedDataParallel, inputs: MicroInputs, *, autocast: to
     Raises:
         TrainingError: a parameter took no part; the first exchange of a step would hang or fail.
     """
-    devices = [inputs.weights_B.device] if inputs.weights_B.is_cuda else []
+    device = inputs.weights_B.device
+    devices = [] if device.type == "cpu" else [device]
     buffers = [buffer.clone() for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.autograd.backward(_forward(model, inputs, autocast))
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
-    idle = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    idle = [name for name, p in bare(model).named_parameters() if p.requires_grad and p.grad is None]
     if idle:
         raise TrainingError(
             f"every parameter must take part in every step, got {len(idle)} without a gradient, {idle[0]} "
@@ -166,15 +135,7 @@ def warm_up(model: DistributedDataParallel, inputs: MicroInputs, *, autocast: to
     model.zero_grad(set_to_none=True)
 
 
-def _forward(
-    model: DistributedDataParallel, inputs: MicroInputs, autocast: torch.dtype | None
-) -> torch.Tensor:
+def _forward(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | None) -> torch.Tensor:
     with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
-        logits = model(
-            inputs.images_BKHW,
-            inputs.slice_mask_BK,
-            inputs.display_range_B2,
-            inputs.token_ids_BT,
-            inputs.token_mask_BT,
-        )
+        logits = model(*inputs.model_arguments)
     return weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B)

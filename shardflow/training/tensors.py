@@ -1,7 +1,9 @@
 """Model and optimizer as flat, named tensors, and back, bit for bit.
 
 Names are the model's parameter names, never positions in an optimizer's group, so that a checkpoint does
-not depend on how parameters were grouped. Tied weights appear once, under their first name.
+not depend on how parameters were grouped. Tied weights appear once, under their first name. A parameter
+that is a shard (``DTensor``) takes and gives its own rows, so the same checkpoint fits any number of ranks,
+with whole parameters and with sharded ones.
 """
 
 from __future__ import annotations
@@ -10,52 +12,82 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from shardflow.errors import CheckpointError
+from shardflow.training.tensor_files import PiecewiseTensors
 
-__all__ = ["load_model", "load_optimizer", "model_tensors", "optimizer_tensors"]
+__all__ = [
+    "load_model",
+    "load_optimizer",
+    "model_tensors",
+    "named_optimizer_tensors",
+    "named_tensors",
+    "optimizer_tensors",
+]
+
+_STEP = "step"
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Walk over what a checkpoint holds of a model: trained parameters and persistent buffers.
+
+    Frozen parameters are left out: they are the base model's, whose files the run names.
+    """
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    persistent = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def named_optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Walk over the optimizer's state as ``"<parameter name>.<entry>"``."""
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            yield f"{name}.{entry}", value
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect parameters and persistent buffers on the CPU."""
-    return {name: _to_cpu(tensor) for name, tensor in _named_tensors(model)}
+    """Collect parameters and persistent buffers on the CPU; of a model that is not sharded."""
+    return {name: _to_cpu(tensor) for name, tensor in named_tensors(model)}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Collect the optimizer's state on the CPU; of a model that is not sharded."""
+    return {name: _to_cpu(tensor) for name, tensor in named_optimizer_tensors(model, optimizer)}
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into a model of the same shape.
+    """Copy tensors into a model of the same shape; into shards their own rows.
 
     Raises:
         CheckpointError: a name is missing or unknown, or a shape or type differs; the first one is named.
     """
-    own = dict(_named_tensors(model))
+    own = dict(named_tensors(model))
     _check_names("model", own.keys(), tensors.keys())
     for name, tensor in own.items():
-        _check_like(name, tensor, tensors[name])
+        _check_shape(name, tensor, tensors)
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Collect the optimizer's state as ``"<parameter name>.<entry>"`` on the CPU."""
-    return {
-        f"{name}.{entry}": _to_cpu(value)
-        for name, parameter in model.named_parameters()
-        for entry, value in optimizer.state.get(parameter, {}).items()
-    }
+            given = _rows_for(name, tensor, tensors)
+            _check_type(name, tensor, given)
+            _local(tensor).copy_(given)
 
 
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Give a fresh optimizer the state that :func:`optimizer_tensors` collected.
+    """Give a fresh optimizer the state that its tensors were collected from.
 
     Raises:
         CheckpointError: a tensor belongs to no parameter, or its shape differs.
     """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name in tensors:
         owner, _, entry = name.rpartition(".")
         if owner not in parameters:
             raise CheckpointError(
@@ -63,21 +95,52 @@ def load_optimizer(
                 "[model] settings that wrote the checkpoint."
             )
         parameter = parameters[owner]
-        if entry == "step":  # AdamW counts on the CPU
-            states.setdefault(owner, {})[entry] = tensor.clone()
+        state = states.setdefault(owner, {})
+        if entry == _STEP:  # AdamW counts on the CPU
+            state[entry] = tensors[name].clone()
             continue
-        _check_like(name, parameter, tensor)
-        states.setdefault(owner, {})[entry] = tensor.to(parameter.device, copy=True)
+        _check_shape(name, parameter, tensors)
+        given = _rows_for(name, parameter, tensors)
+        _check_type(name, parameter, given)
+        state[entry] = _like(parameter, given.to(parameter.device, copy=True))
     for owner, state in states.items():
         optimizer.state[parameters[owner]] = state
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    persistent = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield name, buffer
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _rows_for(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Take the rows of a tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return tensors[name]
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.ndim != 1 or placements != (Shard(0),):
+        raise CheckpointError(
+            f"{name} must be sharded by rows over one axis of ranks, got {placements}; use fully_shard as "
+            "shardflow.training.sharding does."
+        )
+    # As torch.chunk deals rows: equal pieces rounded up, the last ones shorter or empty.
+    num_rows, piece = tensor.shape[0], -(-tensor.shape[0] // mesh.size())
+    start = min(mesh.get_local_rank() * piece, num_rows)
+    stop = min(start + piece, num_rows)
+    if isinstance(tensors, PiecewiseTensors):
+        return tensors.rows(name, start, stop)
+    return tensors[name][start:stop]
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,9 +157,19 @@ def _check_names(what: str, own: Iterable[str], given: Iterable[str]) -> None:
             )
 
 
-def _check_like(name: str, own: torch.Tensor, given: torch.Tensor) -> None:
-    if own.shape != given.shape or own.dtype != given.dtype:
-        raise CheckpointError(
-            f"{name} must be {tuple(own.shape)} {own.dtype}, got {tuple(given.shape)} {given.dtype}; resume "
-            "with the [model] settings that wrote the checkpoint."
-        )
+def _check_shape(name: str, own: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    given = tensors.shape(name) if isinstance(tensors, PiecewiseTensors) else tuple(tensors[name].shape)
+    if tuple(own.shape) != given:
+        raise _misfit(name, own, f"{given}")
+
+
+def _check_type(name: str, own: torch.Tensor, given: torch.Tensor) -> None:
+    if own.dtype != given.dtype:
+        raise _misfit(name, own, f"{given.dtype}")
+
+
+def _misfit(name: str, own: torch.Tensor, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} must be {tuple(own.shape)} {own.dtype}, got {found}; resume with the [model] settings that "
+        "wrote the checkpoint."
+    )

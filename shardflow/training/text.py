@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardflow.errors import ConfigError
 from shardflow.shards import Dataset
+from shardflow.shards.keys import REPORT_FIELD
 from shardflow.storage import write_atomic
 
 __all__ = ["ReportTokenizer", "TokenRows", "train_tokenizer"]
@@ -60,6 +61,7 @@ class ReportTokenizer:
                 "tokenizer_config.json."
             )
         # GPT-2's tokenizer has one special token for all three.
+        self.end_ids: tuple[int, ...] = (int(end),)
         self.end_id = int(end)
         self.begin_id = self.end_id if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
         self.padding_id = self.end_id if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
@@ -87,6 +89,40 @@ class ReportTokenizer:
             ) from None
         return cls(tokenizer, hashlib.sha256(content).hexdigest())
 
+    def framed(self, *, begin_id: int, end_ids: Sequence[int]) -> Self:
+        """Return one whose rows begin and end otherwise, as a chat template or a decoder wants."""
+        other = type(self)(self._tokenizer, self.digest)
+        other.begin_id, other.end_ids = begin_id, tuple(end_ids)
+        return other
+
+    def chat_parts(self, messages: Sequence[Mapping[str, Any]], marker: str) -> tuple[list[int], list[int]]:
+        """Render the chat template and return the token ids before and behind a marker in it.
+
+        Args:
+            messages: Roles and contents, as ``apply_chat_template`` takes them; the marker stands in one.
+            marker: Text that the template passes on as it is.
+
+        Raises:
+            ConfigError: there is no template, it cannot be rendered, or it loses the marker.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
+        except Exception as error:  # noqa: BLE001 - a stranger's template may raise anything
+            raise ConfigError(
+                f"text.tokenizer must have a chat template that can be rendered, got {type(error).__name__}; "
+                "take the tokenizer of model.path, with its chat_template.jinja."
+            ) from None
+        before, found, behind = str(text).partition(marker)
+        if not found:
+            raise ConfigError(
+                "the chat template of text.tokenizer must pass the assistant's words on, got a template that "
+                "does not; take that of model.path."
+            )
+        return self._ids_of(before), self._ids_of(behind)
+
+    def _ids_of(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def encode(self, reports: Sequence[str], max_tokens: int) -> TokenRows:
         """Turn the reports of a micro-batch into rows of token ids.
 
@@ -100,7 +136,11 @@ class ReportTokenizer:
             return_attention_mask=False,
             split_special_tokens=True,  # a report that happens to spell "</s>" must not end there
         )
-        rows = [[self.begin_id, *ids, self.end_id][:max_tokens] for ids in encoded["input_ids"]]
+        return self.rows(encoded["input_ids"], max_tokens)
+
+    def rows(self, reports: Sequence[Sequence[int]], max_tokens: int) -> TokenRows:
+        """Turn token ids of whole reports, such as stored ones, into rows; otherwise as `encode`."""
+        rows = [[self.begin_id, *ids, *self.end_ids][:max_tokens] for ids in reports]
         longest = max(len(row) for row in rows)
         width = min(max_tokens, -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
         token_ids = np.full((len(rows), width), self.padding_id, np.int64)
@@ -115,7 +155,13 @@ class ReportTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-def train_tokenizer(dataset: Dataset, split: str, vocab_size: int, folder: Path) -> ReportTokenizer:
+def train_tokenizer(
+    dataset: Dataset,
+    split: str,
+    vocab_size: int,
+    folder: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReportTokenizer:
     """Train a byte-level BPE on the reports of a split and write it to ``folder``.
 
     The same reports and size give the same files, byte for byte. A byte-level vocabulary knows every text,
@@ -127,12 +173,13 @@ def train_tokenizer(dataset: Dataset, split: str, vocab_size: int, folder: Path)
         vocab_size: Number of tokens, at least 259 (256 bytes and three special tokens); fewer come out
             where the reports are too few.
         folder: Where ``tokenizer.json`` and ``tokenizer_config.json`` are written.
+        progress: Called with the number of samples whose report was read, and of all.
 
     Returns:
         The tokenizer, loaded from ``folder``.
 
     Raises:
-        ConfigError: ``vocab_size`` is too small, or there is no such split.
+        ConfigError: ``vocab_size`` is too small, there is no such split, or no report in it.
     """
     smallest = 256 + 3
     if vocab_size < smallest:
@@ -140,6 +187,12 @@ def train_tokenizer(dataset: Dataset, split: str, vocab_size: int, folder: Path)
     if split not in dataset.samples.splits:
         known = ", ".join(sorted(dataset.samples.splits))
         raise ConfigError(f"split must be one of the dataset's ({known}), got {split!r}; correct it.")
+    every = np.asarray(dataset.samples.splits[split], dtype=np.int64)
+    rows = every[dataset.samples.gather("text_bytes", every) > 0]  # studies may be packed without a report
+    if not len(rows):
+        raise ConfigError(
+            f"split must hold reports to learn from, got {split!r} without any; choose another."
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -151,7 +204,7 @@ def train_tokenizer(dataset: Dataset, split: str, vocab_size: int, folder: Path)
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_reports(dataset, split), trainer=trainer)
+    tokenizer.train_from_iterator(_reports(dataset, rows, progress), trainer=trainer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _BEGIN,
@@ -166,6 +219,10 @@ def train_tokenizer(dataset: Dataset, split: str, vocab_size: int, folder: Path)
     return ReportTokenizer.load(folder)
 
 
-def _reports(dataset: Dataset, split: str) -> Iterator[str]:
-    for row in dataset.samples.splits[split]:
-        yield dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
+def _reports(
+    dataset: Dataset, rows: npt.NDArray[np.int64], progress: Callable[[int, int], None] | None
+) -> Iterator[str]:
+    for done, row in enumerate(rows, start=1):
+        yield dataset.read_fields(int(row), [REPORT_FIELD])[REPORT_FIELD].decode()
+        if progress is not None:
+            progress(done, len(rows))

@@ -1,0 +1,131 @@
+"""The model of a run: the reference model or one of transformers, frozen in parts, with adapters."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardflow.errors import ConfigError
+from shardflow.training.config import TrainConfig
+from shardflow.training.lora import add_lora
+from shardflow.training.model import build_model
+from shardflow.training.pretrained import build_pretrained
+from shardflow.training.text import ReportTokenizer
+
+__all__ = ["build_report_model", "folder_digest"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def build_report_model(config: TrainConfig, tokenizer: ReportTokenizer) -> tuple[nn.Module, ReportTokenizer]:
+    """Build what is trained.
+
+    Args:
+        config: All settings.
+        tokenizer: That of ``text.tokenizer``.
+
+    Returns:
+        The model on the CPU in training mode, every parameter that is trained taking part in every forward;
+        and the tokenizer that frames reports for it.
+
+    Raises:
+        ConfigError: the model's folder, its size, names of parameters or layers do not fit the settings, or a
+            package is missing.
+    """
+    settings = config.model
+    if settings.path is None:
+        model: nn.Module = build_model(
+            settings,
+            config.image,
+            vocab_size=tokenizer.vocab_size,
+            max_tokens=config.text.max_tokens,
+            seed=config.run.seed,
+        )
+        language: Any = model.language
+    else:
+        model, tokenizer = build_pretrained(
+            settings, config.image, config.text, tokenizer, seed=config.run.seed
+        )
+        inner: Any = model.model
+        language = getattr(inner, "decoder", None) or inner.model.language_model
+        _freeze_idle(model, config)
+        if settings.activation_checkpointing:
+            inner.activation_checkpointing_enable()
+    _freeze(model, settings.frozen)
+    if config.lora.rank:
+        add_lora(model, language, config.lora, seed=config.run.seed)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("model.frozen must leave something to train, got nothing left; name fewer parts.")
+    return model, tokenizer
+
+
+def folder_digest(path: Path) -> str:
+    """Name a model's folder by its configuration and the sizes of its weights, wherever it lies."""
+    digest = hashlib.sha256()
+    try:
+        digest.update((path / "config.json").read_bytes())
+        for file in sorted(path.glob("*.safetensors")):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    except OSError as error:
+        raise ConfigError(
+            f"model.path must be a folder with a config.json, got {type(error).__name__} ({path.name}); "
+            "correct it."
+        ) from None
+    return digest.hexdigest()
+
+
+def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
+    names = dict(model.named_parameters())
+    for beginning in beginnings:
+        chosen = [name for name in names if name.startswith(beginning)]
+        if not chosen:
+            raise ConfigError(
+                f"model.frozen must be beginnings of parameter names, got {beginning!r} and none that begins "
+                f"so; {next(iter(names))} is one."
+            )
+        for name in chosen:
+            names[name].requires_grad_(False)
+
+
+def _freeze_idle(model: nn.Module, config: TrainConfig) -> None:
+    """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
+
+    A parameter without a gradient makes an exchange of gradients wait for ever.
+    """
+    image = config.image
+    with torch.enable_grad():
+        logits = model(
+            torch.zeros((1, image.num_slices, image.rows, image.columns)),
+            torch.ones((1, image.num_slices), dtype=torch.bool),
+            torch.tensor([[0.0, 1.0]]),
+            torch.zeros((1, 2), dtype=torch.int64),
+            torch.ones((1, 2), dtype=torch.bool),
+        )
+    used = _leaves(logits)
+    idle = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+    for name, parameter in model.named_parameters():
+        if name in idle:
+            parameter.requires_grad_(False)
+    if idle:
+        _LOGGER.info("%d parameters take no part and are not trained, %s among them", len(idle), idle[0])
+
+
+def _leaves(output: torch.Tensor) -> set[int]:
+    """Return the identities of the parameters that a tensor was computed from, without a backward."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,160 @@
+"""Images on the device: size, window, turn, normalise, as torch operators that compile into one graph.
+
+What a sample gets is in small tensors, one row a sample, that were worked out on the host (`augmentation`);
+nothing here draws a random number, reads a value back or branches on data, so the same graph serves every
+micro-batch. Slices of a sample are turned alike: the grid is the sample's, its slices are channels.
+"""
+
+# ruff: noqa: N803, N806, N815
+# Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["ImageParameters", "ImagePipeline", "resized", "window_images", "windowed_share"]
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageParameters:
+    """What each sample of a micro-batch gets."""
+
+    display_range_B2: torch.Tensor
+    """float32, the intensities that become 0 and 1; an empty range is taken as one unit wide."""
+    is_standardised_B: torch.Tensor | None = None
+    """bool: these samples get their own mean 0 and deviation 1 in place of a window (MR, which has no unit).
+    None: no sample."""
+    intensity_B3: torch.Tensor | None = None
+    """float32, gain, offset and gamma: a windowed value v becomes ``(v ** gamma) * gain + offset``. None
+    leaves them."""
+    affine_B23: torch.Tensor | None = None
+    """float32, where each place of the result lies in the source, both from -1 to 1 over the image, x before
+    y; what lies outside is as dark as the window goes. None leaves images where they are."""
+    content_box_B4: torch.Tensor | None = None
+    """int64, first row, first column, rows and columns that hold the image in its frame; the rest is as dark
+    as the window goes. None: all of it does."""
+
+
+class ImagePipeline(nn.Module):
+    """Stored units in, what a vision model takes out. Holds no weights.
+
+    Args:
+        rows: Rows of the result.
+        columns: Its columns.
+        mean: Taken off windowed values (0 to 1), before the division by ``deviation``.
+        deviation: With 0.5 and 0.5 a window becomes -1 to 1.
+    """
+
+    def __init__(self, rows: int, columns: int, *, mean: float = 0.5, deviation: float = 0.5) -> None:
+        super().__init__()
+        self.size = (rows, columns)
+        self.mean = mean
+        self.deviation = deviation
+
+    def forward(
+        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, parameters: ImageParameters
+    ) -> torch.Tensor:
+        """Return ``(B, K, rows, columns)`` float32; padded slices are 0 whatever their bytes are.
+
+        Args:
+            images_BKHW: ``(B, K, H, W)`` int16, uint8, uint16 or float32, in stored units.
+            slice_mask_BK: ``(B, K)`` bool.
+            parameters: A row a sample.
+        """
+        is_there = slice_mask_BK[:, :, None, None]
+        values = windowed_share(images_BKHW, parameters.display_range_B2, torch.float32)
+        values = torch.where(is_there, values, torch.zeros_like(values))
+        if parameters.content_box_B4 is not None:
+            values = _darken_frame(values, parameters.content_box_B4)
+        values = resized(values, self.size)
+        if parameters.intensity_B3 is not None:
+            gain, offset, gamma = parameters.intensity_B3.to(values.dtype)[:, :, None, None, None].unbind(1)
+            values = (values.clamp(min=_EPSILON) ** gamma * gain + offset).clamp(0, 1)
+        if parameters.affine_B23 is not None:
+            grid = functional.affine_grid(
+                parameters.affine_B23.to(values.dtype),
+                [values.shape[0], 1, self.size[0], self.size[1]],
+                align_corners=False,
+            )
+            values = functional.grid_sample(values, grid, align_corners=False, padding_mode="zeros")
+        normal = (values - self.mean) / self.deviation
+        if parameters.is_standardised_B is not None:
+            own = _standardised(values, slice_mask_BK)
+            normal = torch.where(parameters.is_standardised_B[:, None, None, None], own, normal)
+        return torch.where(is_there, normal, torch.zeros_like(normal))
+
+
+def window_images(
+    images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Map each sample's display range to [-1, 1] and clip what lies outside.
+
+    Padded slices become 0 whatever their bytes are, so that nothing of a recycled buffer reaches the model.
+
+    Args:
+        images_BKHW: ``(B, K, H, W)`` int16, uint8, uint16 or float32.
+        slice_mask_BK: ``(B, K)`` bool.
+        display_range_B2: ``(B, 2)`` float32, low and high; an empty range is taken as one unit wide.
+        dtype: Floating type of the result.
+    """
+    scaled = windowed_share(images_BKHW, display_range_B2, dtype) * 2 - 1
+    return torch.where(slice_mask_BK[:, :, None, None], scaled, torch.zeros_like(scaled))
+
+
+def windowed_share(
+    images_BKHW: torch.Tensor, display_range_B2: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return where each intensity lies in its sample's display range, cut to 0 and 1."""
+    low_B111 = display_range_B2[:, 0].to(dtype)[:, None, None, None]
+    high_B111 = display_range_B2[:, 1].to(dtype)[:, None, None, None]
+    width_B111 = high_B111 - low_B111
+    width_B111 = torch.where(width_B111 > 0, width_B111, torch.ones_like(width_B111))
+    return ((images_BKHW.to(dtype) - low_B111) / width_B111).clamp(0, 1)
+
+
+def resized(values_BKHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Bring images to a size: first what shrinks, by area, so that nothing aliases; then what grows."""
+    common = (min(values_BKHW.shape[2], size[0]), min(values_BKHW.shape[3], size[1]))
+    if common != tuple(values_BKHW.shape[2:]):
+        rows = _area_weights(values_BKHW.shape[2], common[0], values_BKHW)
+        columns = _area_weights(values_BKHW.shape[3], common[1], values_BKHW)
+        values_BKHW = rows @ values_BKHW @ columns.T
+    if common != size:
+        values_BKHW = functional.interpolate(values_BKHW, size=size, mode="bilinear", align_corners=False)
+    return values_BKHW
+
+
+def _area_weights(num_old: int, num_new: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the share that each old pixel has in each new one, ``(num_new, num_old)``; rows add up to 1."""
+    ratio = num_old / num_new
+    new = torch.arange(num_new, dtype=torch.float64, device=like.device)[:, None]
+    old = torch.arange(num_old, dtype=torch.float64, device=like.device)[None, :]
+    overlap = torch.minimum((new + 1) * ratio, old + 1) - torch.maximum(new * ratio, old)
+    return (overlap.clamp(min=0) / ratio).to(like.dtype)
+
+
+def _darken_frame(values_BKHW: torch.Tensor, box_B4: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(values_BKHW.shape[2], device=values_BKHW.device)
+    columns = torch.arange(values_BKHW.shape[3], device=values_BKHW.device)
+    top, left, height, width = box_B4[:, :, None].unbind(1)
+    in_rows = (rows >= top) & (rows < top + height)
+    in_columns = (columns >= left) & (columns < left + width)
+    inside = (in_rows[:, :, None] & in_columns[:, None, :])[:, None]
+    return torch.where(inside, values_BKHW, torch.zeros_like(values_BKHW))
+
+
+def _standardised(values_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor) -> torch.Tensor:
+    """Take off each sample's mean and divide by its deviation, over the slices that are there."""
+    mask = slice_mask_BK[:, :, None, None].to(values_BKHW.dtype)
+    num_pixels = (mask.sum(dim=(1, 2, 3), keepdim=True) * values_BKHW.shape[2] * values_BKHW.shape[3]).clamp(
+        min=1
+    )
+    mean = (values_BKHW * mask).sum(dim=(1, 2, 3), keepdim=True) / num_pixels
+    centred = (values_BKHW - mean) * mask
+    deviation = ((centred * centred).sum(dim=(1, 2, 3), keepdim=True) / num_pixels).sqrt()
+    return centred / deviation.clamp(min=_EPSILON)

@@ -1,0 +1,246 @@
+"""How a micro-batch's arrays get to the device, and how long the device waited for them.
+
+All arrays of a micro-batch travel in one copy: they are laid out in a region of pinned memory, the region is
+copied on a stream of its own while the device still computes, and the tensors are views of what arrives. On
+CPUs the tensors are the arrays: nothing is copied, and memory is the loader's until the last of them is gone.
+
+The wait is measured where it happens. On a device two events stand in the stream that computes: one where
+the loop asked for the micro-batch, one behind the copy. The device reaches the first when it has nothing left
+to do, so the time between them is the time it had nothing to do. On CPUs the loop itself is what waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardflow.loading.batch import ArraySpec, BatchLayout
+from shardflow.telemetry import StageCounters
+from shardflow.training.device.ring import PinnedRing
+
+__all__ = ["CudaTransfer", "HostTransfer", "Parcel", "Transfer", "open_transfer"]
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """A micro-batch's tensors on their way."""
+
+    tensors: dict[str, torch.Tensor]
+    flat: torch.Tensor | None = None
+    """The one piece of device memory that all of them are views of; None where nothing was copied."""
+    started: Any = None
+    arrived: Any = None
+    """Events around the copy."""
+
+
+class Transfer(Protocol):
+    """Moves arrays to where the model computes."""
+
+    def ask(self) -> None:
+        """Say that the loop needs the next micro-batch now; what it waits from here on is data wait."""
+
+    def got(self) -> None:
+        """Say that the wait which `ask` began is over, though nothing was received yet."""
+
+    def send(self, arrays: Arrays) -> Parcel:
+        """Begin to move arrays; they may be overwritten or freed as soon as this returns, on a device.
+
+        Args:
+            arrays: By name, any shapes and dtypes that torch has.
+        """
+
+    def receive(self, parcel: Parcel) -> dict[str, torch.Tensor]:
+        """Return the tensors, for use on the current stream; the wait that `ask` began ends here."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory that is held."""
+
+    def drain(self) -> float:
+        """Return the seconds that the loop or the device waited since the last call.
+
+        On a device this waits for the newest micro-batch to arrive: call it where the step has waited for the
+        device anyway.
+        """
+
+
+class HostTransfer:
+    """For models on the CPU, whose tensors are the arrays; for a device without a ring, which gets copies.
+
+    Args:
+        counters: Gets the stage ``data_wait``.
+        device: Where the tensors are wanted.
+    """
+
+    def __init__(self, counters: StageCounters, device: torch.device | None = None) -> None:
+        self._counters = counters
+        self._device = device or torch.device("cpu")
+        self._asked_s: float | None = None
+        self._wait_s = 0.0
+
+    def ask(self) -> None:
+        """See `Transfer.ask`."""
+        self._asked_s = time.perf_counter()
+
+    def got(self) -> None:
+        """See `Transfer.got`."""
+        if self._asked_s is not None:
+            waited_s = time.perf_counter() - self._asked_s
+            self._wait_s += waited_s
+            self._counters.add("data_wait", waited_s, 0, 1)
+            self._asked_s = None
+
+    def send(self, arrays: Arrays) -> Parcel:
+        """See `Transfer.send`; the tensors share the arrays' memory and keep it alive."""
+        return Parcel({name: torch.from_numpy(_plain(array)) for name, array in arrays.items()})
+
+    def receive(self, parcel: Parcel) -> dict[str, torch.Tensor]:
+        """See `Transfer.receive`."""
+        self.got()
+        return {name: tensor.to(self._device) for name, tensor in parcel.tensors.items()}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Transfer.pinned_bytes`."""
+        return 0
+
+    def drain(self) -> float:
+        """See `Transfer.drain`."""
+        waited_s, self._wait_s = self._wait_s, 0.0
+        return waited_s
+
+
+class CudaTransfer:
+    """For models on a GPU: one copy a micro-batch, on a stream of its own.
+
+    Args:
+        device: The GPU.
+        ring_bytes: Pinned memory.
+        counters: Gets the stages ``pin`` (into pinned memory, and waiting for room there), ``copy`` (on the
+            copy stream) and ``data_wait`` (the compute stream had nothing to do), and the gauge
+            ``pinned_regions``.
+    """
+
+    def __init__(self, device: torch.device, *, ring_bytes: int, counters: StageCounters) -> None:
+        self._device = device
+        self._counters = counters
+        self._copies: torch.cuda.Stream = _stream(device)
+        self._ring = PinnedRing(ring_bytes, _pinned)
+        self._asked: torch.cuda.Event | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._sent: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+
+    def ask(self) -> None:
+        """See `Transfer.ask`."""
+        self._asked = self._event()
+        self._asked.record(torch.cuda.current_stream(self._device))
+
+    def got(self) -> None:
+        """See `Transfer.got`."""
+        if self._asked is not None:
+            reached = self._event()
+            reached.record(torch.cuda.current_stream(self._device))
+            self._waits.append((self._asked, reached))
+            self._asked = None
+
+    def send(self, arrays: Arrays) -> Parcel:
+        """See `Transfer.send`."""
+        layout = _layout(arrays)
+        with self._counters.timed("pin", layout.num_bytes):
+            region = self._ring.lend(layout.num_bytes)
+            for name, place in layout.views(region.memory.numpy()).items():
+                np.copyto(place, arrays[name])
+        started, arrived = self._event(), self._event()
+        with torch.cuda.stream(self._copies):
+            started.record(self._copies)
+            # Memory of the copy stream's own: no computation that is still under way can be using it.
+            flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
+            flat.copy_(region.memory, non_blocking=True)
+            arrived.record(self._copies)
+        region.mark = arrived
+        self._sent.append((started, arrived, layout.num_bytes))
+        self._counters.observe("pinned_regions", self._ring.num_lent)
+        return Parcel(_tensors(flat, layout), flat, started, arrived)
+
+    def receive(self, parcel: Parcel) -> dict[str, torch.Tensor]:
+        """See `Transfer.receive`."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(parcel.arrived)
+        if parcel.flat is not None:
+            # Freed by the loop, the memory may go to the next copy only when this stream is done with it.
+            parcel.flat.record_stream(stream)
+        self.got()
+        return parcel.tensors
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Transfer.pinned_bytes`."""
+        return self._ring.num_bytes
+
+    def drain(self) -> float:
+        """See `Transfer.drain`."""
+        total_s = 0.0
+        for asked, reached in self._waits:
+            reached.synchronize()
+            waited_s = asked.elapsed_time(reached) / 1000
+            self._counters.add("data_wait", waited_s, 0, 1)
+            total_s += waited_s
+        self._waits.clear()
+        while self._sent and _is_passed(self._sent[0][1]):
+            started, arrived, num_bytes = self._sent.pop(0)
+            self._counters.add("copy", started.elapsed_time(arrived) / 1000, num_bytes, 1)
+        return total_s
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return event
+
+
+def open_transfer(device: torch.device, *, ring_bytes: int, counters: StageCounters) -> Transfer:
+    """Return what moves micro-batches to a device."""
+    if device.type == "cuda":
+        return CudaTransfer(device, ring_bytes=ring_bytes, counters=counters)
+    return HostTransfer(counters, device)
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _is_passed(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _layout(arrays: Arrays) -> BatchLayout:
+    return BatchLayout.of([ArraySpec(name, array.dtype, array.shape) for name, array in arrays.items()])
+
+
+def _tensors(flat: torch.Tensor, layout: BatchLayout) -> dict[str, torch.Tensor]:
+    """Return the arrays of a layout as views of one piece of device memory."""
+    return {
+        spec.name: flat[offset : offset + spec.num_bytes].view(_torch_dtype(spec.dtype)).view(spec.shape)
+        for spec, offset in zip(layout.arrays, layout.offsets, strict=True)
+    }
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that torch takes without a warning; only one that nobody may write to is copied."""
+    return array if array.flags.writeable else array.copy()

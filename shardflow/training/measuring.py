@@ -1,0 +1,231 @@
+"""What a run measures of itself: stages of its steps, facts of its processes, an interval at a time.
+
+Owns when an interval ends, and the exchange that makes one of all ranks' numbers. All ranks end an interval
+at the same step without asking: the time that each rank took since the step before travels with the numbers
+of the step, and an interval ends with the first step at which the longest of these add up to ``interval_s``.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardflow.loading import Loader
+from shardflow.telemetry import Interval, IntervalListener, RankMeasures, StageCounters, interval_of
+from shardflow.training.config import TrainConfig
+from shardflow.training.device.transfer import Transfer
+from shardflow.training.distributed import Ranks
+from shardflow.training.metrics import MetricsWriter, StepMetrics
+from shardflow.training.step_clock import DeviceClock, HostClock, LastGradient, NoClock, StepClock
+
+__all__ = ["RunMeasures", "open_measures"]
+
+_LOGGER = logging.getLogger(__name__)
+_LOCAL: Final = "local"
+
+
+class RunMeasures:
+    """Measures a run of any number of ranks.
+
+    Args:
+        ranks: The ranks of the run.
+        counters: What the loader and the loop count.
+        wrapped: The model with its gradient exchange.
+        rows: This rank's numbers; None measures nothing.
+        interval_s: Length of an interval.
+        settings: Returns the settings to note in each interval.
+        tier: Where the dataset lies.
+        metrics: Writes the intervals, on rank 0.
+
+    Attributes:
+        clock: Hears what a step is at.
+        last_gradient: Tells it where the exchange goes on alone; None where no exchange can be told from the
+            backward.
+        listeners: Get each interval, on rank 0.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        counters: StageCounters,
+        wrapped: nn.Module,
+        *,
+        rows: RankMeasures | None,
+        interval_s: float = 5.0,
+        settings: Callable[[], Mapping[str, int | float | str]] | None = None,
+        tier: str = _LOCAL,
+        metrics: MetricsWriter | None = None,
+    ) -> None:
+        self.listeners: list[IntervalListener] = []
+        self.clock: StepClock = NoClock() if rows is None else _clock(ranks.device, counters)
+        self.last_gradient: LastGradient | None = None
+        if rows is not None and ranks.world_size > 1 and isinstance(wrapped, DistributedDataParallel):
+            self.last_gradient = LastGradient(wrapped, self.clock)
+        self._ranks = ranks
+        self._counters = counters
+        self._rows = rows
+        self._interval_s = interval_s
+        self._settings = settings or dict
+        self._tier = tier
+        self._metrics = metrics
+        self._hosts: list[str] = []
+        self._is_warm_up = True
+        self._passed_s = self._step_s = self._slowest_wait_s = 0.0
+        self._num_steps = 0
+        self._num_samples = self._num_tokens = 0.0
+        self._newest: StepMetrics | None = None
+        self._began_s = self._told_s = time.perf_counter()
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Return a context manager that counts the time of its block."""
+        return nullcontext() if self._rows is None else self._counters.timed(stage)
+
+    def elapsed(self) -> float:
+        """Return the seconds since the last call: the number that ranks exchange in each step."""
+        before, self._told_s = self._told_s, time.perf_counter()
+        return self._told_s - before
+
+    def stepped(self, metrics: StepMetrics, *, elapsed_s: float, total_steps: int) -> None:
+        """Note that a step is done, and end the interval if it is time; every rank calls this.
+
+        Args:
+            metrics: Of the step.
+            elapsed_s: The longest `elapsed` of all ranks, from the step's exchange.
+            total_steps: Steps of the whole run.
+
+        Raises:
+            WaitTimeoutError: a rank did not give its numbers.
+            StorageError: the line could not be written.
+        """
+        if self._rows is None:
+            return
+        self._passed_s += elapsed_s
+        self._step_s += metrics.step_s
+        self._slowest_wait_s += metrics.data_wait_s
+        self._num_steps += 1
+        self._num_samples += metrics.num_samples
+        self._num_tokens += metrics.num_tokens
+        self._newest = metrics
+        if self._is_warm_up or self._passed_s >= self._interval_s:
+            self.finish(total_steps)
+
+    def finish(self, total_steps: int) -> None:
+        """End the interval where it stands, if it has a step; every rank calls this. See `stepped`."""
+        if self._rows is None or self._newest is None:
+            return
+        limit = self._ranks.timeouts.control
+        self._hosts = self._hosts or self._ranks.gather_json(socket.gethostname())
+        by_rank = self._ranks.gather_numbers(self._rows.take(), limit)
+        before_s, self._began_s = self._began_s, time.perf_counter()
+        if self._ranks.rank == 0:
+            self._tell(
+                interval_of(
+                    by_rank.tolist(),
+                    hosts=self._hosts,
+                    global_step=self._newest.global_step,
+                    num_steps=self._num_steps,
+                    epoch=self._newest.epoch,
+                    is_warm_up=self._is_warm_up,
+                    wall_s=self._began_s - before_s,
+                    step_s=self._step_s,
+                    slowest_wait_s=self._slowest_wait_s,
+                    num_samples=self._num_samples,
+                    num_tokens=self._num_tokens,
+                    settings=dict(self._settings()),
+                    tier=self._tier,
+                    total_steps=total_steps,
+                )
+            )
+        self._passed_s = self._step_s = self._slowest_wait_s = 0.0
+        self._num_steps, self._num_samples, self._num_tokens = 0, 0.0, 0.0
+        self._newest, self._is_warm_up = None, False
+        if self.last_gradient is not None:
+            self.last_gradient.look_again()
+
+    def _tell(self, interval: Interval) -> None:
+        if self._metrics is not None:
+            self._metrics.write_interval(interval)
+        for listener in list(self.listeners):
+            try:
+                listener.measured(interval)
+            except Exception:
+                # Who looks on must not end what it looks at.
+                _LOGGER.exception("%s failed on an interval and gets no more", type(listener).__name__)
+                self.listeners.remove(listener)
+
+
+def open_measures(
+    config: TrainConfig,
+    ranks: Ranks,
+    loader: Loader,
+    wrapped: nn.Module,
+    transfer: Transfer,
+    metrics: MetricsWriter | None,
+) -> tuple[RunMeasures, Callable[[], None]]:
+    """Open what measures a run, as the table ``[monitor]`` says; returns it, and what ends it."""
+    interval_s = config.monitor.interval_s
+    rows = None
+    if interval_s:
+        rows = RankMeasures(
+            loader.counters,
+            children=lambda: loader.process_ids,
+            every_s=interval_s,
+            memory=lambda: _memory(loader, transfer, ranks.device),
+            num_masked=lambda: len(loader.quarantined),
+        )
+    measures = RunMeasures(
+        ranks,
+        loader.counters,
+        wrapped,
+        rows=rows,
+        interval_s=interval_s,
+        settings=lambda: _settings(config, loader),
+        tier=_tier(loader),
+        metrics=metrics,
+    )
+    return measures, (lambda: None) if rows is None else rows.close
+
+
+def _clock(device: torch.device, counters: StageCounters) -> StepClock:
+    if device.type == "cuda":
+        return DeviceClock(counters, device)
+    # The wall says nothing of a device that works on its own, and of others we know no events.
+    return HostClock(counters) if device.type == "cpu" else NoClock()
+
+
+def _memory(loader: Loader, transfer: Transfer, device: torch.device) -> dict[str, int]:
+    memory = {"pinned_bytes": transfer.pinned_bytes}
+    if device.type == "cuda":
+        memory["device_bytes"] = torch.cuda.max_memory_allocated(device)
+    caches = {id(found): found for one in loader.selection.datasets if (found := one.cache) is not None}
+    for cache in caches.values():
+        ram, disk = cache.memory, cache.disk
+        if ram is not None:
+            memory["cache_ram_bytes"] = memory.get("cache_ram_bytes", 0) + ram.num_bytes
+        if disk is not None and cache.config.directory is not None:
+            memory["cache_disk_bytes"] = memory.get("cache_disk_bytes", 0) + disk.num_bytes
+            free = shutil.disk_usage(cache.config.directory.expanduser()).free
+            memory["cache_free_bytes"] = min(memory.get("cache_free_bytes", free), free)
+    return memory
+
+
+def _settings(config: TrainConfig, loader: Loader) -> dict[str, int | float | str]:
+    """Return the settings that decide how fast a run is, by their names in the configuration."""
+    settings: dict[str, int | float | str] = {"loader.pinned_bytes": config.loader.pinned_bytes}
+    return settings | loader.knobs.values()
+
+
+def _tier(loader: Loader) -> str:
+    """Return where the data comes from: ``local``, or the scheme of its address; the farthest of a blend."""
+    schemes = [urlsplit(dataset.store.url).scheme for dataset in loader.selection.datasets]
+    return next((scheme for scheme in schemes if scheme not in {"", "file"}), _LOCAL)

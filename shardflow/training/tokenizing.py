@@ -1,0 +1,303 @@
+"""Tokenize every text of a dataset, shard by shard: what is done stays done when the job is killed.
+
+The ids of a shard are a file of their own from the start; the counts of all and the manifest that makes them
+valid are written when the last one is there. Shards are tokenized side by side, and the tokenizer has threads
+of its own. Needs ``tokenizers``, and neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
+from shardflow.shards import Dataset
+from shardflow.shards.canonical import sha256_hex
+from shardflow.shards.entity_dataset import EntityDataset
+from shardflow.shards.table_layout import crc32c
+from shardflow.shards.tokens import (
+    TokenFile,
+    TokensManifest,
+    encode_counts,
+    encode_ids,
+    ids_name,
+    ids_table,
+    open_counts,
+    open_manifest,
+    tokens_folder,
+)
+from shardflow.storage import ByteRange, LocalStore, write_atomic
+
+__all__ = ["TextTokenizer", "TokenizedDataset", "tokenize_dataset", "tokenizer_digest"]
+
+_FILE = "tokenizer.json"
+_MANIFEST = "manifest.json"
+_COUNTS = "counts.tbl"
+# Texts that are read and tokenized together: it bounds the memory of a thread, not the result.
+_BATCH = 1024
+_WIDEST_UINT16 = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedDataset:
+    """What a job did."""
+
+    tokenizer: str
+    num_samples: int
+    num_tokens: int
+    num_shards: int
+    num_shards_kept: int
+    """Shards that an earlier job had done."""
+
+
+def tokenizer_digest(path: Path) -> str:
+    """Return the identity of a tokenizer: the SHA-256 of its ``tokenizer.json``.
+
+    Args:
+        path: The file, or the folder that holds it.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    return hashlib.sha256(_read_tokenizer(path)).hexdigest()
+
+
+def _read_tokenizer(path: Path) -> bytes:
+    try:
+        return (path / _FILE if path.is_dir() else path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the tokenizer must be a {_FILE} or a folder with one, got {type(error).__name__}; "
+            f"make one with: python -m pipelines.train_tokenizer --help."
+        ) from None
+
+
+class TextTokenizer:
+    """A tokenizer for whole texts, without marks at their beginning and end. Safe for many threads.
+
+    Args:
+        path: ``tokenizer.json``, or the folder that holds it.
+
+    Attributes:
+        digest: Identity of the tokenizer.
+        dtype: uint16 if every id fits, else uint32.
+
+    Raises:
+        ConfigError: The tokenizer cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        content = _read_tokenizer(path)
+        try:
+            tokenizer = Tokenizer.from_buffer(content)
+        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a broken file
+            raise ConfigError(
+                f"{_FILE} must be a tokenizer, got {type(error).__name__} on reading it; make it anew."
+            ) from None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True  # a text that happens to spell "</s>" does not end there
+        self._tokenizer = tokenizer
+        self.digest = hashlib.sha256(content).hexdigest()
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self.dtype = np.dtype("<u2" if largest < _WIDEST_UINT16 else "<u4")
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text."""
+        return [encoded.ids for encoded in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def tokenize_dataset(
+    dataset: Dataset,
+    tokenizer: TextTokenizer,
+    *,
+    num_threads: int = 2,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> TokenizedDataset:
+    """Tokenize all texts of a dataset, and write the ids and their counts beside it.
+
+    Args:
+        dataset: A dataset in a folder, or a view of one.
+        tokenizer: The tokenizer.
+        num_threads: Shards that are under way at once; each holds its own ids.
+        on_shard: Told how many shards are done, and of how many.
+
+    Raises:
+        ConfigError: The dataset lies in no folder.
+        ShardflowError: A text cannot be read or trusted.
+    """
+    if not isinstance(dataset.store, LocalStore):
+        raise ConfigError(
+            "DATASET must be a folder, got a remote store; tokenize where the shards were packed."
+        )
+    folder = dataset.store.root / tokens_folder(tokenizer.digest, dataset.dataset_id)
+    shards = list(_shard_rows(dataset))
+    if (folder / _MANIFEST).is_file():
+        open_manifest(dataset, tokenizer.digest)
+        counts = open_counts(dataset, tokenizer.digest)
+        return _summary(tokenizer, counts, len(shards), num_kept=len(shards))
+    counts = np.zeros(dataset.samples.num_samples, np.uint32)
+    files = []
+    num_kept = 0
+    with ThreadPoolExecutor(num_threads) as pool:
+        jobs = [pool.submit(_tokenize_shard, dataset, tokenizer, folder, *each) for each in enumerate(shards)]
+        try:
+            for number, (job, rows) in enumerate(zip(jobs, shards, strict=True)):
+                file, counts[rows.start : rows.stop], is_kept = job.result()
+                files.append(file)
+                num_kept += is_kept
+                if on_shard is not None:
+                    on_shard(number + 1, len(shards))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    table = encode_counts(counts, tokenizer=tokenizer.digest, dataset_id=dataset.dataset_id)
+    manifest = TokensManifest(
+        dataset_id=dataset.dataset_id,
+        tokenizer=tokenizer.digest,
+        num_samples=len(counts),
+        counts_sha256=sha256_hex(table),
+        files=tuple(files),
+    )
+    write_atomic(folder / _COUNTS, [table], replace=True)
+    write_atomic(folder / _MANIFEST, [manifest.encode()], replace=True)
+    return _summary(tokenizer, counts, len(shards), num_kept=num_kept)
+
+
+def _summary(
+    tokenizer: TextTokenizer, counts: npt.NDArray[Any], num_shards: int, *, num_kept: int
+) -> TokenizedDataset:
+    return TokenizedDataset(
+        tokenizer=tokenizer.digest,
+        num_samples=len(counts),
+        num_tokens=int(counts.sum(dtype=np.int64)),
+        num_shards=num_shards,
+        num_shards_kept=num_kept,
+    )
+
+
+def _shard_rows(dataset: Dataset) -> Iterator[range]:
+    """Yield the rows of each shard: the samples table is ordered by split and shard."""
+    shard = dataset.samples.column("shard")
+    starts = np.append(0, np.flatnonzero(np.diff(shard)) + 1).tolist() if len(shard) else []
+    for start, stop in zip(starts, [*starts[1:], len(shard)], strict=False):
+        yield range(start, stop)
+
+
+def _tokenize_shard(
+    dataset: Dataset, tokenizer: TextTokenizer, folder: Path, number: int, rows: range
+) -> tuple[TokenFile, npt.NDArray[Any], bool]:
+    """Return the file of a shard, the counts of its rows, and whether an earlier job had left it."""
+    path = folder / ids_name(number)
+    try:
+        data = path.read_bytes()
+        table = ids_table(
+            memoryview(data),
+            name=path.name,
+            first_row=rows.start,
+            num_rows=len(rows),
+            tokenizer=tokenizer.digest,
+            dataset_id=dataset.dataset_id,
+        )
+        table.verify()
+        counts = np.diff(table.column("first_token").astype(np.int64)).astype(np.int64)
+        is_kept = True
+    except (OSError, ShardflowError):
+        ids, counts = _encoded(dataset, tokenizer, rows)
+        data = encode_ids(
+            ids,
+            counts,
+            first_row=rows.start,
+            tokenizer=tokenizer.digest,
+            dataset_id=dataset.dataset_id,
+        )
+        write_atomic(path, [data], replace=True)
+        is_kept = False
+    return TokenFile(num_rows=len(rows), num_bytes=len(data), sha256=sha256_hex(data)), counts, is_kept
+
+
+def _encoded(
+    dataset: Dataset, tokenizer: TextTokenizer, rows: range
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Tokenize the texts of a shard: the ids of all, and how many each has."""
+    counts = np.zeros(len(rows), np.int64)
+    pieces = [np.zeros(0, tokenizer.dtype)]
+    for places, texts in _texts(dataset, rows):
+        encoded = tokenizer.encode(texts)
+        counts[places] = [len(ids) for ids in encoded]
+        pieces.append(np.fromiter(chain.from_iterable(encoded), tokenizer.dtype))
+    return np.concatenate(pieces), counts
+
+
+def _texts(dataset: Dataset, rows: range) -> Iterator[tuple[npt.NDArray[np.int64], list[str]]]:
+    """Yield the texts of a shard with their places among its rows, in order, a batch at a time."""
+    shard = int(dataset.samples.gather("shard", rows.start))
+    index, path = dataset.shard_index(shard), dataset.manifest.shards[shard].path
+    every = np.arange(rows.start, rows.stop)
+    samples = dataset.samples.gather("row_in_shard", every).astype(np.int64)
+    keys = dataset.studies.gather("sample_key", dataset.study_rows(every))
+    if samples.max() >= index.num_samples or (index.sample_keys[samples] != keys).any():
+        raise FormatError(
+            f"samples table and index must name the same samples, got others ({index.shard}); run "
+            "`shardflow verify`."
+        )
+    # A sample that was removed has no row, but its bytes lie in the shard until it is compacted.
+    is_text = np.array([name == index.text_field for name in index.field_names])
+    found = np.flatnonzero(is_text[index.field_name_ids] & (index.field_num_bytes > 0))
+    field_of = np.full(index.num_samples, -1)
+    field_of[np.searchsorted(index.first_field, found, side="right") - 1] = found
+    # One behind another, as their rows are: ids lie in the order of the rows.
+    fields = field_of[samples]
+    places = np.flatnonzero(fields >= 0)
+    for start in range(0, len(places), _BATCH):
+        at = places[start : start + _BATCH]
+        # Entities of one study have one report.
+        batch, of_place = np.unique(fields[at], return_inverse=True)
+        ranges = [
+            ByteRange(offset, size)
+            for offset, size in zip(
+                index.field_offsets[batch].tolist(), index.field_num_bytes[batch].tolist(), strict=True
+            )
+        ]
+        buffers = [bytearray(span.num_bytes) for span in ranges]
+        dataset.store.read_ranges(path, ranges, [memoryview(buffer) for buffer in buffers])
+        checksums = index.field_crc32c[batch].tolist()
+        for buffer, checksum in zip(buffers, checksums, strict=True):
+            if crc32c(memoryview(buffer)) != checksum:
+                raise ChecksumError(
+                    f"a text of {index.shard} must have its index's crc32c, got another; run `shardflow "
+                    "verify`."
+                )
+        pieces = _pieces(dataset, every[at])
+        texts = [
+            bytes(buffers[number][piece]) for number, piece in zip(of_place.tolist(), pieces, strict=True)
+        ]
+        yield at, [_text(text, index.shard) for text in texts]
+
+
+def _pieces(dataset: Dataset, rows: npt.NDArray[np.int64]) -> list[slice]:
+    """Return which bytes of its report each row speaks of: all, but for entities."""
+    if not isinstance(dataset, EntityDataset):
+        return [slice(None)] * len(rows)
+    starts = dataset.samples.gather("text_start", rows).astype(np.int64)
+    stops = starts + dataset.samples.gather("text_bytes", rows)
+    return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+
+def _text(payload: bytes, shard: str) -> str:
+    try:
+        return payload.decode("utf-8")
+    except UnicodeDecodeError:
+        raise FormatError(
+            f"a text of {shard} must be UTF-8, got other bytes; run `shardflow verify`."
+        ) from None

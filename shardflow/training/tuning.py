@@ -1,0 +1,264 @@
+"""The tuner's place in the loop: rank 0 decides, and all ranks do the same at the same boundary of steps.
+
+A decision travels as three numbers of rank 0 in the exchange that every step has anyway; whoever gets it
+sets it on its own loader once the step is done. So no rank is ever ahead of another, and nothing is asked or
+waited for that was not before. What is trained cannot change: micro-batches and their order are the plan's
+(contract S2), and ``tests/distributed/test_tuning.py`` compares ledgers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, Final, Protocol
+
+from shardflow.errors import ConfigError, ShardflowError
+from shardflow.loading import Loader
+from shardflow.monitoring.tuner import Change, Tuner, TunerRules
+from shardflow.monitoring.tuner_file import TUNED_FILE, read_tuned, tuned_text
+from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers
+from shardflow.monitoring.tuner_start import DataFacts, MachineFacts, default_settings
+from shardflow.storage import CacheConfig
+from shardflow.storage.atomic import write_atomic
+from shardflow.telemetry import Interval, KnobLimit, Move
+from shardflow.telemetry.machine import available_bytes, num_processors
+from shardflow.training.config import LoaderSettings, TrainConfig, TuneSettings
+from shardflow.training.distributed import Ranks
+from shardflow.training.metrics import MetricsWriter, StepMetrics
+
+__all__ = ["PendingFeed", "Tuning", "capped", "common_limits", "configurable"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_SHORT_EPOCH: Final = 16
+"""Steps of an epoch so short that its first step is like the others."""
+
+Values = Mapping[str, int | str]
+
+
+class PendingFeed(Protocol):
+    """What hands micro-batches out while settings change; see `DeviceFeed`."""
+
+    def apply_pending(self) -> bool:
+        """Let changes act that wait for a boundary."""
+
+
+class Tuning:
+    """Drives a tuner over the ranks of a run; all ranks make one and call the same methods.
+
+    Args:
+        config: All settings; ``tune.mode`` is not ``off``.
+        ranks: The ranks of the run.
+        loader: This rank's, before its first micro-batch.
+        metrics: Gets the moves, on rank 0.
+
+    Attributes:
+        tuner: On rank 0.
+        due: What is to be set once this step is done.
+
+    Raises:
+        ConfigError: ``tune.start_from`` is no file of settings.
+    """
+
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, loader: Loader, metrics: MetricsWriter | None
+    ) -> None:
+        self._config, self._ranks, self._loader, self._metrics = config, ranks, loader, metrics
+        self._knobs = loader.knobs
+        self._is_on = config.tune.mode == "on"
+        self._num_sent = self._num_done = 0
+        self._sent: tuple[int, float] = (0, 0.0)
+        self.due: Change | None = None
+        self._gil_wait_share = 0.0
+        for name, value in ranks.from_first(self._start() if ranks.rank == 0 else None).items():
+            self._set(Change(setting=name, value=value))
+        own = {name: asdict(limit) for name, limit in self._knobs.limits().items()}
+        self._limits = common_limits(
+            [{name: _limit(one) for name, one in found.items()} for found in ranks.gather_json(own)]
+        )
+        self._names = sorted(self._limits)
+        self.tuner: Tuner | None = None
+        if ranks.rank == 0:
+            self.tuner = Tuner(
+                self._knobs.values(),
+                capped(self._limits, self._knobs.values(), config.tune),
+                report=self._report,
+                mode="on" if self._is_on else "observe",
+                rules=TunerRules(settle_steps=config.tune.settle_steps),
+            )
+
+    def settings(self) -> dict[str, int | str]:
+        """Return this rank's settings as they are."""
+        return self._knobs.values()
+
+    # ---- in each step, on all ranks --------------------------------------------------------------
+
+    def column(self) -> list[float]:
+        """Return this rank's numbers for the exchange of the step; only those of rank 0 say something."""
+        return [float(self._num_sent), float(self._sent[0]), self._sent[1]] if self._is_on else []
+
+    def heard(self, of_first: Sequence[float]) -> None:
+        """Take note of rank 0's numbers; they say the same until there is something new."""
+        if not self._is_on or int(of_first[0]) == self._num_done:
+            return
+        self._num_done = int(of_first[0])
+        name = self._names[int(of_first[1])]
+        limit, number = self._limits[name], int(of_first[2])
+        self.due = Change(setting=name, value=limit.choices[number] if limit.choices else number)
+
+    def carry_out(self, feed: PendingFeed) -> None:
+        """Make the change that is due, if any; call it between two steps."""
+        change, self.due = self.due, None
+        if change is None:
+            return
+        self._set(change)
+        try:
+            feed.apply_pending()
+        except (ShardflowError, OSError) as error:
+            # The loader goes on as before; the next windows will not praise what did not come about.
+            _LOGGER.warning("a setting could not be changed: %s", type(error).__name__)
+
+    def measured(self, interval: Interval) -> None:
+        """Note what only intervals tell: how much of the time the interpreter is held."""
+        self._gil_wait_share = max((rank.gil_wait_share for rank in interval.ranks), default=0.0)
+
+    def stepped(self, step: StepMetrics) -> None:
+        """Let the tuner hear of a step, on rank 0, and keep what it decides for the next exchange."""
+        if self.tuner is None:
+            return
+        if step.step == 0 and self._loader.num_steps >= _SHORT_EPOCH:
+            return  # an epoch's first step waits for threads that have only begun
+        numbers = StepNumbers(
+            step_s=step.step_s,
+            data_wait_s=step.data_wait_s,
+            num_samples=step.num_samples,
+            num_micro_batches=self._loader.num_micro_batches_per_rank,
+            loader=LoaderTotals.of(self._loader.counters.snapshot()),
+            gil_wait_share=self._gil_wait_share,
+        )
+        change = self.tuner.step(numbers, step.global_step)
+        if change is not None:
+            limit = self._limits[change.setting]
+            value = limit.choices.index(str(change.value)) if limit.choices else int(change.value)
+            self._num_sent += 1
+            self._sent = (self._names.index(change.setting), float(value))
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _set(self, change: Change) -> None:
+        """Set it here; a machine that lacks the room for it keeps what it has, and trains the same."""
+        try:
+            self._knobs.set(change.setting, change.value)
+        except ConfigError as error:
+            _LOGGER.warning("the tuner's choice is not for this rank: %s", error.message)
+
+    def _start(self) -> dict[str, int | str]:
+        """Choose what to begin with: what this run found, or another one, or what suits the machine."""
+        settings = self._config.tune
+        own = self._config.run.output / TUNED_FILE
+        found: dict[str, int | str] = {}
+        if self._is_on and own.is_file():
+            found = read_tuned(own)
+        elif settings.start_from is not None:
+            found = read_tuned(settings.start_from)
+        elif self._is_on:
+            found = self._defaults()
+        present, limits = self._knobs.values(), self._knobs.limits()
+        limits = capped(limits, present, self._config.tune)
+        fitting = {name: _clipped(value, limits[name]) for name, value in found.items() if name in limits}
+        return {name: value for name, value in fitting.items() if value not in (None, present.get(name))}
+
+    def _defaults(self) -> dict[str, int | str]:
+        """Settings for what the configuration leaves as it is by default."""
+        loader = self._loader
+        machine = MachineFacts(num_cpus=num_processors(), available_bytes=available_bytes())
+        data = DataFacts(
+            has_images=loader.config.view is not None,
+            is_remote=any("://" in dataset.store.url for dataset in loader.selection.datasets),
+        )
+        given = _given(self._config)
+        found = default_settings(machine, loader.world.ranks_per_node, data)
+        return {name: value for name, value in found.items() if name not in given}
+
+    def _report(self, move: Move) -> None:
+        level = logging.DEBUG if move.kind in {"try", "revert"} else logging.INFO
+        _LOGGER.log(level, "tuner: %s", move.text)
+        if self._metrics is not None:
+            self._metrics.write_move(move)
+        if move.kind == "settle" and self._is_on and self.tuner is not None:
+            text = tuned_text(configurable(self.tuner.values))
+            write_atomic(self._config.run.output / TUNED_FILE, [text.encode()], replace=True)
+
+
+def configurable(values: Values) -> dict[str, int | str]:
+    """Return the settings without those of loader and cache that a configuration does not have."""
+    tables: dict[str, Any] = {"loader": LoaderSettings, "cache": CacheConfig}
+    known = {f"{table}.{one.name}" for table, kind in tables.items() for one in fields(kind)}
+    return {
+        name: value for name, value in values.items() if name in known or name.partition(".")[0] not in tables
+    }
+
+
+def _given(config: TrainConfig) -> set[str]:
+    """Names of the settings that the configuration sets to something else than their default."""
+    tables: dict[str, tuple[Any, Any]] = {
+        "loader": (config.loader, LoaderSettings()),
+        "cache": (config.cache, CacheConfig()),
+    }
+    return {
+        f"{table}.{one.name}"
+        for table, (given, default) in tables.items()
+        for one in fields(default)
+        if getattr(given, one.name) != getattr(default, one.name)
+    }
+
+
+def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneSettings) -> dict[str, KnobLimit]:
+    """Return the limits within the caps of the configuration.
+
+    Args:
+        limits: Of the machine.
+        present: The settings as they are.
+        tune: The caps.
+    """
+    caps = {
+        "loader.num_threads": tune.max_threads,
+        "cache.read_ahead_threads": tune.max_fetches,
+        "store.max_concurrency": tune.max_fetches,
+        "loader.prefetch_bytes": tune.max_bytes,
+        "cache.read_ahead_bytes": tune.max_bytes,
+        "cache.ram_bytes": tune.max_bytes,
+        "cache.max_bytes": tune.max_disk_bytes or int(present.get("cache.max_bytes", 0)),
+    }
+    found = {}
+    for name, limit in limits.items():
+        cap = caps.get(name, 0)
+        most = max(limit.least, min(limit.most, cap)) if cap and not limit.choices else limit.most
+        found[name] = KnobLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
+    return found
+
+
+def common_limits(by_rank: Sequence[Mapping[str, KnobLimit]]) -> dict[str, KnobLimit]:
+    """Return what all ranks can set."""
+    found = {}
+    for name in sorted(set.intersection(*(set(one) for one in by_rank))):
+        limits = [one[name] for one in by_rank]
+        least, most = max(one.least for one in limits), min(one.most for one in limits)
+        choices = tuple(word for word in limits[0].choices if all(word in one.choices for one in limits))
+        if choices or (least <= most and not limits[0].choices):
+            is_live = all(one.is_live for one in limits)
+            found[name] = KnobLimit(least=least, most=most, choices=choices, is_live=is_live)
+    return found
+
+
+def _limit(value: Mapping[str, Any]) -> KnobLimit:
+    """Return a limit that another rank sent."""
+    return KnobLimit(**{**value, "choices": tuple(value["choices"])})
+
+
+def _clipped(value: int | str, limit: KnobLimit) -> int | str | None:
+    """Return the nearest value that is allowed; None where there is none."""
+    if limit.choices:
+        return value if value in limit.choices else None
+    return max(limit.least, min(limit.most, value)) if isinstance(value, int) else None

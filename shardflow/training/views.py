@@ -1,0 +1,172 @@
+"""From settings to what the loader reads of a study, and what the device makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardflow.loading import ImageView, SizedView, SliceSize, TileView
+from shardflow.loading.views import View
+from shardflow.telemetry import StageCounters
+from shardflow.training.config import ImageSettings, TrainConfig
+from shardflow.training.device.images import ImagePipeline
+from shardflow.training.device.transfer import HostTransfer, open_transfer
+from shardflow.training.inputs import ImageMaker, InputMaker, MicroInputs
+from shardflow.training.losses import IGNORED_LABEL
+from shardflow.training.packing import Packing, pack_row
+from shardflow.training.text import ReportTokenizer
+
+__all__ = ["empty_inputs", "full_inputs", "image_view", "input_maker"]
+
+
+def image_view(settings: ImageSettings, *, is_evaluation: bool = False) -> View:
+    """Return what the loader reads of each study.
+
+    Args:
+        settings: The table ``[image]``.
+        is_evaluation: Nothing is chosen at random, so that two evaluations measure the same.
+    """
+    shared: dict[str, Any] = {
+        "resolution": settings.resolution,
+        "slice_choice": "even" if is_evaluation else settings.slice_choice,
+        "dtype": settings.dtype,
+        "windows": settings.windows[:1] if is_evaluation else settings.windows,
+    }
+    if settings.sizes:
+        # Keyed by the epoch, and every evaluation is an epoch 0.
+        sizes = tuple(
+            SliceSize(num_slices=num_slices, rows=rows, columns=columns, weight=weight)
+            for num_slices, rows, columns, weight in settings.size_table
+        )
+        return SizedView(sizes=sizes, **shared)
+    if settings.max_tiles:
+        return TileView(
+            rows=settings.rows,
+            columns=settings.columns,
+            max_tiles=settings.max_tiles,
+            num_slices=settings.num_slices,
+            **shared,
+        )
+    rows, columns = _transfer_size(settings)
+    return ImageView(
+        num_slices=settings.num_slices,
+        rows=rows,
+        columns=columns,
+        padding=settings.padding,
+        fit=settings.fit,
+        augment_pool=0.0 if is_evaluation else settings.augment_pool,
+        **shared,
+    )
+
+
+def input_maker(
+    config: TrainConfig, tokenizer: ReportTokenizer, device: torch.device, counters: StageCounters
+) -> InputMaker:
+    """Return what makes the model's tensors from the loader's batches."""
+    return InputMaker(
+        tokenizer,
+        max_tokens=config.text.max_tokens,
+        transfer=open_transfer(device, ring_bytes=config.loader.pinned_bytes, counters=counters),
+        images=_image_maker(config),
+        packed=config.batch.packed,
+        size=(config.image.rows, config.image.columns),
+        counters=counters,
+    )
+
+
+def empty_inputs(config: TrainConfig, device: torch.device) -> MicroInputs:
+    """Return one padding slot in the run's shapes, for the warm-up."""
+    return _inputs(config, device, num_samples=1, num_slices=config.image.num_slices, num_tokens=2)
+
+
+def full_inputs(config: TrainConfig, device: torch.device, *, num_samples: int) -> MicroInputs:
+    """Return a micro-batch as large as the settings let it become: every slice, and the longest text.
+
+    Args:
+        config: All settings.
+        device: Where its tensors lie.
+        num_samples: Of the micro-batch.
+    """
+    image, num_tokens = config.image, config.text.max_tokens
+    num_slices = image.num_places if image.sizes or image.max_tiles else image.num_slices
+    return _inputs(
+        config, device, num_samples=num_samples, num_slices=num_slices, num_tokens=num_tokens, is_full=True
+    )
+
+
+def _inputs(
+    config: TrainConfig,
+    device: torch.device,
+    *,
+    num_samples: int,
+    num_slices: int,
+    num_tokens: int,
+    is_full: bool = False,
+) -> MicroInputs:
+    image, label = config.image, 0 if is_full else IGNORED_LABEL
+    rows, columns = (image.rows, image.columns) if _image_maker(config) else _transfer_size(image)
+    is_windowed = _image_maker(config) is not None
+    slice_mask = np.full((num_samples, num_slices), is_full)
+    token_ids = np.zeros((num_samples, num_tokens), np.int64)
+    token_mask = np.ones((num_samples, num_tokens), bool)
+    labels = np.full((num_samples, num_tokens), label, np.int64)
+    arrays: dict[str, Any] = {
+        "slice_mask": slice_mask,
+        "token_ids": token_ids,
+        "token_mask": token_mask,
+        "labels": labels,
+        "weights": np.full(num_samples, is_full, np.float32),
+    }
+    longest = 0
+    if config.batch.packed:
+        row = pack_row(slice_mask, token_ids, token_mask, labels, arrays["weights"])
+        arrays |= row.arrays
+        arrays["token_mask"] = np.ones_like(row.arrays["token_ids"], bool)
+        longest = row.longest
+    tensors = {
+        name: tensor.to(device) for name, tensor in HostTransfer(StageCounters()).send(arrays).tensors.items()
+    }
+    return MicroInputs(
+        images_BKHW=torch.zeros(
+            (num_samples, num_slices, rows, columns),
+            dtype=torch.float32 if is_windowed else torch.int16,
+            device=device,
+        ),
+        slice_mask_BK=tensors["slice_mask"],
+        display_range_B2=None if is_windowed else torch.zeros((num_samples, 2), device=device),
+        token_ids_BT=tensors["token_ids"],
+        token_mask_BT=tensors["token_mask"],
+        labels_BT=tensors["labels"],
+        weights_B=tensors["weights"],
+        num_tokens=float(is_full * num_samples * num_tokens),
+        num_samples=float(is_full * num_samples),
+        packing=Packing.of(tensors, longest=longest) if config.batch.packed else None,
+    )
+
+
+def _transfer_size(settings: ImageSettings) -> tuple[int, int]:
+    """Rows and columns that images have on their way to the device."""
+    return settings.transfer_rows or settings.rows, settings.transfer_columns or settings.columns
+
+
+def _image_maker(config: TrainConfig) -> ImageMaker | None:
+    """Return what images need on the device; None where the model's own window is all."""
+    image = config.image
+    size = (image.rows, image.columns)
+    if not (
+        config.augment.is_active
+        or image.standardise
+        or image.fit == "letterbox"
+        or _transfer_size(image) != size
+    ):
+        return None
+    pipeline: Any = ImagePipeline(*size)
+    return ImageMaker(
+        pipeline=torch.compile(pipeline, fullgraph=True) if image.compile else pipeline,
+        size=size,
+        standardised=image.standardise,
+        augment=config.augment,
+        seed=config.run.seed,
+    )
