@@ -1,0 +1,152 @@
+"""A run's ``metrics.jsonl`` as records: of one that has ended, or of one that goes on.
+
+Each step is held once, as its latest start measured it; what a later start did again is dropped, as
+``shardflow.training.metrics.read_metrics`` does. Invariant: reading on gives the same as reading anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from shardflow.monitoring.tail import METRICS_FILE, EventTail
+from shardflow.telemetry import Interval, Move, Verdict
+
+__all__ = ["METRICS_FILE", "RunHistory", "read_history"]
+
+_NO_SUCH_FIELDS: Final = (TypeError, ValueError, KeyError, AttributeError)
+
+
+class RunHistory:
+    """What a run has measured so far.
+
+    Args:
+        run: The run folder.
+        keep: How many records of each kind are held, the newest ones; 0 for all. A restart that goes back
+            further than that leaves fewer.
+        on_record: Called with each line before it is added here, in the order of the file.
+
+    Attributes:
+        steps: Lines of steps, as `StepMetrics` has them, with ``time_s``.
+        intervals: With the time of each, seconds since 1970.
+        verdicts: The same of verdicts.
+        moves: The same of what the tuner did.
+        checkpoints: Lines of checkpoints.
+        evaluations: Lines of evaluations.
+        attempts: Lines of starts.
+        end: The line of the newest start's end, ``outcome`` in it; None while it goes on, or was killed.
+        num_planned_steps: Of the whole run; 0 while it is not known.
+        last_event_s: When the newest line was written, seconds since 1970; 0 before the first.
+    """
+
+    def __init__(
+        self, run: Path, *, keep: int = 0, on_record: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.intervals: list[tuple[float, Interval]] = []
+        self.verdicts: list[tuple[float, Verdict]] = []
+        self.moves: list[tuple[float, Move]] = []
+        self.checkpoints: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.attempts: list[dict[str, Any]] = []
+        self.end: dict[str, Any] | None = None
+        self.num_planned_steps = 0
+        self.last_event_s = 0.0
+        self._tail = EventTail(run)
+        self._keep = keep
+        self._on_record = on_record
+        self._unread: Iterator[Mapping[str, Any]] = iter(())
+        self._next: Mapping[str, Any] | None = None
+
+    def follow(self, until_s: float = math.inf) -> bool:
+        """Read what was written since the last call; True if there was anything.
+
+        A line that is not written whole yet waits for the next call; one that a kill left unfinished is
+        skipped.
+
+        Args:
+            until_s: Stop before the first line of a later time, which waits for a later call.
+
+        Raises:
+            ConfigError: The folder holds no metrics.
+        """
+        has_read = False
+        if self._next is None:
+            self._unread = self._tail.read()
+            self._next = next(self._unread, None)
+        while self._next is not None and self.next_time_s <= until_s:
+            has_read = True
+            # A line whose fields are not those of its kind, however it came there, is skipped.
+            with suppress(*_NO_SUCH_FIELDS):
+                if self._on_record is not None:
+                    self._on_record(self._next)
+                self._add(self._next)
+            self._next = next(self._unread, None)
+        return has_read
+
+    @property
+    def last_time_s(self) -> float:
+        """When the newest step was done, seconds since 1970; 0 before the first."""
+        return float(self.steps[-1]["time_s"]) if self.steps else 0.0
+
+    @property
+    def next_time_s(self) -> float:
+        """Time of the first line that `follow` left for later; infinite where none waits."""
+        return math.inf if self._next is None else float(self._next.get("time_s") or 0.0)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        time_s = float(record.get("time_s") or 0.0)
+        self.last_event_s = max(self.last_event_s, time_s)
+        match record["event"]:
+            case "attempt":
+                self._go_back_to(int(record["start"]))
+                self._keep_newest(self.attempts, dict(record))
+                self.end = None
+            case "plan":
+                self.num_planned_steps = int(record["num_steps"])
+            case "end":
+                self.end = dict(record)
+            case "step":
+                self._keep_newest(self.steps, dict(record))
+            case "interval":
+                self._keep_newest(self.intervals, (time_s, Interval.from_json(record)))
+            case "verdict":
+                self._keep_newest(self.verdicts, (time_s, Verdict.from_json(record)))
+            case "tune":
+                self._keep_newest(self.moves, (time_s, Move.from_json(record)))
+            case "checkpoint":
+                self._keep_newest(self.checkpoints, dict(record))
+            case "evaluation":
+                self._keep_newest(self.evaluations, dict(record))
+
+    def _keep_newest(self, held: list[Any], new: object) -> None:
+        held.append(new)
+        # Rarely, so that a step costs no copy of all others; after the same lines the same are held, however
+        # they came.
+        if self._keep and len(held) >= 2 * self._keep:
+            del held[: -self._keep]
+
+    def _go_back_to(self, start: int) -> None:
+        """Forget what a start at this global step does again."""
+        # A step is named by its number, all else that is a line by the number of steps done before it.
+        self.steps = [line for line in self.steps if line["global_step"] < start]
+        for lines in (self.checkpoints, self.evaluations):
+            lines[:] = [line for line in lines if line["global_step"] <= start]
+        keep: Callable[[Any], bool] = lambda found: found[1].global_step < start  # noqa: E731
+        self.intervals = [one for one in self.intervals if keep(one)]
+        self.verdicts = [one for one in self.verdicts if keep(one)]
+        self.moves = [one for one in self.moves if keep(one)]
+
+
+def read_history(run: Path) -> RunHistory:
+    """Read a run folder.
+
+    Raises:
+        ConfigError: It holds no metrics.
+    """
+    history = RunHistory(run)
+    history.follow()
+    return history

@@ -1,0 +1,295 @@
+"""A run at an instant, in bounded memory: what a live view draws, and what a replay draws again.
+
+Owns which numbers are shown and how they are condensed; nothing here knows a terminal. Invariant: a view
+follows from the lines written by its time, and from nothing else, so that a replay shows what was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from shardflow.monitoring.goodput import Goodput, GoodputMeter
+from shardflow.monitoring.history import METRICS_FILE, RunHistory
+from shardflow.monitoring.live_curve import Curve
+from shardflow.telemetry import Interval, Move, Verdict
+
+__all__ = ["LiveRun", "LiveView", "RunState", "StepPoint"]
+
+RunState = Literal["waiting", "starting", "running", "silent", "finished", "stopped"]
+"""``waiting``: nothing is written yet. ``silent``: nothing new came for long: it hangs, or was killed."""
+
+_NUM_KEPT: Final = 512
+_RECENT_S: Final = 15.0
+_LEAST_RECENT: Final = 8
+_SILENT_S: Final = 30.0
+_SILENT_STEPS: Final = 10
+"""A run is silent after so many seconds, and so many of its steps, without a line."""
+_STARTING_S: Final = 900.0
+_SKEW_S: Final = 5.0
+"""Clocks of machines, and folders that they share, lag by less; more is taken off the age of lines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPoint:
+    """A step as curves need it."""
+
+    time_s: float
+    step_s: float
+    data_wait_s: float
+    num_samples: float
+    num_tokens: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveView:
+    """What is known of a run at an instant."""
+
+    name: str
+    """Of its folder."""
+    state: RunState
+    now_s: float
+    """Seconds since 1970."""
+    age_s: float = 0.0
+    """Since the newest line."""
+    num_done: int = 0
+    """Steps."""
+    num_steps: int = 0
+    """Of the whole run; 0 while it is not known."""
+    epoch: int = 0
+    num_starts: int = 0
+    started_s: float = 0.0
+    """The first start."""
+    ended_s: float = 0.0
+    """When it finished or was stopped; 0 else."""
+    left_s: float | None = None
+    """Time to the end at the pace of the last steps, checkpoints and evaluations counted; None if unknown."""
+    recent: tuple[StepPoint, ...] = ()
+    """The newest steps of this start, at most 512."""
+    steps_per_s: float = 0.0
+    """Over the last 15 seconds, and at least eight steps."""
+    samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    wait_share: float = 0.0
+    """Of these steps' time, the wait for data of the rank that waited longest."""
+    step: Mapping[str, Any] | None = None
+    """The newest line of a step."""
+    losses: tuple[float, ...] = ()
+    """Over the whole run, condensed."""
+    evaluations: tuple[float, ...] = ()
+    evaluation: Mapping[str, Any] | None = None
+    checkpoint: Mapping[str, Any] | None = None
+    interval: Interval | None = None
+    """The newest one that is no short rest at the end of a run."""
+    verdicts: tuple[Verdict, ...] = ()
+    """Of the newest judgement, the most important one first."""
+    verdict_since: int = 0
+    """Step at which its first one was found first."""
+    moves: tuple[Move, ...] = ()
+    """Of the tuner, the newest one last."""
+    goodput: Goodput | None = None
+
+
+class LiveRun:
+    """Follows a run, or plays one back.
+
+    Args:
+        run: The run folder; it need not be there yet.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._size = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._history = RunHistory(self._run, keep=_NUM_KEPT, on_record=self._take)
+        self._meter = GoodputMeter()
+        self._losses = Curve()
+        self._evaluations = Curve()
+        self._attempt_start = 0
+        self._skew_s = math.inf
+
+    def follow(self, now_s: float, *, until_s: float = math.inf) -> LiveView:
+        """Read what is new and return what is known.
+
+        Args:
+            now_s: The time that it is, seconds since 1970.
+            until_s: Leave lines of a later time for later; it must not fall from call to call.
+        """
+        size = self._file_size()
+        if size < self._size:  # another run was begun in the folder
+            self._begin()
+        self._size = size
+        if size:
+            was_known = self._history.last_event_s > 0
+            if self._history.follow(until_s) and was_known:
+                self._skew_s = min(self._skew_s, now_s - self._history.last_event_s)
+        return self._view(now_s)
+
+    @property
+    def next_time_s(self) -> float:
+        """Time of the first line that was left for later; infinite where none waits."""
+        return self._history.next_time_s
+
+    def _file_size(self) -> int:
+        try:
+            return (self._run / METRICS_FILE).stat().st_size
+        except OSError:
+            return 0
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        self._meter.add(record)
+        match record["event"]:
+            case "attempt":
+                self._attempt_start = int(record["start"])
+                self._losses.go_back_to(self._attempt_start)
+                self._evaluations.go_back_to(self._attempt_start + 1)
+            case "step":
+                self._losses.add(int(record["global_step"]), record.get("loss"))
+            case "evaluation":
+                self._evaluations.add(int(record["global_step"]), record.get("loss"))
+
+    def _view(self, now_s: float) -> LiveView:
+        history = self._history
+        name = self._run.resolve().name
+        if not history.last_event_s:
+            return LiveView(name=name, state="waiting", now_s=now_s)
+        steps = [line for line in history.steps[-_NUM_KEPT:] if line["attempt"] == self._attempt]
+        recent = tuple(_point(line) for line in steps)
+        pace_s = _pace_s(recent)
+        age_s = self._age_s(now_s)
+        state = self._state(age_s, pace_s, has_steps=bool(recent))
+        last = history.steps[-1] if history.steps else None
+        num_done = int(last["global_step"]) + 1 if last is not None else self._attempt_start
+        goodput = self._meter.measured()
+        samples, tokens, steps_per_s = _rates(recent)
+        verdicts, verdict_since = _newest_verdicts([one for _, one in history.verdicts[-_NUM_KEPT:]])
+        num_left = history.num_planned_steps - num_done
+        return LiveView(
+            name=name,
+            state=state,
+            now_s=now_s,
+            age_s=age_s,
+            num_done=num_done,
+            num_steps=history.num_planned_steps,
+            epoch=int(last["epoch"]) if last is not None else 0,
+            num_starts=goodput.num_starts,
+            started_s=history.last_event_s - goodput.wall_s,
+            ended_s=float(history.end["time_s"]) if history.end is not None else 0.0,
+            left_s=max(0.0, num_left * pace_s - age_s)
+            if pace_s and num_left > 0 and state == "running"
+            else None,
+            recent=recent,
+            steps_per_s=steps_per_s,
+            samples_per_s=samples,
+            tokens_per_s=tokens,
+            wait_share=_wait_share(_newest(recent)),
+            step=last,
+            losses=self._losses.values(),
+            evaluations=self._evaluations.values(),
+            evaluation=history.evaluations[-1] if history.evaluations else None,
+            checkpoint=history.checkpoints[-1] if history.checkpoints else None,
+            interval=_newest_interval([one for _, one in history.intervals[-2:]]),
+            verdicts=verdicts,
+            verdict_since=verdict_since,
+            moves=tuple(move for _, move in history.moves[-8:]),
+            goodput=goodput,
+        )
+
+    @property
+    def _attempt(self) -> int:
+        attempts = self._history.attempts
+        return int(attempts[-1]["attempt"]) if attempts else 1
+
+    def _age_s(self, now_s: float) -> float:
+        age_s = now_s - self._history.last_event_s
+        if math.isfinite(self._skew_s) and abs(self._skew_s) > _SKEW_S:
+            age_s -= self._skew_s
+        return max(0.0, age_s)
+
+    def _state(self, age_s: float, pace_s: float, *, has_steps: bool) -> RunState:
+        end = self._history.end
+        if end is not None:
+            return "finished" if end["outcome"] == "finished" else "stopped"
+        if not has_steps:
+            # Data, compilation and connections come before the first step.
+            return "starting" if age_s < _STARTING_S else "silent"
+        return "silent" if age_s > max(_SILENT_S, _SILENT_STEPS * pace_s) else "running"
+
+
+def _point(line: Mapping[str, Any]) -> StepPoint:
+    return StepPoint(
+        time_s=float(line["time_s"]),
+        step_s=float(line["step_s"]),
+        data_wait_s=float(line["data_wait_s"]),
+        num_samples=float(line["num_samples"]),
+        num_tokens=float(line["num_tokens"]),
+    )
+
+
+def _newest(recent: tuple[StepPoint, ...]) -> tuple[StepPoint, ...]:
+    """The steps that rates of the moment are made of."""
+    if not recent:
+        return ()
+    since_s = recent[-1].time_s - _RECENT_S
+    first = len(recent)
+    while first and (recent[first - 1].time_s > since_s or len(recent) - first < _LEAST_RECENT):
+        first -= 1
+    return recent[first:]
+
+
+def _began_s(points: tuple[StepPoint, ...]) -> float:
+    """When the first of some steps began."""
+    return points[0].time_s - points[0].step_s
+
+
+def _pace_s(recent: tuple[StepPoint, ...]) -> float:
+    """Wall time of a step, with what comes between steps; 0 before the first."""
+    # The first step builds connections, and may compile.
+    points = recent[1:] or recent
+    return max(0.0, points[-1].time_s - _began_s(points)) / len(points) if points else 0.0
+
+
+def _rates(recent: tuple[StepPoint, ...]) -> tuple[float, float, float]:
+    """Samples, tokens and steps a second."""
+    points = _newest(recent)
+    span_s = points[-1].time_s - _began_s(points) if points else 0.0
+    if span_s <= 0:
+        return 0.0, 0.0, 0.0
+    samples = math.fsum(point.num_samples for point in points)
+    tokens = math.fsum(point.num_tokens for point in points)
+    return samples / span_s, tokens / span_s, len(points) / span_s
+
+
+def _wait_share(points: tuple[StepPoint, ...]) -> float:
+    total_s = math.fsum(point.step_s for point in points)
+    return min(1.0, math.fsum(point.data_wait_s for point in points) / total_s) if total_s else 0.0
+
+
+def _newest_interval(intervals: list[Interval]) -> Interval | None:
+    """The newest interval, or the one before the rest of a run: its loader had nothing left to do."""
+    if len(intervals) == 2 and not any(one.is_warm_up for one in intervals):
+        before, last = intervals
+        if last.step_s < before.step_s / 2 and last.num_steps < before.num_steps:
+            return before
+    return intervals[-1] if intervals else None
+
+
+def _newest_verdicts(found: list[Verdict]) -> tuple[tuple[Verdict, ...], int]:
+    """The verdicts of the newest step that was judged, and since when its first one has led."""
+    if not found:
+        return (), 0
+    newest = tuple(one for one in found if one.global_step == found[-1].global_step)
+    since = newest[0].global_step
+    leading: dict[int, str] = {}
+    for one in found:
+        leading.setdefault(one.global_step, one.code)
+    for step in sorted(leading, reverse=True):
+        if leading[step] != newest[0].code:
+            break
+        since = step
+    return newest, since

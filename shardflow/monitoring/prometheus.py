@@ -1,0 +1,256 @@
+"""A run's numbers for Prometheus: served while it goes on, or from its folder by anybody who can read that.
+
+Every scrape reads what the run has written since the one before, in a thread of its own: the loop that
+trains is never asked, and waits for nothing. Only numbers are served, under the names of
+`shardflow.monitoring.exported`; on an address beyond this machine everybody there can read them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+from shardflow import __version__
+from shardflow.errors import ConfigError
+from shardflow.monitoring.exported import METRICS, STEP_BUCKETS_S
+from shardflow.monitoring.run_numbers import MetricValues, RunNumbers
+from shardflow.monitoring.tail import EventTail, check_holds_metrics
+
+__all__ = ["MetricsServer", "RunCollector", "parse_address", "read_metrics_text", "require_prometheus"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_PATH: Final = "/metrics"
+_IDLE_S: Final = 30.0
+_MOST_PORT: Final = 65535
+
+
+def require_prometheus(asked_by: str) -> None:
+    """Refuse to go on without the library that this needs.
+
+    Args:
+        asked_by: The setting or the command that asks for it.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    if find_spec("prometheus_client") is None:
+        raise ConfigError(
+            f"{asked_by} needs the package prometheus-client, got an environment without it; install "
+            "'shardflow[prometheus]', or leave it out."
+        )
+
+
+def parse_address(text: str, name: str) -> tuple[str, int]:
+    """Split ``ADDRESS:PORT``; the address of IPv6 stands in brackets.
+
+    Args:
+        text: ``127.0.0.1:9464``, ``[::1]:9464``, ``0.0.0.0:0``; port 0 is any free one.
+        name: What is parsed, for the error.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    host, _, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    # Digits of other scripts are digits to Python too.
+    is_port = port.isascii() and port.isdigit() and int(port) <= _MOST_PORT
+    if not host or (":" in host and not is_bracketed) or not is_port:
+        raise ConfigError(
+            f"{name} must be an address and a port, got {text!r}; write 127.0.0.1:9464, or port 0 for any "
+            "free one."
+        )
+    return host, int(port)
+
+
+class RunCollector:
+    """What ``prometheus_client`` collects of a run; register it wherever else metrics are served from.
+
+    Args:
+        run: The run folder; one that holds nothing yet has no numbers yet.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._lock = threading.Lock()
+        self._tail = EventTail(run)
+        self._numbers = RunNumbers()
+
+    def collect(self) -> Iterator[Any]:
+        """Read what was written since the last call, and return all families."""
+        with self._lock:
+            try:
+                for event in self._tail.read():
+                    self._numbers.add(event)
+            except ConfigError:
+                pass  # nothing was measured yet
+            found = list(self._numbers.values())
+        build = MetricValues(metric=METRICS["build"], values={(__version__,): 1.0})
+        return iter([_family(one) for one in (build, *found)])
+
+
+def _family(found: MetricValues) -> Any:
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+    )
+
+    metric = found.metric
+    if metric.kind == "histogram":
+        ends = (*map(str, STEP_BUCKETS_S), "+Inf")
+        buckets = list(zip(ends, found.buckets, strict=True))
+        return HistogramMetricFamily(metric.family, metric.text, buckets=buckets, sum_value=found.values[()])
+    if metric.kind == "info":
+        family = InfoMetricFamily(metric.family, metric.text, labels=())
+        for labels in found.values:
+            family.add_metric((), dict(zip(metric.labels, labels, strict=True)))
+        return family
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.family, metric.text, labels=metric.labels)
+    for labels, value in found.values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def read_metrics_text(run: Path) -> str:
+    """Return what a scrape of a run gets now, as text.
+
+    Raises:
+        ConfigError: The library is missing, or the folder holds no metrics.
+    """
+    require_prometheus("reading metrics")
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    check_holds_metrics(run)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RunCollector(run))
+    return str(generate_latest(registry).decode())
+
+
+class MetricsServer:
+    """Serves ``/metrics`` of a run, in threads of its own, until it is closed.
+
+    Args:
+        run: The run folder.
+        address: Where to listen, see `parse_address`.
+        asked_by: The setting or the option that names the address.
+
+    Raises:
+        ConfigError: The library is missing, or the address is none that can be listened on.
+
+    Example:
+        >>> from pathlib import Path
+        >>> with MetricsServer(Path("run"), "127.0.0.1:0") as server:  # doctest: +SKIP
+        ...     print(server.url)
+    """
+
+    def __init__(self, run: Path, address: str, *, asked_by: str = "the address to listen on") -> None:
+        require_prometheus(asked_by)
+        host, port = parse_address(address, asked_by)
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import choose_encoder
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(RunCollector(run))
+
+        def answer(accept: str) -> tuple[bytes, str]:
+            encode, content_type = choose_encoder(accept)
+            return encode(registry), content_type
+
+        try:
+            self._server = _Server(host, port, answer)
+        except OSError as error:
+            raise ConfigError(
+                f"{asked_by} must be an address of this machine with a free port, got {error.strerror} "
+                f"({host}, port {port}); choose others."
+            ) from None
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="shardflow-metrics-server",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where to scrape, with the port that was chosen."""
+        host, port = self._server.server_address[:2]
+        name = f"[{host!s}]" if ":" in str(host) else host
+        return f"http://{name!s}:{port}{_PATH}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can read."""
+        return ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
+
+    def close(self) -> None:
+        """Stop serving; closing twice is harmless."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    # A scrape that hangs keeps no process alive.
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, answer: Callable[[str], tuple[bytes, str]]) -> None:
+        self.answer = answer
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, address = found[0]
+        super().__init__((str(address[0]), port), _Handler)
+
+    def server_bind(self) -> None:
+        # The one of HTTPServer looks up the machine's name, which may take seconds where no server knows it.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, *_: object) -> None:
+        # Of a client that went away there is nothing to say; standard error belongs to the run.
+        _LOGGER.debug("a request for metrics was not answered")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version = "shardflow"
+    sys_version = ""
+    timeout = _IDLE_S
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path != _PATH:
+            self._send(HTTPStatus.NOT_FOUND, b"the numbers are at /metrics\n", "text/plain; charset=utf-8")
+            return
+        body, content_type = self.server.answer(self.headers.get("Accept", ""))
+        self._send(HTTPStatus.OK, body, content_type)
+
+    def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the library's
+        """Say nothing: the log is that of the run."""

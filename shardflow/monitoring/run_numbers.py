@@ -1,0 +1,263 @@
+"""A run's events added up: counters that never go back, and gauges as they stand.
+
+The whole file of a run is read, over all its starts, so an exporter that is started anew tells the same
+totals as the one before it. Work that a later start does again was done, and stays counted; what counts of
+it is told by gauges. Memory is bounded: what is kept grows by 24 bytes a step, for goodput.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+from shardflow.monitoring.exported import METRICS, STEP_BUCKETS_S, Metric
+from shardflow.monitoring.goodput import GoodputMeter
+from shardflow.telemetry import STAGES, Interval, RankNumbers, Verdict
+
+__all__ = ["MetricValues", "RunNumbers"]
+
+_TIERS: Final = ("ram", "disk", "origin")
+_GAUGES: Final = {
+    "ready_batches": "loader.ready_batches",
+    "buffered_bytes": "loader.buffered",
+    "fetching_bytes": "loader.fetching",
+    "pinned_regions": "loader.pinned_regions",
+    "threads_busy": "loader.threads_busy",
+}
+"""Gauges of an interval, and the metrics that they become."""
+_CACHE_EVENTS: Final = (
+    "cache_fault",
+    "cache_poisoned",
+    "cache_unsound",
+    "cache_ram_evicted",
+    "cache_disk_evicted",
+)
+_MOST_RANKS: Final = 64
+_MOST_NAMES: Final = 64
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""What a label may be that comes out of a file."""
+_ZERO: Final = (
+    "run.starts",
+    "steps",
+    "steps.lost",
+    "steps.nonfinite",
+    "step.data_wait",
+    "samples",
+    "tokens",
+    "samples.masked",
+    "evaluations",
+    "evaluation.duration",
+    "checkpoints",
+    "checkpoint.stall",
+)
+"""Counters that are told before the first of what they count: what grows from nothing has no rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricValues:
+    """A metric with its values by labels, in the order of `Metric.labels`."""
+
+    metric: Metric
+    values: Mapping[tuple[str, ...], float]
+    buckets: tuple[int, ...] = ()
+    """Of a histogram: how many were at most so long, by `STEP_BUCKETS_S`, then all. Its value is the sum."""
+
+
+class RunNumbers:
+    """Adds up a run's events, in their order."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[tuple[str, ...], float]] = {}
+        self._buckets = [0] * (len(STEP_BUCKETS_S) + 1)
+        self._goodput = GoodputMeter()
+        self._step: Mapping[str, Any] | None = None
+        self._interval: Interval | None = None
+        self._total_steps = 0
+        self._steps_done = 0
+        self._verdict_step = -1
+        for name in _ZERO:
+            self._set(name, 0.0)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take an event of ``metrics.jsonl``; one that is unknown is left alone."""
+        self._goodput.add(event)
+        match event["event"]:
+            case "attempt":
+                self._add_start(int(event["start"]), event.get("time_s"))
+            case "plan":
+                self._total_steps = int(event["num_steps"])
+            case "end":
+                self._set("run.running", 0.0)
+            case "step":
+                self._add_step(event)
+            case "interval":
+                self._add_interval(Interval.from_json(event))
+            case "evaluation":
+                self._set_known("evaluation.loss", event.get("loss"))
+                self._count("evaluations", 1)
+                self._count("evaluation.duration", event.get("evaluation_s"))
+            case "checkpoint":
+                self._add_checkpoint(event)
+            case "verdict":
+                self._add_verdict(Verdict.from_json(event))
+            case "tune" if _PLAIN.fullmatch(str(event.get("kind"))):
+                self._count("tuner.moves", 1, str(event["kind"]))
+
+    def values(self) -> Iterator[MetricValues]:
+        """Yield all that is known, in the order of `METRICS`."""
+        self._tell_step()
+        self._tell_goodput()
+        if self._interval is not None:
+            self._tell_interval(self._interval)
+        for name, metric in METRICS.items():
+            if found := self._values.get(name):
+                buckets = tuple(accumulate(self._buckets)) if metric.kind == "histogram" else ()
+                yield MetricValues(metric=metric, values=dict(found), buckets=buckets)
+
+    def _add_start(self, start: int, time_s: float | None) -> None:
+        self._count("run.starts", 1)
+        self._set("run.running", 1.0)
+        self._set_known("run.start.timestamp", time_s)
+        self._count("steps.lost", max(0, self._steps_done - start))
+        self._steps_done = start
+
+    def _add_step(self, line: Mapping[str, Any]) -> None:
+        self._step = line
+        self._steps_done = int(line["global_step"]) + 1
+        seconds = float(line.get("step_s") or 0.0)
+        self._buckets[bisect_left(STEP_BUCKETS_S, seconds)] += 1
+        num_tokens, loss, norm = line.get("num_tokens"), line.get("loss"), line.get("gradient_norm")
+        self._count("steps", 1)
+        self._count("step.duration", seconds)
+        self._count("step.data_wait", line.get("data_wait_s"))
+        self._count("tokens", num_tokens)
+        self._count("samples", line.get("num_samples"))
+        if num_tokens and (loss is None or norm is None):
+            self._count("steps.nonfinite", 1)
+        self._set_known("loss", loss)
+        self._set_known("gradient.norm", norm)
+
+    def _tell_step(self) -> None:
+        if self._step is not None:
+            self._set("run.epoch", float(self._step.get("epoch") or 0))
+            self._set("run.last_step.timestamp", float(self._step.get("time_s") or 0.0))
+            self._set_known("learning_rate", self._step.get("learning_rate"))
+            self._set_known("loss_scale", self._step.get("loss_scale"))
+        if self._values["run.starts"][()]:
+            self._set("run.steps.done", self._steps_done)
+        if self._total_steps:
+            self._set("run.steps", self._total_steps)
+
+    def _add_checkpoint(self, line: Mapping[str, Any]) -> None:
+        self._count("checkpoints", 1)
+        self._count("checkpoint.stall", line.get("stall_s"))
+        self._set_known("checkpoint.write", line.get("write_s"))
+        self._set_known("checkpoint.size", line.get("num_bytes"))
+        self._set_known("checkpoint.steps.done", line.get("global_step"))
+        self._set_known("checkpoint.timestamp", line.get("time_s"))
+
+    def _add_interval(self, interval: Interval) -> None:
+        self._interval = interval
+        self._total_steps = interval.total_steps or self._total_steps
+        self._count("samples.masked", interval.num_masked)
+        self._add_stages(interval)
+        for event in _CACHE_EVENTS:
+            self._count("cache.events", interval.events.get(event, 0), event.removeprefix("cache_"))
+
+    def _tell_interval(self, interval: Interval) -> None:
+        # Of ranks, settings and tiers others may be there than before.
+        for name in METRICS:
+            if name.startswith("rank.") or name in {"run", "setting"}:
+                self._values.pop(name, None)
+        self._set("run.ranks", interval.world_size)
+        if _PLAIN.fullmatch(interval.tier):
+            self._set("run", 1.0, interval.tier)
+        if interval.cache_free_bytes >= 0:
+            self._set("cache.free", interval.cache_free_bytes)
+        for name, metric in _GAUGES.items():
+            if gauge := interval.gauges.get(name):
+                for over in ("mean", "least", "most"):
+                    self._set(metric, getattr(gauge, over), over)
+        self._set("node.cpus", interval.num_cpus)
+        if interval.memory_bytes:
+            self._set("node.memory", interval.memory_bytes)
+            self._set("node.memory.available", interval.available_bytes)
+        for name, value in interval.settings.items():
+            if isinstance(value, int | float) and _PLAIN.fullmatch(name):
+                self._set("setting", value, name)
+        if interval.num_steps and self._total_steps and not interval.is_warm_up:
+            left = max(0, self._total_steps - self._steps_done)
+            self._set("run.remaining", left * interval.wall_s / interval.num_steps)
+        self._tell_ranks(interval)
+
+    def _add_stages(self, interval: Interval) -> None:
+        for name, stage in STAGES.items():
+            if found := interval.stages.get(name):
+                self._count("stage.duration", found.seconds, name, stage.group)
+                self._count("stage.io", found.num_bytes, name, stage.group)
+                self._count("stage.items", found.num_items, name, stage.group)
+        # Without a cache all that is read comes from where the dataset lies.
+        has_cache = any(f"cache_{tier}" in interval.stages for tier in _TIERS)
+        for tier in _TIERS:
+            name = f"cache_{tier}" if has_cache or tier != "origin" else "read"
+            found = interval.stage(name)
+            self._count("tier.io", found.num_bytes, tier)
+            self._count("tier.items", found.num_items, tier)
+
+    def _tell_ranks(self, interval: Interval) -> None:
+        # Which ranks are told of may change, so what they did is told as it stands and never added up.
+        wall_s = interval.wall_s or 1.0
+        for rank in interval.ranks[:_MOST_RANKS]:
+            host = rank.host if _PLAIN.fullmatch(rank.host) else ""
+            labels = (str(rank.rank), host)
+            for activity in ("data_wait", "compute", "exchange", "optimizer"):
+                seconds = float(getattr(rank, f"{activity}_s")) / max(1, interval.num_steps)
+                self._set("rank.step.duration", seconds, *labels, activity)
+            self._set("rank.cpus_busy", rank.cpu_s / wall_s, *labels)
+            self._set("rank.cpu_wait", rank.runnable_s / wall_s, *labels)
+            self._set("rank.gil_wait", rank.gil_wait_share, *labels)
+            for kind, num_bytes in _memory_of(rank).items():
+                self._set("rank.memory", num_bytes, *labels, kind)
+
+    def _add_verdict(self, verdict: Verdict) -> None:
+        known = self._values.setdefault("verdict", {})
+        # Those of one step were found together; those of an earlier one hold no more.
+        if verdict.global_step != self._verdict_step:
+            self._verdict_step = verdict.global_step
+            for labels in known:
+                known[labels] = 0.0
+        if _PLAIN.fullmatch(verdict.code) and ((verdict.code,) in known or len(known) < _MOST_NAMES):
+            known[verdict.code,] = verdict.share
+
+    def _tell_goodput(self) -> None:
+        goodput = self._goodput.measured()
+        for part in ("useful", "data_wait", "checkpoint", "evaluation", "restart", "lost", "other"):
+            self._set("goodput.duration", getattr(goodput, f"{part}_s"), part)
+        self._set("goodput", goodput.useful_share)
+
+    def _count(self, name: str, amount: float | None, *labels: str) -> None:
+        if (values := self._values.get(name)) is None:
+            values = self._values[name] = {}
+        values[labels] = values.get(labels, 0.0) + max(0.0, amount or 0.0)
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self._values.setdefault(name, {})[labels] = float(value)
+
+    def _set_known(self, name: str, value: float | None, *labels: str) -> None:
+        """Set it unless it is not known, or not finite: then the last one that was stands."""
+        if value is not None:
+            self._set(name, value, *labels)
+
+
+def _memory_of(rank: RankNumbers) -> dict[str, int]:
+    return {
+        "pss": rank.pss_bytes,
+        "pinned": rank.pinned_bytes,
+        "device": rank.device_bytes,
+        "cache_ram": rank.cache_ram_bytes,
+        "cache_disk": rank.cache_disk_bytes,
+    }

@@ -1,0 +1,156 @@
+"""What the tuner hears of each step, and what it makes of a window of them.
+
+The rate of a window is the rate that can last: micro-batches that were only taken out of buffers, filled
+while other settings held, do not count. Without this a loop that lives on what was made ahead would look as
+fast as one whose loader keeps up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from shardflow.telemetry import STAGES
+
+__all__ = ["LoaderTotals", "StepNumbers", "Window", "measure_window"]
+
+_FETCH: Final = tuple(
+    name
+    for name, stage in STAGES.items()
+    if stage.group == "fetch" and not stage.is_part_of and name != "cache_origin"
+)
+_MAKE: Final = tuple(name for name, stage in STAGES.items() if stage.group == "make")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderTotals:
+    """What a loader has done since it was made; seconds are summed over its threads."""
+
+    fetch_s: float = 0.0
+    make_s: float = 0.0
+    user_s: float = 0.0
+    """Of ``make_s``: the user's own transform."""
+    origin_s: float = 0.0
+    """Threads that read ahead waited for the store behind the cache."""
+    origin_bytes: int = 0
+    num_ready: float = 0.0
+    """Micro-batches that are made and not taken."""
+
+    @classmethod
+    def of(cls, snapshot: Mapping[str, Mapping[str, float]]) -> LoaderTotals:
+        """Return the totals of a snapshot of counters, see `shardflow.telemetry.StageCounters`."""
+
+        def seconds(*names: str) -> float:
+            return sum(snapshot[name]["seconds"] for name in names if name in snapshot)
+
+        return cls(
+            fetch_s=seconds(*_FETCH),
+            make_s=seconds(*_MAKE),
+            user_s=seconds("user_transform"),
+            origin_s=seconds("cache_origin"),
+            origin_bytes=int(snapshot.get("cache_origin", {}).get("num_bytes", 0)),
+            num_ready=snapshot.get("ready_batches", {}).get("last", 0.0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepNumbers:
+    """One step, as the rank that decides sees it."""
+
+    step_s: float
+    """Wall time, waiting for data included."""
+    data_wait_s: float
+    """Of the rank that waited longest."""
+    num_samples: float = 0.0
+    num_micro_batches: int = 1
+    """That this rank took."""
+    loader: LoaderTotals = field(default_factory=LoaderTotals)
+    """At the end of the step."""
+    gil_wait_share: float = 0.0
+    """As last measured, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Steps in a row under the same settings."""
+
+    num_steps: int
+    rate: float
+    """Steps a second that can last."""
+    error: float
+    """Standard error of the rate, as a share of it."""
+    samples_per_s: float
+    """At that rate."""
+    wait_share: float
+    """Of the steps' time."""
+    own_s: float
+    """Of a step, without waiting."""
+    ready_before: float
+    """Micro-batches that lay ready when it began."""
+    ready_after: float
+    num_fetching: float
+    """Threads of the loader that read, on average; 1.5 of 2 is one and a half."""
+    num_making: float
+    """Threads of the loader that check, decode, transform."""
+    user_share: float
+    """Of their making: the user's own transform."""
+    origin_share: float
+    """Of the steps' time that the store behind the cache was waited for, summed over the threads that read
+    ahead: above 1 where several wait."""
+    gil_wait_share: float
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether bytes hold the loader up more than what is made of them."""
+        return self.num_fetching > self.num_making
+
+    @property
+    def num_busy(self) -> float:
+        """Threads of the loader at work, on average."""
+        return self.num_fetching + self.num_making
+
+
+def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers]) -> Window:
+    """Measure a window.
+
+    Args:
+        before: The loader at the end of the step before.
+        steps: At least one.
+    """
+    num, seconds = len(steps), sum(step.step_s for step in steps)
+    waited = sum(min(step.data_wait_s, step.step_s) for step in steps)
+    after = steps[-1].loader
+    taken = sum(step.num_micro_batches for step in steps)
+    # One micro-batch may be made a moment before or after it is looked at.
+    drained = max(0.0, before.num_ready - after.num_ready - 1)
+    kept = max(0.05, 1 - drained / taken) if taken else 1.0
+    wall_s = max(seconds, 1e-9)
+    making_s = max(0.0, after.make_s - before.make_s)
+    rate = num / wall_s * kept
+    return Window(
+        num_steps=num,
+        rate=rate,
+        error=_error([step.step_s for step in steps]),
+        samples_per_s=sum(step.num_samples for step in steps) / num * rate,
+        wait_share=waited / wall_s,
+        own_s=(seconds - waited) / num,
+        ready_before=before.num_ready,
+        ready_after=after.num_ready,
+        num_fetching=max(0.0, after.fetch_s - before.fetch_s) / wall_s,
+        num_making=making_s / wall_s,
+        user_share=max(0.0, after.user_s - before.user_s) / max(making_s, 1e-9),
+        origin_share=max(0.0, after.origin_s - before.origin_s) / wall_s,
+        gil_wait_share=steps[-1].gil_wait_share,
+    )
+
+
+def _error(seconds: Sequence[float]) -> float:
+    """Standard error of the mean as a share of it."""
+    num = len(seconds)
+    mean = sum(seconds) / num
+    if num < 2 or mean <= 0:
+        return 1.0
+    variance = sum((one - mean) ** 2 for one in seconds) / (num - 1)
+    return math.sqrt(variance / num) / mean

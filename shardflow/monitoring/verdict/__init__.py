@@ -1,0 +1,26 @@
+"""What a run is bound by, in words, with evidence in numbers and advice that names settings.
+
+`judge` looks at the newest intervals of a run; rules and thresholds are data in ``rules``. `VerdictWatch`
+judges beside a run that goes on, writes what it finds and says it when it changes. docs/verdicts.md is for
+people.
+"""
+
+from __future__ import annotations
+
+from shardflow.monitoring.verdict.judging import judge, judge_all, read_settings
+from shardflow.monitoring.verdict.rules import COMPUTE, RULES, Rule
+from shardflow.monitoring.verdict.stretch import Settings, Stretch, pool
+from shardflow.monitoring.verdict.watching import VerdictWatch
+
+__all__ = [
+    "COMPUTE",
+    "RULES",
+    "Rule",
+    "Settings",
+    "Stretch",
+    "VerdictWatch",
+    "judge",
+    "judge_all",
+    "pool",
+    "read_settings",
+]

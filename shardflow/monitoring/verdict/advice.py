@@ -1,0 +1,335 @@
+"""What to do about a finding: the setting, its old and new value, and what may be gained.
+
+Only settings that the run has are named. Each function returns the best advice first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from shardflow.monitoring.verdict.estimates import (
+    byte_size_advice,
+    faster,
+    fewer_pixels,
+    more_cache,
+    more_reading_threads,
+    more_working_threads,
+)
+from shardflow.monitoring.verdict.stretch import Stretch
+from shardflow.telemetry import Advice
+
+__all__ = [
+    "for_checkpoints",
+    "for_compute",
+    "for_decode",
+    "for_delay",
+    "for_exchange",
+    "for_memory",
+    "for_prefetch",
+    "for_storage",
+    "for_straggler",
+    "for_tokens",
+    "for_trainer",
+    "for_transfer",
+    "for_transform",
+]
+
+_BATCHES_AHEAD: Final = 4
+"""Micro-batches for each thread: bursts of costly samples last that long."""
+_MIB: Final = 1 << 20
+
+
+def for_storage(stretch: Stretch) -> list[Advice]:
+    """Reads take too long: keep what was read, read more at once, read less."""
+    share = stretch.parts["storage"]
+    found = []
+    if stretch.number("cache.max_bytes") == 0 and stretch.number("cache.ram_bytes") == 0:
+        if stretch.tier != "local":
+            found.append(
+                Advice(
+                    text=f"Keep what was read from {stretch.tier} on a disk of the node (NVMe): set "
+                    "cache.directory (now none) and cache.max_bytes; from the second epoch on nothing is "
+                    "read twice.",
+                    setting="cache.directory",
+                    new="a folder on a local disk",
+                    gain=faster(share),
+                )
+            )
+    else:
+        found += more_cache(stretch, share)
+    found += more_reading_threads(stretch, share)
+    found += fewer_pixels(stretch, share)
+    if stretch.tier == "local" and not found:
+        found.append(Advice(text="Move the dataset to a faster disk of the node.", gain=faster(share)))
+    return found
+
+
+def for_decode(stretch: Stretch) -> list[Advice]:
+    """Decoding takes too long: more threads where processors are free, fewer pixels, another codec."""
+    share = stretch.parts["decode"]
+    return [
+        *more_working_threads(stretch, share),
+        *fewer_pixels(stretch, share),
+        Advice(
+            text="Or pack once more with a codec that decodes faster (codec of pack: b2nd is quick, npy "
+            "needs no decoding and more bytes).",
+            gain=faster(share, 2.0),
+        ),
+    ]
+
+
+def for_transform(stretch: Stretch) -> list[Advice]:
+    """Resizing or the user's transform takes too long."""
+    share = stretch.parts["transform"]
+    own, user = stretch.seconds.get("transform", 0.0), stretch.seconds.get("user_transform", 0.0)
+    found = []
+    execution = stretch.word("loader.execution")
+    if user > own and execution is not None and execution != "workers":
+        found.append(
+            Advice(
+                text=f"If the transform is Python, run it in processes: loader.execution {execution} -> "
+                "workers; else it has the interpreter for itself only one thread at a time.",
+                setting="loader.execution",
+                old=execution,
+                new="workers",
+                gain=faster(share, float(max(1, stretch.number("loader.num_threads") or 1))),
+            )
+        )
+    found += more_working_threads(stretch, share)
+    if own >= user and stretch.number("image.transfer_rows") == 0:
+        found.append(
+            Advice(
+                text="Let the device resize: set image.transfer_rows and image.transfer_columns (now 0, the "
+                "size of the model) to the size of the stored slices.",
+                setting="image.transfer_rows",
+                old="0",
+                new="rows as stored",
+                gain=faster(share),
+            )
+        )
+    return found
+
+
+def for_prefetch(stretch: Stretch) -> list[Advice]:
+    """The loader's threads rest for lack of room while the loop waits."""
+    old = stretch.number("loader.prefetch_bytes")
+    if not old:
+        return []
+    threads = max(1, stretch.number("loader.num_threads") or 1)
+    new = max(2 * old, math.ceil(stretch.batch_bytes) * threads * _BATCHES_AHEAD)
+    return [
+        byte_size_advice(
+            "Give the loader room to work ahead",
+            "loader.prefetch_bytes",
+            old,
+            new,
+            faster(stretch.parts["prefetch"]),
+        )
+    ]
+
+
+def for_transfer(stretch: Stretch) -> list[Advice]:
+    """Copies to the device take too long."""
+    share = stretch.parts["transfer"]
+    found = []
+    if stretch.word("image.dtype") == "float32":
+        found.append(
+            Advice(
+                text="Send pixels as they are stored: image.dtype float32 -> int16 (CT) or uint8, a half or "
+                "a quarter of the bytes.",
+                setting="image.dtype",
+                old="float32",
+                new="int16",
+                gain=faster(share, 2.0),
+            )
+        )
+    rows, sent = stretch.number("image.rows"), stretch.number("image.transfer_rows")
+    if rows and sent and sent > rows:
+        found.append(
+            Advice(
+                text=f"Send smaller images: image.transfer_rows {sent} -> {rows}.",
+                setting="image.transfer_rows",
+                old=str(sent),
+                new=str(rows),
+                gain=faster(share, (sent / rows) ** 2),
+            )
+        )
+    if old := stretch.number("loader.pinned_bytes"):
+        found.append(
+            byte_size_advice("Give copies more room", "loader.pinned_bytes", old, 2 * old, faster(share, 1.5))
+        )
+    return found
+
+
+def for_tokens(stretch: Stretch) -> list[Advice]:
+    """Making tokens of reports takes the loop's time."""
+    if stretch.word("text.tokens") != "online":
+        return []
+    return [
+        Advice(
+            text="Store the tokens once with shardflow tokenize: text.tokens online -> stored.",
+            setting="text.tokens",
+            old="online",
+            new="stored",
+            gain=faster(stretch.parts["tokenize"], 10.0),
+        )
+    ]
+
+
+def for_exchange(stretch: Stretch) -> list[Advice]:
+    """Gradients take too long from rank to rank."""
+    share = stretch.exchange
+    found = []
+    if stretch.word("parallel.accumulation") == "sharded":
+        found.append(
+            Advice(
+                text="Exchange once a step: parallel.accumulation sharded -> whole, where memory allows.",
+                setting="parallel.accumulation",
+                old="sharded",
+                new="whole",
+                gain=faster(share, 2.0),
+            )
+        )
+    if old := stretch.number("batch.micro_batches_per_step"):
+        found.append(
+            Advice(
+                text=f"Exchange less often: batch.micro_batches_per_step {old} -> {2 * old}; this doubles "
+                "the batch of a step, so the training is another one.",
+                setting="batch.micro_batches_per_step",
+                old=str(old),
+                new=str(2 * old),
+                gain=faster(share, 2.0),
+            )
+        )
+    device = stretch.word("run.device")
+    if device == "cpu" or (device == "auto" and not stretch.seconds.get("copy")):
+        text = (
+            "Ranks on processors exchange through sockets: fewer ranks of more threads exchange less; "
+            "between nodes GLOO_SOCKET_IFNAME chooses the interface (shardflow doctor measures it)."
+        )
+    else:
+        text = (
+            "Look at the network of the ranks: NCCL_DEBUG=INFO names the transport; NVLink or RDMA is "
+            "wanted, not sockets (shardflow doctor measures it)."
+        )
+    found.append(Advice(text=text, gain=faster(share, 4.0)))
+    return found
+
+
+def for_straggler(stretch: Stretch) -> list[Advice]:
+    """One rank holds all others up."""
+    where = f"rank {stretch.slow.rank}" + (f" on host {stretch.slow.host}" if stretch.slow.host else "")
+    waits = stretch.slow.wait - stretch.typical.wait > stretch.slow.compute - stretch.typical.compute
+    look = (
+        "its disk, its network and its cache"
+        if waits
+        else "clocks and temperature of its device, and other jobs on its processors"
+    )
+    return [
+        Advice(
+            text=f"Look at {where}: {look}; leave the host out if it stays slow.", gain=faster(stretch.skew)
+        )
+    ]
+
+
+def for_trainer(stretch: Stretch) -> list[Advice]:
+    """The trainer's Python holds the interpreter."""
+    found = []
+    lost = stretch.wait
+    if stretch.word("loader.execution") == "threads":
+        found.append(
+            Advice(
+                text="Let a process of its own make micro-batches: loader.execution threads -> process; the "
+                "loop then waits for none of them.",
+                setting="loader.execution",
+                old="threads",
+                new="process",
+                gain=faster(lost),
+            )
+        )
+    found.append(
+        Advice(
+            text="Find the Python in the step that takes so long (py-spy top): logging, metrics, loops over "
+            "tensors, .item() on each of them.",
+            gain=faster(stretch.held, 2.0),
+        )
+    )
+    return found
+
+
+def for_delay(stretch: Stretch) -> list[Advice]:
+    """Threads find no processor."""
+    found = []
+    threads = stretch.number("loader.num_threads")
+    spare = stretch.num_cpus // max(1, stretch.ranks_per_node) - 1
+    if threads and threads > max(1, spare):
+        found.append(
+            Advice(
+                text=f"Use fewer threads: loader.num_threads {threads} -> {max(1, spare)}; "
+                f"{stretch.ranks_per_node} ranks share {stretch.num_cpus} processors.",
+                setting="loader.num_threads",
+                old=str(threads),
+                new=str(max(1, spare)),
+                gain=faster(stretch.delay, 1.5),
+            )
+        )
+    others = stretch.num_cpus - stretch.cpus_used
+    if others > stretch.num_cpus / 4:
+        text = (
+            f"Find who else uses the node (top): this run gets {stretch.cpus_used:.1f} of its "
+            f"{stretch.num_cpus} processors, and waits for more."
+        )
+    else:
+        missing = max(
+            1, math.ceil(stretch.cpus_used * stretch.delayed_threads / (1 - stretch.delayed_threads))
+        )
+        text = (
+            f"About {missing} more processors are wanted on the node; with as many as there are, set "
+            "OMP_NUM_THREADS to the processors of a rank less those of its loader."
+        )
+    return [*found, Advice(text=text, gain=faster(stretch.delay))]
+
+
+def for_memory(stretch: Stretch) -> list[Advice]:
+    """Memory runs out."""
+    found = []
+    for setting in ("cache.ram_bytes", "loader.prefetch_bytes", "cache.read_ahead_bytes"):
+        old = stretch.number(setting)
+        if old and old >= 2 * _MIB:
+            found.append(byte_size_advice("Hold less", setting, old, old // 2, 0.0))
+    return found or [Advice(text="Give the node more memory, or run fewer ranks on it.")]
+
+
+def for_checkpoints(stretch: Stretch) -> list[Advice]:
+    """Steps stand still."""
+    found = []
+    checkpoints, evaluations = stretch.seconds.get("checkpoint", 0.0), stretch.seconds.get("evaluate", 0.0)
+    name = "run.checkpoint_every_steps" if checkpoints >= evaluations else "run.evaluate_every_steps"
+    if old := stretch.number(name):
+        found.append(
+            Advice(
+                text=f"Do it half as often: {name} {old} -> {2 * old}.",
+                setting=name,
+                old=str(old),
+                new=str(2 * old),
+                gain=faster(stretch.paused, 2.0),
+            )
+        )
+    return found
+
+
+def for_compute(stretch: Stretch) -> list[Advice]:
+    """The model computes; only a faster model or more devices would help."""
+    found = []
+    if stretch.word("run.precision") == "fp32" and stretch.word("run.device") in {"cuda", "npu"}:
+        found.append(
+            Advice(
+                text="Compute in half precision: run.precision fp32 -> bf16.",
+                setting="run.precision",
+                old="fp32",
+                new="bf16",
+                gain=faster(stretch.busy, 2.0),
+            )
+        )
+    return found
