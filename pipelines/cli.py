@@ -8,36 +8,97 @@ more was quarantined than allowed. An error is one line on standard error, and w
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
 
-from pipelines import bench, completion, info, plan, preview, report, synth, verify
+from pipelines import (
+    bench,
+    compact,
+    completion,
+    copy,
+    doctor,
+    entities,
+    goodput,
+    index,
+    info,
+    ledger,
+    metrics,
+    pack_text,
+    plan,
+    preview,
+    remove,
+    report,
+    synth,
+    tokenize,
+    top,
+    verdict,
+    verify,
+    view,
+)
+from pipelines.help_text import CommandParser, HelpFormatter
 from shardflow import __version__
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.logs import describe_exception
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "build_parser", "main"]
+__all__ = [
+    "EXIT_CONFIGURATION",
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "build_parser",
+    "command_parsers",
+    "main",
+]
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
 
+# In the order in which a newcomer meets them.
 _COMMANDS = {
-    "bench": bench,
-    "completion": completion,
+    "synth": synth,
+    "pack-text": pack_text,
+    "index": index,
     "info": info,
-    "plan": plan,
+    "verify": verify,
+    "view": view,
     "preview": preview,
     "report": report,
-    "synth": synth,
-    "verify": verify,
+    "copy": copy,
+    "tokenize": tokenize,
+    "entities": entities,
+    "plan": plan,
+    "doctor": doctor,
+    "ledger": ledger,
+    "goodput": goodput,
+    "top": top,
+    "verdict": verdict,
+    "metrics": metrics,
+    "remove": remove,
+    "compact": compact,
+    "bench": bench,
+    "completion": completion,
 }
 _PACK_SUMMARY = "pack DICOM studies and reports into a dataset"
+_DESCRIPTION = """\
+Packs medical studies into plain WebDataset shards, and streams them, exactly, to GPUs.
+The usual way: synth (or own data) -> pack -> info, verify, preview, report -> plan -> train.
+"""
+_EPILOG = """\
+Each command explains itself: shardflow COMMAND --help
+
+Training is a job of its own:
+  python -m pipelines.train_tokenizer --dataset DATASET --output FOLDER
+  torchrun --standalone --nproc-per-node N -m pipelines.train --config FILE
+
+Exit codes: 0 done; 1 damage, or a failure; 2 a setting or an argument is wrong; 3 (pack) more inputs are
+quarantined than allowed; 130 stopped by a signal. An error is one line on standard error. Colours are left
+out where standard output is no terminal, or NO_COLOR is set.
+"""
 # What decides whether two machines can give the same bytes, or run at all.
 _VERSIONS_SHOWN = (
     "numpy",
@@ -49,17 +110,6 @@ _VERSIONS_SHOWN = (
     "torch",
     "transformers",
 )
-
-
-class _UsageError(ConfigError):
-    """The command line itself is wrong."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse that fails the way every other error does, instead of printing its usage and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message}; see: {self.prog} --help")
 
 
 class _Version(argparse.Action):
@@ -82,23 +132,30 @@ def _describe_versions() -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the whole command line."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="shardflow",
-        description="Pack medical studies into plain WebDataset shards, and stream them, exactly, to GPUs.",
-        epilog="Training: torchrun --nproc-per-node N -m pipelines.train --config FILE",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions that matter, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Listed here for --help; its own parser reads what follows (see main).
     commands.add_parser("pack", help=_PACK_SUMMARY, add_help=False)
-    for name, command in sorted(_COMMANDS.items()):
-        subparser = commands.add_parser(
-            name, help=command.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    for name, command in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.SUMMARY, formatter_class=HelpFormatter)
         command.add_arguments(subparser)
         # The function, not the parser: a parser that is built needs no second one.
         subparser.set_defaults(run=command.run, parser=lambda: parser)
     return parser
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command in the order of ``--help``, without ``pack``, which has one of its own."""
+    (commands,) = (
+        action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return {name: parser for name, parser in commands.choices.items() if name != "pack"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,14 +183,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardflowError as error:
         return _fail(error.message, EXIT_FAILED, as_json=as_json)
     except BrokenPipeError:
-        # The reader of a pipe (head, say) has what it wanted. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a pipe (head, say) has what it wanted.
+        _abandon_output()
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the last place to give a mistake of ours one exit code
+        if isinstance(error, OSError) and (reason := _why_output_is_lost()) is not None:
+            _abandon_output()
+            message = f"standard output must take what is written to it, got {reason}; make room, and repeat."
+            return _fail(message, EXIT_FAILED, as_json=False)
         return _fail(f"internal error: {describe_exception(error)}", EXIT_FAILED, as_json=as_json)
     return code
+
+
+def _why_output_is_lost() -> str | None:
+    """Why standard output takes no more (a full disk behind it, say); None while it does."""
+    try:
+        # What could not be written before is forgotten by now, so only a further byte tells.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, "an error")
+    return None
+
+
+def _abandon_output() -> None:
+    """Write what is still buffered nowhere: Python would complain once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int, *, as_json: bool) -> int:

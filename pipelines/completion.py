@@ -30,6 +30,11 @@ Prints a script that completes commands, options, choices and files.
   zsh   add to ~/.zshrc:             source <(shardflow completion zsh)
   fish  once, and after an update:   shardflow completion fish > ~/.config/fish/completions/shardflow.fish
 """
+EXAMPLES = """\
+examples:
+  shardflow completion bash
+  shardflow completion fish
+"""
 SHELLS: Final = ("bash", "fish", "zsh")
 Takes = Literal["nothing", "value", "choice", "file", "folder"]
 _FOLDERS: Final = frozenset({"DATASET", "OUT", "FOLDER"})
@@ -62,6 +67,7 @@ class Command:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow completion``."""
     parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.surface import (
     add_dataset,
     add_json,
+    add_subset,
+    counted,
     human_bytes,
     open_dataset,
     show_facts,
@@ -18,7 +23,6 @@ from pipelines.surface import (
     write_json,
 )
 from shardflow.shards import Dataset
-from shardflow.shards.keys import parse_slice_field
 from shardflow.shards.manifest import FORMAT_VERSION
 
 __all__ = ["SUMMARY", "add_arguments", "describe", "run"]
@@ -27,9 +31,19 @@ SUMMARY = "show what a dataset holds"
 DESCRIPTION = """\
 Samples, shards, bytes, splits, identity, fields and facts of a dataset. Nothing of a sample is read; to check
 its bytes use: shardflow verify DATASET
+
+With --subset, also how many samples of each split belong to it, and facts are those of its samples.
+"""
+EXAMPLES = """\
+examples:
+  shardflow info my-dataset
+  shardflow info my-dataset --json
+  shardflow info my-dataset --subset "modality=CT" --subset "num_slices>=16"
 """
 # Indexes grow with the number of fields; so many are read to count the kinds of fields, evenly spread.
 _MAX_INDEXES_READ = 64
+# What counts fields of one kind: s003.m000.i0045.b2nd, w000.g00.npy, document.000.txt.
+_NUMBER = re.compile(r"(?<![^.])([simvwg]?)\d{2,8}(?=\.)", re.ASCII)
 _COUNTED = ("num_slices", "num_series", "text_bytes")
 _MEASURED = ("rows", "columns")
 
@@ -37,13 +51,15 @@ _MEASURED = ("rows", "columns")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow info``."""
     parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
     add_dataset(parser)
+    add_subset(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    facts = describe(open_dataset(arguments.dataset))
+    facts = describe(open_dataset(arguments.dataset), arguments.subset)
     if arguments.json:
         write_json(facts)
     else:
@@ -51,11 +67,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(dataset: Dataset) -> dict[str, Any]:
-    """Collect what is known of a dataset, as a JSON object; sizes in bytes."""
+def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
+    """Collect what is known of a dataset, as a JSON object; sizes in bytes.
+
+    Args:
+        dataset: The dataset.
+        subset: Terms of a subset, over all splits; the facts are those of its samples.
+
+    Raises:
+        ConfigError: A term cannot be read, or no sample is left.
+    """
     manifest, samples = dataset.manifest, dataset.samples
     files = manifest.files()
-    modalities = np.bincount(samples.column("modality"), minlength=len(samples.modalities))
+    rows = _subset_rows(dataset, subset) if subset else slice(None)
+    columns = {name: samples.column(name)[rows] for name in ("modality", *_COUNTED, *_MEASURED)}
+    modalities = np.bincount(columns["modality"], minlength=len(samples.modalities))
     return {
         "dataset_id": dataset.dataset_id,
         "format_version": FORMAT_VERSION,
@@ -79,11 +105,31 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             }
             for split, counts in manifest.splits.items()
         },
+        **({"subset": _subset(dataset, rows)} if isinstance(rows, np.ndarray) else {}),
         "fields": _fields(dataset),
         "facts": {
             "modality": dict(zip(samples.modalities, modalities.tolist(), strict=True)),
-            **{name: _spread(samples.column(name)) | _total(samples.column(name)) for name in _COUNTED},
-            **{name: _spread(samples.column(name)) for name in _MEASURED},
+            **{name: _spread(columns[name]) | _total(columns[name]) for name in _COUNTED},
+            **{name: _spread(columns[name]) for name in _MEASURED},
+        },
+    }
+
+
+def _subset_rows(dataset: Dataset, terms: Sequence[str]) -> NDArray[np.int64]:
+    # Only here is the loader needed, which takes a moment to import.
+    from shardflow.loading.subset import choose_rows
+
+    held = "+".join(name for name, span in dataset.splits.items() if span)
+    return np.fromiter(choose_rows(dataset, held, terms).rows, np.int64)
+
+
+def _subset(dataset: Dataset, rows: NDArray[np.int64]) -> dict[str, Any]:
+    return {
+        "samples": len(rows),
+        "bytes": int(dataset.samples.column("num_bytes")[rows].sum(dtype=np.int64)),
+        "splits": {
+            split: int(np.count_nonzero((rows >= span.start) & (rows < span.stop)))
+            for split, span in dataset.splits.items()
         },
     }
 
@@ -106,8 +152,8 @@ def _fields(dataset: Dataset) -> dict[str, Any]:
 
 
 def _kind(name: str) -> str:
-    field = parse_slice_field(name)
-    return f"s*.i*.{field.codec}" if field else name
+    """Return what fields of one kind have in common: their numbers become stars."""
+    return _NUMBER.sub(r"\1*", name)
 
 
 def _spread(values: np.ndarray[Any, Any]) -> dict[str, int]:
@@ -127,11 +173,16 @@ def _show(facts: dict[str, Any]) -> None:
         [
             ("dataset_id", facts["dataset_id"]),
             ("version", f"{facts['manifest_version']} (format {facts['format_version']})"),
-            ("samples", f"{facts['samples']:,} in {facts['shards']:,} shards"),
-            ("size", f"{human_bytes(facts['bytes'])} in {facts['files']:,} files"),
+            ("samples", f"{facts['samples']:,} in {counted(facts['shards'], 'shard')}"),
+            ("size", f"{human_bytes(facts['bytes'])} in {counted(facts['files'], 'file')}"),
             ("inputs", inputs),
         ]
     )
+    subset = facts.get("subset")
+    if subset is not None:
+        counts = ", ".join(f"{count:,} of {split}" for split, count in subset["splits"].items())
+        show_facts([("subset", f"{subset['samples']:,} samples ({counts}), {human_bytes(subset['bytes'])}")])
+    of = "" if subset is None else ", of the subset"
     show_table(
         "splits",
         ("", "samples", "shards", "size"),
@@ -140,8 +191,8 @@ def _show(facts: dict[str, Any]) -> None:
             for split, part in facts["splits"].items()
         ],
     )
-    counted = fields["shards_counted"]
-    where = "" if counted == facts["shards"] else f" (kinds counted in {counted} shards)"
+    of_shards = fields["shards_counted"]
+    where = "" if of_shards == facts["shards"] else f" (kinds counted in {of_shards} shards)"
     show_table(
         f"{fields['total']:,} fields{where}",
         ("", "fields"),
@@ -149,12 +200,12 @@ def _show(facts: dict[str, Any]) -> None:
     )
     spreads = {name: spread for name, spread in facts["facts"].items() if name != "modality"}
     show_table(
-        "facts of a sample",
+        f"facts of a sample{of}",
         ("", "min", "median", "max"),
         [(name, spread["min"], spread["median"], spread["max"]) for name, spread in spreads.items()],
     )
     show_table(
-        "modality of the primary series",
+        f"modality of the primary series{of}",
         ("", "samples"),
         [(name or "(none)", f"{count:,}") for name, count in facts["facts"]["modality"].items()],
     )

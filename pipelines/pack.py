@@ -1,33 +1,47 @@
-"""Pack DICOM studies and reports into a dataset.
-
-    python -m pipelines.pack --config pipelines/recipes/pack_folders.toml [--set table.key=value]...
-
-Also ``shardflow pack``. Run the same command again to go on where a stopped job was. Exit codes: 0 done (or
-already done), 1 error (run it again), 2 a setting is wrong, 3 more inputs are quarantined than allowed, 130
-stopped by a signal. The last line of standard output is one JSON object; progress goes to standard error.
-"""
+"""The packing job: ``shardflow pack`` or ``python -m pipelines.pack``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Final
 
+from pipelines.help_text import CommandParser, HelpFormatter
+from pipelines.interrupts import interruptible
 from pipelines.pack_progress import make_progress
+from pipelines.surface import counted
 from shardflow.configs import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.logs import configure_logging, describe_exception
-from shardflow.packing import PackConfig, PackSummary, pack
+from shardflow.packing import PackConfig, PackMode, PackSummary, Share, pack
 
-__all__ = ["SUMMARY", "add_arguments", "main", "run"]
+__all__ = ["SUMMARY", "add_arguments", "build_parser", "main", "run"]
 
 SUMMARY: Final = "pack DICOM studies and reports into a dataset"
+DESCRIPTION: Final = """\
+Packs folders of DICOM files, and the reports that name their studies, into a dataset. FILE says where they
+lie and where the dataset goes; copy pipelines/recipes/pack_folders.toml to begin one.
+
+Run the same command again to go on where a stopped job was. That is no --append: it makes the next version
+of a dataset that is finished. The key that makes all surrogates is made in private_dir at the first run: keep
+it. The last line of standard output is one JSON object; progress goes to standard error.
+"""
+EPILOG: Final = """\
+examples:
+  shardflow pack --config my-recipe.toml --print-config
+  shardflow pack --config my-recipe.toml
+  shardflow pack --config my-recipe.toml --dry-run
+  shardflow pack --config my-recipe.toml --append
+  shardflow pack --config my-recipe.toml --task 0/8
+  shardflow pack --config my-recipe.toml --merge
+  shardflow pack --config my-recipe.toml --set execution.num_processes=8 --set output=/data/packed
+
+exit codes: 0 done, or already done; 1 an error: run it again; 2 a setting is wrong; 3 more inputs are
+quarantined than allowed; 4 tasks are missing before --merge; 130 stopped by a signal: run it again to go on.
+"""
 
 _EXIT_FAILED: Final = 1
 _EXIT_CONFIGURATION: Final = 2
@@ -47,6 +61,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE.KEY=VALUE",
         help="change one setting; may be given several times",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        help="where packing processes run; the same as --set execution.engine=...",
+    )
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--append", action="store_true", help="take new inputs into the dataset's next version"
+    )
+    kinds.add_argument(
+        "--retry", action="store_true", help="try what is quarantined again, for the dataset's next version"
+    )
+    kinds.add_argument(
+        "--task",
+        metavar="I/N",
+        help="pack one of N parts (from 0) of a first version, beside the others; publish nothing",
+    )
+    kinds.add_argument(
+        "--merge", action="store_true", help="publish what all the tasks have packed, or name those that miss"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="read headers and say what would be packed; write no dataset"
+    )
     parser.add_argument("--print-config", action="store_true", help="show every setting in force, and exit")
     parser.add_argument(
         "--json", action="store_true", help="write nothing but the JSON line on standard output"
@@ -64,12 +101,17 @@ def run(args: argparse.Namespace) -> int:
     """
     configure_logging(withhold_foreign_text=True)
     try:
-        config = load_config(PackConfig, args.config, args.overrides)
+        engine = [] if args.engine is None else [f"execution.engine={args.engine}"]
+        config = load_config(PackConfig, args.config, [*args.overrides, *engine])
         if args.print_config:
             print(dump_config(config), end="")
             return 0
-        with _interruptible(), make_progress() as progress:
-            summary = pack(config, progress)
+        with interruptible(), make_progress() as progress:
+            mode: PackMode = "append" if args.append else "retry" if args.retry else "pack"
+            share = None if args.task is None else Share.parse(args.task)
+            summary = pack(
+                config, progress, mode=mode, is_dry_run=args.dry_run, share=share, is_merge=args.merge
+            )
     except ConfigError as error:
         return _fail("configuration_error", error.message, _EXIT_CONFIGURATION)
     except ShardflowError as error:
@@ -85,48 +127,44 @@ def run(args: argparse.Namespace) -> int:
     return summary.exit_code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job from a command line."""
-    parser = argparse.ArgumentParser(
-        prog="shardflow pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line of the job."""
+    parser = CommandParser(
+        prog="shardflow pack",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=HelpFormatter,
     )
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    return parser
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM (a scheduler's way) end the job as Ctrl-C does; a second signal does not disturb it."""
-
-    def stop(*_: Any) -> NoReturn:
-        for number in stopping:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    stopping = (signal.SIGTERM, signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = {number: signal.signal(number, stop) for number in stopping}
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job from a command line."""
     try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        args = build_parser().parse_args(argv)
+    except ConfigError as error:
+        return _fail("configuration_error", error.message, _EXIT_CONFIGURATION)
+    return run(args)
 
 
 def _fail(status: str, message: str, code: int) -> int:
     print(json.dumps({"status": status, "error": message}))
     sys.stdout.flush()
-    sys.stderr.write(f"{message}\n")
+    sys.stderr.write(f"shardflow: {message}\n")
     return code
 
 
 def _describe(summary: PackSummary) -> Iterator[str]:
     """Say the summary in words."""
     inputs = summary.inputs
+    if summary.status == "task_done":
+        yield f"The {summary.num_shards} shards of this task stand; --merge publishes those of all."
+        return
     counts = ", ".join(f"{inputs[name]} {name}" for name in ("packed", "skipped", "quarantined"))
     yield f"{inputs['total']} inputs: {counts}."
+    if summary.num_known_inputs:
+        yield f"{summary.num_known_inputs} inputs are known, and stay as they are."
     if summary.reasons:
         ranked = sorted(summary.reasons.items(), key=lambda item: (-item[1], item[0]))
         yield "Not packed: " + ", ".join(f"{count} {reason}" for reason, count in ranked) + "."
@@ -137,9 +175,23 @@ def _describe(summary: PackSummary) -> Iterator[str]:
             return
         case "already_packed":
             yield "This dataset is already packed."
+        case "nothing_new":
+            yield "There is nothing to do: the dataset stays at this version."
+        case "tasks_missing":
+            tasks = ", ".join(map(str, summary.missing_tasks))
+            yield f"Nothing is published: these tasks have to run before, with --task I/N: {tasks}."
+            return
+        case "planned":
+            splits = ", ".join(f"{count} {split}" for split, count in summary.splits.items())
+            yield (
+                f"Dry run: {summary.num_slices} slices, {summary.num_shards} new shards of about "
+                f"{summary.num_bytes} bytes, samples: {splits or 'none'}. Pixels were not read."
+            )
+            return
         case _:
             splits = ", ".join(f"{count} {split}" for split, count in summary.splits.items())
-            yield f"{summary.num_slices} slices in {summary.num_shards} shards, samples: {splits}."
+            slices, shards = counted(summary.num_slices, "slice"), counted(summary.num_shards, "shard")
+            yield f"{slices} in {shards}, samples: {splits}."
     yield f"dataset_id {summary.dataset_id}"
 
 

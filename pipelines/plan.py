@@ -10,10 +10,11 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from pipelines.plan_blend import show_components, title_of
 from pipelines.plan_summary import add_batch_arguments, planned, show_summary
 from pipelines.surface import (
-    add_dataset,
     add_json,
+    add_subset,
     natural_number,
     open_dataset,
     positive_number,
@@ -22,28 +23,44 @@ from pipelines.surface import (
 )
 from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.errors import ConfigError
-from shardflow.shards import Dataset
+from shardflow.loading.blend_file import open_blend
+from shardflow.loading.selection import FULL_STUDY, Selection, open_view, select
 
 __all__ = ["SUMMARY", "add_arguments", "micro_batches", "run"]
 
 SUMMARY = "show an epoch before its first step: steps, micro-batches, samples"
 DESCRIPTION = """\
-Plans one epoch of a split. The samples of a step depend on dataset, seed, epoch and batch spec only, never on
-the world size. A micro-batch has a fixed size (--micro-batch-size), or is filled to a budget of tokens that
-are estimated from the bytes of the reports (--max-tokens).
+Plans one epoch of a split, a subset (--subset), or a blend of datasets (--blend). The samples of a step
+depend on dataset, seed, epoch and batch spec only, never on the world size. A micro-batch has a fixed size
+(--micro-batch-size), or is filled to a budget of tokens that are estimated from the bytes of the reports
+(--max-tokens).
 
 With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a filler
-that holds no sample), keys and weights. A padding slot has key null and weight 0; a repeated sample weighs 1.
+that holds no sample), keys and weights, and of a blend components, from 0. A padding slot has key null and
+weight 0; a repeated sample weighs 1.
+"""
+EXAMPLES = """\
+examples:
+  shardflow plan my-dataset --split train --seed 7 --epoch 0 \\
+      --micro-batch-size 2 --micro-batches-per-step 4 --world-size 2
+  shardflow plan my-dataset --split train --seed 7 --epoch 0 --max-tokens 4096 \\
+      --micro-batches-per-step 4 --world-size 2 --summary --compare "lanes=2"
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow plan``."""
     parser.description = DESCRIPTION
-    add_dataset(parser)
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "dataset", metavar="DATASET", nargs="?", help="folder or file:// address of a packed dataset"
+    )
     number, count = natural_number, positive_number
     add = parser.add_argument
-    add("--split", required=True, metavar="S", help="split to plan, such as train")
+    add("--blend", metavar="FILE", help="plan a blend file instead of a dataset and its split")
+    add("--view", metavar="NAME", help="plan an entity view of the dataset (full_study: its studies)")
+    add("--split", metavar="S", help="split to plan, such as train, or several: train+val")
+    add_subset(parser)
     add("--seed", required=True, type=number, metavar="N", help="run-level seed")
     add("--epoch", required=True, type=number, metavar="E", help="epoch, counted from 0")
     add_batch_arguments(parser)
@@ -62,27 +79,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    dataset = open_dataset(arguments.dataset)
-    if arguments.split not in dataset.samples.splits:
-        known = ", ".join(sorted(dataset.samples.splits))
-        raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
+    selection = _selection(arguments)
     if arguments.compare and not arguments.summary:
         raise ConfigError("--compare must come with --summary, got it alone; add --summary.")
     if arguments.summary:
-        show_summary(dataset, arguments)
+        show_summary(selection, arguments)
         return 0
-    plan, schedule = planned(dataset, arguments)
+    plan, schedule = planned(selection, arguments)
     steps = _steps(plan.num_steps, arguments.from_step, arguments.steps)
     if arguments.json:
-        for line in micro_batches(dataset, plan, schedule, steps):
+        for line in micro_batches(selection, plan, schedule, steps):
             write_json(line)
     else:
-        show_lines([f"split {arguments.split} of {dataset.dataset_id}", *plan.summary(schedule).lines()])
+        show_lines([title_of(selection), *plan.summary(schedule).lines()])
+        show_components(selection, arguments.epoch)
     return 0
 
 
+def _selection(arguments: argparse.Namespace) -> Selection:
+    """Open what is to be planned.
+
+    Raises:
+        ConfigError: Neither or both of a dataset and a blend are given, or there is no such split.
+    """
+    named = {"DATASET": arguments.dataset, "--split": arguments.split}
+    if arguments.blend is not None:
+        alone = {**named, "--view": arguments.view, "--subset": arguments.subset or None}
+        for name, value in alone.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} must be left out where --blend is given, got {value!r}; say it in the "
+                    "blend file."
+                )
+        return open_blend(arguments.blend)
+    for name, value in named.items():
+        if value is None:
+            raise ConfigError(f"{name} must be given, got none; name one, or a blend file with --blend.")
+    if arguments.dataset.endswith(".toml"):
+        raise ConfigError("DATASET must be a folder, got a .toml file; name a blend file with --blend.")
+    dataset = open_view(open_dataset(arguments.dataset), arguments.view or FULL_STUDY)
+    if not set(arguments.split.split("+")) <= set(dataset.samples.splits):
+        known = ", ".join(sorted(dataset.samples.splits))
+        raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
+    return select(dataset, arguments.split, arguments.subset)
+
+
 def micro_batches(
-    dataset: Dataset, plan: EpochPlan, schedule: RankSchedule, steps: range
+    selection: Selection, plan: EpochPlan, schedule: RankSchedule, steps: range
 ) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of some steps: by step, then in canonical order, the fillers last."""
     for step in steps:
@@ -90,14 +133,19 @@ def micro_batches(
             for rank in range(schedule.world_size):
                 micro = schedule.micro(rank, slot)
                 batch = plan.micro_batch(step, micro)
-                rows = batch.rows.tolist()
-                yield {
+                rows = batch.rows[batch.rows >= 0]
+                found = iter(selection.keys(rows))
+                line = {
                     "step": step,
                     "rank": rank,
                     "micro": micro,
-                    "keys": [dataset.samples.sample_key(row) if row >= 0 else None for row in rows],
+                    "keys": [next(found) if row >= 0 else None for row in batch.rows.tolist()],
                     "weights": batch.weights.tolist(),
                 }
+                if selection.is_blend:
+                    components = iter(selection.components_of(rows).tolist())
+                    line["components"] = [next(components) if row >= 0 else -1 for row in batch.rows.tolist()]
+                yield line
 
 
 def _steps(num_steps: int, first: int, count: int | None) -> range:

@@ -19,13 +19,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pipelines.pace import Pace
 from shardflow.errors import ConfigError, StorageError
 from shardflow.shards import Dataset
-from shardflow.storage import open_store
+from shardflow.storage import LocalStore, open_store
 
 __all__ = [
     "add_dataset",
     "add_json",
+    "add_subset",
+    "counted",
     "existing_dataset",
     "human_bytes",
     "natural_number",
@@ -39,11 +42,16 @@ __all__ = [
 ]
 
 _UNIT_BYTES = 1024
+_WIDEST = 1000
 
 
 def add_dataset(parser: argparse.ArgumentParser) -> None:
     """Add the positional argument every reading command has."""
-    parser.add_argument("dataset", metavar="DATASET", help="folder or file:// address of a packed dataset")
+    parser.add_argument(
+        "dataset",
+        metavar="DATASET",
+        help="folder of a packed dataset, or its address: s3:// gs:// az:// http(s):// file://",
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -51,30 +59,52 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON for tools instead of text for people")
 
 
+def add_subset(parser: argparse.ArgumentParser) -> None:
+    """Add ``--subset``, which may be given several times."""
+    parser.add_argument(
+        "--subset",
+        action="append",
+        default=[],
+        metavar="TERM",
+        help='only samples for which this holds: "modality=CT", num_slices>=16, keys=FILE (repeatable)',
+    )
+
+
 def existing_dataset(url: str) -> str:
     """Return the address, or say that nothing is there before anything is called damaged.
 
     Raises:
-        ConfigError: No folder is there, or no store speaks the scheme of the address.
+        ConfigError: No folder is there, or no store speaks the scheme of the address. A remote store is not
+            asked yet: without a manifest it is no dataset.
     """
     try:
         store = open_store(url)
     except StorageError as error:
         raise ConfigError(f"DATASET: {error.message}") from None
     # An empty text would be the folder one happens to be in.
-    if not url or not Path(store.url).is_dir():
+    if isinstance(store, LocalStore) and not (url and Path(store.url).is_dir()):
         raise ConfigError(f"DATASET must be an existing folder, got {url!r}; make one with: shardflow pack.")
     return url
 
 
-def open_dataset(url: str) -> Dataset:
+def open_dataset(url: str, *, with_studies: bool = False) -> Dataset:
     """Open the newest version of a dataset.
 
+    Args:
+        url: Folder or address.
+        with_studies: Refuse shards that others wrote, which hold no studies.
+
     Raises:
-        ConfigError: No such folder.
+        ConfigError: No such folder, or no studies where there must be.
         ManifestError: No manifest, or one that cannot be trusted.
     """
-    return Dataset.open(existing_dataset(url))
+    dataset = Dataset.open(existing_dataset(url))
+    if with_studies and dataset.is_foreign:
+        raise ConfigError(
+            "DATASET must hold studies, got shards that others wrote; this command reads what "
+            "`shardflow pack` writes."
+        )
+    return dataset
 
 
 def natural_number(text: str) -> int:
@@ -95,6 +125,11 @@ def _number(text: str, *, at_least: int) -> int:
     if value < at_least:
         raise argparse.ArgumentTypeError(f"must be an integer of at least {at_least}, got {text!r}")
     return value
+
+
+def counted(number: int, noun: str) -> str:
+    """Render a number of things: ``1 shard``, ``1,000 shards``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def human_bytes(num_bytes: int) -> str:
@@ -140,20 +175,26 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     for row in rows:
         table.add_row(*map(str, row))
     console = _console()
+    # As wide as it is: numbers cut at 80 columns are of no use, in a log or to anyone.
+    wanted = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    console.width = max(console.width, wanted)
     console.print()
     console.print(table)
 
 
 @contextmanager
-def step_progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on standard error while the body runs; nothing where that is no terminal.
+def step_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on standard error how far the body is and how long it still takes.
+
+    A terminal gets a bar, which goes when the body ends; a log gets a line every ten seconds.
 
     Yields:
-        A function that takes how much is done and how much there is, or None.
+        A function that takes how much is done and how much there is.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        pace = Pace(label, sys.stderr)
+        yield pace.advance
         return
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:

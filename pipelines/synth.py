@@ -6,14 +6,19 @@ The generator needs pydicom, which the training image does not carry, so it is i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipelines.surface import add_json, human_bytes, natural_number, positive_number, show_facts, write_json
+from pipelines.surface import (
+    add_json,
+    human_bytes,
+    natural_number,
+    positive_number,
+    show_facts,
+    step_progress,
+    write_json,
+)
 from shardflow.errors import ConfigError
 
 __all__ = ["SUMMARY", "add_arguments", "run"]
@@ -26,6 +31,32 @@ bytes on every machine and for every number of processes. Everything says that i
 
 OUT receives dicom/ (images only), reports.csv, annotations.csv, truth.jsonl and README.txt.
 """
+EXAMPLES = """\
+oddities of --pathologies, and how often each comes by default:
+  duplicates      15 %   an instance stands twice, byte for byte
+  high-bits       15 %   bits above Bits Stored are set
+  missing-slices  15 %   slices inside a stack are lost
+  mixed-phases    15 %   two contrast phases in one series
+  oblique         30 %   the whole stack is turned in space
+  padding         30 %   a padding value outside a circle
+  same-number      8 %   two series of a study have one Series Number
+  shuffled        30 %   Instance Numbers do not follow the slices
+  stray-files     20 %   files that are not DICOM lie among the images
+  tilt            25 %   the gantry is tilted
+  truncated        0 %   the pixels of one instance are cut short
+  all (100 % of each but truncated), none and default may stand in the list too; NAME alone means 100 %.
+
+oddities of --report-oddities, of which none comes by default:
+  no-image     no image of a finding is named
+  no-series    an image is named without its series
+  overcall     something is thought possible on an image that shows nothing (chance a report)
+  wrong-image  the image that is named is another one, or there is none of the number
+
+examples:
+  shardflow synth generated --studies 20 --seed 7
+  shardflow synth small --studies 4 --seed 7 --size 64 --slices 6:12 --modality CT
+  shardflow synth odd --studies 8 --seed 7 --size 64 --pathologies none,tilt=50,truncated=10
+"""
 # Kept here so that --help needs no pydicom; a test compares them with the generator's.
 MODALITIES = ("CT", "MR", "CR", "DX", "mixed")
 _RANGE = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
@@ -34,6 +65,7 @@ _RANGE = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow synth``."""
     parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("out", metavar="OUT", type=Path, help="folder to fill; it must be empty or missing")
     add("--studies", required=True, type=positive_number, metavar="N", help="number of studies")
@@ -64,7 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pathologies",
         default="default",
         metavar="LIST",
-        help="oddities and their chance, such as tilt,oblique=50 (default)",
+        help="oddities, NAME or NAME=PERCENT, separated by commas; see below (default)",
+    )
+    add(
+        "--report-oddities",
+        default="none",
+        metavar="LIST",
+        help="what reports leave out or get wrong, in the same way (none)",
     )
     add("--processes", type=positive_number, default=1, metavar="P", help="processes to share the work (1)")
     add_json(parser)
@@ -73,7 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     try:
-        from shardflow.synthetic import DEFAULT_PATHOLOGIES, PATHOLOGIES, SynthOptions, generate
+        from shardflow.synthetic import (
+            DEFAULT_PATHOLOGIES,
+            PATHOLOGIES,
+            REPORT_ODDITIES,
+            SynthOptions,
+            generate,
+        )
     except ModuleNotFoundError as error:
         if error.name != "pydicom":
             raise
@@ -89,12 +133,16 @@ def run(arguments: argparse.Namespace) -> int:
         size=arguments.size,
         min_lesions=arguments.lesions[0],
         max_lesions=arguments.lesions[1],
-        pathologies=_pathologies(arguments.pathologies, DEFAULT_PATHOLOGIES, tuple(PATHOLOGIES)),
+        pathologies=_chances("--pathologies", arguments.pathologies, DEFAULT_PATHOLOGIES, tuple(PATHOLOGIES)),
+        report_oddities=_chances("--report-oddities", arguments.report_oddities, {}, tuple(REPORT_ODDITIES)),
     )
     started = time.monotonic()
-    with _progress(arguments.studies) as report_progress:
+    with step_progress("generating studies") as advance:
         summary = generate(
-            options, arguments.out, num_processes=arguments.processes, progress=report_progress
+            options,
+            arguments.out,
+            num_processes=arguments.processes,
+            progress=lambda done: advance(done, arguments.studies),
         )
     seconds = time.monotonic() - started
     if arguments.json:
@@ -126,7 +174,7 @@ def _bounds(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _pathologies(text: str, defaults: dict[str, int], names: tuple[str, ...]) -> dict[str, int]:
+def _chances(option: str, text: str, defaults: dict[str, int], names: tuple[str, ...]) -> dict[str, int]:
     """Read a list of ``default``, ``all``, ``none`` and ``name[=percent]``; without a percent, always."""
     # Damage is made only where it is named.
     words = {
@@ -138,21 +186,6 @@ def _pathologies(text: str, defaults: dict[str, int], names: tuple[str, ...]) ->
     for item in text.split(","):
         name, equals, percent = item.strip().partition("=")
         if equals and not (percent.isascii() and percent.isdigit()):
-            raise ConfigError(f"--pathologies must be names with whole percents, got {item!r}.")
+            raise ConfigError(f"{option} must be names with whole percents, got {item!r}.")
         chosen.update({name: int(percent)} if equals else words.get(name, {name: 100}))
     return chosen
-
-
-@contextlib.contextmanager
-def _progress(num_studies: int) -> Iterator[Callable[[int], None] | None]:
-    """Show a bar with the time left on a terminal, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("generating studies"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("studies", total=num_studies)
-        yield lambda count: bar.update(task, completed=count)

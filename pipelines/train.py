@@ -1,10 +1,4 @@
-"""The training job: ``torchrun --nproc-per-node N -m pipelines.train --config FILE [--set table.key=value]``.
-
-Also runs without torchrun, as one rank. Progress goes to standard error; the last line of standard output
-is a JSON summary, written by rank 0. Exit codes: 0 finished; 1 failed; 2 a setting is wrong, or the
-checkpoint belongs to another run; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint: start again to go on
-(torchrun itself then exits with 1, so read the summary or the run folder behind a launcher).
-"""
+"""The training job: ``torchrun --nproc-per-node N -m pipelines.train --config FILE``."""
 
 from __future__ import annotations
 
@@ -18,22 +12,52 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipelines.help_text import CommandParser, HelpFormatter
+from pipelines.launch import EXIT_STOPPED, report_code
+from pipelines.pace import LINE_EVERY_S, time_left
 from shardflow.configs import dump_config, load_config
-from shardflow.errors import ConfigError, PlanError, ShardflowError, StateError
+from shardflow.errors import (
+    ConfigError,
+    NoProgressError,
+    PlanError,
+    RankLostError,
+    ShardflowError,
+    StateError,
+)
 from shardflow.logs import configure_logging
 from shardflow.training import TrainConfig
 from shardflow.training.metrics import StepMetrics
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_STOPPED", "main"]
+__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "build_parser", "main"]
+
+DESCRIPTION = """\
+Trains a vision encoder and a language model on the studies and reports of a dataset. torchrun starts one
+process a GPU (or a share of the CPUs); without torchrun the job runs as one. Copy
+pipelines/recipes/train_reports_cpu.toml or train_reports_gpus.toml to begin a FILE.
+
+Start the same command again to go on from the newest checkpoint, with any number of processes up to
+batch.micro_batches_per_step. Progress goes to standard error; the last line of standard output is one JSON
+object, written by rank 0.
+"""
+EPILOG = """\
+examples:
+  python -m pipelines.train --config my-training.toml --print-config
+  torchrun --standalone --nproc-per-node 2 -m pipelines.train --config my-training.toml
+  torchrun --standalone --nproc-per-node 8 -m pipelines.train --config my-training.toml --set run.num_epochs=8
+  torchrun --standalone --nproc-per-node 8 -m pipelines.train --config my-training.toml --tune on
+  python -m pipelines.train --config my-training.toml --propose-micro-batch
+
+exit codes: 0 finished; 1 failed, the log says why; 2 a setting is wrong, the checkpoint is of another run, or
+three starts in a row came to nothing;
+75 stopped by SIGTERM or SIGUSR1 with a checkpoint: start again to go on. torchrun turns every code but 0
+into 1; python -m pipelines.launch in its place lets the code through.
+"""
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
-EXIT_STOPPED = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, start again later."""
 
 _LOGGER = logging.getLogger(__name__)
-_LOG_EVERY_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,20 +69,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = _parser().parse_args(argv)
+    code = _run(argv)
+    report_code(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank=rank)
     try:
-        config = load_config(TrainConfig, arguments.config, arguments.overrides)
+        arguments = build_parser().parse_args(argv)
+        overrides = [*arguments.overrides, *([f"tune.mode={arguments.tune}"] if arguments.tune else [])]
+        config = load_config(TrainConfig, arguments.config, overrides)
         if arguments.print_config:
             print(dump_config(config), end="")
             return 0
+        if arguments.propose_micro_batch:
+            return _propose(config)
         return _train(config, rank)
-    except (ConfigError, PlanError, StateError) as error:
+    except (ConfigError, NoProgressError, PlanError, StateError) as error:
         # Every rank finds the same mistake; one line of it is enough.
         if rank == 0:
             _LOGGER.error("%s", error.message)  # noqa: TRY400 - the sentence says it, a traceback would hide it
         return EXIT_CONFIGURATION
+    except RankLostError as error:
+        # The traceback would be that of a broken connection; the sentence says which rank broke it.
+        _LOGGER.error("%s", error.message)  # noqa: TRY400
+        return EXIT_CONFIGURATION if error.is_refusal else EXIT_FAILED
     except ShardflowError as error:
         _LOGGER.exception("%s", error.message)
         return EXIT_FAILED
@@ -66,8 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipelines.train", description=__doc__.partition("\n")[0])
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line of the job."""
+    parser = CommandParser(
+        prog="python -m pipelines.train",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=HelpFormatter,
+    )
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="settings of the run, TOML"
     )
@@ -79,8 +122,30 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TABLE.KEY=VALUE",
         help="replace one setting; repeatable",
     )
+    parser.add_argument(
+        "--tune",
+        choices=("off", "observe", "on"),
+        help="find settings of the loader and the cache while the run goes on; the same as --set tune.mode=",
+    )
     parser.add_argument("--print-config", action="store_true", help="show the settings in force, and exit")
+    parser.add_argument(
+        "--propose-micro-batch",
+        action="store_true",
+        help="measure how much memory a micro-batch takes here, propose its size, and exit",
+    )
     return parser
+
+
+def _propose(config: TrainConfig) -> int:
+    """Print the memory curve, a line a size, and last of all JSON."""
+    from shardflow.training.memory_curve import measure_memory_curve
+
+    curve = measure_memory_curve(config, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    for point in curve.points:
+        _LOGGER.info("%d samples take %.3g GB", point.micro_batch_size, point.peak_bytes / 1e9)
+    _LOGGER.info("%s", curve.text())
+    print(json.dumps(curve.to_json()), flush=True)
+    return 0
 
 
 def _train(config: TrainConfig, rank: int) -> int:
@@ -120,19 +185,23 @@ def _progress(rank: int) -> Iterator[Callable[[StepMetrics, int], None] | None]:
             )
     else:
         shown_at = float("-inf")
+        began: tuple[int, float] | None = None
 
         def log(metrics: StepMetrics, num_steps: int) -> None:
-            nonlocal shown_at
+            nonlocal shown_at, began
             number, now = metrics.global_step + 1, time.monotonic()
-            if now - shown_at >= _LOG_EVERY_S or number == num_steps:
+            # The first step warms up, and a resumed run begins in the middle: neither tells how fast it goes.
+            first, since = began = began or (number, now)
+            if now - shown_at >= LINE_EVERY_S or number == num_steps:
                 shown_at = now
-                _LOGGER.info("step %d of %d: %s", number, num_steps, _describe(metrics))
+                rest = time_left(number - first, num_steps - first, now - since)
+                _LOGGER.info("step %d of %d: %s%s", number, num_steps, _describe(metrics), rest)
 
         yield log
 
 
 def _describe(metrics: StepMetrics) -> str:
-    loss = "no tokens" if metrics.loss is None else f"loss {metrics.loss:.4f}"
+    loss = "no loss" if metrics.loss is None else f"loss {metrics.loss:.4f}"
     share = metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
     tokens_per_s = metrics.num_tokens / max(metrics.step_s, 1e-9)
     return f"{loss}, {tokens_per_s:,.0f} tokens/s, {share:.0%} waiting for data"

@@ -8,6 +8,7 @@ import os
 from pipelines.surface import (
     add_dataset,
     add_json,
+    counted,
     existing_dataset,
     human_bytes,
     positive_number,
@@ -27,12 +28,18 @@ against its index, and what lies between the fields.
 Exit code 0: all is as it was written. 1: something is damaged; each file's first damage is named with its
 place.
 """
+EXAMPLES = """\
+examples:
+  shardflow verify my-dataset
+  shardflow verify my-dataset --threads 8 --json
+"""
 EXIT_DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow verify``."""
     parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
     add_dataset(parser)
     parser.add_argument(
         "--threads",
@@ -58,14 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lines(report: VerifyReport) -> list[str]:
     checked = (
-        f"{human_bytes(report.num_bytes)} in {report.num_files:,} files: {report.num_shards:,} shards, "
-        f"{report.num_samples:,} samples, {report.num_fields:,} fields"
+        f"{human_bytes(report.num_bytes)} in {counted(report.num_files, 'file')}: "
+        f"{counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
+        f"{counted(report.num_fields, 'field')}"
     )
     lines = [f"note: {note}" for note in report.notes]
     if report.is_whole:
         return [*lines, f"whole: {report.dataset_id}", checked]
-    files = "1 file" if len(report.damages) == 1 else f"{len(report.damages)} files"
-    return [*lines, *map(_describe, report.damages), f"damaged: {files} of {checked}"]
+    return [
+        *lines,
+        *map(_describe, report.damages),
+        f"damaged: {counted(len(report.damages), 'file')} of {checked}",
+    ]
 
 
 def _describe(damage: Damage) -> str:

@@ -94,6 +94,7 @@ device = "cpu"
 [timeouts]
 startup_s = 120.0
 steady_s = 30.0
+hang_s = 25.0
 control_s = 120.0
 
 [loader]
