@@ -200,6 +200,27 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+@pytest.fixture(scope="session")
+def _s3_address() -> Iterator[str]:
+    from tests.object_stores import s3_server
+
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def s3(_s3_address: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of an S3 server, one for each test process; the environment leads a client to it."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": _s3_address,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return _s3_address
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
     """``golden(name, value)``: equals the JSON ``tests/golden/<name>.json``, which ``make golden`` writes."""

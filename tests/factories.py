@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +141,7 @@ def make_dataset(
     splits: Mapping[str, int] | None = None,
     seed: int = 0,
     codec: str = "b2nd",
+    make: Callable[..., MadeSample] | None = None,
 ) -> str:
     """Write a tiny dataset.
 
@@ -153,6 +154,7 @@ def make_dataset(
         splits: Numbers of samples by split, instead of ``num_samples``.
         seed: Decides everything else.
         codec: Of the slices.
+        make: Makes a sample; `make_sample` if not given.
 
     Returns:
         The dataset's URL.
@@ -164,7 +166,7 @@ def make_dataset(
     for split, count in sorted((splits or {"train": num_samples}).items()):
         for start in range(0, count, samples_per_shard):
             samples = [
-                make_sample(number + i, slices=slices, size=size, seed=seed, codec=codec)
+                (make or make_sample)(number + i, slices=slices, size=size, seed=seed, codec=codec)
                 for i in range(min(samples_per_shard, count - start))
             ]
             number += len(samples)

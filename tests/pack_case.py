@@ -6,17 +6,23 @@ import csv
 import hashlib
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardflow.configs import load_config
 from shardflow.deid.pseudonyms import SecretKey
-from shardflow.packing import PackConfig, PackSummary, pack
+from shardflow.packing import PackConfig, PackSummary, Share, pack
 from shardflow.packing.handlers import HANDLERS
+from shardflow.packing.job import PackMode
+from shardflow.packing.version_files import ledger_path
 from shardflow.shards.dataset import Dataset
 from shardflow.shards.verification import verify
 
@@ -94,11 +100,28 @@ class PackCase:
     def config(self, *overrides: str) -> PackConfig:
         return load_config(PackConfig, self.config_path, overrides)
 
-    def pack(self, *overrides: str, handlers: str = HANDLERS) -> PackSummary:
+    def pack(
+        self,
+        *overrides: str,
+        mode: PackMode = "pack",
+        is_dry_run: bool = False,
+        share: Share | None = None,
+        is_merge: bool = False,
+        handlers: str = HANDLERS,
+    ) -> PackSummary:
         """Run the job in this process."""
-        return pack(self.config(*overrides), handlers=handlers)
+        return pack(
+            self.config(*overrides),
+            mode=mode,
+            is_dry_run=is_dry_run,
+            share=share,
+            is_merge=is_merge,
+            handlers=handlers,
+        )
 
-    def drive(self, point: str, *handlers: str) -> subprocess.CompletedProcess[str]:
+    def drive(
+        self, point: str, handlers: str = HANDLERS, mode: PackMode = "pack"
+    ) -> subprocess.CompletedProcess[str]:
         """Run the job in a process group of its own that is killed at a named point."""
         return subprocess.run(
             [
@@ -106,7 +129,8 @@ class PackCase:
                 str(REPOSITORY / "tests" / "pack_driver.py"),
                 str(self.config_path),
                 point,
-                *handlers,
+                handlers,
+                mode,
             ],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -116,6 +140,25 @@ class PackCase:
             check=False,
             timeout=120,
         )
+
+    def kill_at_random(self, times: int, *, num_processes: int, mode: PackMode = "pack") -> None:
+        """Start the command again and again, and kill its whole process group after a random time."""
+        waits = random.Random(num_processes)
+        arguments = ["--config", str(self.config_path), "--set", f"execution.num_processes={num_processes}"]
+        arguments += [] if mode == "pack" else [f"--{mode}"]
+        for _ in range(times):
+            with subprocess.Popen(
+                [sys.executable, "-m", "pipelines.pack", *arguments],
+                cwd=REPOSITORY,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            ) as job:
+                until = time.monotonic() + waits.uniform(0.3, 4.0)
+                while job.poll() is None and time.monotonic() < until:
+                    time.sleep(0.01)
+                with suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
 
     def command(self, *arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
         """Run ``python -m pipelines.pack``."""
@@ -138,9 +181,9 @@ class PackCase:
         return Dataset.open(self.output)
 
 
-def read_ledger(output: Path) -> list[dict[str, Any]]:
-    """Read the inputs of a ledger, without its closing line."""
-    lines = (output / "ledger.jsonl").read_text(encoding="ascii").splitlines()
+def read_ledger(output: Path, version: int = 1) -> list[dict[str, Any]]:
+    """Read the inputs of a version's ledger, without its closing line."""
+    lines = (output / ledger_path(version)).read_text(encoding="ascii").splitlines()
     return [row for row in map(json.loads, lines) if "outcome" in row]
 
 

@@ -2,7 +2,7 @@
 
 Arguments: the configuration file, and the point: ``phase:NAME`` (when the phase begins),
 ``advance:NAME:COUNT`` (after so many units of a phase), ``cleaning`` (after the manifest, before the work
-folder is removed), ``half`` (half of the work folder removed), or ``none``; then, optionally, the handlers.
+folder is removed), ``half`` (half of the work folder removed), or ``none``; the handlers; the mode.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import NoReturn, cast, get_args
 
 from shardflow.configs import load_config
 from shardflow.packing import PackConfig, pack
-from shardflow.packing.handlers import HANDLERS
+from shardflow.packing.job import PackMode
 from shardflow.packing.workplace import Workplace
 
 
@@ -49,7 +49,7 @@ class KillingProgress:
 
 def main() -> None:
     """Run the job."""
-    config, point, *rest = sys.argv[1:]
+    config, point, handlers, mode = sys.argv[1:]
     if point == "cleaning":
         setattr(Workplace, "remove_work", lambda _: kill_group())  # noqa: B010
     if point == "half":
@@ -60,7 +60,11 @@ def main() -> None:
             kill_group()
 
         setattr(Workplace, "remove_work", remove_half)  # noqa: B010
-    pack(load_config(PackConfig, config), KillingProgress(point), handlers=rest[0] if rest else HANDLERS)
+    if mode not in get_args(PackMode):
+        raise ValueError(mode)
+    pack(
+        load_config(PackConfig, config), KillingProgress(point), mode=cast(PackMode, mode), handlers=handlers
+    )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardflow.errors import StorageError
 from shardflow.packing import assembly, fragment
 from shardflow.packing.child import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
+from shardflow.packing.workplace import storage_error
 
 HANDLERS = "tests.pack_faults:make_handler"
 
@@ -28,13 +30,16 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
     ``faults.json``: ``{"study": {sample_key: fault}, "header": {relative_path: fault}, "kill_group":
     point}``; a fault is ``hang``, ``eat``, ``segfault``, ``kill`` or ``raise``, with ``_once`` for the first
     try only; a point is ``tar``, ``index``, ``record`` or ``fragment`` with the number of the write after
-    which the whole process group is killed, such as ``["tar", 1]``.
+    which the whole process group is killed, such as ``["tar", 1]``. ``os_error``: ``[errno, number]``, the
+    write, sync or rename of a process that fails.
     """
     folder = Path(setup["output"]).parent
     faults: dict[str, Any] = json.loads((folder / "faults.json").read_text(encoding="utf-8"))
     real = make_real_handler(setup)
     if "kill_group" in faults:
         _arm(*faults["kill_group"])
+    if "os_error" in faults:
+        _break_disk(*faults["os_error"])
 
     def handle(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         if kind == "study":
@@ -105,6 +110,43 @@ def _arm(point: str, number: int) -> None:
             _wrap(assembly, "write_plainly", lambda write: after(write, ".json"))
         case "fragment":
             _wrap(fragment.FragmentWriter, "commit", counted)
+
+
+def _break_disk(code: int, number: int) -> None:
+    """Let the n-th call of this process that changes the disk fail, and every one after it."""
+    seen = 0
+
+    def broken(real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen >= number:
+                raise OSError(code, os.strerror(code))
+            return real(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("write", "fsync", "replace"):
+        _wrap(os, name, broken)
+    # Fragments are written through a file object, whose write is no function of `os`.
+    _wrap(fragment.FragmentWriter, "add", _translated(broken))
+
+
+def _translated(broken: Callable[..., Any]) -> Callable[..., Any]:
+    def make(real: Callable[..., Any]) -> Callable[..., Any]:
+        failing = broken(real)
+
+        def wrapper(*args: Any) -> Any:
+            try:
+                return failing(*args)
+            except OSError as error:
+                if isinstance(error, StorageError):
+                    raise
+                raise storage_error("writing a fragment", error) from None
+
+        return wrapper
+
+    return make
 
 
 def _wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dicom_factory import make_study
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "pydicom", "imagecodecs", "cv2", "blosc2", "numpy", "matplotlib", "rich")
 
@@ -61,6 +63,28 @@ def test_packing_never_loads_torch() -> None:
     below = ("packing", "sources", "deid", "epochs", "shards", "storage")
     loaded = _loaded(*(f"shardflow.{name}" for name in below), "pipelines.pack")
     assert not loaded & {"torch", "transformers"}
+
+
+def test_native_images_are_packed_without_what_reads_others(tmp_path: Path) -> None:
+    """Each process of a job would pay for it (docs/adr/0090)."""
+    image = make_study(tmp_path, num_slices=1).files[0]
+    code = (
+        "import pathlib, sys, shardflow.packing.handlers, shardflow.packing.job\n"
+        "from shardflow.deid import KEYWORDS\n"
+        "from shardflow.sources.dicom import iter_slices, read_attributes, read_header\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "assert len(list(iter_slices(path, read_header(path)))) == 1 and read_attributes(path, KEYWORDS)\n"
+        "print(*{'pydicom', 'nibabel', 'imagecodecs', 'requests'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(image)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
 def test_loading_and_training_never_load_pydicom() -> None:

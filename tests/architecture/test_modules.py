@@ -17,14 +17,26 @@ MAX_LINES = 400
 DRAWERS = {"utils", "helpers", "common", "misc", "manager", "core"}
 # Who may import what is heavy or particular to one side; everything else is forbidden to.
 PLACES = {
-    "pydicom": ("shardflow/sources/dicom/", "shardflow/synthetic/", "pipelines/demo/"),
-    "imagecodecs": ("shardflow/sources/dicom/",),
-    "torch": ("shardflow/training/", "shardflow/loading/torch_dataset.py", "pipelines/train.py"),
+    "pydicom": (
+        "shardflow/sources/dicom/",
+        "shardflow/annotations/",
+        "shardflow/waveforms/",
+        "shardflow/synthetic/",
+        "pipelines/demo/",
+    ),
+    "imagecodecs": ("shardflow/sources/dicom/", "shardflow/shards/htj2k.py"),
+    "torch": (
+        "shardflow/training/",
+        "shardflow/loading/torch_dataset.py",
+        "pipelines/train.py",
+        "pipelines/launch.py",
+    ),
     "transformers": ("shardflow/training/", "pipelines/"),
     "pickle": (),
     "marshal": (),
     "shelve": (),
 }
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _modules() -> list[Path]:
@@ -83,13 +95,13 @@ def _imported(tree: ast.Module) -> set[str]:
 def _problems_of_names(tree: ast.Module) -> Iterator[str]:
     names = _public_names(tree)
     if names is None:
-        defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        defined = [node.name for node in tree.body if isinstance(node, _DEFINITIONS)]
         if any(not name.startswith("_") for name in defined):
             yield "defines public names and has no __all__"
         return
     if names != sorted(set(names), key=_isort_style):
         yield "__all__ must be sorted, each name once"
-    bound = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    bound = {node.name for node in tree.body if isinstance(node, _DEFINITIONS)}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()):

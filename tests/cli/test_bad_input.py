@@ -87,6 +87,17 @@ def test_unknown_key_names_the_nearest_known_one(job: Job) -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("arguments", [[], ["--config"], ["--config", "x.toml", "--append", "--retry"]])
+def test_wrong_arguments_are_one_line_as_for_every_command(arguments: list[str], call: Call) -> None:
+    called = call("pack", *arguments)
+    assert called.code == 2
+    assert called.last_line["status"] == "configuration_error"
+    assert called.err.count("\n") == 1
+    assert called.err.startswith("shardflow: ")
+    assert called.err.endswith("see: shardflow pack --help\n")
+
+
+@pytest.mark.fast
 def test_missing_recipe(job: Job) -> None:
     (job.folder / "pack.toml").unlink()
     code, said, err = job.pack()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +54,7 @@ def test_bash_offers_what_fits(call: Call, tmp_path: Path) -> None:
     script = call("completion", "bash").out
     (tmp_path / "my data").mkdir()
     (tmp_path / "my file.toml").touch()
-    assert _complete(script, tmp_path, "shardflow", "p") == ["pack", "plan", "preview"]
+    assert _complete(script, tmp_path, "shardflow", "p") == ["pack", "pack-text", "plan", "preview"]
     assert _complete(script, tmp_path, "shardflow", "--v") == ["--version"]
     assert _complete(script, tmp_path, "shardflow", "preview", "--s") == ["--series", "--slices"]
     assert _complete(script, tmp_path, "shardflow", "plan", "x", "--tail", "") == ["drop", "repeat", "mask"]
@@ -58,6 +62,72 @@ def test_bash_offers_what_fits(call: Call, tmp_path: Path) -> None:
     assert _complete(script, tmp_path, "shardflow", "pack", "--config", "my f") == ["my file.toml"]
     assert _complete(script, tmp_path, "shardflow", "plan", "x", "--seed", "") == []
     assert _complete(script, tmp_path, "shardflow", "completion", "") == list(SHELLS)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_offers_what_fits(call: Call, tmp_path: Path) -> None:
+    script = tmp_path / "shardflow.fish"
+    script.write_text(call("completion", "fish").out, encoding="utf-8")
+    (tmp_path / "my data").mkdir()
+
+    def offered(line: str) -> list[str]:
+        done = subprocess.run(
+            ["fish", "--no-config", "-c", f"source {script}; complete -C '{line}'"],
+            cwd=tmp_path,
+            env=os.environ | {"HOME": str(tmp_path), "TERM": "dumb"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return [each.split("\t")[0] for each in done.stdout.splitlines()]
+
+    assert offered("shardflow p") == ["pack", "pack-text", "plan", "preview"]
+    assert offered("shardflow preview --sl") == ["--slices"]
+    assert sorted(offered("shardflow plan x --tail ")) == ["drop", "mask", "repeat"]
+    assert offered("shardflow completion z") == ["zsh"]
+    assert [name.replace("\\", "") for name in offered("shardflow info my")] == ["my data/"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_offers_what_fits(call: Call, tmp_path: Path) -> None:
+    """zsh completes in its line editor only, so the test types into a terminal."""
+    script = tmp_path / "shardflow.zsh"
+    script.write_text(call("completion", "zsh").out, encoding="utf-8")
+    leader, follower = pty.openpty()
+    shell = subprocess.Popen(
+        ["zsh", "-f", "-i"],
+        cwd=tmp_path,
+        env=os.environ | {"HOME": str(tmp_path), "TERM": "dumb", "PS1": "ready> ", "COLUMNS": "200"},
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+    )
+    os.close(follower)
+    try:
+        _type(leader, f"source {script} && print lo''aded\n", until="loaded")
+        # A prefix that one name has is completed; one of several lists them.
+        _type(leader, "shardflow prev\t", until="preview ")
+        _type(leader, "--sl\t", until="--slices ")
+        _type(leader, "\x15shardflow completion f\t", until="fish ")
+        _type(leader, "\x15shardflow plan x --tail m\t", until="mask ")
+        assert "print a script that completes" in _type(leader, "\x15shardflow \t\t", until="verify")
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(leader)
+
+
+def _type(terminal: int, keys: str, *, until: str) -> str:
+    """Type into a terminal and read what appears, until a text does."""
+    os.write(terminal, keys.encode())
+    seen, deadline = "", time.monotonic() + 60
+    while until not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"{until!r} did not appear after {keys!r}: {seen!r}"
+        seen += os.read(terminal, 65536).decode(errors="replace").replace("\a", "")  # it rings, too
+    return seen
 
 
 def test_unknown_shell_is_refused(call: Call) -> None:
@@ -74,5 +144,5 @@ def test_pack_options_are_left_out_where_packing_is_not_installed(
     monkeypatch.setitem(sys.modules, "pipelines.pack", None)
     called = call("completion", "bash")
     assert called.code == 0
-    assert "print-config" not in called.out
+    assert "--merge" not in called.out  # of pack
     assert 'words="bench' in called.out

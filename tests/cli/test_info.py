@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tarfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from shardflow.shards import Dataset
 from tests.cli.conftest import Call
+from tests.factories import MadeSample, make_dataset, make_sample
 
 pytestmark = pytest.mark.fast
 
@@ -32,6 +34,25 @@ def test_json_counts_what_lies_in_the_tars(call: Call, dataset: Path) -> None:
     assert facts["dataset_id"] == Dataset.open(dataset).dataset_id
 
 
+def test_a_subset_is_counted_and_its_facts_are_shown(call: Call, dataset: Path) -> None:
+    samples = Dataset.open(dataset).samples
+    rows = [row for row in range(16) if samples.column("num_slices")[row] >= 3]
+    assert 0 < len(rows) < 16
+    (facts,) = call("info", dataset, "--subset", "num_slices>=3", "--json").lines
+    assert facts["subset"] == {
+        "samples": len(rows),
+        "bytes": sum(int(samples.column("num_bytes")[row]) for row in rows),
+        "splits": {split: len(set(rows) & set(span)) for split, span in Dataset.open(dataset).splits.items()},
+    }
+    assert facts["facts"]["num_slices"]["min"] == 3
+    assert facts["facts"]["modality"] == {"CT": len(rows)}
+    assert facts["samples"] == 16
+    shown = call("info", dataset, "--subset", "num_slices>=3").out
+    assert f"{len(rows)} samples (" in shown
+    assert "facts of a sample, of the subset" in shown
+    assert call("info", dataset, "--subset", "num_slices>=99").code == 2
+
+
 def test_text_names_the_same_numbers_without_colours(call: Call, dataset: Path) -> None:
     called = call("info", dataset)
     assert called.code == 0
@@ -49,3 +70,29 @@ def test_only_some_indexes_are_read_of_a_wide_dataset(
     assert facts["fields"]["shards_counted"] == 2
     assert facts["fields"]["kinds"]["report.txt"] < 16
     assert "kinds counted in 2 shards" in call("info", dataset).out
+
+
+def test_fields_that_differ_in_numbers_alone_are_one_kind(call: Call, tmp_path: Path) -> None:
+    others = [f"s{one:03d}.m{one:03d}.i{one:04d}.b2nd" for one in range(3)]
+    others += [
+        "s000.small.i0000.b2nd",
+        "s000.v01.i0000.b2nd",
+        "s012.thumb.jpg",
+        "w000.g00.npy",
+        "w001.g01.npy",
+    ]
+    others += ["document.000.txt", "document.001.txt", "v2.json"]
+
+    def make(number: int, **settings: object) -> MadeSample:
+        del settings
+        made = make_sample(number)
+        return dataclasses.replace(
+            made, fields=dict(sorted((made.fields | dict.fromkeys(others, b"1")).items()))
+        )
+
+    make_dataset(tmp_path / "dataset", splits={"train": 1}, make=make)
+    kinds = call("info", tmp_path / "dataset", "--json").last_line["fields"]["kinds"]
+    for name in ("s*.small.i*.b2nd", "s*.v*.i*.b2nd", "s*.thumb.jpg", "v2.json"):
+        assert kinds.pop(name) == 1
+    assert (kinds.pop("s*.m*.i*.b2nd"), kinds.pop("w*.g*.npy"), kinds.pop("document.*.txt")) == (3, 2, 2)
+    assert set(kinds) == {"s*.i*.b2nd", "study.json", "report.txt"}

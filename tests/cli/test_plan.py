@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from shardflow.shards import Dataset
 from tests.cli.conftest import Call, Called
+from tests.factories import make_dataset
 
 pytestmark = pytest.mark.fast
 
@@ -94,6 +97,8 @@ def test_text_is_the_plan_in_numbers(call: Call, dataset: Path) -> None:
         ({"seed": "x"}, (), "--seed: must be an integer of at least 0, got 'x'"),
         ({}, ("--from-step", 9), "--from-step must be at most 2"),
         ({}, ("--tail", "wrap"), "invalid choice: 'wrap'"),
+        ({}, ("--packed",), "--packed must come with --max-tokens, got it without"),
+        ({}, ("--tokenizer", "none.json"), "--tokenizer must come with --max-tokens"),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
@@ -137,6 +142,31 @@ def test_lanes_and_budgets_give_every_sample_once(
     assert _steps(alone) == _steps(lines)
 
 
+# Every quantity that lanes, budgets and worlds are chosen by.
+SUMMARY_ROWS = (
+    "steps",
+    "dropped",
+    "of them skipped by rule",
+    "repeated",
+    "padding slots of the tail",
+    "over the budget",
+    "tokens of the text",
+    "estimated",
+    "padding among tokens",
+    "budget used",
+    "imbalance, mean",
+    "imbalance, 99 %",
+    "imbalance, worst step",
+    "steps of at most 1.05",
+    "efficiency",
+    "pooled",
+    "shards open",
+    "shards a node reads",
+    "bytes a node reads",
+    "shuffle, 1 is full",
+)
+
+
 def test_summary_compares_two_settings(call: Call, dataset: Path) -> None:
     more = ("--summary", "--compare", "max-tokens=60,lanes=2 world-size=3 packed")
     this, other = _plan(call, dataset, "--json", *more).lines
@@ -153,8 +183,25 @@ def test_summary_compares_two_settings(call: Call, dataset: Path) -> None:
         assert 0 < measured["shards_per_node"] <= measured["num_shards"]
         assert measured["bytes_per_node"] > 0
     text = _plan(call, dataset, *more).out
-    for word in ("this", "other", "dropped", "shards a node reads", "imbalance", "efficiency"):
+    assert (this["text_tokens"], other["text_tokens"]) == (None, "estimated")
+    for word in ("this", "other", *SUMMARY_ROWS):
         assert word in text
+
+
+def test_a_size_is_compared_with_a_budget(call: Call, dataset: Path) -> None:
+    """What only a budget knows does not go over to a size, and settings of the other side stay."""
+    more = ("--max-tokens", 60, "--packed", "--summary", "--json")
+    this, other = _plan(
+        call, dataset, *more, "--compare", "micro-batch-size=2 lanes=1", micro_batch_size=None
+    ).lines
+    assert (this["plan"]["max_tokens"], other["plan"]["micro_batch_size"]) == (60, 2)
+    for wrong, said in (
+        ("micro-batch-size=2 max-samples=4", "max-samples must come"),
+        ("max-tokens=9 micro-batch-size=2", "both"),
+    ):
+        called = _plan(call, dataset, *more, "--compare", wrong, micro_batch_size=None)
+        assert called.code == 2
+        assert said in called.err
 
 
 @pytest.mark.parametrize(
@@ -178,3 +225,157 @@ def test_wrong_settings_of_lanes_and_budgets_are_named(
     assert called.code == 2
     assert said in called.err
     assert called.err.count("\n") == 1
+
+
+# ---- ugly input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lanes", 64),
+        ("--lanes", 5, "--window", "1B"),
+        ("--max-tokens", 1, "--lanes", 64),
+        ("--max-tokens", 1, "--over-budget", "truncate"),
+        ("--max-tokens", 1, "--packed"),
+        ("--max-tokens", 10**6, "--max-samples", 10**6),
+        ("--max-tokens", 60, "--image-tokens-per-slice", 10**5, "--max-slices", 10**5),
+    ],
+)
+@pytest.mark.parametrize("samples_per_shard", [1, 100])
+def test_few_samples_in_many_lanes_or_over_any_budget_come_once(
+    call: Call, tmp_path: Path, more: tuple[object, ...], samples_per_shard: int
+) -> None:
+    dataset = tmp_path / "a"
+    make_dataset(dataset, num_samples=7, samples_per_shard=samples_per_shard)
+    settings = {"micro_batch_size": None} if "--max-tokens" in more else {}
+    called = _plan(call, dataset, "--tail", "mask", "--json", *more, **settings)
+    assert called.code == 0, called.err
+    samples = Dataset.open(dataset).samples
+    assert _keys(called.lines) == Counter(samples.sample_key(row) for row in range(7))
+    assert _plan(call, dataset, "--tail", "mask", "--summary", *more, **settings).code == 0
+
+
+def test_a_budget_that_skips_every_sample_leaves_no_step(call: Call, dataset: Path) -> None:
+    more = ("--max-tokens", 1, "--over-budget", "skip")
+    called = _plan(call, dataset, *more, micro_batch_size=None)
+    assert called.code == 2
+    assert "num_steps must be at least 1, got 0" in called.err
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "flipped"])
+def test_a_samples_table_that_does_not_fit_its_manifest(
+    call: Call, dataset: Path, tmp_path: Path, damage: str
+) -> None:
+    (table,) = (dataset / "samples").glob("*.tbl")
+    content = bytearray(table.read_bytes())
+    table.chmod(0o644)
+    if damage == "cut":
+        table.write_bytes(content[:-8])
+    elif damage == "other":
+        make_dataset(tmp_path / "other", num_samples=99)
+        table.write_bytes((tmp_path / "other" / "samples" / table.name).read_bytes())
+    else:
+        at = content.index(Dataset.open(dataset).samples.sample_key(0).encode())
+        content[at] ^= 1
+        table.write_bytes(content)
+    called = _plan(call, dataset, "--json")
+    assert called.code == 1
+    assert "samples-000001.tbl" in called.err
+    assert called.err.count("\n") == 1
+
+
+def test_a_subset_is_planned_and_named(call: Call, dataset: Path) -> None:
+    lines = _plan(call, dataset, "--tail", "mask", "--json", "--subset", "num_slices>=3").lines
+    samples = Dataset.open(dataset).samples
+    wanted = [row for row in samples.splits["train"] if samples.column("num_slices")[row] >= 3]
+    held = sorted(key for line in lines for key in line["keys"] if key)
+    assert held == sorted(samples.sample_key(row) for row in wanted)
+    shown = _plan(call, dataset, "--subset", "num_slices>=3", "--tail", "mask", "--summary")
+    assert ", subset " in shown.out
+    assert _plan(call, dataset, "--subset", "num_slices>=99").code == 2
+
+
+def test_a_blend_is_planned_with_its_components(call: Call, dataset: Path, tmp_path: Path) -> None:
+    file = tmp_path / "blend.toml"
+    file.write_text(
+        f'[[component]]\ndataset = "{dataset}"\nrepeat = 2.5\n'
+        f'[[component]]\ndataset = "{dataset}"\nsplit = "val"\n',
+        encoding="utf-8",
+    )
+    sizes = ("--micro-batch-size", 2, "--micro-batches-per-step", 3, "--world-size", 2)
+    options = (*sizes, "--seed", 7, "--tail", "mask", "--epoch", 1)
+    lines = call("plan", "--blend", file, *options, "--json").lines
+    assert all(set(line) == {"step", "rank", "micro", "keys", "weights", "components"} for line in lines)
+    held = Counter(place for line in lines for place in line["components"] if place >= 0)
+    assert held == {0: 33, 1: 3}
+    shown = call("plan", "--blend", file, *options, "--summary", "--lanes", 2, "--window", "1KiB").out
+    assert "mix of a step off by, most" in shown
+    for head in ("samples", "draws", "share", "repeat", "whole passes", "rest of one", "start of one"):
+        assert head in shown  # not cut where no terminal says how wide it is
+    numbers = call("plan", "--blend", file, *options, "--summary", "--json").lines[0]["components"]
+    assert [found["num_draws"] for found in numbers] == [33, 3]
+    # Draws 33 to 65 of 13 samples: 6 finish the third pass, one whole pass, a start of 1.
+    first = numbers[0]
+    assert (first["num_finished"], first["num_whole_passes"], first["num_begun"]) == (6, 2, 1)
+    for more in ((dataset,), ("--split", "train"), ("--subset", "rows>1")):
+        assert call("plan", "--blend", file, *options, *more).code == 2
+    assert call("plan", *options).code == 2
+    assert "--blend" in call("plan", file, "--split", "train", *options).err
+
+
+# ---- tokens that are counted ---------------------------------------------------------------------
+
+
+def test_budgets_are_filled_by_counts_where_a_tokenizer_is_named(
+    call: Call, dataset: Path, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    # Whole words: what a report has as tokens is easily counted.
+    words: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+    }
+    words |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
+    words |= {"model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}}
+    tokenizer.write_text(json.dumps(words), encoding="utf-8")
+    more = ("--max-tokens", 60, "--tail", "mask", "--lanes", 2, "--tokenizer", tokenizer)
+
+    called = _plan(call, dataset, *more, micro_batch_size=None)
+    assert called.code == 2
+    assert "run: shardflow tokenize" in called.err
+
+    counted = call("tokenize", dataset, "--tokenizer", tokenizer, "--json").last_line
+    opened = Dataset.open(dataset)
+    texts = [opened.read_fields(row, ["report.txt"])["report.txt"].decode() for row in range(16)]
+    lengths = [len(re.findall(r"\w+|[^\w\s]+", text)) for text in texts]
+    assert (counted["num_samples"], counted["num_tokens"], counted["num_shards_kept"]) == (
+        16,
+        sum(lengths),
+        0,
+    )
+    again = call("tokenize", dataset, "--tokenizer", tokenizer)
+    assert again.code == 0
+    assert "done before" in again.out
+
+    lines = _plan(call, dataset, *more, "--json", micro_batch_size=None).lines
+    by_key = {opened.samples.sample_key(row): lengths[row] + 2 for row in range(16)}
+    assert sorted(_keys(lines)) == sorted(opened.samples.sample_key(row) for row in opened.splits["train"])
+    for line in lines:
+        held = [by_key[key] for key in line["keys"] if key is not None]
+        assert len(held) <= 1 or len(held) * max(held) <= 60
+    (summary,) = _plan(call, dataset, *more, "--summary", "--json", micro_batch_size=None).lines
+    assert summary["text_tokens"] == "counted"
+
+
+def test_a_tokenizer_that_is_not_there(call: Call, dataset: Path, tmp_path: Path) -> None:
+    missing = ("--tokenizer", tmp_path / "none")
+    for called in (
+        call("tokenize", dataset, *missing),
+        _plan(call, dataset, "--max-tokens", 9, *missing, micro_batch_size=None),
+    ):
+        assert called.code == 2
+        assert "tokenizer must be" in called.err

@@ -111,3 +111,10 @@ def test_study_without_slices_report_or_geometry_is_drawn(tmp_path: Path) -> Non
         changed = type(view)(**{**{name: getattr(view, name) for name in view.__slots__}, **changes})
         assert render_study(changed).startswith(b"\x89PNG")
     assert json.dumps(view.patient)
+
+
+def test_a_sample_of_text_alone_is_said_to_be_one(call: Call, tmp_path: Path) -> None:
+    make_dataset(tmp_path / "texts", num_samples=2, slices=0)
+    called = call("preview", tmp_path / "texts", "train:0", "-o", tmp_path / "x.png")
+    assert called.code == 2
+    assert "KEY must name a sample with images" in called.err

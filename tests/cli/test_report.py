@@ -12,15 +12,28 @@ import cv2
 import numpy as np
 import pytest
 
-from pipelines.cli import main
+from pipelines.cli import EXIT_CONFIGURATION, main
 from shardflow.preview import gather, render_page
 from shardflow.preview.charts import bars, hounsfield_chart
+from shardflow.preview.choice import key_hashes
 from shardflow.preview.counts import HU_START, HU_STEP, HU_STOP, Histogram, count_hounsfield
 from shardflow.shards import Dataset
 from tests.cli.conftest import Call
 from tests.factories import make_dataset
+from tests.run_factory import write_run
 
 pytestmark = pytest.mark.fast
+
+
+def _lowest(dataset: Dataset, wanted: int) -> list[str]:
+    """Places of the samples whose keys hash lowest, one by one."""
+    keys = [dataset.samples.sample_key(row) for row in range(dataset.samples.num_samples)]
+    hashes = [int(key_hashes(np.array([key.encode()]))[0]) for key in keys]
+    rows = sorted(sorted(range(len(keys)), key=hashes.__getitem__)[:wanted])
+    return [
+        next(f"{split}:{row - rows.start}" for split, rows in dataset.splits.items() if row in rows)
+        for row in rows
+    ]
 
 
 def _write(call: Call, dataset: Path, page: Path, *options: object) -> str:
@@ -78,7 +91,7 @@ def test_counts_are_those_of_every_pixel(dataset: Path) -> None:
     fewer = gather(opened, slices_per_series=1, num_thumbnails=3)
     assert fewer.num_ct_slices_counted == 16
     assert int(fewer.hounsfield.sum()) == 16 * 16 * 16
-    assert [thumbnail.place for thumbnail in fewer.thumbnails] == ["train:2", "train:8", "val:0"]
+    assert [thumbnail.place for thumbnail in fewer.thumbnails] == _lowest(opened, 3)
     assert "16 of" in render_page(opened, fewer)
 
 
@@ -148,6 +161,9 @@ def test_hounsfield_bins_are_exact_at_their_edges() -> None:
         assert (counts[0], counts[1], counts[-2], counts[-1]) == (2, 2, 1, 2)
         assert counts.sum() == 7
     assert count_hounsfield(np.array([np.nan, 1e30], np.float32)).sum() == 1
+    every = np.arange(-32768, 32768)
+    slow, fast = count_hounsfield(every.astype(np.int32)), count_hounsfield(every.astype(np.int16))
+    assert fast.tolist() == slow.tolist()
 
 
 def test_charts_escape_names_and_leave_out_empty_ends() -> None:
@@ -165,7 +181,7 @@ def test_pixels_with_burned_in_text_are_left_out(dataset: Path, monkeypatch: pyt
         series: list[dict[str, object]] = json.loads(payload or b"")["series"]
         return [one | {"technical": {"burned_in_annotation": "YES"}} for one in series]
 
-    monkeypatch.setattr("shardflow.preview.facts._series_of", burned_in)
+    monkeypatch.setattr("shardflow.preview.study_facts._series_of", burned_in)
     opened = Dataset.open(dataset)
     facts = gather(opened, num_thumbnails=3)
     assert (facts.thumbnails, facts.num_burned_in) == ([], 3)
@@ -173,8 +189,42 @@ def test_pixels_with_burned_in_text_are_left_out(dataset: Path, monkeypatch: pyt
 
 
 def test_sample_without_a_description_is_counted(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardflow.preview.facts._series_of", lambda _: None)
+    monkeypatch.setattr("shardflow.preview.study_facts._series_of", lambda _: None)
     opened = Dataset.open(dataset)
     facts = gather(opened)
     assert (facts.num_not_described, facts.num_ct_slices, facts.thumbnails) == (16, 0, [])
     assert "16 samples have no description" in render_page(opened, facts)
+
+
+def test_a_run_and_two_runs_give_a_page(call: Call, tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", num_steps=40)
+    second = write_run(tmp_path / "second", bound="compute", num_steps=20)
+    page = tmp_path / "run.html"
+    called = call("report", first, "-o", page)
+    assert called.code == 0, called.err
+    assert called.out.startswith("40 steps, ")
+    text = page.read_text(encoding="utf-8")
+    assert "Training run" in text
+    assert str(tmp_path) not in text
+    called = call("report", first, second, "-o", page, "--json")
+    assert called.last_line == {"runs": ["first", "second"], "steps": [40, 20], "bytes": page.stat().st_size}
+    assert "What differs" in page.read_text(encoding="utf-8")
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(call: Call, dataset: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=5)
+    page = tmp_path / "page.html"
+    for arguments, words in (
+        ((dataset, run), "the first of two"),
+        ((run, dataset), "the second of two"),
+        ((run, "--thumbnails", 3), "must be left out for a run"),
+        ((tmp_path / "nowhere",), "DATASET must be an existing folder"),
+    ):
+        called = call("report", *arguments, "-o", page)
+        assert called.code == EXIT_CONFIGURATION
+        assert words in called.err
+        assert str(tmp_path / "run") not in called.err
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "resolved_config.toml").write_text("", encoding="utf-8")
+    assert "metrics.jsonl" in call("report", tmp_path / "begun", "-o", page).err
+    assert not page.exists()

@@ -26,6 +26,21 @@ def test_reader_that_leaves_early_is_no_error(dataset: Path) -> None:
     assert done.stderr == ""
 
 
+def test_a_full_disk_behind_standard_output_is_said(dataset: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [SCRIPT, "info", dataset],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("shardflow: standard output must take what is written to it, got ENOSPC")
+    assert done.stderr.count("\n") == 1
+
+
 def test_script_has_colours_on_a_terminal_only(dataset: Path) -> None:
     environment = {
         name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}

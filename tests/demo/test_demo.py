@@ -106,6 +106,7 @@ def test_whole_demo_holds_what_it_claims(tmp_path: Path) -> None:
         timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("holds") == 3
+    # The folder of this test has the word in its name.
+    assert done.stdout.replace(str(tmp_path), "").count("holds") == 3
     assert "\x1b" not in done.stdout
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Finished", "Job", "job"]
+__all__ = ["REPOSITORY", "Finished", "Job", "job", "job_environment"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -77,7 +77,15 @@ class Job:
 
 @contextmanager
 def job(
-    folder: Path, module: str, arguments: Sequence[str], *, num_ranks: int | None, options: Sequence[str] = ()
+    folder: Path,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    num_ranks: int | None,
+    options: Sequence[str] = (),
+    passes_codes: bool = False,
+    standalone: bool = True,
+    warnings: str = "error",
 ) -> Iterator[Job]:
     """Start ``python -m module``, under torchrun where ``num_ranks`` is given; killed at the block's end.
 
@@ -87,27 +95,17 @@ def job(
         arguments: Its arguments.
         num_ranks: Ranks on this machine; None for one process without torchrun.
         options: More options of torchrun.
+        warnings: What Python does with warnings there.
+        standalone: This machine alone; False where the options name the others.
+        passes_codes: Start it through ``pipelines.launch``, which leaves with the ranks' code.
     """
     command = [sys.executable, "-m", module, *arguments]
     if num_ranks is not None:
-        launcher = [
-            str(Path(sys.executable).with_name("torchrun")),
-            "--standalone",
-            f"--nproc-per-node={num_ranks}",
-        ]
-        command = [*launcher, *options, "-m", module, *arguments]
-    environment = {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-        },
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # Else the first restart after a kill fails on stale addresses in the shared store (pytorch #135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "PYTHONWARNINGS": "error",
-    }
+        torchrun = [str(Path(sys.executable).with_name("torchrun"))]
+        launcher = [sys.executable, "-m", "pipelines.launch"] if passes_codes else torchrun
+        ranks = [*(["--standalone"] if standalone else []), f"--nproc-per-node={num_ranks}"]
+        command = [*launcher, *ranks, *options, "-m", module, *arguments]
+    environment = job_environment() | {"PYTHONWARNINGS": warnings}
     folder.mkdir(parents=True, exist_ok=True)
     number = time.monotonic_ns()
     with (folder / f"{number}.out").open("w+b") as out, (folder / f"{number}.err").open("w+b") as err:
@@ -117,6 +115,21 @@ def job(
             yield started
         finally:
             started.kill()
+
+
+def job_environment() -> dict[str, str]:
+    """Environment of a job: of no rank yet, and strict."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    }
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Else the first restart after a kill fails on stale addresses in the shared store (pytorch #135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PYTHONWARNINGS": "error",
+    }
 
 
 def _descendants(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ def newest_checkpoint(run: Path) -> str:
     return (run / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
 
 
-def newest_weights(run: Path) -> dict[str, torch.Tensor]:
+def newest_weights(run: Path) -> Mapping[str, torch.Tensor]:
     """Model tensors of the newest checkpoint."""
     return read_checkpoint(run / "checkpoints" / newest_checkpoint(run)).model
 

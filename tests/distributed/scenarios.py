@@ -23,93 +23,31 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
-from shardflow.epochs import BatchSpec
-from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.shards import Dataset
+from shardflow.errors import (
+    ConfigError,
+    RanksDisagreeError,
+    ShardflowError,
+    WaitTimeoutError,
+)
 from shardflow.training import prepare
+from shardflow.training import step as step_module
 from shardflow.training.agreement import agree
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import BatchSettings
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 from shardflow.training.evaluate import evaluate
 from shardflow.training.inputs import make_inputs
-from shardflow.training.metrics import StepMetrics
-from shardflow.training.model import ReportModel, build_model
-from shardflow.training.run import TrainSummary, train_on
-from shardflow.training.signals import StopRequest
+from shardflow.training.run import train_on
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
-from tests.tiny_runs import TinyInput, tiny_config
-
-Result = dict[str, Any]
-WORLD_SIZES = (1, 2, 3, 4)
-WAIT = timedelta(seconds=60)
-NUM_EPOCHS = 4  # of 6 steps
-SETTINGS = (f"run.num_epochs={NUM_EPOCHS}",)
-
-
-class Stage:
-    """What a scenario works with."""
-
-    def __init__(self, ranks: Ranks, tiny: TinyInput, output: Path) -> None:
-        self.ranks = ranks
-        self.tiny = tiny
-        self.output = output
-        # Every rank must take part in making every group, in the same order.
-        self._groups = {size: (self._group(size), self._group(size)) for size in WORLD_SIZES}
-
-    def _group(self, size: int) -> dist.ProcessGroup:
-        group = dist.new_group(list(range(size)), backend="gloo", timeout=WAIT)
-        return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD  # type: ignore[return-value]
-
-    def first(self, size: int) -> Ranks | None:
-        """The first ranks as a world of their own; None on the others."""
-        if self.ranks.rank >= size:
-            return None
-        group, control = self._groups[size]
-        return replace(self.ranks, world_size=size, group=group, control=control)
-
-    def config(self, name: str, *overrides: str) -> TrainConfig:
-        return tiny_config(self.tiny, self.output / name, *SETTINGS, *overrides)
-
-    def train(
-        self,
-        ranks: Ranks | None,
-        name: str,
-        *overrides: str,
-        stop_after: int | None = None,
-        stop_rank: int = 0,
-    ) -> TrainSummary | None:
-        """Train in the folder ``name``; a stop request reaches one rank only."""
-        if ranks is None:
-            return None
-        stop = StopRequest()
-
-        def ask(metrics: StepMetrics, num_steps: int) -> None:
-            if metrics.global_step + 2 == stop_after and ranks.rank == stop_rank:
-                stop.signal_name = "SIGTERM"
-
-        return train_on(ranks, self.config(name, *overrides), on_step=ask, stop=stop)
-
-
-def exact_model(stage: Stage) -> ReportModel:
-    """The tiny model in double precision, with dropout."""
-    config = stage.config("unused")
-    tokenizer = ReportTokenizer.load(config.text.tokenizer)
-    return build_model(
-        config.model, config.image, vocab_size=tokenizer.vocab_size, max_tokens=config.text.max_tokens, seed=7
-    ).double()
-
-
-def open_loader(stage: Stage, ranks: Ranks, split: str, tail: Any) -> Loader:
-    return Loader(
-        Dataset.open(stage.tiny.dataset),
-        split=split,
-        spec=BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail=tail),
-        seed=11,
-        world=World(rank=ranks.rank, world_size=ranks.world_size),
-        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),
-    )
+from tests.distributed.measured_scenarios import ceilings, tuning, verdicts
+from tests.distributed.sharded_scenarios import (
+    chat_gradients,
+    one_rank_fails_to_write,
+    sharded_gradients,
+    strategies,
+)
+from tests.distributed.stage import WAIT, WORLD_SIZES, Result, Stage, exact_model, open_loader
+from tests.tiny_runs import TinyInput
 
 
 def step_gradients(stage: Stage) -> Result:
@@ -150,6 +88,72 @@ def step_gradients(stage: Stage) -> Result:
                 wrapped.zero_grad(set_to_none=True)
         result[str(size)] = tokens
     return result
+
+
+def packed_sequences(stage: Stage) -> Result:
+    """Two ranks: every step's loss and gradient with padded rows and in one sequence, then a run of each."""
+    ranks = stage.first(2)
+    if ranks is None:
+        return {}
+    tokenizer = ReportTokenizer.load(stage.tiny.tokenizer)
+    losses: dict[bool, list[float]] = {False: [], True: []}
+    differences = []
+    models = {packed: exact_model(stage).eval() for packed in losses}  # dropout would draw other numbers
+    with open_loader(stage, ranks, "train", "mask") as loader:
+        batches = iter(loader)
+        wrapped = {
+            packed: DistributedDataParallel(model, process_group=ranks.group)
+            for packed, model in models.items()
+        }
+        for step in range(loader.num_steps):
+            micros = [next(batches) for _ in range(loader.num_micro_batches_per_rank)]
+            for packed, found in losses.items():
+                make = partial(
+                    make_inputs, tokenizer=tokenizer, max_tokens=24, device=ranks.device, packed=packed
+                )
+                sums = accumulate_gradients(
+                    wrapped[packed],
+                    [(batch.micro, make(batch)) for batch in micros],
+                    num_micro_batches=len(micros),
+                    world_size=2,
+                    position=(11, 0, step),
+                    autocast=None,
+                )
+                found.append(float(ranks.gather_numbers([sums.loss], WAIT).sum()))
+            pairs = zip(models[False].parameters(), models[True].parameters(), strict=True)
+            gradients = [(one.grad, other.grad) for one, other in pairs]
+            differences.append(
+                max(
+                    float((one - other).abs().max())
+                    for one, other in gradients
+                    if one is not None and other is not None
+                )
+            )
+            for model in models.values():
+                model.zero_grad(set_to_none=True)
+    for name, value in (("rows", "false"), ("packed", "true")):
+        stage.train(ranks, name, f"batch.packed={value}", "model.dropout=0.0", "batch.micro_batch_size=2")
+    budget = BatchSettings(
+        max_tokens=60, max_samples=4, image_tokens_per_slice=1, packed=True, micro_batches_per_step=4
+    )
+    train_on(ranks, replace(stage.config("packed-budget"), batch=budget))
+    return {"rows": losses[False], "packed": losses[True], "gradients": differences}
+
+
+def slow_rank(stage: Stage) -> Result:
+    """Two ranks measure a run, the second of which computes slowly; and the same run measures nothing."""
+    ranks = stage.first(2)
+    forward = step_module._forward
+
+    def slowly(*arguments: Any) -> torch.Tensor:
+        if ranks is not None and ranks.rank == 1:
+            time.sleep(0.25)
+        return forward(*arguments)
+
+    with mock.patch.object(step_module, "_forward", slowly):
+        stage.train(ranks, "slow-rank", "run.max_steps=4", "monitor.interval_s=0.01")
+    stage.train(ranks, "unmeasured", "run.max_steps=4", "monitor.interval_s=0")
+    return {}
 
 
 def evaluation(stage: Stage) -> Result:
@@ -266,13 +270,12 @@ def silent_rank(stage: Stage) -> Result:
             control=dist.new_group(backend="gloo", timeout=WAIT),
             timeouts=replace(stage.ranks.timeouts, control=late),
         )
-        started = time.perf_counter()
         if ranks.rank == 3:
             time.sleep(3)
         try:
             exchange(ranks)
         except WaitTimeoutError as error:
-            results[name] = {"message": error.message, "wait_s": time.perf_counter() - started}
+            results[name] = error.message
     return results
 
 
@@ -294,6 +297,15 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
     exchange,
     disagreement,
     step_gradients,
+    packed_sequences,
+    slow_rank,
+    tuning,
+    verdicts,
+    ceilings,
+    sharded_gradients,
+    chat_gradients,
+    strategies,
+    one_rank_fails_to_write,
     evaluation,
     resumed_at_four,
     resumed_at_four_without_warm_up,
@@ -316,7 +328,8 @@ def main() -> None:
             results[scenario.__name__] = scenario(stage)
             results[scenario.__name__]["elapsed_s"] = time.perf_counter() - started
             if scenario is not missing_rank:
-                ranks.meet(f"end of {scenario.__name__}", WAIT)
+                # Those that had nothing to do wait for all that the others do.
+                ranks.meet(f"end of {scenario.__name__}", 4 * WAIT)
         (output / f"rank-{ranks.rank}.json").write_text(json.dumps(results), encoding="utf-8")
 
 

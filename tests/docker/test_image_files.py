@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def test_an_image_runs_as_an_unprivileged_user_on_a_base_that_can_be_replaced(jo
     assert "ARG BASE_IMAGE=python:3.11-slim\n" in text
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
     assert "HEALTHCHECK" in text
+
+
+def test_what_builds_the_wheel_in_an_image_is_pinned() -> None:
+    root = DOCKER.parent
+    builders = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["build-system"][
+        "requires"
+    ]
+    pinned = {line.partition("==")[0] for line in (root / "constraints.txt").read_text("utf-8").splitlines()}
+    assert set(builders) <= pinned
+    for job in ("pack", "train"):
+        text = (DOCKER / f"{job}.Dockerfile").read_text(encoding="utf-8")
+        assert {"PIP_CONSTRAINT=", "PIP_BUILD_CONSTRAINT="} <= set(re.findall(r"PIP_[A-Z_]+=", text))
 
 
 def test_the_health_check_follows_what_a_job_writes(tmp_path: Path) -> None:

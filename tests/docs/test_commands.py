@@ -1,11 +1,12 @@
-"""Every command and every Python block of README and docs runs.
+"""Every command and every Python block of README and of the pages that explain runs.
 
-A folder holds what the pages speak of: a dataset and its recipes. Commands that would take long or need
-input of the reader's own (packing, training) run up to the point where all their settings are checked.
+A folder holds what the pages speak of: datasets, input, recipes. Training is started up to the point where
+all its settings are checked; the tutorial, which runs whole (test_scripts), trains, stops and resumes for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -16,48 +17,102 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli, pack, train
-from tests.docs.blocks import REPOSITORY, Block, commands, find_blocks
+from pipelines import cli, pack, train, train_tokenizer
+from shardflow.errors import AlreadyExistsError
+from shardflow.storage import LocalStore, open_store
+from tests.docs.blocks import REPOSITORY, Block, commands, find_blocks, is_script_page
+from tests.docs.reader import make_reader_folder
 from tests.factories import make_dataset
+from tests.object_stores import s3_bucket
+from tests.run_factory import write_run
 
 TARGETS = set(
     re.findall(r"^([a-z-]+):.*## ", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 )
 # What prepares a reader's shell; nothing of ours is in it.
 PREPARATION = {"cd", "export", "git", "source", "mkdir"}
-RECIPES = {"my-recipe.toml": "pack_folders.toml", "my-training.toml": "train_reports_cpu.toml"}
 
-SHELL_BLOCKS = [block for block in find_blocks("sh") if not block.note]
+
+def _takes_input(block: Block) -> bool:
+    """Whether a block packs, or learns from reports: that takes seconds, and needs what the others do not."""
+    return re.search(r"shardflow pack |pipelines\.(?:pack|train_tokenizer) ", block.text) is not None
+
+
+def _is_light(block: Block) -> bool:
+    return not _takes_input(block) and "s3://" not in block.text
+
+
+SHELL_BLOCKS = [block for block in find_blocks("sh") if not block.note and not is_script_page(block.page)]
 PYTHON_PAGES = [
     (str(page), list(blocks))
     for page, blocks in groupby(
-        (b for b in find_blocks("python") if not b.note), key=lambda block: block.page
+        (b for b in find_blocks("python") if not b.note and not is_script_page(b.page)),
+        key=lambda block: block.page,
     )
 ]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reader's folder."""
+    """A reader's folder, with small datasets that were never packed from anything."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("dataset", "my-dataset", "DATASET"):
         make_dataset(folder / name, splits={"train": 13, "val": 3})
-    for name, recipe in RECIPES.items():
-        shutil.copy(REPOSITORY / "pipelines" / "recipes" / recipe, folder / name)
-    (folder / "pipelines").symlink_to(REPOSITORY / "pipelines")
+    (folder / "blend.toml").write_text('[[component]]\ndataset = "dataset"\nrepeat = 2.5\n', encoding="utf-8")
+    write_run(folder / "my-run")
+    _add_recipes(folder)
     return folder
 
 
-@pytest.fixture
-def inside(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(world)
-    return world
+@pytest.fixture(scope="module")
+def packed_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's folder with input, and the dataset that was packed from it."""
+    folder = make_reader_folder(tmp_path_factory.mktemp("packed"))
+    shutil.copytree(folder / "my-dataset", folder / "dataset")
+    (folder / "input").symlink_to("generated")
+    _add_recipes(folder)
+    return folder
+
+
+def _add_recipes(folder: Path) -> None:
+    # Copied, because their paths are relative to where they lie.
+    shutil.copytree(REPOSITORY / "pipelines" / "recipes", folder / "pipelines" / "recipes")
+    shutil.copy(REPOSITORY / "pipelines" / "recipes" / "train_reports_cpu.toml", folder / "my-training.toml")
 
 
 @pytest.mark.fast
-@pytest.mark.usefixtures("inside")
-@pytest.mark.parametrize("block", SHELL_BLOCKS, ids=str)
-def test_commands_run(block: Block) -> None:
+@pytest.mark.parametrize("block", [block for block in SHELL_BLOCKS if _is_light(block)], ids=str)
+def test_commands_run(block: Block, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(world)
+    _run_all(block)
+
+
+@pytest.mark.parametrize("block", [block for block in SHELL_BLOCKS if "s3://" in block.text], ids=str)
+def test_commands_that_name_a_bucket_run(
+    block: Block, world: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world)
+    _fill_bucket(s3, world)
+    _run_all(block)
+
+
+def _fill_bucket(s3: str, world: Path) -> None:
+    """Put the dataset where the pages say that it lies."""
+    source, target = LocalStore(world / "dataset"), open_store(f"{s3_bucket(s3, 'bucket')}/chest-ct")
+    for path in source.list(""):
+        with contextlib.suppress(AlreadyExistsError):
+            target.put_new(path, source.read(path))
+
+
+@pytest.mark.parametrize("block", [block for block in SHELL_BLOCKS if _takes_input(block)], ids=str)
+def test_commands_that_take_input_run(
+    block: Block, packed_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(packed_world)
+    _run_all(block)
+
+
+def _run_all(block: Block) -> None:
     for command in commands(block):
         problem = _problem_of(command)
         assert not problem, f"{block}: {' '.join(command)}: {problem}"
@@ -74,16 +129,20 @@ def _problem_of(command: list[str]) -> str | None:
             return f"make has no target {sorted(unknown)}" if unknown else None
         case "shardflow" if "--help" in arguments or "--version" in arguments:
             return None
-        case "shardflow" if arguments[:1] == ["pack"]:
-            return _code(pack.main([*arguments[1:], "--print-config"]))
         case "shardflow":
             return _code(cli.main(arguments))
         case "torchrun" | "python" if "pipelines.train" in arguments:
             return _code(train.main([*_after("pipelines.train", arguments), "--print-config"]))
+        case "sbatch":
+            place = next(number for number, word in enumerate(arguments) if word.endswith(".sbatch"))
+            job = pack if "pack" in Path(arguments[place]).name else train
+            if not (REPOSITORY / arguments[place]).is_file():
+                return "there is no such script"
+            return _code(job.main([*arguments[place + 1 :], "--print-config"]))
         case "python" if "pipelines.pack" in arguments:
-            return _code(pack.main([*_after("pipelines.pack", arguments), "--print-config"]))
-        case "python" if "pipelines.demo" in arguments or "pipelines.train_tokenizer" in arguments:
-            return None
+            return _code(pack.main([*_after("pipelines.pack", arguments)]))
+        case "python" if "pipelines.train_tokenizer" in arguments:
+            return _code(train_tokenizer.main([*_after("pipelines.train_tokenizer", arguments)]))
     return (
         None
         if program in PREPARATION
@@ -99,8 +158,30 @@ def _code(code: int) -> str | None:
     return f"exit code {code}" if code else None
 
 
-@pytest.mark.parametrize(("page", "blocks"), PYTHON_PAGES, ids=[page for page, _ in PYTHON_PAGES])
+def _needs_bucket(blocks: list[Block]) -> bool:
+    return any("s3://" in block.text for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("page", "blocks"),
+    [pytest.param(page, blocks, id=page) for page, blocks in PYTHON_PAGES if not _needs_bucket(blocks)],
+)
 def test_python_blocks_of_a_page_run_in_order(page: str, blocks: list[Block], world: Path) -> None:
+    _run_blocks(page, blocks, world)
+
+
+@pytest.mark.parametrize(
+    ("page", "blocks"),
+    [pytest.param(page, blocks, id=page) for page, blocks in PYTHON_PAGES if _needs_bucket(blocks)],
+)
+def test_python_blocks_about_object_stores_run_in_order(
+    page: str, blocks: list[Block], world: Path, s3: str
+) -> None:
+    _fill_bucket(s3, world)
+    _run_blocks(page, blocks, world)
+
+
+def _run_blocks(page: str, blocks: list[Block], world: Path) -> None:
     script = world / f"{page.replace('/', '_')}.py"
     # Blank lines keep the line numbers of the page in a traceback.
     lines: list[str] = []
@@ -114,6 +195,6 @@ def test_python_blocks_of_a_page_run_in_order(page: str, blocks: list[Block], wo
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, f"{page}:\n{done.stderr[-3000:]}"

@@ -17,7 +17,8 @@ HEAD = """\
 # Public names
 
 What each package exports; everything else may move without notice. The sentences are the first paragraphs of
-the docstrings (`make golden` renews this page); the rest of them is in the source.
+the docstrings (`make golden` renews this page). Each name leads to its source, where the rest of them stands:
+arguments, shapes, units, errors.
 """
 
 
@@ -36,26 +37,26 @@ def _exports(package: Path) -> dict[str, str]:
     return {name: origin.get(name, own) for name in names}
 
 
-def _first_sentence(module: str, name: str) -> str:
-    """The first line of a name's docstring; a constant's is the string below its assignment."""
+def _describe(module: str, name: str) -> tuple[str, Path]:
+    """The first paragraph of a name's docstring (a constant's is the string below it), and its source."""
     path = REPOSITORY.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     body = ast.parse(path.read_text(encoding="utf-8")).body
     for node, following in zip(body, [*body[1:], None], strict=True):
         match node:
             case ast.ClassDef(name=found) | ast.FunctionDef(name=found) if found == name:
-                return _sentence(ast.get_docstring(node))
+                return _sentence(ast.get_docstring(node)), path
             case ast.Assign(targets=[ast.Name(id=found)]) | ast.AnnAssign(target=ast.Name(id=found)) if (
                 found == name
             ):
                 match following:
                     case ast.Expr(value=ast.Constant(value=str(text))):
-                        return _sentence(text)
-                return ""
+                        return _sentence(text), path
+                return "", path
             case ast.ImportFrom(module=str(origin), names=aliases, level=0):
                 if any((alias.asname or alias.name) == name for alias in aliases):
-                    return _first_sentence(origin, name)
-    return ""
+                    return _describe(origin, name)
+    return "", path
 
 
 def _sentence(docstring: str | None) -> str:
@@ -94,10 +95,10 @@ def test_every_public_name_is_in_the_reference(
     for page, names in pages.items():
         lines.append(f"\n## {page}\n\n")
         for name, origin in names.items():
-            sentence = _first_sentence(origin, name)
+            sentence, source = _describe(origin, name)
             if not sentence:
                 undocumented.append(f"{page}.{name}")
-            lines.append(f"- `{name}`: {sentence}\n")
+            lines.append(f"- [`{name}`](../{source.relative_to(REPOSITORY).as_posix()}): {sentence}\n")
     assert not undocumented, f"public names without a docstring: {undocumented}"
     text = "".join(lines)
     if request.config.getoption("--update-golden"):

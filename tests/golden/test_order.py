@@ -7,8 +7,10 @@ If a digest here changes, every run that was stopped before the change continues
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -193,3 +195,9 @@ def test_loader_state_is_the_recorded_one(golden: Golden) -> None:
         step=21,
     )
     golden("loader-state", state.to_json())
+
+
+def test_a_state_of_version_1_is_read() -> None:
+    recorded = json.loads((Path(__file__).parent / "loader-state-1.json").read_text(encoding="utf-8"))
+    again = LoaderState.from_json(recorded)
+    assert {**recorded, "version": 2, "subset": None, "components": []} == again.to_json()

@@ -58,6 +58,9 @@ class HookedStore:
     def put_new(self, path: str, data: bytes) -> None:
         self._store.put_new(path, data)
 
+    def put_stream(self, path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        self._store.put_stream(path, chunks, num_bytes)
+
     def list(self, prefix: str) -> list[str]:
         return self._store.list(prefix)
 

@@ -16,7 +16,7 @@ import tests.factories
 from shardflow.epochs import BatchSpec
 from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView
 from shardflow.shards import Dataset, decode_array, encode_array
-from shardflow.storage import ByteRange
+from shardflow.storage import ByteRange, LocalStore
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.integration.loader_support import hooked, locate
 
@@ -157,6 +157,30 @@ def test_one_call_never_asks_for_more_than_read_bytes_unless_one_field_is_larger
     _, calls = _ranges_read(url, view=view, read_bytes=2500)
     assert all(sum(span.num_bytes for span in ranges) <= 2500 or len(ranges) == 1 for _, ranges in calls)
     assert max(len(ranges) for _, ranges in calls) > 1
+
+
+def test_fields_of_neighbours_are_read_in_one_call_from_a_folder(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that lie side by side share a part, and what lies between their fields is read over."""
+    spans: list[ByteRange] = []
+    read = LocalStore.read_ranges
+
+    def noted(
+        self: LocalStore, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]
+    ) -> None:
+        spans.extend(ranges)
+        read(self, path, ranges, buffers)
+
+    monkeypatch.setattr(LocalStore, "read_ranges", noted)
+    dataset = Dataset.open(url)
+    view = ImageView(num_slices=12, rows=20, columns=24)
+    spec = BatchSpec(micro_batch_size=11, micro_batches_per_step=1)
+    config = LoaderConfig(view=view, num_threads=1)
+    (batch,) = Loader(dataset, split="train", spec=spec, seed=5, config=config)
+    assert not batch.quarantined
+    # Four samples a shard; with two parts a thread five samples, which here is a shard.
+    assert len(spans) == 3
 
 
 # ---- other samples -------------------------------------------------------------------------------

@@ -398,7 +398,9 @@ def test_a_stalled_read_ends_in_an_error_that_names_shard_stage_and_tier(url: st
 class BrokenView(ImageView):
     """A view with a programming error."""
 
-    def choose(self, num_slices: int, *, seed: int, epoch: int, row: int) -> NDArray[np.int64]:
+    def choose(
+        self, num_slices: int, *, seed: int, epoch: int, row: int, place: tuple[int, ...] = ()
+    ) -> NDArray[np.int64]:
         raise ZeroDivisionError("a bug in the view")
 
 

@@ -6,15 +6,17 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
 from shardflow.epochs import BatchSpec, CostRule, RankSchedule, TokenBudget
+from shardflow.epochs.lane_plan import LanePlan
 from shardflow.errors import StateError
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.loading.layout import open_plan
+from shardflow.loading.selection import select
 from shardflow.loading.torch_dataset import ShardIterableDataset
 from shardflow.shards import Dataset
 from tests.factories import make_dataset
@@ -48,7 +50,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def planned(dataset: Dataset, spec: BatchSpec, epoch: int, world: World) -> Iterator[Keys]:
     """What the pure plan says a rank receives."""
-    plan = open_plan(dataset, "train", spec, seed=SEED, epoch=epoch)
+    plan = select(dataset, "train").plan(spec, seed=SEED, epoch=epoch)
     schedule = RankSchedule(
         spec.micro_batches_per_step,
         world.world_size,
@@ -102,7 +104,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
 @pytest.mark.parametrize("num_workers", [0, 2, 3])
 def test_workers_deliver_epochs_of_different_length(dataset: Dataset, num_workers: int) -> None:
     spec = SPECS["budget"]
-    lengths = {open_plan(dataset, "train", spec, seed=SEED, epoch=e).num_steps for e in range(12)}
+    lengths = {select(dataset, "train").plan(spec, seed=SEED, epoch=e).num_steps for e in range(12)}
     assert len(lengths) > 1, "the test wants epochs of different length"
     batches = ShardIterableDataset(dataset, split="train", spec=spec, seed=SEED, config=DRY)
     loader = DataLoader(
@@ -153,3 +155,53 @@ def test_a_state_of_other_lanes_or_another_budget_is_refused_by_name(dataset: Da
     for one, other in ((plain, lanes), (lanes, plain)):
         with pytest.raises(StateError, match=r"^lanes of the loader state"):
             loader(one).load_state_dict(loader(other).state_dict())
+
+
+@pytest.fixture
+def planned_epochs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The epochs whose boundaries are worked out, in the order of the work."""
+    epochs: list[int] = []
+    init = LanePlan.__init__
+
+    def counted(self: LanePlan, *arguments: Any, epoch: int, **settings: Any) -> None:
+        epochs.append(epoch)
+        init(self, *arguments, epoch=epoch, **settings)
+
+    monkeypatch.setattr(LanePlan, "__init__", counted)
+    return epochs
+
+
+@pytest.mark.parametrize("name", ["budget", "packed"])
+@pytest.mark.parametrize("step", [0, 2, -1])
+def test_a_resume_plans_its_own_epoch_and_no_other(
+    dataset: Dataset, name: str, step: int, planned_epochs: list[int]
+) -> None:
+    """S5: a start in epoch 5 costs what one in epoch 0 costs, counted in epochs that are planned."""
+    spec = SPECS[name]
+    saved = Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    saved.set_epoch(5)
+    first = step % saved.num_steps
+    expected = [entry for entry in planned(dataset, spec, 5, World()) if entry[1] >= first]
+
+    planned_epochs.clear()
+    fresh = Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    list(fresh)
+    assert planned_epochs == [0]
+
+    planned_epochs.clear()
+    resumed = Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    resumed.load_state_dict(saved.state_dict() | {"step": first})
+    assert len(resumed) == resumed.num_steps * 4
+    received = [entry for batch in resumed for entry in received_keys([batch])]
+    assert received == expected
+    assert planned_epochs == [5]
+
+
+def test_a_loader_that_deals_by_itself_plans_its_own_epoch_only(
+    dataset: Dataset, planned_epochs: list[int]
+) -> None:
+    shards = ShardIterableDataset(dataset, split="train", spec=SPECS["budget"], seed=SEED, config=DRY)
+    shards.set_epoch(3)
+    for _ in shards.track(DataLoader(shards, batch_size=None, num_workers=0)):
+        pass
+    assert planned_epochs == [3]

@@ -46,7 +46,7 @@ MISTAKES: dict[str, tuple[Callable[[PackCase], None], str]] = {
     ),
     "output inside input": (
         lambda c: _edit(c, '"out"', '"dicom/out"'),
-        "output must lie apart from inputs.dicom[0]",
+        "output must lie apart from the input folders (number 1)",
     ),
     "input inside output": (lambda c: _edit(c, '"out"', '"."'), "private_dir must lie outside output"),
     "split name": (lambda c: _edit(c, "train =", "Train-1 ="), "a split's name must be 1 to 32 of [a-z0-9]"),
@@ -255,7 +255,7 @@ def _wait_for(folder: Path) -> None:
 def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None:
     script = (
         "import sys, pipelines.pack\n"
-        "def broken(*args):\n    raise KeyError('DOE^JANE')\n"
+        "def broken(*args, **settings):\n    raise KeyError('DOE^JANE')\n"
         "pipelines.pack.pack = broken\n"
         "sys.exit(pipelines.pack.main(sys.argv[1:]))"
     )

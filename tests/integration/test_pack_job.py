@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydicom.dataset import FileDataset
+from pydicom.uid import RLELossless
 
 from shardflow.shards.codecs import decode_array
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study, truncate
@@ -61,7 +63,8 @@ def test_pixels_reports_and_facts_come_out(case: PackCase) -> None:
         meta = json.loads(fields["study.json"])
         assert meta["sample_key"] == case.sample_key(study.study_instance_uid)
         assert meta["has_report"] is True
-        assert meta["patient"] == {"age_years": 41, "sex": "F"}
+        patient_key = case.key.surrogate("patient", study.patient_id)
+        assert meta["patient"] == {"age_years": 41, "sex": "F", "patient_key": patient_key}
         (series,) = meta["series"]
         assert series["num_slices"] == len(study.files)
         assert series["instance_numbers"] == list(range(1, len(study.files) + 1))
@@ -77,7 +80,7 @@ def test_only_the_dataset_is_left(case: PackCase) -> None:
     _studies(case, 2)
     case.pack()
     names = {path.split("/")[0] for path in tree_digests(case.output)}
-    assert names == {"manifest-000001.json", "shards", "samples", "ledger.jsonl"}
+    assert names == {"manifest-000001.json", "shards", "samples", "ledger.jsonl", "report.html"}
     assert {path.name for path in case.output.iterdir()} == names
     left = sorted(path.name for path in case.private.iterdir())
     assert [name for name in left if not name.startswith("inputs-")] == [
@@ -109,7 +112,7 @@ def test_every_key_of_a_study_stands_in_the_format_page(case: PackCase) -> None:
         for key in re.findall("`(.*?)`", row.split("|")[1])
     }
     make_study(case.dicom, series=1, num_slices=5)
-    case.pack()
+    case.pack("variants.thumbnail_px=24")
     meta = json.loads(case.open().read_fields(0)["study.json"])
     assert set(meta) | set(meta["series"][0]) == named | {"format_version"}
 
@@ -352,3 +355,24 @@ def test_settings_that_only_change_speed_do_not_change_the_digest(case: PackCase
     assert case.config("policy.max_quarantined_share=0.5").content_digest() == digest
     assert case.config("shards.max_samples=7").content_digest() != digest
     assert case.config("splits.train=61").content_digest() != digest
+
+
+def test_a_series_says_how_it_was_decoded_and_how_much_was_cut(case: PackCase) -> None:
+    """Values beyond int16 are counted; a series of two encodings names both decoders."""
+
+    def steep(dataset: FileDataset, index: int) -> None:
+        dataset.RescaleSlope = "100"
+        if index == 0:
+            dataset.compress(RLELossless, generate_instance_uid=False)
+
+    study = make_study(case.dicom / "steep", patient="STEEP", num_slices=3, change=steep)
+    case.write_reports({})
+    case.pack()
+    dataset = case.open()
+    row = dataset.samples.find(case.sample_key(study.study_instance_uid))
+    (series,) = json.loads(dataset.read_fields(row, ["study.json"])["study.json"])["series"]
+    units = study.stored.astype(np.int64) * 100 - 1024
+    assert series["num_clipped"] == int((units > 32767).sum()) > 0
+    assert len(series["decoders"]) == 2
+    assert "native" in series["decoders"]
+    assert series["decoders"] == sorted(series["decoders"])

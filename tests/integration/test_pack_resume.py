@@ -57,7 +57,7 @@ def case(tmp_path: Path, expected: tuple[Path, dict[str, str]]) -> PackCase:
     return case
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", [1, 2, 5])
 def test_the_number_of_processes_does_not_show(
     case: PackCase, expected: tuple[Path, dict[str, str]], num_processes: int
 ) -> None:
@@ -84,6 +84,7 @@ POINTS = [
     f"advance:studies:{NUM_STUDIES - 1}",
     "phase:samples",
     "phase:ledger",
+    "phase:page",
     "phase:manifest",
     "cleaning",
     "half",
@@ -130,6 +131,16 @@ def test_killed_again_and_again_it_still_comes_to_the_same_bytes(
     for point in ("advance:headers:1", "advance:studies:2", "advance:studies:3", "phase:ledger"):
         assert case.drive(point).returncode == -signal.SIGKILL
     case.pack()
+    assert tree_digests(case.output) == expected[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2, 5])
+def test_killed_twenty_times_at_random_it_is_the_same_dataset(
+    case: PackCase, expected: tuple[Path, dict[str, str]], num_processes: int
+) -> None:
+    case.kill_at_random(20, num_processes=num_processes)
+    case.pack(f"execution.num_processes={num_processes}")
     assert tree_digests(case.output) == expected[1]
 
 

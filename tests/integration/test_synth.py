@@ -14,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: tuple[str, ...], w
 
 def test_pathologies_are_read_as_written() -> None:
     names = tuple(PATHOLOGIES)
-    read = synth._pathologies
+    read = partial(synth._chances, "--pathologies")
     assert read("default", DEFAULT_PATHOLOGIES, names) == DEFAULT_PATHOLOGIES
     assert not any(read("none", DEFAULT_PATHOLOGIES, names).values())
     everything = read("all", DEFAULT_PATHOLOGIES, names)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import shutil
 import signal
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -258,6 +260,25 @@ def test_nothing_identifying_is_said_when_processes_fail(case: PackCase) -> None
     assert "WORKER_FAILED (ValueError at tests/pack_faults.py" in done.stderr
     assert not _leaks((done.stdout + done.stderr).encode())
     _check_folder(case.output)
+
+
+def test_nothing_identifying_lies_in_the_logs_of_ray(case: PackCase) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from tests.ray_cluster import ray_cluster
+
+    uids = _study_uids(case)
+    case.write_faults(study={case.sample_key(uid): "raise" for uid in uids[:1]})
+    folder = Path(tempfile.mkdtemp(prefix="sf-"))
+    try:
+        with ray_cluster(folder, num_nodes=1) as cluster:
+            settings = ["execution.engine=ray", f"execution.ray_address={cluster.address}"]
+            assert case.pack(*settings, handlers=HANDLERS).reasons["WORKER_FAILED"] >= 1
+        logs = [path for path in folder.rglob("*") if path.is_file()]
+        assert any("worker" in path.name for path in logs)
+        for path in logs:
+            assert not _leaks(path.read_bytes()), path.name
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _study_uids(case: PackCase) -> list[str]:

@@ -218,6 +218,7 @@ def test_epochs(run: tuple[Epoch, list[int], list[float]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))
 def test_ten_thousand_epochs(part: int) -> None:
     """Ten minutes on one core, in parts that can run beside each other; each draws its own examples."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import gcd
 
 import numpy as np
@@ -28,11 +28,14 @@ from shardflow.epochs import (
     TokenBudget,
 )
 from shardflow.epochs.budget import OVER_BUDGET, count_micro_batches, cut_micro_batches
+from shardflow.epochs.lanes import LaneMap
 from shardflow.epochs.spec import TAILS
 from shardflow.errors import PlanError
 from tests.layouts import DATASET_ID, layout_of
 
 Steps = list[list[tuple[list[int], list[int]]]]
+Ranks = tuple[int, int, int]
+"""World size, ranks of a node, workers of a rank."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,10 @@ def epochs(draw: st.DrawFn, max_samples: int) -> LaneEpoch:
             micro_batches_per_step=per_step,
             tail=draw(st.sampled_from(TAILS)),
             lanes=lanes,
-            # Windows of one sample are right and slow.
-            window_bytes=draw(st.sampled_from([1 if num_samples <= 300 else 20_000, 200_000, 2**40])),
+            # Windows of one sample, or a few, are right and slow.
+            window_bytes=draw(
+                st.sampled_from([1 if num_samples <= 300 else max(20_000, num_samples * 20), 200_000, 2**40])
+            ),
         ),
         seed=draw(st.integers(0, 2**63 - 1)),
         epoch=draw(st.integers(0, 50)),
@@ -158,6 +163,7 @@ def check_lanes(plan: EpochPlan, steps: Steps) -> None:
     """Steps take equally from all lanes until the pool begins, micro-batch m from lane m mod gcd(M, L)."""
     assert plan.lane_plan is not None
     lanes, per_step = plan.lane_plan.lanes, plan.spec.micro_batches_per_step
+    assert isinstance(lanes, LaneMap)
     lane_of_row: dict[int, int] = {}
     for lane in range(lanes.num_lanes):
         chunks = lanes.chunks(lane)
@@ -177,10 +183,19 @@ def check_lanes(plan: EpochPlan, steps: Steps) -> None:
         assert len(taken) == lanes.num_lanes
 
 
-def check_worlds(plan: EpochPlan, worlds: list[tuple[int, int]]) -> None:
-    """Every rank runs as many micro-batches as every other; together they run each exactly once (S1-S3)."""
+def delivered(numbers: range, num_workers: int) -> list[int]:
+    """What a rank receives of workers that take every so manieth number, and are asked in turn."""
+    dealt = [list(numbers[worker::num_workers]) for worker in range(num_workers)]
+    return [number for turn in zip_longest(*dealt) for number in turn if number is not None]
+
+
+def check_worlds(plan: EpochPlan, worlds: list[Ranks]) -> None:
+    """Every rank runs as many micro-batches as every other; together they run each exactly once (S1-S3).
+
+    Workers of a rank do not change what it receives, wherever it starts.
+    """
     per_step = plan.spec.micro_batches_per_step
-    for world_size, ranks_per_node in worlds:
+    for world_size, ranks_per_node, num_workers in worlds:
         schedule = RankSchedule(
             per_step, world_size, lanes=plan.spec.lanes, ranks_per_node=min(ranks_per_node, world_size)
         )
@@ -190,10 +205,14 @@ def check_worlds(plan: EpochPlan, worlds: list[tuple[int, int]]) -> None:
         for micro in dealt:
             if schedule.is_filler(micro):
                 assert not plan.micro_batch(0, micro).weights.any()
+        per_rank = schedule.num_micro_batches_per_rank
+        for step in {0, plan.num_steps // 2}:
+            numbers = range(step * per_rank, plan.num_steps * per_rank)
+            assert delivered(numbers, num_workers or 1) == list(numbers)
 
 
 def check_resume(epoch: LaneEpoch, layout: SampleLayout, steps: Steps) -> None:
-    """Fresh plans, asked in any order, give the same steps; a state finds its place (S4, S5)."""
+    """A fresh plan gives the same step at every step, without those before it; a state finds it (S4, S5)."""
     other = epoch.plan(layout).for_epoch(epoch.epoch + 1).for_epoch(epoch.epoch)
     for number in reversed(range(len(steps))):
         rows, weights = other.step(number)
@@ -201,8 +220,8 @@ def check_resume(epoch: LaneEpoch, layout: SampleLayout, steps: Steps) -> None:
             assert found[: len(wanted)] == wanted
             assert set(found[len(wanted) :]) <= {-1}
             assert weight == [int(row >= 0) for row in found]
-    for number in {0, len(steps) // 2, len(steps) - 1}:
-        assert epoch.plan(layout).micro_batch(number, 0).rows.tolist() == steps[number][0][0]
+    middle = len(steps) // 2
+    assert epoch.plan(layout).micro_batch(middle, 0).rows.tolist() == steps[middle][0][0]
     state = LoaderState(
         dataset_id=DATASET_ID, manifest_version=1, split="train", seed=epoch.seed, spec=epoch.spec
     ).at(Position(epoch.epoch, len(steps) - 1))
@@ -211,7 +230,7 @@ def check_resume(epoch: LaneEpoch, layout: SampleLayout, steps: Steps) -> None:
     assert LoaderState.from_json(json.loads(text)) == state
 
 
-def check_epoch(epoch: LaneEpoch, worlds: list[tuple[int, int]]) -> None:
+def check_epoch(epoch: LaneEpoch, worlds: list[Ranks]) -> None:
     """Prove all contracts on one epoch."""
     layout, budget = epoch.layout(), epoch.spec.budget
     lengths: dict[int, int] = {}
@@ -234,28 +253,29 @@ def check_epoch(epoch: LaneEpoch, worlds: list[tuple[int, int]]) -> None:
     if budget is not None:
         check_budget(plan, budget, steps, lengths)
     check_lanes(plan, steps)
-    check_worlds(plan, [(1, 1), (epoch.spec.micro_batches_per_step, 0), *worlds])
+    check_worlds(plan, [(1, 1, 0), (epoch.spec.micro_batches_per_step, 0, 3), *worlds])
     check_resume(epoch, layout, steps)
 
 
 @st.composite
-def runs(draw: st.DrawFn, max_samples: int) -> tuple[LaneEpoch, list[tuple[int, int]]]:
-    """Draw an epoch, world sizes and ranks of a node."""
+def runs(draw: st.DrawFn, max_samples: int) -> tuple[LaneEpoch, list[Ranks]]:
+    """Draw an epoch, world sizes, ranks of a node and workers of a rank."""
     epoch = draw(epochs(max_samples))
     world = st.integers(1, epoch.spec.micro_batches_per_step)
-    return epoch, draw(st.lists(st.tuples(world, st.integers(1, 8)), min_size=3, max_size=3))
+    ranks = st.tuples(world, st.integers(1, 8), st.integers(0, 16))
+    return epoch, draw(st.lists(ranks, min_size=3, max_size=3))
 
 
 @pytest.mark.fast
 @settings(max_examples=40, deadline=None)
 @given(runs(max_samples=300))
-def test_small_epochs(run: tuple[LaneEpoch, list[tuple[int, int]]]) -> None:
+def test_small_epochs(run: tuple[LaneEpoch, list[Ranks]]) -> None:
     check_epoch(*run)
 
 
 @settings(max_examples=20, deadline=None)
 @given(runs(max_samples=10_000))
-def test_epochs(run: tuple[LaneEpoch, list[tuple[int, int]]]) -> None:
+def test_epochs(run: tuple[LaneEpoch, list[Ranks]]) -> None:
     check_epoch(*run)
 
 
@@ -268,7 +288,7 @@ def test_ten_thousand_epochs(part: int) -> None:
     @seed(part)
     @settings(max_examples=625, deadline=None)
     @given(runs(max_samples=10_000))
-    def check(run: tuple[LaneEpoch, list[tuple[int, int]]]) -> None:
+    def check(run: tuple[LaneEpoch, list[Ranks]]) -> None:
         check_epoch(*run)
 
     check()

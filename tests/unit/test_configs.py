@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -20,6 +20,7 @@ class Inner:
     mode: Literal["drop", "mask"] = "drop"
     rate: float = 0.5
     paths: tuple[Path, ...] = ()
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -45,6 +46,15 @@ def _write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("count", "a number"), ("rate", "a number"), ("folder", "a pathlib.Path")]
+)
+def test_text_in_the_place_of_a_number_or_a_path_is_refused_in_code_too(name: str, expected: str) -> None:
+    values: dict[str, Any] = {name: "7"}
+    with pytest.raises(ConfigError, match=f"{name} must be {expected}, got text"):
+        Inner(**values)
 
 
 def test_values_tables_and_sizes_are_read(tmp_path: Path) -> None:

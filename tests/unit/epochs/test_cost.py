@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardflow.epochs import BatchSpec, CostRule, TokenBudget
 from shardflow.errors import ConfigError, PlanError
@@ -118,5 +120,38 @@ def test_parts_that_do_not_go_together_are_refused() -> None:
     budget = TokenBudget(max_tokens=10, max_samples=10)
     with pytest.raises(ConfigError, match=r"^lanes must be an integer in \[1, "):
         BatchSpec(budget=budget, micro_batches_per_step=2)
-    with pytest.raises(ConfigError, match=r"^micro_batch_size must be an integer of at most 0"):
+    with pytest.raises(ConfigError, match=r"^micro_batch_size must be left out where there is a budget"):
         BatchSpec(budget=budget, micro_batch_size=2, micro_batches_per_step=2, lanes=1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=20),
+    st.sampled_from([0, 1, 250, 2**13]),
+    st.sampled_from([0, 300]),
+    st.sampled_from([(0, 0), (16, 8), (2**17, 2**17)]),
+)
+def test_short_words_hold_the_same_lengths(
+    facts: list[tuple[int, int]], rate: int, most: int, image: tuple[int, int]
+) -> None:
+    rule = CostRule(
+        text_tokens_per_1000_bytes=rate,
+        max_text_tokens=most,
+        image_tokens_per_slice=image[0],
+        max_slices=image[1],
+    )
+    by_hand = []
+    for text, slices in facts:
+        tokens = -(-text * rate // 1000)
+        by_hand.append(2 + (min(tokens, most) if most else tokens) + min(slices, image[1]) * image[0])
+    for top in (2**32, 2**16, 200):  # where 32 bits do, and where they do not
+        fits = [number for number, (text, _) in enumerate(facts) if text < top]
+        columns = {
+            "text_bytes": np.array([facts[number][0] for number in fits], np.uint32),
+            "num_slices": np.array([facts[number][1] for number in fits], np.uint32),
+        }
+        expected = [by_hand[number] for number in fits]
+        assert rule.short_lengths(columns).tolist() == expected
+        assert rule.lengths(columns).tolist() == expected
+        assert rule.lengths(columns).dtype == np.int64
+        signed = {name: column.astype(np.int64) for name, column in columns.items()}
+        assert rule.short_lengths(signed).tolist() == expected

@@ -28,6 +28,7 @@ def test_equal_facts_equal_identity() -> None:
         {"dataset_id": "e" * 64},
         {"split": "val"},
         {"view": "entity"},
+        {"subset": "5" * 64},
         {"spec": BatchSpec(micro_batch_size=5, micro_batches_per_step=8, tail="mask")},
         {"spec": BatchSpec(micro_batch_size=4, micro_batches_per_step=9, tail="mask")},
         {"spec": BatchSpec(micro_batch_size=4, micro_batches_per_step=8, tail="drop")},

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec, LoaderState, Position, plan_id
+from shardflow.epochs import BatchSpec, CostRule, LoaderState, Position, TokenBudget, plan_id
+from shardflow.epochs.component_state import MAX_COMPONENTS, ComponentState
 from shardflow.errors import StateError
 
 pytestmark = pytest.mark.fast
@@ -48,7 +49,47 @@ def test_a_state_is_below_1_kilobyte() -> None:
         spec=BatchSpec(micro_batch_size=2**24, micro_batches_per_step=2**24, tail="repeat"),
     )
     assert len(json.dumps(largest.to_json(), indent=1)) < 1024
-    assert len(json.dumps(STATE.to_json())) < 400
+    blend = replace(
+        largest,
+        manifest_version=0,
+        split="blend",
+        view="full_study",
+        epoch=10**6,
+        step=10**9,
+        components=tuple(ComponentState(10**4, "01234567") for _ in range(MAX_COMPONENTS)),
+        spec=BatchSpec(
+            budget=TokenBudget(
+                max_tokens=2**20,
+                max_samples=2**12,
+                cost=CostRule(quadratic_tokens=2**20, tokenizer="ab" * 32),
+            ),
+            micro_batches_per_step=2**12,
+            lanes=64,
+        ),
+    )
+    assert len(json.dumps(blend.to_json())) < 1024
+    assert LoaderState.from_json(json.loads(json.dumps(blend.to_json()))) == blend
+    assert len(json.dumps(STATE.to_json())) < 450
+
+
+def test_a_state_of_version_1_says_what_version_1_could() -> None:
+    """What was saved before there were subsets and blends goes on in a run without them."""
+    old = saved(version=1)
+    del old["subset"], old["components"]
+    assert LoaderState.from_json(old) == STATE
+    with pytest.raises(StateError, match=r"^subset of the loader state must be this run's .*, got null"):
+        LoaderState.from_json(old).check_matches(replace(STATE, subset="a" * 64, plan_id=""))
+
+
+def test_another_component_is_refused_by_its_position() -> None:
+    one, two = ComponentState(3, "01234567"), ComponentState(1, "abcdef01")
+    blend = replace(STATE, components=(one, two))
+    blend.check_matches(blend)
+    for other in (ComponentState(2, "abcdef01"), ComponentState(1, "abcdef02")):
+        with pytest.raises(StateError, match=r"^component 2 of the blend must be this run's "):
+            blend.check_matches(replace(STATE, dataset_id="e" * 64, plan_id="", components=(one, other)))
+    with pytest.raises(StateError, match=r"^components of the loader state must be this run's 0, got 2"):
+        blend.check_matches(STATE)
 
 
 def test_numbers_from_numpy_are_written_as_json() -> None:
@@ -68,6 +109,7 @@ DIFFERENT = {
     "dataset_id": {"dataset_id": "e" * 64},
     "manifest_version": {"manifest_version": 4},
     "split": {"split": "val"},
+    "subset": {"subset": "a" * 64},
     "view": {"view": "entity"},
     "micro_batch_size": {"spec": replace(SPEC, micro_batch_size=2)},
     "micro_batches_per_step": {"spec": replace(SPEC, micro_batches_per_step=16)},
@@ -109,14 +151,14 @@ def test_other_things_than_objects_are_refused(value: Any) -> None:
         LoaderState.from_json(value)
 
 
-@pytest.mark.parametrize("version", [0, 2, None, "1", 1.0, True])
+@pytest.mark.parametrize("version", [0, 3, None, "1", 1.0, True])
 def test_other_versions_are_refused(version: Any) -> None:
-    with pytest.raises(StateError, match=r"^version must be 1, got"):
+    with pytest.raises(StateError, match=r"^version must be 1 or 2, got"):
         LoaderState.from_json(saved(version=version))
 
 
 def test_a_state_without_a_version_is_refused() -> None:
-    with pytest.raises(StateError, match=r"^version must be 1, got NoneType"):
+    with pytest.raises(StateError, match=r"^version must be 1 or 2, got NoneType"):
         LoaderState.from_json({"epoch": 0, "step": 4})
 
 
@@ -139,6 +181,8 @@ DAMAGED: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("manifest_version", "seed", "epoch", "step"): (-1, 1.0, "1", None, True, 2**63),
     ("split", "view"): ("", "x" * 65, 'a"b', "a\\b", "a\nb", "\u00e9", 3, None),
     ("dataset_id", "plan_id"): ("", "d" * 63, "D" * 64, "d" * 65, 3, None),
+    ("subset",): ("", "d" * 63, 3, []),
+    ("components",): (None, {}, [3], ["1"], ["1:x"], ["-1:01234567"], ["1:01234567"] * 13),
     ("batch",): (
         *(None, 3, {}, {"kind": "fixed"}, {**SPEC.to_json(), "tail": "wrap"}),
         *({**SPEC.to_json(), "micro_batch_size": value} for value in (0, "4", 4.0)),

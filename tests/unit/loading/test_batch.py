@@ -7,6 +7,7 @@ import pytest
 
 from shardflow.loading import Batch
 from shardflow.loading.batch import ArraySpec, BatchLayout
+from shardflow.loading.slot_keys import SlotKeys
 
 pytestmark = pytest.mark.fast
 
@@ -52,6 +53,16 @@ def test_arrays_are_aligned_views_of_one_buffer_and_do_not_overlap() -> None:
         assert start >= ends
         ends = start + array.nbytes
     assert ends <= batch.buffer.nbytes
+
+
+def test_keys_kept_as_bytes_are_those_of_the_descriptor() -> None:
+    plain = _batch()
+    keys = SlotKeys(np.array([b"a"]), np.array([True, False]))
+    lazy = Batch(plain.buffer, {**plain.descriptor, "keys": None}, keys=keys)
+    assert len(lazy) == 2
+    assert lazy.keys == ["a", None]
+    assert list(lazy.descriptor.items()) == list(plain.descriptor.items())
+    assert [keys[0], keys[1]] == ["a", None]
 
 
 def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import threading
 import time
 
@@ -110,3 +112,20 @@ def test_threads_that_lend_and_drop_never_share_memory() -> None:
         thread.join()
     assert not wrong
     assert pool.num_allocated <= 8
+
+
+def test_large_buffers_ask_for_huge_pages_and_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Refusing(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            asked.append(option)
+            raise OSError(errno.EINVAL, "no such pages")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    pool = BufferPool(64 * MIB)
+    assert pool.lend(MIB).nbytes == MIB
+    assert not asked
+    buffer = pool.lend(8 * MIB)
+    buffer[:] = 1
+    assert asked == [mmap.MADV_HUGEPAGE]

@@ -29,7 +29,17 @@ def test_a_setting_out_of_range_is_refused_by_name(setting: str, value: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_slices": 0}, {"rows": 0}, {"columns": -1}, {"slice_choice": "odd"}, {"dtype": "uint8"}]
+    "change",
+    [
+        {"num_slices": 0},
+        {"rows": 0},
+        {"columns": -1},
+        {"slice_choice": "odd"},
+        {"dtype": "int8"},
+        {"windows": ("heart",)},
+        {"fit": "crop"},
+        {"padding": "none"},
+    ],
 )
 def test_a_view_out_of_range_is_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):

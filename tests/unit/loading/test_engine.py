@@ -17,6 +17,9 @@ from shardflow.telemetry import StageCounters
 
 pytestmark = pytest.mark.fast
 
+# Of a machine with much else to do.
+DEADLINE_S = 60.0
+
 
 class Ticket:
     """A ticket whose parts run a function; its result is its number."""
@@ -60,7 +63,7 @@ def _engine(
     *,
     num_threads: int = 3,
     max_bytes: int = 100,
-    wait_timeout_s: float = 20.0,
+    wait_timeout_s: float = DEADLINE_S,
     counters: StageCounters | None = None,
 ) -> OrderedEngine[int]:
     return OrderedEngine(
@@ -74,7 +77,7 @@ def _engine(
 
 
 def _wait(what: threading.Event | threading.Barrier) -> None:
-    what.wait(20)
+    what.wait(DEADLINE_S)
 
 
 def _loader_threads() -> list[threading.Thread]:
@@ -146,13 +149,14 @@ def test_nothing_is_opened_while_the_bound_is_full() -> None:
 
     engine = _engine(lambda n: Noting(n, num_bytes=40), 20)
     assert engine.take() == 0
-    time.sleep(0.1)
-    assert len(begun) == 3  # one taken, two of 40 bytes waiting
+    assert _eventually(lambda: len(begun) == 3)  # one taken, two of 40 bytes waiting
+    time.sleep(0.05)  # a chance for what must not happen; the right answer does not depend on it
+    assert len(begun) == 3
     engine.close()
 
 
 def test_all_threads_work_on_the_oldest_ticket_first() -> None:
-    barrier = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=DEADLINE_S)
     engine = _engine(lambda n: Ticket(n, part=lambda _: _wait(barrier)), 1)
     assert _take_all(engine) == [0]  # three parts met, so three threads ran parts of one ticket
 
@@ -225,6 +229,8 @@ def test_a_thread_that_cannot_end_is_named_by_close(
         wait_timeout_s=0.1,
         num_threads=1,
     )
+    engine.start()
+    assert _eventually(lambda: "stage read" in engine.describe_wait(0))
     with pytest.raises(WaitTimeoutError):
         engine.take()
     with caplog.at_level(logging.WARNING):
@@ -232,7 +238,7 @@ def test_a_thread_that_cannot_end_is_named_by_close(
     assert "stage read of shard train-000000" in caplog.text
     release.set()
     for thread in _loader_threads():
-        thread.join(10)
+        thread.join(DEADLINE_S)
 
 
 def test_a_forked_child_cannot_go_on_and_can_close() -> None:
@@ -258,6 +264,112 @@ def test_waiting_and_queue_depth_are_counted() -> None:
     snapshot = counters.snapshot()
     assert counters.totals("wait").num_items == 10
     assert counters.totals("wait").num_bytes == 100
-    assert counters.totals("wait").seconds > 0.01
+    assert counters.totals("wait").seconds > 0
     assert snapshot["buffered_bytes"]["most"] <= 100
     assert 0 <= snapshot["ready_batches"]["least"] <= snapshot["ready_batches"]["most"] <= 10
+    assert 0 < snapshot["threads_busy"]["mean"] <= 3
+    assert counters.totals("collate").num_items == 10
+
+
+def test_a_take_that_finds_nothing_ready_is_starved_and_one_that_need_not_wait_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counters = StageCounters()
+    slow = threading.Event()
+    engine = _engine(lambda n: Ticket(n, part=None if n else lambda _: _wait(slow)), 2, counters=counters)
+    wait_for_next = engine._wait_for_next
+
+    def waits(deadline: float) -> bool:
+        # Not before the take has found nothing.
+        threading.Timer(0.05, slow.set).start()
+        return wait_for_next(deadline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_wait_for_next", waits)
+        assert engine.take() == 0
+    assert counters.totals("starved").num_items == 1
+    assert counters.totals("starved").seconds > 0.01
+    assert _eventually(lambda: engine._num_ready == 1)
+    assert engine.take() == 1
+    assert counters.totals("starved").num_items == 1
+    engine.close()
+
+
+# ---- other threads and bounds while it runs ---------------------------------------------------------
+
+
+def _eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def test_threads_are_as_many_as_were_asked_for_last() -> None:
+    gate = threading.Event()
+    begun: list[int] = []
+
+    def part(number: int) -> None:
+        begun.append(number)
+        _wait(gate)
+
+    engine = _engine(lambda number: Ticket(number, part=part), 40, num_threads=2)
+    engine.resize(num_threads=3)
+    assert not _loader_threads()  # they start with the first take
+    engine.start()
+    assert len(_loader_threads()) == 3
+    engine.resize(num_threads=6)
+    assert _eventually(lambda: len(begun) == 6)
+    engine.resize(num_threads=1)
+    assert len(_loader_threads()) == 6  # each has a part in its hands
+    gate.set()
+    assert [engine.take() for _ in range(39)] == list(range(39))
+    assert _eventually(lambda: len(_loader_threads()) == 1)
+    assert engine.take() == 39
+    engine.close()
+    assert not _loader_threads()
+    engine.resize(num_threads=3)
+    engine.start()
+    assert not _loader_threads()
+
+
+def test_a_thread_that_is_too_many_loses_no_part_and_its_error_comes_out_in_place() -> None:
+    rng = random.Random(4)
+
+    def part(number: int) -> None:
+        time.sleep(rng.random() / 2000)
+
+    def fail(number: int) -> None:
+        raise ValueError("seven")
+
+    engine = _engine(lambda number: Ticket(number, part=fail if number == 70 else part), 90, num_threads=4)
+    for number in range(70):
+        assert engine.take() == number
+        engine.resize(num_threads=rng.randint(1, 6), max_bytes=rng.choice([5, 40, 300]))
+    with pytest.raises(ValueError, match="seven"):
+        engine.take()
+    assert engine.take() == 71
+    engine.close()
+    assert not _loader_threads()
+
+
+def test_a_lower_bound_drops_nothing_and_opens_nothing() -> None:
+    opened: list[int] = []
+
+    def open_ticket(number: int) -> Ticket:
+        opened.append(number)
+        return Ticket(number)
+
+    engine = _engine(open_ticket, 40, max_bytes=100)
+    assert engine.take() == 0
+    assert _eventually(lambda: len(opened) == 11)
+    engine.resize(max_bytes=20)
+    for number in range(1, 9):
+        assert engine.take() == number
+        assert max(opened) <= 10
+    assert engine.buffered_bytes <= 20
+    engine.resize(max_bytes=1000)
+    assert [engine.take() for _ in range(31)] == list(range(9, 40))
+    engine.close()

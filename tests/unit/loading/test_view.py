@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardflow.errors import FormatError
 from shardflow.loading import ImageView, NativeView
 from shardflow.loading.batch import BatchLayout
-from shardflow.loading.view import SliceFacts
+from shardflow.loading.view import SliceFacts, content_boxes
 
 pytestmark = pytest.mark.fast
 
@@ -54,7 +54,8 @@ def test_random_slices_reach_every_slice_about_equally_often() -> None:
 
 
 def _facts(*shapes: tuple[int, int, int]) -> SliceFacts:
-    return SliceFacts(*(np.array(column, np.int64) for column in zip(*shapes, strict=True)))
+    columns = [np.array(column, np.int64) for column in zip(*shapes, strict=True)]
+    return SliceFacts(columns[0], columns[1], columns[2], np.zeros(len(shapes), np.int64))
 
 
 def test_a_short_series_fills_the_first_places() -> None:
@@ -84,3 +85,24 @@ def test_a_native_view_makes_room_by_the_facts() -> None:
         view.target(arrays, 0, 3)
     view.blank(arrays, 2)
     assert arrays["image_shape"][2].tolist() == [0, 5, 2]
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 600), st.integers(1, 600))
+def test_a_letterbox_is_as_large_as_it_fits_and_centred(
+    rows: int, columns: int, high: int, wide: int
+) -> None:
+    top, left, height, width = content_boxes(np.array([rows]), np.array([columns]), (high, wide))[0].tolist()
+    assert 1 <= height <= high
+    assert 1 <= width <= wide
+    assert height == high or width == wide
+    # The other side is the one of the same shape, to the nearest pixel.
+    if height == high:
+        assert abs(width - columns * high / rows) <= 0.5 or width in {1, wide}
+    else:
+        assert abs(height - rows * wide / columns) <= 0.5 or height in {1, high}
+    assert (top, left) == ((high - height) // 2, (wide - width) // 2)
+
+
+def test_what_has_no_image_has_no_box() -> None:
+    boxes = content_boxes(np.array([0, 7, 0]), np.array([5, 0, 0]), (4, 4))
+    assert boxes.tolist() == [[0, 0, 0, 0]] * 3

@@ -64,3 +64,11 @@ def test_the_digest_is_of_the_content(rows: list[HeaderRow]) -> None:
     assert moved.digest() == first.digest()
     assert replace(first, header=replace(first.header, instance_number=77)).digest() != first.digest()
     assert len({row.digest() for row in rows}) == 4
+
+
+def test_an_image_that_is_known_by_a_path_of_other_bytes_has_a_digest() -> None:
+    named = [
+        HeaderRow(0, "a", sop_instance_uid=name.decode("utf-8", "surrogateescape"))
+        for name in (b"caf\xe9.png", b"caf\xe8.png", "caf\N{LATIN SMALL LETTER E WITH ACUTE}.png".encode())
+    ]
+    assert len({row.instance_digest() for row in named}) == 3

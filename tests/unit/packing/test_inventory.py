@@ -35,6 +35,7 @@ def _row(
         size,
         1,
         number,
+        0,
         number,
         1000 + number,
         100 * number,

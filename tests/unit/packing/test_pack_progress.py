@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from pipelines.pack_progress import BarProgress, LineProgress, make_progress
+from pipelines.pack_bars import BarProgress
+from pipelines.pack_progress import LineProgress, make_progress
 
 pytestmark = pytest.mark.fast
 
@@ -59,8 +60,8 @@ def test_a_long_phase_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.advance()
     assert stream.getvalue().splitlines() == [
         "packing studies (9)",
-        "packing studies: 2 of 9",
-        "packing studies: 4 of 9",
+        "packing studies: 2 of 9, about 42 s left",
+        "packing studies: 4 of 9, about 30 s left",
     ]
 
 

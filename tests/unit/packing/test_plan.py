@@ -47,6 +47,7 @@ def _row(
         size,
         1,
         instance or number + 1,
+        0,
         number,
         0,
         0,

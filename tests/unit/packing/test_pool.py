@@ -17,8 +17,9 @@ import pytest
 
 from shardflow.errors import ShardflowError
 from shardflow.packing import pool as pool_module
+from shardflow.packing.engine import Task, TaskDone
 from shardflow.packing.limits import ChildLimits
-from shardflow.packing.pool import ChildPool, Task, TaskDone
+from shardflow.packing.pool import ChildPool
 
 MIB = 1 << 20
 LIMITS = ChildLimits(memory_bytes=600 * MIB, task_s=30.0, file_bytes=10 * MIB, open_files=64)
@@ -290,7 +291,8 @@ def test_processes_end_with_a_killed_job(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from shardflow.packing.limits import ChildLimits
-from shardflow.packing.pool import ChildPool, Task
+from shardflow.packing.engine import Task
+from shardflow.packing.pool import ChildPool
 pool = ChildPool(2, ChildLimits(memory_bytes={600 * MIB}, task_s=60.0, file_bytes={MIB}),
                  handlers="tests.unit.packing.pool_handlers:make_handler", setup={{}},
                  log_path=Path({log!r}))

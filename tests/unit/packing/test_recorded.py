@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import StorageError
-from shardflow.packing.pool import Failure
+from shardflow.packing.engine import Failure
 from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
 from shardflow.sources.reasons import Outcome, outcome_of
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardflow.errors import ConfigError, StorageError
-from shardflow.packing.workplace import locked_workplace
+from shardflow.packing.workplace import Workplace, locked_workplace
 from tests.pack_case import PackCase
 
 pytestmark = pytest.mark.fast
@@ -24,14 +25,18 @@ def case(tmp_path: Path) -> PackCase:
     return case
 
 
+def _locked(case: PackCase) -> AbstractContextManager[Workplace]:
+    return locked_workplace(case.output, case.private, (case.dicom,))
+
+
 def test_one_job_at_a_time(case: PackCase) -> None:
     with (
-        locked_workplace(case.config()),
+        _locked(case),
         pytest.raises(ConfigError, match="private_dir must be used by one job"),
-        locked_workplace(case.config()),
+        _locked(case),
     ):
         pass
-    with locked_workplace(case.config()):
+    with _locked(case):
         pass
 
 
@@ -46,7 +51,7 @@ def test_another_job_that_takes_over_while_the_work_folder_goes_keeps_it(
         if path.name == "lock":
             path.write_text("of another job")
 
-    with locked_workplace(case.config()) as place:
+    with _locked(case) as place:
         (place.fragments / "ab").mkdir()
         (place.fragments / "ab" / "left.fragment").touch()
         with monkeypatch.context() as patch:
@@ -60,13 +65,13 @@ def test_another_job_that_takes_over_while_the_work_folder_goes_keeps_it(
 def test_a_work_folder_that_cannot_be_made_is_a_storage_error(case: PackCase) -> None:
     case.output.mkdir()
     (case.output / ".work").touch()
-    with pytest.raises(StorageError, match="locking output must succeed"), locked_workplace(case.config()):
+    with pytest.raises(StorageError, match="locking output must succeed"), _locked(case):
         pass
 
 
 def test_a_lock_that_leads_nowhere_is_no_endless_loop(case: PackCase) -> None:
     (case.private / "lock").symlink_to(case.folder / "none" / "lock")
-    with pytest.raises(ConfigError, match="private_dir"), locked_workplace(case.config()):
+    with pytest.raises(ConfigError, match="private_dir"), _locked(case):
         pass
 
 
@@ -77,7 +82,7 @@ def test_a_file_system_without_locks_is_not_taken_for_a_running_job(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StorageError, match="No locks available"), locked_workplace(case.config()):
+    with pytest.raises(StorageError, match="No locks available"), _locked(case):
         pass
 
 
@@ -85,7 +90,7 @@ def test_what_killed_writers_left_goes_from_the_private_folder_too(case: PackCas
     """Half a way back to the inputs names paths: it must not outlive the job."""
     left = case.private / ".inputs-0123456789abcdef.jsonl.0123456789abcdef.tmp"
     left.write_text("path")
-    with locked_workplace(case.config()) as place:
+    with _locked(case) as place:
         place.remove_work()
     assert not left.exists()
     assert case.key.key_id

@@ -67,6 +67,17 @@ def test_window_maps_its_ends_to_black_and_white() -> None:
     assert to_grey(colour, Window(0, 1)) is colour
 
 
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.uint8])
+@pytest.mark.parametrize("window", [Window(-160.3, 240.7), None])
+def test_large_slices_are_mapped_as_small_ones(dtype: type[np.integer[Any]], window: Window | None) -> None:
+    """Large ones are looked up by value."""
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    large = np.random.default_rng(0).integers(least, most + 1, (300, 256)).astype(dtype)
+    large[0, :2] = least, most
+    lines = [to_grey(line, window or Window(least, most)) for line in large[:, None]]
+    assert np.array_equal(to_grey(large, window), np.concatenate(lines))
+
+
 def test_window_is_parsed_or_refused() -> None:
     assert Window.parse("-600,1500") == Window(-1350.0, 150.0) == Window.parse("lung")
     for text in ("", "1", "1,2,3", "a,b", "40,0", "40,-1", "nan,1", "inf,1", "Lung"):

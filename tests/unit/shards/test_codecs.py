@@ -7,15 +7,17 @@ import threading
 from typing import Any
 
 import blosc2
+import imagecodecs
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
+from PIL import Image
 
 from shardflow.errors import FormatError
-from shardflow.shards.codecs import CODECS, array_header, decode_array, encode_array
+from shardflow.shards.codecs import CODECS, array_header, codec_for, decode_array, encode_array
 
 pytestmark = pytest.mark.fast
 
@@ -58,6 +60,12 @@ def _pixels(shape: tuple[int, ...], dtype: str, kind: str) -> NDArray[Any]:
 def test_slices_come_back_bit_for_bit(codec: str, kind: str, dtype: str) -> None:
     for shape in SHAPES:
         pixels = _pixels(shape, dtype, kind)
+        if not CODECS[codec].holds(shape, np.dtype(dtype)):
+            assert codec_for(codec, shape, np.dtype(dtype)) == "b2nd"
+            with pytest.raises(FormatError, match=f"one that {codec} can hold"):
+                encode_array(codec, pixels)
+            continue
+        assert codec_for(codec, shape, np.dtype(dtype)) == codec
         payload = encode_array(codec, pixels)
         assert array_header(codec, payload) == (shape, np.dtype(dtype))
         assert decode_array(codec, payload).tobytes() == pixels.tobytes()
@@ -72,11 +80,12 @@ def test_slices_come_back_bit_for_bit(codec: str, kind: str, dtype: str) -> None
 @given(
     st.sampled_from(sorted(CODECS)),
     hnp.arrays(
-        st.sampled_from([">i2", ">u4", "<i2", "|u1", ">f4", "<f8"]),
+        st.sampled_from([">i2", ">u4", "<i2", "<u2", "|u1", "|i1", ">f4", "<f8"]),
         hnp.array_shapes(min_dims=2, max_dims=3, max_side=20),
     ),
 )
 def test_any_array_comes_back_little_endian(codec: str, pixels: NDArray[Any]) -> None:
+    codec = codec_for(codec, pixels.transpose().shape, pixels.dtype)
     found = decode_array(codec, encode_array(codec, pixels.transpose()))
     assert found.dtype == pixels.dtype.newbyteorder("<")
     assert found.tobytes() == np.ascontiguousarray(pixels.transpose(), found.dtype).tobytes()
@@ -100,15 +109,61 @@ def test_the_same_slice_gives_the_same_bytes(codec: str) -> None:
 def test_encoding_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """More give other bytes from run to run."""
     threads: list[int] = []
-    real = blosc2.asarray
+    asarray, compress = blosc2.asarray, blosc2.compress2
 
-    def recorded(array: Any, **keywords: Any) -> Any:
+    def record_asarray(array: Any, **keywords: Any) -> Any:
         threads.append(keywords["cparams"].nthreads)
-        return real(array, **keywords)
+        return asarray(array, **keywords)
 
-    monkeypatch.setattr(blosc2, "asarray", recorded)
+    def record_compress(array: Any, **keywords: Any) -> Any:
+        threads.append(keywords["nthreads"])
+        return compress(array, **keywords)
+
+    monkeypatch.setattr(blosc2, "asarray", record_asarray)
+    monkeypatch.setattr(blosc2, "compress2", record_compress)
     encode_array("b2nd", _pixels((512, 700), "<i2", "noise"))
-    assert threads == [1]
+    encode_array("b2nd", _pixels((512, 700), "|u1", "noise"))
+    assert threads == [1, 1]
+
+
+def _frame_by_blosc2_alone(pixels: NDArray[Any], block_rows: int) -> bytes:
+    frame = blosc2.asarray(
+        pixels,
+        chunks=pixels.shape,
+        blocks=(block_rows, *pixels.shape[1:]),
+        contiguous=True,
+        cparams=blosc2.CParams(
+            codec=blosc2.Codec.ZSTD,
+            clevel=1,
+            filters=[blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA],
+            filters_meta=[0, 0],
+            typesize=pixels.itemsize,
+            nthreads=1,
+        ),
+    )
+    return bytes(frame.to_cframe())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["noise", "smooth", "one value", "zeros"])
+def test_frames_are_those_of_blosc2_byte_for_byte(kind: str, dtype: str) -> None:
+    """They are put together from its pieces, which must not show."""
+    for shape in SHAPES:
+        pixels = _pixels(shape, dtype, kind)
+        payload = encode_array("b2nd", pixels)
+        block_rows = blosc2.ndarray_from_cframe(payload).blocks[0]
+        assert payload == _frame_by_blosc2_alone(pixels, block_rows), shape
+
+
+@settings(max_examples=60)
+@given(
+    hnp.arrays(
+        st.sampled_from(["<i2", "<u2", "<i4", "<f4"]), hnp.array_shapes(min_dims=2, max_dims=3, max_side=90)
+    )
+)
+def test_any_frame_is_that_of_blosc2(pixels: NDArray[Any]) -> None:
+    payload = encode_array("b2nd", pixels)
+    assert payload == _frame_by_blosc2_alone(pixels, blosc2.ndarray_from_cframe(payload).blocks[0])
 
 
 def test_plain_readers_read_the_payloads() -> None:
@@ -120,6 +175,58 @@ def test_plain_readers_read_the_payloads() -> None:
             assert frame[...].tobytes() == pixels.tobytes()
             assert frame.dtype == pixels.dtype
             assert np.load(io.BytesIO(encode_array("npy", pixels))).tobytes() == pixels.tobytes()
+
+
+def test_plain_readers_read_what_is_for_archives_and_other_tools() -> None:
+    for dtype in ("|u1", "<u2", "<i2"):
+        for shape in ((7, 5), (64, 48), (40, 30, 3)):
+            pixels = _pixels(shape, dtype, "noise")
+            found = imagecodecs.htj2k_decode(encode_array("htj2k", pixels))
+            assert found.dtype == pixels.dtype
+            assert found.tobytes() == pixels.tobytes()
+            payload = encode_array("png16", pixels)
+            moved = np.asarray(imagecodecs.png_decode(payload)).astype(np.int64)
+            # The offset is where every PNG library finds texts.
+            texts = getattr(Image.open(io.BytesIO(payload)), "text", {}) if dtype == "<i2" else {}
+            assert texts == ({"Offset": "-32768"} if dtype == "<i2" else {})
+            assert (moved + int(texts.get("Offset", "0")) == pixels).all()
+
+
+def test_a_signed_slice_stays_signed_on_its_way_to_jpeg_2000() -> None:
+    """As unsigned numbers around zero become two far ends, and the codestream a third larger."""
+    rng = np.random.default_rng(0)
+    pixels = rng.normal(0, 30, (128, 128)).astype("<i2")
+    payload = encode_array("htj2k", pixels)
+    assert array_header("htj2k", payload)[1] == np.dtype("<i2")
+    assert len(payload) < 0.8 * len(encode_array("htj2k", pixels.view("<u2")))
+
+
+def test_a_damaged_png_is_an_error_and_nothing_is_written_beside_the_output() -> None:
+    payload = encode_array("png16", _pixels((16, 16), "<i2", "smooth"))
+    room = np.full((3, 16, 16), 9, "<i2")
+    num_refused = 0
+    for place in range(0, 8 * len(payload), 3):
+        damaged = bytearray(payload)
+        damaged[place // 8] ^= 1 << place % 8
+        try:
+            decode_array("png16", damaged, room[1])
+        except FormatError:
+            num_refused += 1
+    assert num_refused > len(payload)
+    assert (room[::2] == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(0, b"\xff\x4e"), (8, b"\0\0\0\1"), (24, b"\0\0\0\0"), (38, b"\0\4"), (40, b"\x0b"), (41, b"\2")],
+    ids=["start", "another width", "no tiles", "four components", "twelve bits", "every second pixel"],
+)
+def test_a_codestream_of_another_kind_is_refused_before_it_is_decoded(offset: int, value: bytes) -> None:
+    """OpenJPH divides by what stands there."""
+    payload = bytearray(encode_array("htj2k", _pixels((16, 16), "<i2", "smooth")))
+    payload[offset : offset + len(value)] = value
+    with pytest.raises(FormatError):
+        decode_array("htj2k", payload, np.empty((16, 16), "<i2"))
 
 
 def test_the_documented_filters_are_used() -> None:
@@ -237,7 +344,7 @@ def test_an_unknown_codec_is_named_beside_the_known() -> None:
         lambda: decode_array("png", b""),
         lambda: array_header("png", b""),
     ):
-        with pytest.raises(FormatError, match="one of b2nd, npy, got 'png'"):
+        with pytest.raises(FormatError, match="one of b2nd, htj2k, npy, png16, got 'png'"):
             call()
 
 

@@ -10,8 +10,11 @@ from shardflow.shards.keys import (
     check_sample_key,
     count_slices,
     parse_slice_field,
+    parse_small_field,
     shard_name,
     slice_field,
+    small_field,
+    thumbnail_field,
 )
 
 pytestmark = pytest.mark.fast
@@ -24,6 +27,18 @@ def test_slice_fields_come_back_as_they_were_named(series: int, index: int, code
     assert parsed is not None
     assert (parsed.series, parsed.index, parsed.codec) == (series, index, codec)
     assert check_field(field) == field
+
+
+@given(st.integers(0, 999_999), st.integers(0, 99_999_999), st.from_regex(r"[a-z0-9]+", fullmatch=True))
+def test_small_slices_are_no_slices_and_sort_behind_them(series: int, index: int, codec: str) -> None:
+    field = small_field(series, index, codec)
+    assert parse_slice_field(field) is None
+    assert parse_small_field(field) == parse_slice_field(slice_field(series, index, codec))
+    assert parse_small_field(slice_field(series, index, codec)) is None
+    assert check_field(field) == field
+    others = [field, slice_field(series, 99_999_999, "zz"), thumbnail_field(series)]
+    assert sorted(others) == [others[1], others[0], others[2]]
+    assert count_slices(others) == (1, 1)
 
 
 @pytest.mark.parametrize(

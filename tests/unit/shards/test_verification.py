@@ -368,6 +368,15 @@ def test_a_sample_in_another_split_than_its_shard_is_found(folder: Path) -> None
 
 
 @pytest.mark.fast
+def test_a_key_that_two_rows_have_is_found(folder: Path) -> None:
+    """Even where the shards' indexes say so too, as a foreign writer's may."""
+    keys = Table(memoryview((folder / SAMPLES).read_bytes()), name="t").column("sample_key")
+    _edit_samples(folder, "sample_key", 4, bytes(keys[1]))
+    damage = _damages(folder)[SAMPLES]
+    assert (damage.place, damage.problem) == ("row 4, column sample_key", "a key that an earlier row has")
+
+
+@pytest.mark.fast
 def test_a_samples_table_without_a_sample_is_found(folder: Path) -> None:
     table = Table(memoryview((folder / SAMPLES).read_bytes()), name="t")
     columns = {name: np.delete(table.column(name), 1) for name in table.column_names}
@@ -452,7 +461,7 @@ def test_what_is_no_dataset_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(ManifestError, match="found none"):
             verify(place)
     with pytest.raises(StorageError, match="s3://"):
-        verify("s3://bucket/data")
+        verify("ftp://bucket/data")
 
 
 @pytest.mark.fast
@@ -476,7 +485,7 @@ def test_progress_is_told_shard_by_shard(folder: Path) -> None:
 def test_a_shard_larger_than_the_window_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_dataset(tmp_path / "data", num_samples=3, slices=2, size=(40, 40))
     for window in (1, 511, 700, 4096):
-        monkeypatch.setattr("shardflow.shards.verification.shard._WINDOW_NUM_BYTES", window)
+        monkeypatch.setattr("shardflow.shards.stream.WINDOW_NUM_BYTES", window)
         assert verify(tmp_path / "data").is_whole
     index = Dataset.open(tmp_path / "data").shard_index(0)
     assert isinstance(index, ShardIndex)

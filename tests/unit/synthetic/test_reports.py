@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -150,3 +151,43 @@ def test_there_is_variety() -> None:
     assert {item["name"] for _, _, report in told() for item in report.sections} == {
         *("indication", "technique", "comparison", "findings", "impression", "addendum")
     }
+
+
+def odd(name: str) -> list[tuple[StudyPlan, Report]]:
+    rows = []
+    for number, (patient, visit) in list(enumerate(iter_visits(OPTIONS)))[:12]:
+        study = plan_study(OPTIONS, number, patient, visit)
+        story = Story(study=study, appearances=find_appearances(study))
+        rows.append((study, write_report(OPTIONS.seed, story, None, {name: 100})))
+    return rows
+
+
+def of_lesions(report: Report) -> list[dict[str, Any]]:
+    return [row for row in report.mentions if row["lesion_id"] and row["form"] != "view"]
+
+
+def test_reports_can_leave_out_images_and_series() -> None:
+    assert not any(of_lesions(report) for _, report in odd("no-image"))
+    rows = [row for _, report in odd("no-series") for row in of_lesions(report)]
+    assert rows
+    assert all(row["form"] == "image-only" and row["series_number"] is None for row in rows)
+
+
+def test_wrong_images_do_not_show_the_finding() -> None:
+    rows = [(study, row) for study, report in odd("wrong-image") for row in of_lesions(report)]
+    assert rows
+    for study, row in rows:
+        (number,) = row["image_numbers"]
+        right = set(row["target"]["sop_instance_uids"])
+        (series,) = [one for one in study.series if one.uid == row["target"]["series_instance_uid"]]
+        named = {one.sop_instance_uid for one in series.slices if one.instance_number == number}
+        assert row["is_wrong"]
+        assert str(number) in row["text"]
+        assert not named & right
+
+
+def test_overcalls_speak_of_no_lesion() -> None:
+    for _, report in odd("overcall"):
+        (row,) = [row for row in report.mentions if row["assertion"] == "uncertain" and not row["lesion_id"]]
+        assert any(one["lesion_id"] is None and one["assertion"] == "uncertain" for one in report.entities)
+        assert row["refers_to"] == "current"

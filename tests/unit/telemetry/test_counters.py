@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shardflow.telemetry import StageCounters, StageTotals
+from shardflow.telemetry import GaugeTotals, StageCounters, StageTotals
 
 pytestmark = pytest.mark.fast
 
@@ -53,3 +53,30 @@ def test_a_snapshot_is_json_and_does_not_move() -> None:
     before = counters.snapshot()
     counters.add("read", 0.5, num_bytes=1, num_items=1)
     assert json.loads(json.dumps(before)) == {"read": {"seconds": 0.5, "num_bytes": 1, "num_items": 1}}
+
+
+def test_a_window_sees_what_came_since_its_last_look_and_no_more() -> None:
+    counters = StageCounters()
+    counters.add("read", 1.0, num_bytes=10, num_items=1)
+    counters.observe("ready", 9.0)
+    window, other = counters.window(), counters.window()
+    counters.add("read", 0.5, num_bytes=5, num_items=2)
+    for value in (3.0, 1.0):
+        counters.observe("ready", value)
+    stages, gauges = window.take()
+    assert stages == {"read": StageTotals(seconds=0.5, num_bytes=5, num_items=2)}
+    assert gauges == {"ready": GaugeTotals(last=1.0, least=1.0, most=3.0, weighted=4.0, weight=2.0)}
+    assert window.take() == ({}, {})
+    assert other.take() == (stages, gauges)
+
+
+def test_a_gauge_that_stood_for_different_times_has_a_mean_over_time() -> None:
+    counters = StageCounters()
+    window = counters.window()
+    counters.observe("busy", 2.0, weight=3.0)
+    counters.observe("busy", 0.0, weight=1.0)
+    assert counters.snapshot()["busy"]["mean"] == pytest.approx(1.5)
+    # What another process saw at the same time counts beside it.
+    counters.merge("busy", GaugeTotals(last=4.0, least=4.0, most=4.0, weighted=16.0, weight=4.0))
+    seen = window.take()[1]["busy"]
+    assert (seen.weighted, seen.weight, seen.most) == (22.0, 8.0, 4.0)

@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardflow.configs import load_config
 from shardflow.errors import ConfigError
-from shardflow.loading import Loader, World
+from shardflow.loading import Loader, World, select
 from shardflow.shards import Dataset
 from shardflow.training import TrainConfig
 from shardflow.training.batching import batch_spec, mesh_world
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
+from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 
 BUDGET = ("batch.max_tokens=60", "batch.max_samples=4", "batch.window_bytes=64KiB")
@@ -35,20 +36,32 @@ def config_of(tiny: TinyInput, *overrides: str) -> TrainConfig:
 
 def test_settings_become_a_batch_spec(tiny: TinyInput) -> None:
     dataset = Dataset.open(tiny.dataset)
-    plain = batch_spec(config_of(tiny, "batch.micro_batch_size=2"), dataset, "train")
+    plain = batch_spec(config_of(tiny, "batch.micro_batch_size=2"), select(dataset, "train"))
     assert plain.to_json() == {
         "kind": "fixed",
         "micro_batch_size": 2,
         "micro_batches_per_step": 4,
         "tail": "drop",
     }
-    spec = batch_spec(config_of(tiny, *BUDGET), dataset, "train", tail="mask")
+    spec = batch_spec(config_of(tiny, *BUDGET), select(dataset, "train"), tail="mask")
     assert spec.budget is not None
     assert (spec.budget.max_tokens, spec.budget.cost.max_text_tokens, spec.tail) == (60, 24, "mask")
     assert spec.lanes >= 1
-    assert batch_spec(config_of(tiny, *BUDGET, "batch.lanes=3"), dataset, "train").lanes == 3
+    assert batch_spec(config_of(tiny, *BUDGET, "batch.lanes=3"), select(dataset, "train")).lanes == 3
     loader = Loader(dataset, split="train", spec=spec, seed=3, world=World())
     assert loader.num_steps >= 1
+
+
+def test_budgets_are_filled_by_counts_of_the_runs_tokenizer(tiny: TinyInput) -> None:
+    config, dataset = config_of(tiny, *BUDGET, "batch.text_tokens=counted"), Dataset.open(tiny.dataset)
+    with pytest.raises(ConfigError, match="run: shardflow tokenize"):
+        batch_spec(config, select(dataset, "train"))
+    counter = TextTokenizer(tiny.tokenizer)
+    tokenize_dataset(dataset, counter)
+    spec = batch_spec(config, select(dataset, "train"))
+    assert spec.budget is not None
+    assert spec.budget.cost.tokenizer == counter.digest
+    assert Loader(dataset, split="train", spec=spec, seed=3).summary().num_dropped >= 0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,7 @@ def test_a_run_under_a_budget_is_as_long_as_its_epochs_and_goes_on_after_a_stop(
 ) -> None:
     settings = (*BUDGET, "batch.lanes=2", "run.num_epochs=3")
     dataset = Dataset.open(tiny.dataset)
-    spec = batch_spec(tiny_config(tiny, tmp_path, *settings), dataset, "train")
+    spec = batch_spec(tiny_config(tiny, tmp_path, *settings), select(dataset, "train"))
     loader = Loader(dataset, split="train", spec=spec, seed=3)
     lengths = [loader.num_steps_in(epoch) for epoch in range(3)]
     whole = train(tiny_config(tiny, tmp_path / "whole", *settings, "data.eval_split=val"))

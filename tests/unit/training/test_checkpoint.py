@@ -14,6 +14,7 @@ import torch
 
 from shardflow.errors import CheckpointError
 from shardflow.training import checkpoint as module
+from shardflow.training import tensor_files
 from shardflow.training.checkpoint import CheckpointFolder, read_checkpoint
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -107,20 +108,20 @@ def test_no_tensor_file_is_parsed_before_its_digest_is_right(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = save(folder, 1)
-    path = folder.path / name / "model.safetensors"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    parsed: list[bytes] = []
-    monkeypatch.setattr(module, "parse_tensors", parsed.append)
+    for path in (folder.path / name).glob("*.safetensors"):  # all: they are read side by side
+        path.write_bytes(b"\xff" * path.stat().st_size)
+    parsed: list[object] = []
+    monkeypatch.setattr(tensor_files, "_parse", parsed.append)
     with pytest.raises(CheckpointError, match="digest"):
         read_checkpoint(folder.path / name)
     assert parsed == []
 
 
 def test_other_format_version_is_refused(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(module, "FORMAT_VERSION", 3)
     name = save(folder, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format version 1, got 2"):
+    with pytest.raises(CheckpointError, match="format version 1 or 2, got 3"):
         read_checkpoint(folder.path / name)
 
 
@@ -132,7 +133,7 @@ def test_step_that_is_reached_again_takes_the_damaged_ones_place(folder: Checkpo
     assert folder.names() == [name]
 
 
-CALLS = ("mkdir", "save_file", "fsync_directory", "rename", "write_atomic")
+CALLS = ("mkdir", "write_tensors", "fsync_directory", "rename", "write_atomic")
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.train import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_STOPPED, main
+from pipelines.launch import EXIT_STOPPED
+from pipelines.train import EXIT_CONFIGURATION, EXIT_FAILED, main
 from shardflow.training.metrics import read_metrics
 from tests.tiny_runs import TinyInput, write_config
 
@@ -64,6 +65,13 @@ def test_unknown_setting_exits_with_two(
     assert run(tiny, tmp_path, "run.sede=9") == EXIT_CONFIGURATION
     assert "nearest known key is 'seed'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_wrong_arguments_are_one_line_and_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config"]) == EXIT_CONFIGURATION
+    captured = capsys.readouterr().err
+    assert captured.count("\n") == 1
+    assert captured.endswith("see: python -m pipelines.train --help\n")
 
 
 def test_failure_exits_with_one(tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardflow.logs import read_events
+from shardflow.monitoring.run_page.reading import read_run
+from shardflow.telemetry import StageCounters
+from shardflow.training.cache_use import CacheUse
 from shardflow.training.metrics import EvaluationMetrics, MetricsWriter, StepMetrics, read_metrics
 
 pytestmark = pytest.mark.fast
@@ -21,6 +26,8 @@ def step(number: int, loss: float) -> StepMetrics:
         num_samples=2.0,
         learning_rate=0.1,
         gradient_norm=1.0,
+        num_skipped=0,
+        loss_scale=1.0,
         step_s=0.5,
         data_wait_s=0.1,
         mean_data_wait_s=0.05,
@@ -68,6 +75,43 @@ def test_line_has_what_issue_and_docs_promise(tmp_path: Path) -> None:
         "epoch",
         "step",
     } <= set(line)
+
+
+def test_length_and_end_of_a_run_are_lines(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, attempt=3, start=0, tensorboard=False)
+    writer.write_plan(70)
+    writer.write_end("stopped", global_step=12)
+    writer.close()
+    _, plan, end = read_events(tmp_path / "metrics.jsonl")
+    assert (plan["event"], plan["attempt"], plan["num_steps"]) == ("plan", 3, 70)
+    assert (end["event"], end["outcome"], end["global_step"]) == ("end", "stopped", 12)
+
+
+def test_a_start_says_what_it_ran_with(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path, attempt=1, start=0, tensorboard=False, device="cpu").close()
+    (line,) = read_events(tmp_path / "metrics.jsonl")
+    assert line["device"] == "cpu"
+    assert set(line["versions"]) == {"shardflow", "torch"}
+    surroundings = read_run(tmp_path).surroundings
+    assert surroundings == line["versions"] | {"device": "cpu"}
+
+
+def test_numbers_of_a_cache_are_keys_of_the_line(tmp_path: Path) -> None:
+    counters = StageCounters()
+    counters.add("cache_disk", 0.1, num_bytes=5, num_items=1)
+    use = CacheUse(counters)
+    counters.add("cache_disk", 0.5, num_bytes=700, num_items=2)
+    counters.add("cache_wait", 0.25, num_items=3)
+    writer = MetricsWriter(tmp_path, attempt=1, start=0, tensorboard=False)
+    writer.write_step(replace(step(0, 1.0), cache=CacheUse.named(use.since())))
+    writer.write_step(replace(step(1, 1.0), cache=CacheUse.named(use.since())))
+    writer.write_step(step(2, 1.0))
+    writer.close()
+    first, second, third = read_metrics(tmp_path)
+    names = ("cache_disk_blocks", "cache_disk_bytes", "cache_waits", "cache_wait_s", "cache_origin_bytes")
+    assert [first[name] for name in names] == [2, 700, 3, 0.25, 0]
+    assert [second[name] for name in names] == [0] * 5
+    assert not [name for name in third if name.startswith("cache")]
 
 
 def test_no_file_is_no_metrics(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardflow.errors import ConfigError
 from shardflow.training.config import ImageSettings, ModelSettings
-from shardflow.training.inputs import window_images
+from shardflow.training.device.images import window_images
 from shardflow.training.losses import IGNORED_LABEL, weighted_token_loss
 from shardflow.training.model import ReportModel, build_model
 
@@ -157,3 +158,16 @@ def test_window_survives_an_empty_range_and_garbage_in_padding() -> None:
     mask = torch.tensor([[False, True]])
     windowed = window_images(images, mask, torch.tensor([[5.0, 5.0]]), torch.float32)
     assert windowed.flatten().tolist() == [0.0, -1.0]
+
+
+def test_more_positions_than_memory_are_an_error_of_configuration() -> None:
+    with pytest.raises(
+        ConfigError, match=r"1000000000005 positions must fit .* lower image\.num_slices or text"
+    ):
+        build_model(
+            ModelSettings(language="gpt2", patch_size=8),
+            ImageSettings(num_slices=4, rows=16, columns=8),
+            vocab_size=VOCAB_SIZE,
+            max_tokens=10**12,
+            seed=1,
+        )

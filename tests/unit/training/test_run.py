@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +24,19 @@ from shardflow.errors import (
 )
 from shardflow.shards import Dataset, manifest
 from shardflow.storage import LocalStore
-from shardflow.training.checkpoint import read_checkpoint
+from shardflow.training import checkpoint as checkpoint_module
+from shardflow.training import tensor_files
+from shardflow.training.cache_use import CacheUse
+from shardflow.training.checkpoint import Checkpoint, read_checkpoint
 from shardflow.training.ledger import LedgerStep, read_ledger
 from shardflow.training.metrics import StepMetrics, read_metrics
+from shardflow.training.resume import check_bindings, model_bindings
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.signals import StopRequest
+from shardflow.training.tensor_files import PiecewiseTensors
+from shardflow.training.text import ReportTokenizer
 from tests.factories import make_dataset
+from tests.object_stores import WebServer
 from tests.tiny_runs import NUM_VAL, TinyInput, make_tiny_input, tiny_config
 
 
@@ -50,7 +58,7 @@ def run_stopped(tiny: TinyInput, output: Path, after: int, *overrides: str) -> T
         return train(tiny_config(tiny, output, *overrides), on_step=send, stop=stop)
 
 
-def final_model(output: Path) -> dict[str, torch.Tensor]:
+def final_model(output: Path) -> Mapping[str, torch.Tensor]:
     return read_checkpoint(
         output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
     ).model
@@ -65,14 +73,6 @@ def assert_equal_models(first: Path, second: Path) -> None:
 
 def samples(steps: list[LedgerStep]) -> list[tuple[int, int, object]]:
     return [(step.epoch, step.step, step.micro_batches) for step in steps]
-
-
-@pytest.fixture(autouse=True)
-def goodbye() -> Iterator[None]:
-    """A failed run leaves its process group, because the process ends; this one lives on."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,7 @@ def test_run_folder_holds_what_the_docs_promise(whole: Path) -> None:
         "ledger/attempt-0001/rank-00000.jsonl",
         "metrics.jsonl",
         "resolved_config.toml",
+        "starts.jsonl",
     ]
 
 
@@ -115,6 +116,31 @@ def test_loss_falls_and_every_step_is_measured(whole: Path) -> None:
         assert line["num_samples"] == 4
         assert line["num_tokens"] > 0
         assert 0 <= line["mean_data_wait_s"] <= line["data_wait_s"] <= line["step_s"]
+
+
+def test_a_cache_changes_nothing_that_is_trained(tiny: TinyInput, whole: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    settings = (
+        "data.eval_split=val",
+        f"cache.directory={cache}",
+        "cache.max_bytes=1GB",
+        "cache.min_free_bytes=0",
+    )
+    run_stopped(tiny, tmp_path / "run", 4, "run.num_epochs=2", *settings)
+    run(tiny, tmp_path / "run", "run.num_epochs=2", *settings)
+    assert_equal_models(tmp_path / "run", whole)
+    assert (
+        len([path for path in (cache / "blocks").rglob("*") if path.is_file()]) == 2 * 6 + 1
+    )  # shards, indexes, table
+    plain, lines = read_metrics(whole), read_metrics(tmp_path / "run")
+    assert not any(key.startswith("cache") for line in plain for key in line)
+    used = {key: sum(line[key] for line in lines) for key in CacheUse.names}
+    # Each image was fetched once, or not at all by the second start, and found for each of its two reads.
+    assert used["cache_origin_blocks"] > 0
+    assert used["cache_disk_blocks"] + used["cache_origin_blocks"] >= 12
+    assert used["cache_disk_bytes"] > 0
+    assert used["cache_ram_blocks"] == used["cache_ram_bytes"] == 0
+    assert sum(line["cache_origin_bytes"] for line in lines if line["epoch"] == 1) == 0
 
 
 def test_evaluation_stands_at_each_epochs_end(whole: Path) -> None:
@@ -233,9 +259,45 @@ def test_checkpoint_written_after_a_fall_back_is_the_newest(
 
 
 def test_missing_dataset_is_a_wrong_setting(tiny: TinyInput, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.dataset must be an existing folder, got none") as caught:
+    with pytest.raises(
+        ConfigError, match=r"data\.dataset must be an existing folder, an address or a blend file"
+    ) as caught:
         run(tiny, tmp_path / "run", f"data.dataset={tmp_path / 'nothing'}")
     assert str(tmp_path) not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.manifest_version=7", r"data\.manifest_version must be one of the dataset's \(1\), got 7"),
+        ('image.standardise=["MT"]', r"image\.standardise must hold modalities of the data \(CT\), got 'MT'"),
+        ("data.dataset={empty}", r"data\.dataset must be a packed dataset, got a folder without a manifest"),
+        (
+            "run.resume={empty}",
+            r"run\.resume must be .* got a folder without a checkpoint of the name 'empty'",
+        ),
+    ],
+)
+def test_setting_that_does_not_fit_the_data_is_refused(
+    tiny: TinyInput, tmp_path: Path, setting: str, message: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match=message):
+        train(tiny_config(tiny, tmp_path / "run", setting.format(empty=empty)))
+
+
+def test_an_address_through_the_cache_trains_the_same(tiny: TinyInput, tmp_path: Path) -> None:
+    steps = "run.max_steps=4"
+    run(tiny, tmp_path / "local", steps)
+    with WebServer(tiny.folder) as server:
+        address = f"data.dataset={server.url}/dataset"
+        cache = (f"cache.directory={tmp_path / 'cache'}", "cache.max_bytes=64MiB", "cache.min_free_bytes=0")
+        run_stopped(tiny, tmp_path / "remote", 2, steps, address, *cache)
+        run(tiny, tmp_path / "remote", steps, address, *cache)
+    assert_equal_models(tmp_path / "remote", tmp_path / "local")
+    assert samples(read_ledger(tmp_path / "remote")) == samples(read_ledger(tmp_path / "local"))
+    assert any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
 
 
 def test_run_folder_that_cannot_be_written_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
@@ -322,6 +384,7 @@ def started(tiny: TinyInput, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("data.train_split=val", StateError, "split"),
         ("model.language_width=64", StateError, r"model\.language_width"),
         ("image.num_slices=2", StateError, r"image\.num_slices"),
+        ("image.resolution=small", StateError, r"image\.resolution"),
         ("text.max_tokens=25", StateError, r"text\.max_tokens"),
         ("run.resume=never", ConfigError, "'never'"),
         ("data.train_split=tarin", ConfigError, "split of the dataset"),
@@ -337,6 +400,21 @@ def test_resume_of_another_run_is_refused_and_loses_nothing(
         run(tiny, started, "run.max_steps=4", override)
     assert (started / "checkpoints" / "latest").read_bytes() == before
     assert [step.global_step for step in read_ledger(started)] == [0, 1]
+
+
+def test_small_slices_are_asked_of_the_loader(tiny: TinyInput, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"variants\.small_px"):
+        run(tiny, tmp_path, "run.max_steps=1", "image.resolution=small")
+
+
+def test_checkpoints_without_a_resolution_are_of_full_slices(tiny: TinyInput) -> None:
+    bindings = model_bindings(tiny_config(tiny, tiny.folder / "run"), ReportTokenizer.load(tiny.tokenizer))
+    old = {name: value for name, value in bindings.items() if name != "image.resolution"}
+    nothing = PiecewiseTensors([])
+    checkpoint = Checkpoint(name="step-00000002", state={"bindings": old}, model=nothing, optimizer=nothing)
+    check_bindings(checkpoint, bindings)
+    with pytest.raises(StateError, match=r"image\.resolution"):
+        check_bindings(checkpoint, bindings | {"image.resolution": "small"})
 
 
 def test_resume_on_another_dataset_is_refused(tiny: TinyInput, started: Path, tmp_path: Path) -> None:
@@ -366,6 +444,30 @@ def test_second_job_in_the_same_run_folder_is_refused(tiny: TinyInput, tmp_path:
     run(tiny, tmp_path, "run.max_steps=1", on_step=start_another)
     assert "another job" in refused[0]
     run(tiny, tmp_path, "run.max_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("tail", "said"),
+    [
+        ("drop", "samples left out of this epoch: 1"),
+        ("repeat", "slots that hold a sample again, at full weight: 4"),
+        ("mask", "padding slots of weight 0: 4"),
+    ],
+)
+def test_what_the_tail_does_is_said_before_the_first_step(
+    tiny: TinyInput, tmp_path: Path, caplog: pytest.LogCaptureFixture, tail: str, said: str
+) -> None:
+    caplog.set_level("INFO")
+    seen: list[str] = []
+    run(
+        tiny,
+        tmp_path,
+        "batch.micro_batches_per_step=5",
+        f"batch.tail={tail}",
+        "run.max_steps=1",
+        on_step=lambda *_: seen.append(caplog.text),
+    )
+    assert said in seen[0]
 
 
 def test_epoch_without_a_step_is_an_error(tiny: TinyInput, tmp_path: Path) -> None:
@@ -416,3 +518,119 @@ def test_bad_sample_is_masked_and_stays_masked_after_a_restart(tiny: TinyInput, 
         "run"
     ]
     assert [row["key"] for row in state["masks"]] == [masked[0][1]]
+
+
+# ---- precision, sharing, compiling ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_like_full_precision(
+    tiny: TinyInput, tmp_path: Path, precision: str, strategy: str
+) -> None:
+    settings = (
+        f"run.precision={precision}",
+        f"parallel.strategy={strategy}",
+        "optimizer.initial_loss_scale=64",
+    )
+    run(tiny, tmp_path / "half", "run.max_steps=4", *settings)
+    run(tiny, tmp_path / "full", "run.max_steps=4")
+    half, full = (read_metrics(tmp_path / name) for name in ("half", "full"))
+    assert [line["loss"] for line in half] == pytest.approx([line["loss"] for line in full], abs=5e-3)
+    assert {line["loss_scale"] for line in half} == {64.0 if precision == "fp16" else 1.0}
+    for tensor in final_model(tmp_path / "half").values():
+        assert tensor.dtype == torch.float32
+
+
+def test_fp16_overflow_is_skipped_and_the_scale_goes_on_after_a_restart(
+    tiny: TinyInput, tmp_path: Path
+) -> None:
+    settings = ("run.precision=fp16", "optimizer.initial_loss_scale=1e7", "run.max_steps=16")
+    run(tiny, tmp_path / "whole", *settings)
+    lines = read_metrics(tmp_path / "whole")
+    assert lines[0]["gradient_norm"] is None
+    assert lines[-1]["gradient_norm"] is not None
+    assert lines[-1]["loss_scale"] == 1e7 / 2 ** lines[-1]["num_skipped"]
+    run_stopped(tiny, tmp_path / "parts", 3, *settings)
+    run(tiny, tmp_path / "parts", *settings)
+    assert [line["loss_scale"] for line in read_metrics(tmp_path / "parts")] == [
+        line["loss_scale"] for line in lines
+    ]
+    assert_equal_models(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+def test_compiled_blocks_train_the_same_under_the_same_names(
+    tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the backend that compiles nothing: what is tested is how blocks are wrapped, not the compiler."""
+    real, compiled = torch.nn.Module.compile, []
+
+    def compile_eagerly(module: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        compiled.append(type(module).__name__)
+        real(module, backend="eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    run(tiny, tmp_path / "compiled", "run.max_steps=1", "run.compile=true")
+    run(tiny, tmp_path / "plain", "run.max_steps=1")
+    assert compiled.count("GPT2Block") == 2
+    mine, other = final_model(tmp_path / "compiled"), final_model(tmp_path / "plain")
+    assert mine.keys() == other.keys()
+    assert all(torch.allclose(tensor, other[name], atol=1e-6) for name, tensor in mine.items())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
+def test_compiler_trains_the_same(tiny: TinyInput, tmp_path: Path) -> None:
+    run(tiny, tmp_path / "compiled", "run.max_steps=2", "run.compile=true", "model.dropout=0")
+    run(tiny, tmp_path / "plain", "run.max_steps=2", "model.dropout=0")
+    mine, other = final_model(tmp_path / "compiled"), final_model(tmp_path / "plain")
+    assert all(torch.allclose(tensor, other[name], atol=1e-4) for name, tensor in mine.items())
+
+
+def test_deterministic_kernels_are_asked_for_before_the_device(
+    tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        run(tiny, tmp_path, "run.max_steps=1", "run.deterministic=true")
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+# ---- checkpoints beside the steps ----------------------------------------------------------------
+
+
+def test_every_checkpoint_is_measured(whole: Path) -> None:
+    lines = read_metrics(whole, "checkpoint")
+    assert [line["global_step"] for line in lines] == [2, 4, 6, 8, 10, 12]
+    assert all(line["num_bytes"] > 0 and line["stall_s"] > 0 and line["write_s"] > 0 for line in lines)
+
+
+def test_a_disk_that_is_full_ends_the_run_at_a_later_step_and_the_older_checkpoint_stays(
+    tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tensor_files.write_tensors
+    written: list[Path] = []
+
+    def full_after_one(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        written.append(path)
+        if len(written) > 2:
+            raise OSError(errno.ENOSPC, "full")
+        return real(path, tensors)
+
+    monkeypatch.setattr(checkpoint_module, "write_tensors", full_after_one)
+    with pytest.raises(CheckpointError, match=r"step-00000004 must be written, got OSError \(No space"):
+        run(tiny, tmp_path)
+    monkeypatch.undo()
+    assert [entry.name for entry in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "latest",
+        "step-00000002",
+    ]
+    torch.distributed.destroy_process_group()
+    assert run(tiny, tmp_path).resumed_from == "step-00000002"

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import TrainingError
-from shardflow.training.config import OptimizerSettings
+from shardflow.training.config import ParallelSettings
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 from shardflow.training.inputs import MicroInputs
-from shardflow.training.optimizer import build_optimizer
-from shardflow.training.step import accumulate_gradients, apply_gradients, seed_micro_batch, warm_up
-from shardflow.training.tensors import optimizer_tensors
+from shardflow.training.sharding import shard
+from shardflow.training.step import accumulate_gradients, seed_micro_batch, warm_up
 
 VOCAB_SIZE = 7
 
@@ -161,78 +162,38 @@ def test_gradients_are_exchanged_in_the_last_micro_batch_only(ranks: Ranks) -> N
     assert exchanges == [False, False, True]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # the toy model returns a view
+@pytest.mark.parametrize(("exchange_each", "expected"), [(False, 1), (True, 3)])
+def test_a_sharded_model_exchanges_once_a_step_or_after_each_micro_batch(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, exchange_each: bool, expected: int
+) -> None:
+    exchanges = []
+    real = vars(_fsdp_param_group)["foreach_reduce"]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        exchanges.append(len(args))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
+    model = shard(TextOnly(), ranks, ParallelSettings(), compute=None)
+    accumulate_gradients(
+        model,
+        [(number, micro_inputs(number)) for number in range(3)],
+        num_micro_batches=3,
+        world_size=1,
+        position=(5, 0, 0),
+        autocast=None,
+        exchange_each=exchange_each,
+    )
+    assert len(exchanges) == expected  # one group of parameters: the model has no blocks
+
+
 def test_seeds_differ_by_every_part_of_the_position() -> None:
     drawn = set()
     for position in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
         seed_micro_batch(*position)
         drawn.add(float(torch.rand(())))
     assert len(drawn) == 5
-
-
-def test_fully_masked_step_changes_nothing(ranks: Ranks) -> None:
-    """AdamW would decay weights and coast on its momentum even with a zero gradient."""
-    model = TextOnly()
-    wrapped = wrap(model, ranks)
-    optimizer = build_optimizer(model, OptimizerSettings(weight_decay=0.5, learning_rate=0.1))
-
-    def step(micro: MicroInputs) -> float | None:
-        _, num_tokens = accumulate(wrapped, [micro])
-        return apply_gradients(model, optimizer, num_tokens=num_tokens, max_gradient_norm=1.0, where="here")
-
-    assert step(micro_inputs(0)) is not None
-    weights = copy.deepcopy(model.state_dict())
-    moments = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
-    loss, num_tokens = accumulate(wrapped, [micro_inputs(1, weights=(0.0, 0.0))])
-    assert (loss, num_tokens) == (0.0, 0.0)
-    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients(model))
-    assert apply_gradients(model, optimizer, num_tokens=0.0, max_gradient_norm=1.0, where="here") is None
-    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(
-        torch.equal(moments[name], tensor) for name, tensor in optimizer_tensors(model, optimizer).items()
-    )
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert step(micro_inputs(2)) is not None
-
-
-def test_update_follows_the_mean_over_the_steps_tokens(ranks: Ranks) -> None:
-    model = TextOnly()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    _, num_tokens = accumulate(wrap(model, ranks), [micro_inputs(0), micro_inputs(1)])
-    summed = gradients(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    apply_gradients(model, optimizer, num_tokens=num_tokens, max_gradient_norm=1e9, where="here")
-    for old, gradient, new in zip(before, summed, model.parameters(), strict=True):
-        assert torch.allclose(new.detach(), old - gradient / num_tokens, rtol=1e-12, atol=1e-14)
-
-
-def test_gradient_is_clipped_to_its_norm(ranks: Ranks) -> None:
-    model = TextOnly()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    _, num_tokens = accumulate(wrap(model, ranks), [micro_inputs(0)])
-    norm = apply_gradients(model, optimizer, num_tokens=num_tokens, max_gradient_norm=1e-3, where="here")
-    assert norm is not None
-    assert norm > 1e-3
-    moved = torch.cat(
-        [(old - new.detach()).flatten() for old, new in zip(before, model.parameters(), strict=True)]
-    )
-    assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-4)
-
-
-def test_gradient_that_is_not_finite_ends_the_run_and_changes_nothing(ranks: Ranks) -> None:
-    model = TextOnly()
-    optimizer = build_optimizer(model, OptimizerSettings())
-    _, num_tokens = accumulate(wrap(model, ranks), [micro_inputs(0)])
-    first = next(iter(model.parameters()))
-    assert first.grad is not None
-    first.grad[0] = float("inf")
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(TrainingError, match="epoch 1, step 7"):
-        apply_gradients(
-            model, optimizer, num_tokens=num_tokens, max_gradient_norm=1.0, where="epoch 1, step 7"
-        )
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert optimizer_tensors(model, optimizer) == {}
 
 
 def test_missing_micro_batch_is_an_error(ranks: Ranks) -> None:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from pipelines.train_tokenizer import main as tokenizer_job
 from shardflow.errors import ConfigError
 from shardflow.shards import Dataset
 from shardflow.training.text import ReportTokenizer, train_tokenizer
+from tests.factories import MadeSample, make_dataset, make_sample
 from tests.tiny_runs import TinyInput
 
 
@@ -82,6 +85,31 @@ def test_same_reports_give_the_same_files_in_another_process(tiny: TinyInput, tm
 def test_other_split_gives_another_tokenizer(tiny: TinyInput, tmp_path: Path) -> None:
     other = train_tokenizer(Dataset.open(tiny.dataset), "val", 320, tmp_path / "val")
     assert other.digest != ReportTokenizer.load(tiny.tokenizer).digest
+
+
+def test_studies_without_a_report_teach_nothing(
+    tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing takes studies without a report by default."""
+
+    def make_without(number: int, **options: Any) -> MadeSample:
+        made = make_sample(number, **options)
+        if number in {0, 3}:
+            facts = replace(made.facts, text_bytes=0)
+            fields = {name: data for name, data in made.fields.items() if name != "report.txt"}
+            made = replace(made, fields=fields, facts=facts)
+        return made
+
+    monkeypatch.setattr("tests.factories.make_sample", make_without)
+    make_dataset(tmp_path / "some", splits={"train": 6, "val": 1})
+    seen: list[tuple[int, int]] = []
+    some = Dataset.open(str(tmp_path / "some"))
+    train_tokenizer(some, "train", 300, tmp_path / "made", lambda *counts: seen.append(counts))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+    make_dataset(tmp_path / "none", splits={"train": 1})
+    with pytest.raises(ConfigError, match="hold reports"):
+        train_tokenizer(Dataset.open(str(tmp_path / "none")), "train", 300, tmp_path / "made")
 
 
 def test_wrong_arguments_are_refused(tiny: TinyInput, tmp_path: Path) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydicom.datadict import dictionary_VR, tag_for_keyword
 from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
 from shardflow.deid import KEYWORDS, allow_patient, allow_technical
+from shardflow.deid.known_values import IDENTIFYING_KEYWORDS
+from shardflow.deid.pixel_rules import load_rules
 from shardflow.errors import ConfigError
 from shardflow.sources.dicom import read_attributes
+from shardflow.sources.dicom.keywords import KNOWN, find_attribute
 from tests.unit.sources.dicom.factory import make_file
 
 pytestmark = pytest.mark.fast
@@ -48,6 +52,20 @@ def test_values_are_typed_by_their_representation(tmp_path: Path, syntax: str) -
         "ImageType": ("ORIGINAL", "PRIMARY"),
         "Rows": (3,),
     }
+
+
+def test_known_keywords_are_those_of_the_registry() -> None:
+    for keyword, (tag, representation) in KNOWN.items():
+        assert tag_for_keyword(keyword) == tag
+        assert dictionary_VR(tag).split(" or ")[0] == representation
+
+
+def test_packing_needs_no_registry_for_what_it_reads() -> None:
+    """Else every process of every job would load pydicom."""
+    asked = {*KEYWORDS, *IDENTIFYING_KEYWORDS, *load_rules().keywords, "StudyDate"}
+    assert asked <= KNOWN.keys()
+    assert find_attribute("WindowCenterWidthExplanation") == (0x00281055, "LO")
+    assert find_attribute("NoSuchThing") is None
 
 
 def test_what_does_not_parse_is_left_out(tmp_path: Path) -> None:

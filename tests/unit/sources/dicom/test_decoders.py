@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,30 @@ def test_values_above_the_stated_bits_are_believed_to_the_codestream() -> None:
     np.testing.assert_array_equal(
         decode_frame(bytes(imagecodecs.jpegls_encode(wide)), image, JPEGLSLossless)[0], wide
     )
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize(
+    ("syntax", "encode"),
+    [
+        (JPEGLSLossless, imagecodecs.jpegls_encode),
+        (JPEG2000Lossless, lambda stored: imagecodecs.jpeg2k_encode(stored, level=0, codecformat="j2k")),
+        (JPEGLosslessSV1, lambda stored: imagecodecs.jpeg8_encode(stored, lossless=True, bitspersample=16)),
+    ],
+)
+@pytest.mark.parametrize("high_bit", [13, 15])
+def test_stored_bits_that_lie_high_are_moved_down(
+    syntax: str, encode: Callable[..., bytes], high_bit: int, *, is_signed: bool
+) -> None:
+    """With junk above and below, where an overlay may be."""
+    values = SIGNED if is_signed else UNSIGNED
+    stored = (values.astype(np.int32) & 0xFFF) << (high_bit - 11) | 1 | (0xFFFF << (high_bit + 1)) & 0xFFFF
+    image = _describe(bits_stored=12, high_bit=high_bit, is_signed=is_signed)
+    decoded, _ = decode_frame(bytes(encode(stored.astype(np.uint16))), image, syntax)
+    np.testing.assert_array_equal(decoded, values)
+    # An encoder that moved them down itself says so by its number of bits.
+    low = bytes(imagecodecs.jpeg8_encode((values & 0xFFF).astype(np.uint16), lossless=True, bitspersample=12))
+    np.testing.assert_array_equal(decode_frame(low, image, JPEGLosslessSV1)[0], values)
 
 
 @pytest.mark.parametrize("syntax", sorted(ENCAPSULATED_SYNTAXES))

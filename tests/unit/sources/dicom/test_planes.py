@@ -10,9 +10,9 @@ import pytest
 from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 
-from shardflow.sources.dicom.planes import PHASE_NAMES
 from shardflow.sources.dicom.stacks import split_series
 from shardflow.sources.dicom.units import form_of
+from shardflow.sources.flags import PHASE_NAMES
 from tests.unit.sources.dicom.factory import AXIAL, header_of, make_dataset, make_file, write
 
 pytestmark = pytest.mark.fast

@@ -34,10 +34,11 @@ from shardflow.sources.dicom import (
     read_header,
 )
 from shardflow.sources.dicom.dictionary import ENCAPSULATED_SYNTAXES
+from shardflow.sources.dicom.diffusion import DIFFUSION_TAGS
 from shardflow.sources.dicom.elements import read_elements
 from shardflow.sources.dicom.headers import _WANTED
-from shardflow.sources.dicom.planes import PHASE_NAMES
 from shardflow.sources.dicom.quiet import third_party_silence
+from shardflow.sources.flags import PHASE_NAMES
 from tests.unit.sources.dicom.factory import make_dataset, write
 
 WORD, DIGITS = "ZQXJSENTINEL", "7771237"
@@ -205,14 +206,16 @@ def test_the_check_itself_would_notice() -> None:
 
 
 def test_headers_keep_no_text_that_is_not_needed(tmp_path: Path) -> None:
-    """Of all text elements only identifiers and what tells slices apart come through the door."""
+    """Of all text elements only identifiers, by which inputs are linked, and what tells slices apart."""
     header = read_header(write(tmp_path / "a.dcm", _sentinels()))
     assert isinstance(header, InstanceHeader)
     kept = {name for name in header.__slots__ if WORD in repr(getattr(header, name))}
-    assert kept == {"patient_id"}
+    assert kept == {"patient_id", "accession_number"}
     phase = dict(zip(PHASE_NAMES, header.planes[0].phase, strict=True))
     assert {name for name, value in phase.items() if WORD in value} == {"sequence_name", "convolution_kernel"}
-    assert len(_WANTED) < 60
+    assert len([tag for tag in _WANTED if not tag >> 16 & 1]) < 60
+    # Of private elements only those that tell b-values apart, and what says whose they are.
+    assert {tag for tag in _WANTED if tag >> 16 & 1} <= DIFFUSION_TAGS
 
 
 def test_third_party_silence_is_whole_and_ends() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.sources.dicom import InstanceHeader, Stack, StackKind
-from shardflow.sources.dicom.planes import PHASE_NAMES
 from shardflow.sources.dicom.stacks import split_series
+from shardflow.sources.flags import PHASE_NAMES
 from tests.unit.sources.dicom.factory import AXIAL, UID_ROOT, make_header
 
 pytestmark = pytest.mark.fast
@@ -224,3 +224,28 @@ def test_colour_slices_of_a_ct_are_captures(tmp_path: Path) -> None:
 
 def test_kinds_are_ranked_for_the_primary_series() -> None:
     assert list(StackKind) == ["volume", "images", "frames", "secondary", "localizer"]
+
+
+def test_an_uncalibrated_projection_has_the_spacing_of_its_detector(tmp_path: Path) -> None:
+    flat: dict[str, Any] = {"modality": "DX", "position": None, "orientation": None}
+    for number, (spacing, flags) in enumerate(
+        {(0.1, 0.1): ("detector_plane_spacing", "no_position"), (0.08, 0.08): ("no_position",)}.items()
+    ):
+        header = make_header(
+            tmp_path, number, **flat, PixelSpacing=list(spacing), ImagerPixelSpacing=[0.1, 0.1]
+        )
+        (stack,) = split_series([header])
+        assert (stack.geometry.pixel_spacing_mm, stack.flags) == (spacing, flags)
+
+
+@pytest.mark.parametrize(("pixel_mm", "num_stacks"), [(0.006, 1), (0.5, 6)])
+def test_planes_a_few_micrometres_apart_are_planes_where_pixels_are_as_fine(
+    template: InstanceHeader, pixel_mm: float, num_stacks: int
+) -> None:
+    """Optical coherence tomography: 512 planes on 3 mm. Of a CT the same distance is an error of rounding."""
+    headers = [_instance(template, number, (0.0, 0.0, 0.006 * number)) for number in range(6)]
+    fine = [
+        replace(each, planes=(replace(each.planes[0], pixel_spacing=(pixel_mm, pixel_mm)),))
+        for each in headers
+    ]
+    assert len(split_series(fine)) == num_stacks

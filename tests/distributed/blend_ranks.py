@@ -1,0 +1,55 @@
+"""Two ranks train on a blend of images and texts; ``torchrun --nproc-per-node 2 -m ... INPUT OUTPUT``.
+
+Two lanes and two micro-batches a step: in most steps one rank has text alone and the other has images. A run
+that goes through, and one that is stopped and resumed, leave run folders for the test to compare.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from shardflow.configs import load_config
+from shardflow.training import TrainConfig
+from shardflow.training.distributed import Timeouts, join_ranks
+from shardflow.training.metrics import StepMetrics
+from shardflow.training.run import train_on
+from shardflow.training.signals import StopRequest
+
+WAIT = timedelta(seconds=60)
+SETTINGS = (
+    "batch.micro_batch_size=2",
+    "batch.micro_batches_per_step=2",
+    "batch.lanes=2",
+    'batch.tail="mask"',
+    "data.eval_split=val",
+    "run.num_epochs=2",
+)
+
+
+def blend_config(source: Path, output: Path) -> TrainConfig:
+    """Settings of the run."""
+    overrides = [f"data.dataset={source / 'blend.toml'}", f"run.output={output}", *SETTINGS]
+    return load_config(TrainConfig, source / "train.toml", overrides)
+
+
+def main() -> None:
+    """Run a whole run, and one in two parts."""
+    source, output = Path(sys.argv[1]), Path(sys.argv[2])
+    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+        whole = train_on(ranks, blend_config(source, output / "whole"))
+        stop = StopRequest()
+
+        def ask(metrics: StepMetrics, num_steps: int) -> None:
+            if metrics.global_step + 1 == num_steps // 2 + 1:  # in the second epoch
+                stop.signal_name = "SIGTERM"
+
+        train_on(ranks, blend_config(source, output / "parts"), on_step=ask, stop=stop)
+        resumed = train_on(ranks, blend_config(source, output / "parts"))
+        if (whole.outcome, resumed.outcome) != ("finished", "finished") or resumed.resumed_from is None:
+            raise SystemExit(f"runs must finish, got {whole} and {resumed}")
+
+
+if __name__ == "__main__":
+    main()

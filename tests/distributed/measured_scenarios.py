@@ -1,0 +1,123 @@
+"""Scenarios of two ranks that measure themselves: what a tuner changes, what a verdict says, and ceilings.
+
+The random moves are told to rank 0's part of the loop in the tuner's place, so that they travel and act as
+the tuner's own do.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+from benchmarks.verdict.one import make_inputs
+from pipelines.bench_model import describe
+from shardflow.monitoring.tuner import Change, Tuner
+from shardflow.monitoring.tuner_numbers import StepNumbers
+from shardflow.telemetry import KnobLimit, Move
+from shardflow.training import tuning as tuning_module
+from shardflow.training.distributed import Ranks
+from shardflow.training.headspace import HeadspaceOptions, measure_headspace_on
+from shardflow.training.tuning import PendingFeed, Tuning
+from tests.distributed.stage import WAIT, Result, Stage
+from tests.verdict_scenarios import NUM_TRIES, is_right, try_scenario
+
+SETTINGS = (
+    "run.num_epochs=3",
+    "run.checkpoint_every_steps=100",
+    "loader.wait_timeout_s=90",
+    "cache.ram_bytes=200kB",
+    "batch.tail=mask",
+)
+
+
+class RandomTuner(Tuner):
+    """Changes something after every second step, whatever was measured."""
+
+    def __init__(
+        self,
+        values: Mapping[str, int | str],
+        limits: Mapping[str, KnobLimit],
+        *,
+        report: Callable[[Move], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(values, limits, report=report, **options)
+        self._random = random.Random(5)
+
+    def step(self, numbers: StepNumbers, global_step: int) -> Change | None:
+        self.num_steps += 1
+        if self.num_steps % 2:
+            return None
+        # A process takes seconds to start: twice is enough.
+        if self.num_steps in {6, 14}:
+            return Change(setting="loader.execution", value="process" if self.num_steps == 6 else "threads")
+        name = self._random.choice([name for name, limit in self._limits.items() if not limit.choices])
+        limit = self._limits[name]
+        return Change(setting=name, value=self._random.randint(limit.least, min(limit.most, 1 << 24)))
+
+
+def _train_watched(ranks: Ranks, stage: Stage, name: str, mode: str) -> list[list[object]]:
+    """Train, and return what this rank set, after how many steps of its own."""
+    done: list[list[object]] = []
+    carry_out, num_steps = Tuning.carry_out, 0
+
+    def watched(self: Tuning, feed: PendingFeed) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        due = self.due
+        carry_out(self, feed)
+        if due is not None:
+            done.append([num_steps, due.setting, due.value, self.settings()[due.setting]])
+
+    with mock.patch.object(Tuning, "carry_out", watched):
+        stage.train(ranks, f"tuned-{name}", f"tune.mode={mode}", *SETTINGS)
+    return done
+
+
+def tuning(stage: Stage) -> Result:
+    """Two ranks train without a tuner, with it, and with settings changed at random."""
+    ranks = stage.first(2)
+    if ranks is None:
+        return {}
+    found = {mode: _train_watched(ranks, stage, mode, mode) for mode in ("off", "on")}
+    with mock.patch.object(tuning_module, "Tuner", RandomTuner):
+        found["random"] = _train_watched(ranks, stage, "random", "on")
+    return {"moves": found}
+
+
+def verdicts(stage: Stage) -> Result:
+    """Two ranks, one of which is slow, and two with a slow exchange: what they are said to be bound by."""
+    ranks = stage.first(2)
+    if ranks is None:
+        return {}
+    inputs = stage.output / "verdicts"
+    if ranks.rank == 0:
+        make_inputs(inputs, ["small"], num_samples=96)
+    ranks.meet("inputs", WAIT)
+    rows: Result = {}
+    for cause in ("slow rank", "slow collective"):
+        for number in range(NUM_TRIES):
+            found = try_scenario(ranks, inputs, cause, number)
+            rows[cause] = found.to_json()
+            if ranks.from_first(is_right(found)):
+                break
+    return rows
+
+
+def ceilings(stage: Stage) -> Result:
+    """The ceilings of a job of two ranks, and what is left of its temporary files."""
+    ranks = stage.first(2)
+    if ranks is None:
+        return {}
+    scratch = stage.output / f"scratch-{ranks.rank}"
+    scratch.mkdir()
+    config = stage.config("ceilings")
+    with mock.patch.object(tempfile, "tempdir", str(scratch)):
+        found = measure_headspace_on(ranks, config, HeadspaceOptions(num_rounds=1, num_steps=2))
+    return {
+        "facts": describe(found, config, 0.0) if found is not None else None,
+        "left": [path.name for path in (*scratch.iterdir(), config.run.output) if path.exists()],
+    }

@@ -1,0 +1,46 @@
+"""``pipelines.launch``: torchrun whose exit code says what the ranks said."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launcher import Job, job
+from tests.tiny_runs import make_tiny_input, write_config
+
+pytestmark = pytest.mark.distributed
+
+
+def test_the_code_of_the_ranks_comes_through(tmp_path: Path) -> None:
+    config = write_config(make_tiny_input(tmp_path), tmp_path / "tiny.toml", tmp_path / "run", {})
+    arguments = [f"--config={config}", "--set=run.sede=4"]
+    with job(tmp_path, "pipelines.train", arguments, num_ranks=2, passes_codes=True) as running:
+        finished = running.wait(120)
+    assert finished.exit_code == 2, finished.text
+    assert "nearest known key is 'seed'" in finished.stderr
+
+
+def test_a_stop_signal_before_there_are_ranks_is_answered_at_once(tmp_path: Path) -> None:
+    """While it imports torch, or waits for a machine that never comes."""
+    options = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    with job(
+        tmp_path, "pipelines.train", [], num_ranks=1, options=options, passes_codes=True, standalone=False
+    ) as running:
+        wait_until_it_listens(running)
+        running.process.send_signal(signal.SIGTERM)
+        finished = running.wait(60)
+    assert finished.exit_code == 75, finished.text
+
+
+def wait_until_it_listens(running: Job) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{running.process.pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1]
+        if int(caught, 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.01)
+    pytest.fail("the launcher does not listen to SIGTERM")

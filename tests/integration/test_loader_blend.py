@@ -1,0 +1,248 @@
+"""Blends through the loader: text-only corpora beside images, S1 to S6, equal keys in two datasets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardflow.epochs import BatchSpec, TokenBudget
+from shardflow.errors import ConfigError, StateError
+from shardflow.loading import (
+    Batch,
+    ImageView,
+    Loader,
+    LoaderConfig,
+    NativeView,
+    Selection,
+    World,
+    open_blend,
+)
+from shardflow.shards import Dataset
+from tests.factories import make_dataset
+from tests.integration.loader_support import flip_bit, locate
+
+SEED = 11
+DRY = LoaderConfig(text=False)
+FULL = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16))
+BLEND = """
+[[component]]
+dataset = "images"
+repeat = 1.5
+
+[[component]]
+dataset = "texts"
+repeat = 0.6
+
+[[component]]
+dataset = "images"
+subset = ["num_slices>=3"]
+"""
+SPECS = {
+    "fixed": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask"),
+    "lanes": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask", lanes=4, window_bytes=9000),
+    "budget": BatchSpec(
+        budget=TokenBudget(max_tokens=60, max_samples=4),
+        micro_batches_per_step=4,
+        tail="mask",
+        lanes=4,
+        window_bytes=9000,
+    ),
+}
+Held = dict[tuple[int, int, int], tuple[tuple[str | None, ...], tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets with equal keys; one has no images."""
+    folder = tmp_path_factory.mktemp("blend")
+    make_dataset(folder / "images", splits={"test": 2, "train": 21}, slices=(1, 5))
+    make_dataset(folder / "texts", splits={"test": 3, "train": 30}, slices=0, seed=5)
+    (folder / "blend.toml").write_text(BLEND, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def blend(folder: Path) -> Selection:
+    return open_blend(folder / "blend.toml")
+
+
+def held(batches: list[Batch]) -> Held:
+    return {
+        (batch.epoch, batch.step, batch.micro): (tuple(batch.keys), tuple(batch.components))
+        for batch in batches
+        if batch.micro < 4
+    }
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_position_resumes_on_another_world_across_epochs(blend: Selection, spec: BatchSpec) -> None:
+    loader = Loader(blend, spec=spec, seed=SEED, config=DRY)
+    states, received = [loader.state_dict()], []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            received.append(batch)
+            if batch.slot == 3:
+                states.append(loader.state_dict())
+    whole = held(received)
+    assert all(len(json.dumps(state)) < 1024 for state in states)
+    for state in states[:-1]:
+        place = int(str(state["epoch"])), int(str(state["step"]))
+        rest: Held = {}
+        for rank in range(3):
+            again = Loader(blend, spec=spec, seed=SEED, world=World(rank=rank, world_size=3), config=DRY)
+            again.load_state_dict(json.loads(json.dumps(state)))
+            rest |= held(list(again))
+        assert rest == {
+            key: value for key, value in whole.items() if key[0] == place[0] and key[1] >= place[1]
+        }
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_each_component_is_drawn_from_as_often_as_the_file_says(
+    blend: Selection, folder: Path, spec: BatchSpec
+) -> None:
+    images, texts = Dataset.open(folder / "images"), Dataset.open(folder / "texts")
+    uses: Counter[tuple[int, str]] = Counter()
+    loader = Loader(blend, spec=spec, seed=SEED, config=DRY)
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        draws: Counter[int] = Counter()
+        for batch in loader:
+            for key, component in zip(batch.keys, batch.components, strict=True):
+                if key is not None:
+                    uses[component, key] += 1
+                    draws[component] += 1
+        third = [row for row in images.splits["train"] if images.samples.column("num_slices")[row] >= 3]
+        assert draws == {0: 32, 1: 18, 2: len(third)}
+    for component, dataset in enumerate((images, texts)):
+        counts = [uses[component, dataset.samples.sample_key(row)] for row in dataset.splits["train"]]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_what_comes_belongs_to_its_component(blend: Selection, folder: Path) -> None:
+    """Equal keys and rows in two datasets: text, images and rows are those of the one that was drawn from."""
+    datasets = [Dataset.open(folder / name) for name in ("images", "texts", "images")]
+    num_text_only = 0
+    for batch in Loader(blend, spec=SPECS["lanes"], seed=SEED, config=FULL):
+        arrays = batch.arrays
+        assert arrays["component"].tolist() == batch.components
+        for slot, (component, row) in enumerate(zip(batch.components, arrays["row"].tolist(), strict=True)):
+            if component < 0:
+                assert (row, batch.keys[slot], arrays["weight"][slot]) == (-1, None, 0)
+                continue
+            dataset = datasets[component]
+            assert batch.keys[slot] == dataset.samples.sample_key(row)
+            assert batch.text(slot) == dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
+            has_images = bool(dataset.samples.column("num_slices")[row])
+            assert has_images == (component != 1)
+            assert arrays["slice_mask"][slot].any() == has_images
+            assert arrays["image"][slot].any() == has_images
+        num_text_only += set(batch.components) == {1}
+    assert num_text_only
+
+
+def test_a_micro_batch_without_any_image_has_all_arrays(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.toml").write_text(f'[[component]]\ndataset = "{folder / "texts"}"\n', encoding="utf-8")
+    only = open_blend(tmp_path / "texts.toml")
+    for batch in Loader(only, spec=SPECS["fixed"], seed=SEED, config=FULL):
+        assert batch.arrays["image"].shape == (2, 2, 16, 16)
+        assert not batch.arrays["image"].any()
+        assert not batch.arrays["slice_mask"].any()
+    native = LoaderConfig(view=NativeView())
+    for batch in Loader(only, spec=SPECS["fixed"], seed=SEED, config=native):
+        assert batch.arrays["pixels"].size == 0
+        assert batch.image(0).shape == (0, 0, 0)
+
+
+def test_a_sample_drawn_again_shows_other_slices_on_every_world(tmp_path: Path) -> None:
+    """Which slices are taken hangs on the slot of the plan: a second draw of an epoch takes its own."""
+    make_dataset(tmp_path / "images", splits={"train": 6}, slices=12)
+    (tmp_path / "again.toml").write_text(
+        '[[component]]\ndataset = "images"\nrepeat = 4.0\n', encoding="utf-8"
+    )
+    view = ImageView(num_slices=3, rows=16, columns=16, slice_choice="random")
+
+    def shown(world_size: int) -> dict[tuple[int, int, int], tuple[int, tuple[int, ...]]]:
+        found = {}
+        for rank in range(world_size):
+            world = World(rank=rank, world_size=world_size)
+            blend = open_blend(tmp_path / "again.toml")
+            config = LoaderConfig(view=view, text=False)
+            for batch in Loader(blend, spec=SPECS["fixed"], seed=SEED, world=world, config=config):
+                for slot, row in enumerate(batch.arrays["row"].tolist()):
+                    if row >= 0:  # the first pixel says which slice it is
+                        slices = tuple(batch.arrays["image"][slot, :, 0, 0].tolist())
+                        found[batch.step, batch.micro, slot] = (row, slices)
+        return found
+
+    whole = shown(1)
+    assert len(whole) == 24
+    # Of 220 ways to take 3 of 12 slices, 24 draws take others nearly always; keyed by the row they are 6.
+    assert len(set(whole.values())) > 18
+    assert shown(3) == whole
+
+
+def test_a_bad_sample_is_masked_and_names_its_component(folder: Path, tmp_path: Path) -> None:
+    make_dataset(tmp_path / "images", splits={"train": 8}, slices=2)
+    make_dataset(tmp_path / "texts", splits={"train": 8}, slices=0, seed=5)
+    (tmp_path / "two.toml").write_text(
+        '[[component]]\ndataset = "images"\n[[component]]\ndataset = "texts"\n', encoding="utf-8"
+    )
+    texts = Dataset.open(tmp_path / "texts")
+    path, offset, _ = locate(texts, 3, "report.txt")
+    flip_bit(path, offset)
+    loader = Loader(open_blend(tmp_path / "two.toml"), spec=SPECS["fixed"], seed=SEED, config=FULL)
+    assert sum(batch.arrays["weight"].sum() for batch in loader) == 15
+    (row,) = loader.quarantined
+    assert (row.component, row.row, row.key) == (1, 3, texts.samples.sample_key(3))
+    again = Loader(open_blend(tmp_path / "two.toml"), spec=SPECS["fixed"], seed=SEED, config=FULL)
+    again.load_masks(json.loads(json.dumps(loader.masks())))
+    assert again.quarantined == [row]
+    assert sum(batch.arrays["weight"].sum() for batch in again) == 15
+
+
+def test_a_changed_component_is_refused_by_its_position(blend: Selection, folder: Path) -> None:
+    state = Loader(blend, spec=SPECS["fixed"], seed=SEED, config=DRY).state_dict()
+    other = folder / "other.toml"
+    for change, number in (("repeat = 0.6", 2), ("num_slices>=3", 3)):
+        other.write_text(
+            BLEND.replace(change, change.replace("0.6", "0.7").replace("3", "2")), encoding="utf-8"
+        )
+        with pytest.raises(StateError, match=rf"^component {number} of the blend must be this run's 1:"):
+            Loader(open_blend(other), spec=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
+    plain = Loader(Dataset.open(folder / "images"), split="train", spec=SPECS["fixed"], seed=SEED, config=DRY)
+    with pytest.raises(StateError, match=r"^components of the loader state must be this run's 0, got 3"):
+        plain.load_state_dict(state)
+    moved = folder / "sub" / "moved.toml"
+    moved.parent.mkdir(exist_ok=True)
+    moved.write_text(
+        BLEND.replace('"images"', '"../images"').replace('"texts"', '"../texts"'), encoding="utf-8"
+    )
+    # Paths are no part of a blend's identity.
+    Loader(open_blend(moved), spec=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
+
+
+def test_a_blend_is_not_narrowed_down_again(blend: Selection) -> None:
+    with pytest.raises(ConfigError, match="split and subset must be left out where a blend is given"):
+        Loader(blend, split="train", spec=SPECS["fixed"], seed=SEED)
+
+
+def test_torchs_dataloader_takes_a_blend_in_workers(blend: Selection) -> None:
+    from torch.utils.data import DataLoader
+
+    from shardflow.loading.torch_dataset import ShardIterableDataset
+
+    expected = held(list(Loader(blend, spec=SPECS["lanes"], seed=SEED, config=DRY)))
+    streamed = ShardIterableDataset(blend, spec=SPECS["lanes"], seed=SEED, config=FULL)
+    loader = DataLoader(streamed, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    received = list(streamed.track(loader))
+    assert held(received) == expected
+    assert (
+        np.concatenate([batch.arrays["weight"] for batch in received]).sum()
+        == streamed._loader.plan.num_samples
+    )

@@ -1,0 +1,327 @@
+"""Loaders over a cache: the same batches, each block fetched once a node, the future known."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardflow.epochs import BatchSpec, RankSchedule, TokenBudget
+from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World, open_blend
+from shardflow.loading.needs import needed_fields
+from shardflow.loading.reader import FieldReader
+from shardflow.loading.selection import select
+from shardflow.loading.thread_state import ThreadState
+from shardflow.shards import Dataset
+from shardflow.storage import (
+    ByteRange,
+    Cache,
+    CacheConfig,
+    CachedStore,
+    LocalStore,
+    RemoteOptions,
+    RemoteStore,
+    RetryPolicy,
+)
+from shardflow.telemetry import StageCounters
+from tests.factories import make_dataset
+from tests.integration.loader_support import HookedStore, received_keys
+from tests.object_stores import WebServer
+
+SEED = 3
+CONFIG = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16, slice_choice="random"))
+BUDGET = TokenBudget(max_tokens=70, max_samples=4)
+SPECS = {
+    "fixed": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask"),
+    "lanes": BatchSpec(
+        micro_batch_size=2, micro_batches_per_step=4, tail="mask", lanes=4, window_bytes=20_000
+    ),
+    "budget": BatchSpec(budget=BUDGET, micro_batches_per_step=4, tail="mask", lanes=4, window_bytes=20_000),
+}
+DEADLINE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("dataset")
+    return make_dataset(folder / "a", num_samples=40, samples_per_shard=6, size=(48, 48))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> CacheConfig:
+    return CacheConfig(
+        directory=tmp_path / "cache",
+        max_bytes=1 << 26,
+        min_free_bytes=0,
+        block_bytes=4096,
+        read_ahead_bytes=100_000,
+    )
+
+
+class Origin:
+    """The store behind the cache, and a count of what was read of it."""
+
+    def __init__(self, url: str) -> None:
+        self.reads: Counter[tuple[str, ByteRange]] = Counter()
+        self.store = HookedStore(LocalStore(url), self._note)
+
+    def _note(self, path: str, ranges: Sequence[ByteRange]) -> None:
+        self.reads.update((path, span) for span in ranges)
+
+    def open(self, config: CacheConfig) -> Dataset:
+        store = CachedStore(self.store, Cache(config))
+        return Dataset(store, Dataset.open(self.store.url).manifest)
+
+
+def loader(dataset: Dataset, spec: BatchSpec, **settings: Any) -> Loader:
+    return Loader(dataset, split="train", spec=spec, seed=SEED, **{"config": CONFIG, **settings})
+
+
+def epochs(source: Loader, num_epochs: int = 2) -> Iterator[Batch]:
+    for epoch in range(num_epochs):
+        source.set_epoch(epoch)
+        yield from source
+
+
+def assert_equal(found: Sequence[Batch], expected: Sequence[Batch]) -> None:
+    assert list(received_keys(found)) == list(received_keys(expected))
+    for batch, other in zip(found, expected, strict=True):
+        for name, array in other.arrays.items():
+            assert np.array_equal(batch.arrays[name], array), name
+
+
+def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> set[str]:
+    """Names of the blocks that a step of one rank reads."""
+    assert isinstance(dataset.store, CachedStore)
+    reader = FieldReader(source.selection, read_bytes=1, counters=StageCounters())
+    rows, _ = source.plan.for_epoch(epoch).step(step)
+    found: set[str] = set()
+    for row in rows[rows >= 0].tolist():
+        shard = reader.open_shard(int(dataset.samples.gather("shard", row)), ThreadState())
+        inside = int(dataset.samples.gather("row_in_shard", row))
+        fields = needed_fields(shard, inside, CONFIG, seed=SEED, epoch=epoch, row=row, table_row=row)
+        blocks = dataset.store._blocks(shard.path)
+        assert blocks is not None
+        offsets = shard.index.field_offsets[fields].tolist()
+        sizes = shard.index.field_num_bytes[fields].tolist()
+        numbers = blocks.find([ByteRange(*span) for span in zip(offsets, sizes, strict=True)])
+        found |= {f"{blocks.name}/{number:08x}" for number in numbers}
+    return found
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("policy", ["belady", "lru", "lfu-decay"])
+@pytest.mark.parametrize("kind", list(SPECS))
+def test_a_cache_changes_no_batch(url: str, config: CacheConfig, kind: str, policy: Any) -> None:
+    expected = list(epochs(loader(Dataset.open(url), SPECS[kind])))
+    # A third of the blocks: most of what is kept has to go again.
+    small = replace(config, max_bytes=80 * 4096, policy=policy)
+    assert_equal(list(epochs(loader(Dataset.open(url, cache=small), SPECS[kind]))), expected)
+
+
+@pytest.mark.parametrize("execution", ["threads", "process"])
+def test_what_a_cache_counts_is_in_the_loaders_counters(
+    url: str, config: CacheConfig, execution: Any
+) -> None:
+    expected = list(epochs(loader(Dataset.open(url), SPECS["lanes"])))
+    settings = replace(CONFIG, execution=execution)
+    with loader(Dataset.open(url, cache=config), SPECS["lanes"], config=settings) as source:
+        assert_equal(list(epochs(source)), expected)
+        counted = source.counters.snapshot()
+    # Of the two epochs; what is fetched behind the last micro-batch is no one's.
+    assert counted["cache_disk"]["num_items"] > 0
+    assert counted["cache_origin"]["num_bytes"] > 0
+
+
+def test_a_cache_in_memory_changes_no_batch(url: str) -> None:
+    expected = list(epochs(loader(Dataset.open(url), SPECS["lanes"])))
+    dataset = Dataset.open(url, cache=CacheConfig(ram_bytes=200_000, block_bytes=4096))
+    assert_equal(list(epochs(loader(dataset, SPECS["lanes"]))), expected)
+    assert isinstance(dataset.store, CachedStore)
+    assert dataset.store.cache.counters.totals("cache_ram").num_items > 0
+
+
+def test_a_node_that_has_all_of_it_goes_on_while_the_store_is_down(url: str, config: CacheConfig) -> None:
+    config = replace(config, read_ahead_bytes=1 << 20)
+    manifest = Dataset.open(url).manifest
+    whole = replace(CONFIG, view=ImageView(num_slices=8, rows=16, columns=16))
+    with WebServer(Path(url)) as web:
+        retry = RetryPolicy(max_attempts=2, first_wait_s=0.001, max_wait_s=0.01)
+        store = RemoteStore(f"http://127.0.0.1:{web.port}", RemoteOptions(retry=retry))
+        dataset = Dataset(CachedStore(store, Cache(config)), manifest)
+        source = loader(dataset, SPECS["lanes"], config=whole)
+        first = list(epochs(source, 1))
+    num_requests = web.num_requests
+    source.set_epoch(1)
+    second = list(source)
+    again = loader(pickle.loads(pickle.dumps(dataset)), SPECS["lanes"], config=whole)
+    assert_equal([*epochs(again)], [*first, *second])
+    assert web.num_requests == num_requests  # also none of connections that stayed open
+
+
+def test_a_blend_shares_one_cache(url: str, config: CacheConfig, tmp_path: Path) -> None:
+    make_dataset(tmp_path / "texts", num_samples=10, slices=0)
+    blend = tmp_path / "blend.toml"
+    blend.write_text(
+        f'[[component]]\ndataset = "{url}"\nrepeat = 1.5\n[[component]]\ndataset = "texts"\nrepeat = 0.5\n'
+        f'[[component]]\ndataset = "{url}"\nsubset = ["num_slices>=3"]\n'
+    )
+    spec = SPECS["lanes"]
+    expected = list(epochs(Loader(open_blend(blend), spec=spec, seed=SEED, config=CONFIG)))
+    selection = open_blend(blend, cache=replace(config, max_bytes=80 * 4096))
+    assert_equal(list(epochs(Loader(selection, spec=spec, seed=SEED, config=CONFIG))), expected)
+    caches = {id(dataset.store.cache) for dataset in selection.datasets}  # type: ignore[attr-defined]
+    assert len(caches) == 1
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 1 << 20])
+def test_the_ranks_of_a_node_fetch_each_block_once(url: str, config: CacheConfig, ahead_bytes: int) -> None:
+    config = replace(config, read_ahead_bytes=ahead_bytes)
+    origin = Origin(url)
+    ranks = [
+        loader(origin.open(config), SPECS["fixed"], world=World(rank=rank, world_size=2, ranks_per_node=2))
+        for rank in range(2)
+    ]
+    for epoch in range(2):
+        for rank in ranks:
+            rank.set_epoch(epoch)
+        for _ in zip(*ranks, strict=True):
+            pass
+    del ranks
+    assert origin.reads
+    assert set(origin.reads.values()) == {1}
+
+
+def test_a_resumed_run_reads_what_is_kept(url: str, config: CacheConfig) -> None:
+    first = Origin(url)
+    source = loader(first.open(config), SPECS["lanes"])
+    whole = list(epochs(source, 1))
+    again = Origin(url)
+    resumed = loader(again.open(config), SPECS["lanes"])
+    source.set_epoch(0)
+    iterator = iter(source)
+    for _ in range(8):
+        next(iterator)
+    resumed.load_state_dict(source.state_dict())
+    rest = list(resumed)
+    assert_equal(rest, whole[8:])
+    # The random slices of epoch 0 are the same; only what lies ahead in epoch 1 may be new.
+    assert not again.reads.keys() & first.reads.keys()
+
+
+def test_poisoned_blocks_cost_no_sample(url: str, config: CacheConfig) -> None:
+    expected = list(epochs(loader(Dataset.open(url), SPECS["fixed"])))
+    list(epochs(loader(Dataset.open(url, cache=config), SPECS["fixed"])))
+    assert config.directory is not None
+    for path in (config.directory / "blocks").rglob("*"):
+        if path.is_file():
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(bytes(data))
+    dataset = Dataset.open(url, cache=config)
+    source = loader(dataset, SPECS["fixed"])
+    found = list(epochs(source))
+    assert_equal(found, expected)
+    assert source.quarantined == []
+    assert isinstance(dataset.store, CachedStore)
+    assert dataset.store.cache.counters.totals("cache_poisoned").num_items > 0
+
+
+def test_a_cache_that_is_deleted_during_an_epoch_costs_one_warning(
+    url: str, config: CacheConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = list(epochs(loader(Dataset.open(url), SPECS["lanes"])))
+    found: list[Batch] = []
+    with caplog.at_level(logging.WARNING):
+        for number, batch in enumerate(epochs(loader(Dataset.open(url, cache=config), SPECS["lanes"]))):
+            found.append(batch)
+            if number == 3:
+                assert config.directory is not None
+                shutil.rmtree(config.directory, ignore_errors=True)
+    assert_equal(found, expected)
+    assert len([record for record in caplog.records if "cache" in record.message]) == 1
+
+
+def test_the_next_epoch_is_warmed_before_this_one_ends(url: str, config: CacheConfig) -> None:
+    dataset = Dataset.open(url, cache=config)
+    source = loader(dataset, SPECS["fixed"])
+    iterator = iter(source)
+    for _ in range(len(source) - 1):
+        next(iterator)
+    assert config.directory is not None
+    this_epoch = {
+        block for step in range(source.num_steps) for block in needed_blocks(dataset, source, 0, step)
+    }
+    # Other slices of the same samples.
+    next_epoch = needed_blocks(dataset, source, 1, 0) - this_epoch
+    assert next_epoch
+    assert eventually(
+        lambda: all((config.directory / "blocks" / block).exists() for block in next_epoch)  # type: ignore[operator]
+    )
+
+
+@pytest.mark.parametrize("kind", list(SPECS))
+def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfig, kind: str) -> None:
+    world = World(rank=2, world_size=4, ranks_per_node=2)
+    dataset = Dataset.open(url, cache=config)
+    source = loader(dataset, SPECS[kind], world=world)
+    assert isinstance(dataset.store, CachedStore)
+    outlook = dataset.store.cache.outlook
+    iterator = iter(source)
+    next(iterator)
+    (told,) = source._parts.foresight._told
+    assert eventually(lambda: told.run.table.has_epoch(0) and told.run.table.has_epoch(1))
+    schedule = RankSchedule(4, 4, lanes=SPECS[kind].lanes, ranks_per_node=2)
+    micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_filler(micro)]
+    plans = [select(dataset, "train").plan(SPECS[kind], seed=SEED, epoch=epoch) for epoch in (0, 1)]
+    uses: dict[int, list[int]] = {}
+    for epoch, plan in enumerate(plans):
+        for step in range(plan.num_steps):
+            rows = plan.step(step)[0][micros]
+            for row in rows[rows >= 0].tolist():
+                uses.setdefault(row, []).append(step + epoch * plans[0].num_steps)
+    everything = np.arange(dataset.samples.num_samples)
+    for now in range(plans[0].num_steps):
+        expected = [
+            min((use - now for use in uses.get(row, []) if use >= now), default=np.inf)
+            for row in everything.tolist()
+        ]
+        outlook.report(told.run, 0, now, now)
+        for is_scan in (True, False):
+            found = outlook.distances(dataset.dataset_id, everything, everything + 1, is_scan=is_scan)
+            assert found.tolist() == expected
+
+
+def test_threads_end_with_the_iteration(url: str, config: CacheConfig) -> None:
+    import threading
+
+    def running() -> list[str]:
+        return [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith(("shardflow-ahead", "shardflow-foresight"))
+        ]
+
+    source = loader(Dataset.open(url, cache=config), SPECS["fixed"])
+    assert running() == []
+    iterator = iter(source)
+    next(iterator)
+    source.close()
+    assert eventually(lambda: running() == [])

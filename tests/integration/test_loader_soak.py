@@ -1,0 +1,78 @@
+"""Two hundred thousand samples: memory, descriptors and threads stand still; a short run of it always."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardflow.epochs import BatchSpec
+from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.shards import Dataset
+from tests.factories import make_dataset
+
+_MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    url = make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=400, samples_per_shard=50)
+    return Dataset.open(url)
+
+
+def _memory_bytes(pids: list[int | str]) -> int:
+    """Memory that belongs to no file: pages of libraries count for more when others let go of them."""
+    found = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        found += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return found * 1024
+
+
+def _num_descriptors(pids: list[int | str]) -> int:
+    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
+
+
+def _soak(dataset: Dataset, num_samples: int, **settings: Any) -> None:
+    """Iterate; compare what the first and the last fifth of the run take, after a warm-up."""
+    spec = BatchSpec(micro_batch_size=16, micro_batches_per_step=2, tail="mask")
+    view = ImageView(num_slices=2, rows=16, columns=16, slice_choice="random")
+    config = LoaderConfig(view=view, prefetch_bytes=2 * _MIB, **settings)
+    with Loader(dataset, split="train", spec=spec, seed=1, config=config) as loader:
+        per_epoch = 400
+        for _ in range(4):
+            for batch in loader:
+                assert len(batch)
+        side = loader._parts.side
+        pids: list[int | str] = ["self", *(side.pids if side is not None else ())]
+        memory, descriptors = [], set()
+        num_done = 0
+        while num_done < num_samples:
+            for batch in loader:
+                assert len(batch)
+            num_done += per_epoch
+            gc.collect()
+            memory.append(_memory_bytes(pids))
+            descriptors.add(_num_descriptors(pids))
+        # As many as may be under way, those in the pool, and what the loop holds.
+        assert loader.num_buffers_allocated <= 3 * config.prefetch_bytes // (64 << 10)
+    assert max(descriptors) - min(descriptors) <= 2  # the listing itself
+    fifth = max(len(memory) // 5, 1)
+    growth = statistics.median(memory[-fifth:]) - statistics.median(memory[:fifth])
+    # What an allocator holds on to settles in the first ten thousand samples. One buffer of 64 KiB kept in
+    # every fourth batch would be 8 MiB in the short run.
+    assert growth < _MIB * max(num_samples / 10_000, 8.0)
+
+
+@pytest.mark.parametrize("execution", ["threads", "process"])
+def test_memory_and_descriptors_stand_still(dataset: Dataset, execution: str) -> None:
+    _soak(dataset, 8_000, execution=execution)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["threads", "process"])
+def test_memory_and_descriptors_stand_still_for_long(dataset: Dataset, execution: str) -> None:
+    _soak(dataset, 200_000, execution=execution)

@@ -1,0 +1,104 @@
+"""Subsets through the loader: S1 to S5 hold, and a state of other samples is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardflow.epochs import BatchSpec, TokenBudget
+from shardflow.errors import StateError
+from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World
+from shardflow.loading.subset import choose_rows
+from shardflow.shards import Dataset
+from tests.factories import make_dataset
+
+SEED = 11
+DRY = LoaderConfig(text=False)
+TERMS = ("num_slices>=2", "text_bytes<70")
+SPECS = {
+    "fixed": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask"),
+    "lanes": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask", lanes=2, window_bytes=9000),
+    "budget": BatchSpec(
+        budget=TokenBudget(max_tokens=60, max_samples=4),
+        micro_batches_per_step=4,
+        tail="mask",
+        lanes=2,
+        window_bytes=9000,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("subset") / "dataset"
+    return Dataset.open(make_dataset(folder, splits={"test": 3, "train": 60}, slices=(0, 5)))
+
+
+def loader_of(dataset: Dataset, spec: BatchSpec, rank: int = 0, world_size: int = 1) -> Loader:
+    world = World(rank=rank, world_size=world_size)
+    return Loader(dataset, split="train", subset=TERMS, spec=spec, seed=SEED, world=world, config=DRY)
+
+
+def steps_of(batches: list[Batch]) -> dict[tuple[int, int], tuple[str | None, ...]]:
+    return {(batch.step, batch.micro): tuple(batch.keys) for batch in batches if batch.micro < 4}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_position_resumes_on_another_world(dataset: Dataset, spec: BatchSpec) -> None:
+    whole = steps_of(list(loader_of(dataset, spec)))
+    held = [key for keys in whole.values() for key in keys if key is not None]
+    rows = list(choose_rows(dataset, "train", TERMS).rows)
+    assert 8 < len(rows) < 50
+    assert sorted(held) == sorted(dataset.samples.sample_key(row) for row in rows)
+    first = loader_of(dataset, spec)
+    states = [first.state_dict()]
+    states += [first.state_dict() for batch in first if batch.slot == 3]
+    for state in states[:-1]:
+        rest: dict[tuple[int, int], tuple[str | None, ...]] = {}
+        for rank in range(3):
+            again = loader_of(dataset, spec, rank, world_size=3)
+            again.load_state_dict(json.loads(json.dumps(state)))
+            rest |= steps_of(list(again))
+        assert rest == {place: keys for place, keys in whole.items() if place[0] >= int(str(state["step"]))}
+
+
+def test_other_terms_are_refused_by_name_and_other_words_for_them_are_not(dataset: Dataset) -> None:
+    spec = SPECS["fixed"]
+    state = loader_of(dataset, spec).state_dict()
+    for terms in ((), ("num_slices>=3",)):
+        other = Loader(dataset, split="train", subset=terms, spec=spec, seed=SEED, config=DRY)
+        with pytest.raises(StateError, match=r"^subset of the loader state must be this run's"):
+            other.load_state_dict(state)
+    same = Loader(
+        dataset, split="train", subset=["text_bytes<=69", "num_slices>1"], spec=spec, seed=SEED, config=DRY
+    )
+    same.load_state_dict(state)
+    assert same.plan_id == state["plan_id"]
+
+
+def test_content_comes_with_the_chosen_samples(dataset: Dataset) -> None:
+    config = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16))
+    loader = Loader(dataset, split="test+train", subset=TERMS, spec=SPECS["fixed"], seed=SEED, config=config)
+    for batch in loader:
+        for slot, row in enumerate(batch.arrays["row"].tolist()):
+            if row >= 0:
+                assert batch.keys[slot] == dataset.samples.sample_key(row)
+                assert len(batch.text(slot)) < 70
+                assert batch.arrays["slice_mask"][slot].sum() == 2
+
+
+def test_torchs_dataloader_takes_a_subset(dataset: Dataset, tmp_path: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    from shardflow.loading.torch_dataset import ShardIterableDataset
+
+    path = tmp_path / "wanted.txt"
+    keys = [dataset.samples.sample_key(row) for row in list(dataset.splits["train"])[::2]]
+    path.write_text("\n".join(keys), encoding="utf-8")
+    streamed = ShardIterableDataset(
+        dataset, split="train", subset=[f"keys={path}"], spec=SPECS["fixed"], seed=SEED, config=DRY
+    )
+    found = list(streamed.track(DataLoader(streamed, batch_size=None)))
+    assert sorted(key for batch in found for key in batch.keys if key) == sorted(keys)

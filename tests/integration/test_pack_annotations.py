@@ -1,0 +1,161 @@
+"""Annotation files among the inputs: an outcome each, regions in the sample, nothing that a person typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydicom import dcmread
+from pydicom.data import get_testdata_file
+
+from shardflow.loading import region_masks
+from shardflow.packing import PackSummary
+from tests.dicom_factory import dicom_uid, make_study
+from tests.pack_case import PackCase, read_ledger
+from tests.unit.annotations.made_objects import code, item, make_object
+
+LOOSE = "policy.max_quarantined_share=1.0"
+CANARY = "XCANARYX"
+
+
+def _samples(case: PackCase) -> dict[str, Mapping[str, bytes]]:
+    dataset = case.open()
+    rows = range(dataset.samples.num_samples)
+    return {str(row): dataset.read_fields(row) for row in rows}
+
+
+def _annotations(fields: Mapping[str, bytes]) -> dict[str, Any]:
+    return dict(json.loads(fields["annotations.json"]))
+
+
+def test_own_files_of_all_kinds_but_segmentations(tmp_path: Path) -> None:
+    case = PackCase(tmp_path)
+    case.prepare()
+    study = make_study(case.dicom / "a", num_slices=4, size=(16, 12))
+    uid = [str(dcmread(path, stop_before_pixels=True).SOPInstanceUID) for path in study.files]
+    series = dicom_uid("series", "P1", "A", 1)
+    folder = case.dicom / "b"
+    folder.mkdir()
+    reference = item(ReferencedSOPClassUID="1.2.840.10008.5.1.4.1.1.2", ReferencedSOPInstanceUID=uid[2])
+    named: dict[str, Any] = {
+        "PatientName": CANARY,
+        "ContentCreatorName": CANARY,
+        "SeriesInstanceUID": "1.2.3",
+    }
+    make_object(
+        folder / "ko", "1.2.840.10008.5.1.4.1.1.88.59", ConceptNameCodeSequence=[code("113000", "DCM")],
+        ContentSequence=[
+            item(ValueType="TEXT", TextValue=CANARY),
+            item(ValueType="IMAGE", ReferencedSOPSequence=[reference]),
+        ],
+        **named,
+    )  # fmt: skip
+    make_object(
+        folder / "pr", "1.2.840.10008.5.1.4.1.1.11.1",
+        ReferencedSeriesSequence=[item(SeriesInstanceUID=series, ReferencedImageSequence=[reference])],
+        GraphicAnnotationSequence=[item(GraphicLayer=CANARY, GraphicObjectSequence=[item(
+            GraphicType="CIRCLE", GraphicAnnotationUnits="PIXEL", GraphicData=[6.0, 8.0, 9.0, 8.0])],
+            TextObjectSequence=[item(UnformattedTextValue=CANARY)])],
+        **named,
+    )  # fmt: skip
+    for path in (folder / "ko", folder / "pr"):
+        dataset = dcmread(path)
+        dataset.StudyInstanceUID = study.study_instance_uid
+        dataset.save_as(path)
+    (folder / "lidc.xml").write_text(
+        f"<LidcReadMessage><SeriesInstanceUid>{series}</SeriesInstanceUid><readingSession>"
+        f"<servicingRadiologistID>{CANARY}</servicingRadiologistID><unblindedReadNodule><noduleID>{CANARY}</noduleID>"
+        f"<roi><imageSOP_UID>{uid[1]}</imageSOP_UID><inclusion>TRUE</inclusion>"
+        + "".join(
+            f"<edgeMap><xCoord>{x}</xCoord><yCoord>{y}</yCoord></edgeMap>"
+            for x, y in ((2, 2), (8, 2), (8, 9))
+        )
+        + "</roi></unblindedReadNodule></readingSession></LidcReadMessage>",
+        encoding="utf-8",
+    )
+    (folder / "boxes.csv").write_text(
+        f"image_id,label,x_min,y_min,x_max,y_max\n{uid[0]},{CANARY},1,1,5,5\n9.9.9,nodule,1,1,5,5\n",
+        encoding="utf-8",
+    )
+    coco = {
+        "images": [{"id": 1, "file_name": f"{uid[3]}.dcm"}],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4]}],
+        "categories": [{"id": 1, "name": "nodule"}, {"id": 2, "name": CANARY}],
+    }
+    (folder / "coco.json").write_text(json.dumps(coco), encoding="utf-8")
+    (folder / "bomb.xml").write_text('<!DOCTYPE x [<!ENTITY a "a">]><LidcReadMessage/>', encoding="utf-8")
+    summary = case.pack(LOOSE)
+    assert summary.status == "packed"
+    assert summary.reasons == {"ATTACHMENT_WITHOUT_STUDY": 1, "HEADER_UNREADABLE": 1}
+    (fields,) = _samples(case).values()
+    annotations = _annotations(fields)
+    assert sorted((roi["source"], roi["slices"][0]["slice"]) for roi in annotations["rois"]) == [
+        ("coco", 3), ("csv", 0), ("gsps", 2), ("ko", 2), ("lidc-xml", 1),
+    ]  # fmt: skip
+    assert [roi["roi"] for roi in annotations["rois"]] == list(range(len(annotations["rois"])))
+    masked = [roi for roi in annotations["rois"] if roi["mask"]]
+    assert {roi["source"] for roi in masked} == {"gsps", "lidc-xml"}
+    for roi in masked:
+        place = roi["slices"][0]
+        (mask,) = region_masks(fields, roi, [place["slice"]], (16, 12))
+        assert mask.mean() == pytest.approx(place["fraction"], abs=1e-6)
+    for path in [*case.output.rglob("*")]:
+        if path.is_file():
+            assert CANARY.encode() not in path.read_bytes()
+    assert all(CANARY.encode() not in payload for payload in fields.values())
+    for secret in (*uid, series, study.study_instance_uid):
+        assert secret.encode() not in fields["annotations.json"]
+
+
+def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None:
+    """CT with segmentations, structure sets and reports, as dcmqi, rt-utils and highdicom published them."""
+    case = PackCase(tmp_path)
+    case.prepare()
+    bundled = Path(get_testdata_file("CT_small.dcm") or "").parent
+    small = sorted((bundled / "dicomdirtests" / "77654033" / "CT2").iterdir())
+    highdicom = sorted((shared_data / "highdicom").glob("s*_*ct*.dcm"))
+    highdicom += [*(shared_data / "highdicom").glob("sr_*.dcm"), shared_data / "highdicom" / "ct_image.dcm"]
+    dcmqi = shared_data / "dcmqi_ct_seg_sr" / "segmentations"
+    real = [
+        *small,
+        *highdicom,
+        *dcmqi.glob("*.dcm"),
+        *(dcmqi / "ct-3slice").iterdir(),
+        *(dcmqi / "24x38x3" / "image").iterdir(),
+        *(shared_data / "rt_utils" / "mock_data").glob("*.dcm"),
+    ]
+    for number, path in enumerate(real):
+        shutil.copy(path, case.dicom / f"{number:03d}")
+    summary: PackSummary = case.pack(LOOSE, "deid.face_risk=flag")
+    assert summary.status == "packed"
+    outcomes = {row["outcome"] for row in read_ledger(case.output) if row["kind"] == "attachment"}
+    assert outcomes == {"packed"}, summary.reasons
+    everything = [_annotations(fields) for fields in _samples(case).values() if "annotations.json" in fields]
+    sources = {roi["source"] for one in everything for roi in one["rois"]}
+    assert sources == {"dicom-seg", "rtstruct", "sr-tid1500"}
+    labels = {roi["label"] for one in everything for roi in one["rois"]}
+    assert {"liver", "bone", "lung nodule"} <= labels
+    assert sum(one["count"] for one in everything for one in one["dangling"]) >= 8
+    for fields in _samples(case).values():
+        if "annotations.json" not in fields:
+            continue
+        series = json.loads(fields["study.json"])["series"]
+        for roi in _annotations(fields)["rois"]:
+            shape = (series[roi["series"]]["rows"], series[roi["series"]]["columns"])
+            indexes = [place["slice"] for place in roi["slices"]]
+            masks = region_masks(fields, roi, indexes, shape)
+            scale = 255 if "fractional" in roi["flags"] else 1
+            for place, mask in zip(roi["slices"], masks, strict=True):
+                if roi["mask"] and place["fraction"]:
+                    assert mask.sum() / scale / mask.size == pytest.approx(place["fraction"], abs=1e-5)
+                    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+                    x0, y0, x1, y1 = place["box_px"]
+                    assert x0 <= columns[0] + 0.5
+                    assert y0 <= rows[0] + 0.5
+                    assert columns[-1] + 0.5 <= x1
+                    assert rows[-1] + 0.5 <= y1

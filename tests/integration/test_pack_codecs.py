@@ -1,0 +1,53 @@
+"""Packing with another codec: the same pixels come out of the loader, the exported decoder and study.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardflow.epochs import BatchSpec
+from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.shards import Dataset, webdataset_decoder
+from shardflow.shards.keys import parse_slice_field
+from tests.dicom_factory import make_study
+from tests.pack_case import PackCase
+
+_ONE_SPLIT = ("splits.train=1", "splits.val=0", "shards.target_bytes=4MiB")
+
+
+def _images(dataset: Dataset) -> dict[str, bytes]:
+    view = ImageView(num_slices=4, rows=26, columns=34, dtype="float32")
+    spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
+    with Loader(
+        dataset, split="train", spec=spec, seed=1, config=LoaderConfig(view=view, text=False)
+    ) as loader:
+        found = {str(batch.keys[0]): batch.arrays["image"].tobytes() for batch in loader}
+        assert not loader.quarantined
+    return found
+
+
+@pytest.mark.parametrize("codec", ["htj2k", "png16"])
+def test_the_same_pixels_by_another_codec(tmp_path: Path, codec: str) -> None:
+    images = {}
+    for name in ("b2nd", codec):
+        (tmp_path / name).mkdir()
+        case = PackCase(tmp_path / name)
+        case.prepare()
+        make_study(case.dicom / "ct", patient="ct", num_slices=4, size=(26, 34))
+        make_study(case.dicom / "mr", patient="mr", modality="MR", num_slices=3, size=(20, 24))
+        case.pack(f"shards.codec={name}", *_ONE_SPLIT)
+        dataset = case.open()
+        images[name] = _images(dataset)
+        for row in range(dataset.samples.num_samples):
+            fields = dataset.read_fields(row)
+            series = json.loads(fields["study.json"])["series"][0]
+            slices = {field: data for field, data in fields.items() if parse_slice_field(field)}
+            assert {field.rpartition(".")[2] for field in slices} == {series["codec"]} == {name}
+            for field, data in slices.items():
+                decoded = webdataset_decoder(f".{field}", data)
+                assert decoded.dtype == np.dtype(series["dtype"])
+    assert len(images["b2nd"]) == 2
+    assert images[codec] == images["b2nd"]

@@ -1,0 +1,105 @@
+"""One job over all real files: each ends in one outcome, and docs/outcomes.md shows them all to a person."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pydicom
+import pytest
+from pydicom.uid import UID
+
+from shardflow.sources.reasons import REASONS, Outcome, Reason
+from tests.pack_case import REPOSITORY, PackCase
+
+PAGE = REPOSITORY / "docs" / "outcomes.md"
+MAX_NAMES = 30
+HEAD = """\
+# What becomes of real files
+
+`python -m pipelines.pack` over all public sample files that the tests use, in one job with the default
+settings: every file, its outcome, and what it is. The page is written by the test that compares it
+(`tests/integration/test_pack_outcomes.py`); names are shown because these files are public.
+[dicom.md](dicom.md) says what each reason means.
+
+"""
+# Younger than the dictionary of the installed pydicom.
+NAMES = {"1.2.840.10008.5.1.4.1.1.66.7": "Label Map Segmentation"}
+KINDS = {
+    ".bdf": "BDF biosignals",
+    ".bval": "text",
+    ".bvec": "text",
+    ".edf": "EDF biosignals",
+    ".hl7": "HL7 v2 message",
+    ".jpeg": "picture",
+    ".jpg": "picture",
+    ".json": "JSON",
+    ".md": "text",
+    ".nrrd": "NRRD volume",
+    ".png": "picture",
+    ".txt": "text",
+    ".xml": "C-CDA document",
+}
+
+
+@pytest.mark.usefixtures("golden")  # so that `make golden` runs it
+def test_every_real_file_ends_as_the_page_says(
+    tmp_path: Path, shared_data: Path, request: pytest.FixtureRequest
+) -> None:
+    case = PackCase(tmp_path)
+    case.prepare()
+    text = f'output = "out"\nprivate_dir = "private"\n[inputs]\ndicom = ["{shared_data}"]\n'
+    case.config_path.write_text(text + "[execution]\nnum_processes = 2\n", encoding="utf-8")
+    summary = case.pack()
+    # Files of several records are inputs of their own for every study beside.
+    entries = _entries(case, shared_data)
+    assert summary.inputs["total"] == len(entries)
+    files = {(folder, name) for folder, name, _ in entries}
+    assert len(files) == sum(path.is_file() for path in shared_data.rglob("*"))
+    page = HEAD + "\n".join(_table(entries, shared_data)) + "\n"
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(page, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == page
+
+
+def _entries(case: PackCase, root: Path) -> list[tuple[str, str, str | None]]:
+    """Folder, name and reason of each file."""
+    (ledger,) = case.private.glob("inputs-*.jsonl")
+    found = []
+    for line in ledger.read_text(encoding="ascii").splitlines():
+        entry = json.loads(line)
+        path = Path(entry["path"]).relative_to(root)
+        found.append((path.parent.as_posix(), path.name, entry["reason"]))
+    return sorted(found, key=lambda entry: (entry[0], str(entry[2] or ""), entry[1]))
+
+
+def _table(entries: list[tuple[str, str, str | None]], root: Path) -> Iterator[str]:
+    yield "| folder | files | what it is | outcome | reason |"
+    yield "|---|---|---|---|---|"
+    groups: dict[tuple[str, str, str | None], list[str]] = {}
+    for folder, name, reason in entries:
+        groups.setdefault((folder, _kind(root / folder / name), reason), []).append(name)
+    for (folder, kind, reason), names in groups.items():
+        outcome = Outcome.PACKED if reason is None else REASONS[Reason(reason)].outcome
+        shown = ", ".join(f"`{name}`" for name in names)
+        if len(names) > MAX_NAMES:
+            shown = f"`{names[0]}` to `{names[-1]}`, {len(names)} files"
+        yield f"| {folder} | {shown} | {kind} | {outcome} | {'' if reason is None else f'`{reason}`'} |"
+
+
+def _kind(path: Path) -> str:
+    """Say what a file is, in the words of the standard where it is DICOM."""
+    with path.open("rb") as file:
+        is_dicom = file.read(132)[128:] == b"DICM"
+    if not is_dicom:
+        # Without a preamble pydicom has to be asked, and it takes anything.
+        return KINDS.get(
+            path.suffix.lower(), "text" if path.stem.startswith(("LICENSE", "README")) else "data"
+        )
+    header = pydicom.dcmread(path, stop_before_pixels=True)
+    uid = str(header.get("SOPClassUID", "") or header.file_meta.get("MediaStorageSOPClassUID", ""))
+    name = NAMES.get(uid) or (UID(uid).name if uid else "DICOM without a SOP class")
+    syntax = header.file_meta.get("TransferSyntaxUID")
+    codec = f", {UID(syntax).name}" if syntax is not None and UID(syntax).is_compressed else ""
+    return f"{name.removesuffix(' Storage')}{codec}"

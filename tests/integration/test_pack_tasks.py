@@ -1,0 +1,169 @@
+"""Packing in tasks: in any order, beside each other, killed and run again; then the merge."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipelines import pack as command
+from shardflow.errors import ConfigError
+from shardflow.packing.shares import Share
+from shardflow.packing.workplace import locked_workplace
+from shardflow.shards.verification import verify
+from tests.dicom_factory import make_study, truncate
+from tests.pack_case import REPOSITORY, PackCase, tree_digests
+from tests.pack_faults import HANDLERS as FAULTY
+
+Expected = tuple[Path, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Inputs, and the digests of the dataset that one job makes of them."""
+    case = PackCase(tmp_path_factory.mktemp("alone"))
+    case.prepare(has_reports=True)
+    studies = [
+        make_study(case.dicom / f"p{number}", patient=f"P{number}", num_slices=2 + number, seed=number)
+        for number in range(7)
+    ]
+    truncate(studies[3].files[0])
+    case.write_reports({study.study_instance_uid: f"Report {n}." for n, study in enumerate(studies)})
+    text = case.config_path.read_text(encoding="utf-8")
+    case.config_path.write_text(text + "[policy]\nmax_quarantined_share = 0.5\n", encoding="utf-8")
+    case.write_faults()
+    assert case.pack().num_shards >= 4
+    digests = tree_digests(case.output)
+    shutil.rmtree(case.output)
+    return case.folder, digests
+
+
+@pytest.fixture
+def case(tmp_path: Path, expected: Expected) -> PackCase:
+    case = PackCase(tmp_path / "job")
+    shutil.copytree(expected[0], case.folder, ignore=shutil.ignore_patterns("inputs-*"))
+    return case
+
+
+@pytest.mark.parametrize(
+    "count", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)]
+)
+def test_tasks_and_their_merge_are_one_job(case: PackCase, expected: Expected, count: int) -> None:
+    shards = 0
+    for index in reversed(range(count)):
+        summary = case.pack(share=Share(index, count))
+        assert (summary.status, summary.exit_code) == ("task_done", 0)
+        assert not list(case.output.glob("manifest*"))
+        shards += summary.num_shards
+    merged = case.pack(is_merge=True)
+    assert merged.status == "packed"
+    assert shards >= merged.num_shards
+    assert tree_digests(case.output) == expected[1]
+    assert not verify(str(case.output)).damages
+    assert case.pack(is_merge=True).status == "already_packed"
+    assert not list(case.private.glob("reports*"))
+
+
+def test_the_merge_names_the_tasks_that_are_missing(
+    case: PackCase, expected: Expected, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(case.config_path)]
+    assert command.main([*arguments, "--merge"]) == 2
+    for index in (0, 2):
+        assert command.main([*arguments, "--task", f"{index}/4"]) == 0
+    capsys.readouterr()
+    assert command.main([*arguments, "--merge"]) == 4
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == "Nothing is published: these tasks have to run before, with --task I/N: 1, 3."
+    assert json.loads(said[-1])["missing_tasks"] == [1, 3]
+    for index in (1, 3):
+        assert command.main([*arguments, "--task", f"{index}/4"]) == 0
+    assert command.main([*arguments, "--merge"]) == 0
+    assert tree_digests(case.output) == expected[1]
+
+
+def test_a_shard_that_is_cut_is_missed(case: PackCase) -> None:
+    for index in range(2):
+        case.pack(share=Share(index, 2))
+    shard = next((case.output / "shards").glob("*.tar"))
+    shard.write_bytes(shard.read_bytes()[:-512])
+    assert len(case.pack(is_merge=True).missing_tasks) == 1
+
+
+def test_tasks_beside_each_other_killed_and_run_again(case: PackCase, expected: Expected) -> None:
+    def run(index: int) -> int:
+        arguments = ["-m", "pipelines.pack", "--config", str(case.config_path), "--task", f"{index}/3"]
+        with subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as task:
+            fragments = case.output / ".work" / "fragments"
+            until = time.monotonic() + 100
+            while index == 0 and task.poll() is None and time.monotonic() < until:
+                if list(fragments.rglob("*.fragment")):
+                    os.killpg(task.pid, signal.SIGKILL)
+                    return task.wait(60)
+                time.sleep(0.005)
+            return task.wait(100)
+
+    with ThreadPoolExecutor(3) as pool:
+        codes = list(pool.map(run, range(3)))
+    assert codes[1:] == [0, 0]
+    assert codes[0] in {0, -signal.SIGKILL}
+    assert case.pack(share=Share(0, 3)).status == "task_done"
+    assert case.pack(is_merge=True).status == "packed"
+    assert tree_digests(case.output) == expected[1]
+
+
+@pytest.mark.slow
+def test_a_death_in_a_task_is_known_to_the_merge(case: PackCase) -> None:
+    key = case.sample_key(_first_study(case))
+    case.write_faults(study={key: "kill"})
+    for index in range(2):
+        case.pack(share=Share(index, 2), handlers=FAULTY)
+    assert len(list(case.private.glob("resource_outcomes-task-*"))) == 1
+    assert case.pack(is_merge=True, handlers=FAULTY).reasons["WORKER_KILLED"] == 2
+
+
+def _first_study(case: PackCase) -> str:
+    return (case.folder / "reports.csv").read_text(encoding="utf-8").splitlines()[1].split(",")[0]
+
+
+def test_who_may_work_beside_whom(case: PackCase) -> None:
+    output, private = case.output, case.private
+    with locked_workplace(output, private, share=Share(0, 2)):
+        with locked_workplace(output, private, share=Share(1, 2)):
+            pass
+        for share, what in (
+            (Share(0, 2), "task 0/2 must be used by one job at a time"),
+            (Share(2, 3), "the tasks of a job must be of one number, got 2/3 after tasks of 2"),
+            (None, "must be used by one job at a time"),
+        ):
+            with pytest.raises(ConfigError, match=what), locked_workplace(output, private, share=share):
+                pass
+    with (
+        locked_workplace(output, private),
+        pytest.raises(ConfigError, match="one job at a time"),
+        locked_workplace(output, private, share=Share(0, 2)),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_a_plain_job_takes_over_what_tasks_have_packed(case: PackCase, expected: Expected) -> None:
+    case.pack(share=Share(1, 3))
+    assert case.pack().status == "packed"
+    assert tree_digests(case.output) == expected[1]
+    with pytest.raises(ConfigError, match="no finished dataset for --task"):
+        case.pack(share=Share(0, 3))

@@ -1,0 +1,165 @@
+"""Packing into an object store: whole or no dataset there, nothing sent twice, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import ChecksumError, ConfigError
+from shardflow.packing import Share, upload
+from shardflow.shards.copying import copy_object
+from shardflow.shards.manifest import FileEntry
+from shardflow.shards.verification import verify
+from shardflow.storage import open_store
+from tests.dicom_factory import make_study
+from tests.object_stores import s3_bucket
+from tests.pack_case import REPOSITORY, PackCase
+
+_NUMBERS = count()
+
+
+def _make(folder: Path, prefix: str) -> PackCase:
+    folder.mkdir()
+    case = PackCase(folder)
+    case.prepare()
+    for number in range(5):
+        name = f"{prefix}{number}"
+        make_study(case.dicom / name, patient=name, num_slices=2 + number, seed=number + ord(prefix))
+    case.write_faults()
+    return case
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> PackCase:
+    return _make(tmp_path / "job", "P")
+
+
+@pytest.fixture
+def address(s3: str) -> str:
+    return f"{s3_bucket(s3, f'pack-{os.getpid()}-{next(_NUMBERS)}')}/set"
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the files that are sent, or read back, from now on."""
+    paths: list[str] = []
+    real: Callable[..., bool] = copy_object
+
+    def counted(source: object, target: object, entry: FileEntry) -> bool:
+        paths.append(entry.path)
+        return real(source, target, entry)
+
+    monkeypatch.setattr(upload, "copy_object", counted)
+    return paths
+
+
+def _write(case: PackCase, address: str) -> None:
+    text = case.config_path.read_text(encoding="utf-8")
+    case.config_path.write_text(f'upload_to = "{address}"\n{text}', encoding="utf-8")
+
+
+def _check(case: PackCase, address: str) -> None:
+    """The same files, and a whole dataset."""
+    local, remote = open_store(case.output), open_store(address)
+    names = [path for path in remote.list("") if path != "claim-000001.json"]
+    assert names == [path for path in local.list("") if not path.startswith(".")]
+    for path in names:
+        assert remote.read(path) == local.read(path), path
+    assert verify(address).is_whole
+
+
+def test_the_dataset_is_there_and_is_sent_once(case: PackCase, address: str, sent: list[str]) -> None:
+    setting = f"upload_to={address}"
+    assert case.pack(setting).status == "packed"
+    _check(case, address)
+    assert len(sent) == len(set(sent))
+    sent.clear()
+    assert case.pack(setting).status == "already_packed"
+    assert sent == []
+
+
+@pytest.mark.parametrize("point", ["phase:samples", pytest.param("phase:upload", marks=pytest.mark.slow)])
+def test_a_killed_job_goes_on_and_sends_nothing_twice(
+    case: PackCase, address: str, sent: list[str], point: str
+) -> None:
+    _write(case, address)
+    assert case.drive(point).returncode == -signal.SIGKILL
+    remote = open_store(address)
+    assert not [path for path in remote.list("") if path.startswith("manifest")]
+    marks = {path.name for path in (case.output / ".work" / "uploaded").glob("[!.]*")}
+    assert marks <= {path.replace("/", "-") for path in remote.list("")}
+    case.pack()
+    _check(case, address)
+    assert sent
+    assert not {path.replace("/", "-") for path in sent} & marks
+
+
+def test_an_object_of_another_is_neither_overwritten_nor_taken(case: PackCase, address: str) -> None:
+    case.pack()
+    name = f"shards/{next((case.output / 'shards').glob('*.tar')).name}"
+    shutil.rmtree(case.output)
+    remote = open_store(address)
+    other = bytes(10240)
+    remote.put_new(name, other)
+    with pytest.raises(ChecksumError, match=name):
+        case.pack(f"upload_to={address}")
+    assert remote.read(name) == other
+    assert not [path for path in remote.list("") if path.startswith("manifest")]
+
+
+def test_an_address_that_holds_another_dataset_is_refused_at_once(
+    case: PackCase, address: str, tmp_path: Path
+) -> None:
+    case.pack(f"upload_to={address}")
+    other = _make(tmp_path / "other", "Q")
+    with pytest.raises(ConfigError, match="upload_to must hold nothing"):
+        other.pack(f"upload_to={address}")
+    assert not (other.output / "shards").exists()
+    _check(case, address)
+
+
+def test_of_two_jobs_with_one_address_one_is_refused(case: PackCase, address: str, tmp_path: Path) -> None:
+    jobs = [case, _make(tmp_path / "other", "Q")]
+    running = []
+    for job in jobs:
+        _write(job, address)
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "pipelines.pack", "--config", str(job.config_path), "--json"],
+                cwd=REPOSITORY,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+    said = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in running]
+    codes = [process.returncode for process in running]
+    assert sorted(codes) == [0, 2], said
+    _check(jobs[codes.index(0)], address)
+    assert "upload_to must" in said[codes.index(2)]["error"]
+    assert not list((jobs[codes.index(2)].output).glob("manifest*"))
+
+
+@pytest.mark.slow
+def test_tasks_send_their_shards_and_the_merge_the_rest(
+    case: PackCase, address: str, sent: list[str]
+) -> None:
+    setting = f"upload_to={address}"
+    for index in range(2):
+        case.pack(setting, share=Share(index, 2))
+    shards = set(sent)
+    assert shards
+    assert not [path for path in open_store(address).list("") if path.startswith("manifest")]
+    sent.clear()
+    case.pack(setting, is_merge=True)
+    assert not shards & set(sent)
+    _check(case, address)

@@ -1,0 +1,46 @@
+"""What tells others of a run, opened by its settings."""
+
+from __future__ import annotations
+
+import logging
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import ConfigError
+from shardflow.monitoring import MetricsServer
+from shardflow.monitoring.outlets import check_outlets, open_outlets
+from tests.run_factory import write_run
+
+pytestmark = pytest.mark.fast
+
+
+def test_the_port_that_was_chosen_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), open_outlets(write_run(tmp_path), "127.0.0.1:0", ()):
+        (url,) = re.findall(r"http://\S+", caplog.text)
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            assert b"shardflow_steps_total 60.0\n" in answer.read()
+
+
+def test_a_port_in_use_is_a_warning_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MetricsServer(tmp_path, "127.0.0.1:0") as server:
+        address = server.url.removeprefix("http://").removesuffix("/metrics")
+        with open_outlets(tmp_path, address, ()):
+            pass
+    assert "The run goes on without it." in caplog.text
+
+
+def test_what_is_missing_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_outlets("", ())
+    check_outlets("127.0.0.1:9464", ("wandb", "mlflow"))
+    with pytest.raises(ConfigError, match=r"monitor\.prometheus must be an address and a port"):
+        check_outlets("9464", ())
+    with pytest.raises(ConfigError, match=r"monitor\.sinks must name some of"):
+        check_outlets("", ("tensorboard",))
+    monkeypatch.setattr("shardflow.monitoring.prometheus.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"install 'shardflow\[prometheus\]'"):
+        check_outlets("127.0.0.1:9464", ())

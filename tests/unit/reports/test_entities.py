@@ -1,0 +1,181 @@
+"""Findings: their names, what is said of them, and where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardflow.errors import ConfigError
+from shardflow.reports import Entity, EntityFinder, load_lexicon
+from shardflow.reports.lexicon import shipped_rows
+from shardflow.reports.tokens import fold_words, tokenize
+
+pytestmark = pytest.mark.fast
+
+FINDER = EntityFinder()
+
+WORDS = """
+no effusion nodule , . ; ? : or and versus 9 mm left right lower lobe is not seen possible
+\u0130 \u00df x T8 L4-L5 "     "history of mass (3:45) to 2.5cm x lymph nodes enlarged but -
+"""
+words = st.sampled_from([*WORDS.split(), "\n"])
+texts = st.one_of(st.text(max_size=200), st.lists(words, max_size=40).map(" ".join))
+
+
+def found(text: str) -> list[tuple[str, str]]:
+    return [(text[slice(*one.span)], one.assertion) for one in FINDER.find(text)]
+
+
+def only(text: str) -> Entity:
+    (entity,) = FINDER.find(text)
+    return entity
+
+
+@given(texts)
+@settings(max_examples=200, deadline=None)
+def test_everything_found_lies_in_the_text(text: str) -> None:
+    end = 0
+    for one in FINDER.find(text):
+        assert end <= one.span[0] < one.span[1] <= len(text)
+        assert text[slice(*one.span)].strip() == text[slice(*one.span)]
+        end = one.span[1]
+        if one.anatomy:
+            assert 0 <= one.anatomy.span[0] < one.anatomy.span[1] <= len(text)
+        assert all(size > 0 for size in one.size_mm)
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_tokens_are_the_text_without_white_space(text: str) -> None:
+    tokens = tokenize(text)
+    assert len(tokens.words) == len(tokens.starts) == len(tokens.ends)
+    covered = {
+        place for start, end in zip(tokens.starts, tokens.ends, strict=True) for place in range(start, end)
+    }
+    missed = {character for place, character in enumerate(text) if place not in covered}
+    assert all(character.isspace() or character in "-\u2010\u2011\u2012\u2013" for character in missed)
+    assert [place for first, last in tokens.sentences for place in range(first, last)] == list(
+        range(len(tokens))
+    )
+
+
+def test_whole_words_and_the_longest_name() -> None:
+    assert found("Pleural effusions; subpleural massive massage.") == [("Pleural effusions", "present")]
+    assert only("Pulmonary oedema.").concept == only("Pulmonary edema.").concept
+    assert found("Normal bowel gas pattern.") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "anatomy"),
+    [
+        ("A nodule on the frontal view.", None),
+        ("Fracture on the frontal and lateral radiographs.", None),
+        ("Mass on the apical lordotic view.", None),
+        ("A frontal contusion.", "frontal lobe"),
+        ("Apical scarring on the lateral view.", "lung apex"),
+        ("A frontal sinus mass on the frontal projection.", "paranasal sinus"),
+    ],
+)
+def test_the_name_of_a_view_is_no_place(text: str, anatomy: str | None) -> None:
+    place = only(text).anatomy
+    assert (place and place.name) == anatomy
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("No pneumothorax or effusion is seen.", ["absent", "absent"]),
+        ("No pneumothorax, small left effusion.", ["absent", "present"]),
+        ("No fracture but swelling.", ["absent", "present"]),
+        ("Neither mass, cyst, nor stone.", ["absent"] * 3),
+        ("Mass or cyst is not identified.", ["absent"] * 2),
+        ("No change in the nodule.", ["present"]),
+        ("Without contrast, metastases cannot be assessed.", ["uncertain"]),
+        ("Abscess cannot be excluded.", ["uncertain"]),
+        (
+            "A solid nodule in the right middle lobe (series 3, images 16, 17 and 18) cannot be excluded.",
+            ["uncertain"],
+        ),
+        ("Nodule in the left lung (12 mm, series 3, images 4, 5, 6 and 7) is not seen.", ["absent"]),
+        ("No nodule (series 3, image 45) or effusion.", ["absent", "absent"]),
+        ("No nodule (formerly 4 mm), mass [3:45], or effusion.", ["absent"] * 3),
+        ("No nodule. A cyst (series 3, image 45) or mass.", ["absent", "present", "present"]),
+        ("Abscess has been excluded.", ["absent"]),
+        ("Opacity, atelectasis versus pneumonia.", ["present", "uncertain", "uncertain"]),
+        ("Rule out pneumonia.", ["hypothetical"]),
+        ("Mass?", ["hypothetical"]),
+        ("Could this be a mass?", ["uncertain"]),
+        ("Family history of melanoma.", ["hypothetical"]),
+        ("History of melanoma, now with a mass.", ["historical", "present"]),
+        ("Pneumonia in 2019.", ["historical"]),
+        ("Status post lobectomy.", ["present"]),
+        ("Effusion: none.", ["absent"]),
+        ("No mass other than the known cyst.", ["absent", "present"]),
+        ("The spleen is not enlarged.", ["absent"]),
+    ],
+)
+def test_assertion(text: str, expected: list[str]) -> None:
+    assert [assertion for _, assertion in found(text)] == expected
+
+
+def test_place_side_size_and_severity() -> None:
+    text = "Mild 2.3 x 1.9 cm mass in the left upper lobe, previously 4 mm."
+    one = only(text)
+    assert one.anatomy
+    assert (text[slice(*one.anatomy.span)], one.laterality, one.size_mm, one.severity) == (
+        "left upper lobe",
+        "L",
+        (23.0, 19.0),
+        "mild",
+    )
+    assert only("RLL nodule.").laterality == "R"
+    assert only("Nodules in both lungs.").laterality == "B"
+    assert only("Right heart strain.").laterality == ""
+    assert only("Lesion of the L3-L4 vertebra, 5 mm above the disc.").size_mm == ()
+
+
+def test_an_adjective_makes_a_finding_of_anatomy() -> None:
+    assert found("No enlarged mediastinal or hilar lymph nodes.") == [
+        ("enlarged mediastinal or hilar lymph nodes", "absent")
+    ]
+    assert found("The lymph nodes are normal.") == []
+
+
+def test_a_users_lexicon_joins_the_shipped_one(tmp_path: Path) -> None:
+    table = tmp_path / "own.csv"
+    table.write_text("name,kind,parent,synonyms\nzorblax,disease,mass,zorb|grand zorb\n")
+    finder = EntityFinder(load_lexicon([table]))
+    (one,) = finder.find("No grand zorbs.")
+    assert (one.concept, one.assertion) == ("zorblax", "absent")
+    assert finder.lexicon.ancestors(finder.lexicon.concepts["zorblax"]) == ["mass", "lesion", "abnormality"]
+    assert EntityFinder().find("No zorb.") == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "name,kind\nx,finding\n",
+        "name,kind,parent,synonyms\nx,beast,,\n",
+        "name,kind,parent,synonyms\n,finding,,x\n",
+    ],
+)
+def test_a_wrong_lexicon_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "own.csv").write_text(content)
+    with pytest.raises(ConfigError):
+        load_lexicon([tmp_path / "own.csv"])
+    with pytest.raises(ConfigError, match="FileNotFoundError"):
+        load_lexicon([tmp_path / "none.csv"])
+
+
+def test_the_shipped_tables_are_sound() -> None:
+    lexicon = load_lexicon()
+    for name, concept in lexicon.concepts.items():
+        key = f"anatomy:{concept.parent}" if name.startswith("anatomy:") else concept.parent
+        assert not concept.parent or key in lexicon.concepts, name
+        assert concept.name not in lexicon.ancestors(concept), name
+    assert len(lexicon.concepts) > 1000
+    cues = [" ".join(fold_words(cue)) for row in shipped_rows("cues.csv") for cue in row["cues"].split("|")]
+    assert sorted({cue for cue in cues if cues.count(cue) > 1}) == []

@@ -1,0 +1,180 @@
+"""The feed works ahead of the steps; the position is where the steps are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from shardflow.epochs import BatchSpec
+from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.shards import Dataset
+from shardflow.telemetry import StageCounters
+from shardflow.training.device.transfer import HostTransfer, Parcel
+from shardflow.training.feed import DeviceFeed, StepFeed
+from shardflow.training.inputs import InputMaker
+from shardflow.training.text import ReportTokenizer
+from shardflow.training.watch import Unwatched, Watch
+from tests.tiny_runs import TinyInput
+
+
+class Watched(HostTransfer):
+    """Notes what the feed does, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(StageCounters())
+        self.events: list[str] = []
+
+    def ask(self) -> None:
+        self.events.append("ask")
+        super().ask()
+
+    def send(self, arrays: Any) -> Parcel:
+        self.events.append("send")
+        return super().send(arrays)
+
+    def receive(self, parcel: Parcel) -> dict[str, torch.Tensor]:
+        self.events.append("receive")
+        return super().receive(parcel)
+
+
+def open_loader(tiny: TinyInput, per_step: int = 2, prefetch_bytes: int = 1 << 20) -> Loader:
+    return Loader(
+        Dataset.open(tiny.dataset),
+        split="train",
+        spec=BatchSpec(micro_batch_size=2, micro_batches_per_step=per_step),
+        seed=1,
+        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16), prefetch_bytes=prefetch_bytes),
+    )
+
+
+def maker(tiny: TinyInput, transfer: HostTransfer) -> InputMaker:
+    return InputMaker(ReportTokenizer.load(tiny.tokenizer), max_tokens=24, transfer=transfer)
+
+
+class Phases(Unwatched):
+    """Notes the phases that the watch over the run would see."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def enter(
+        self,
+        phase: str,
+        limit_s: float | None = None,
+        *,
+        together: bool = False,
+        describe: Callable[[], str] | None = None,
+    ) -> None:
+        self.names.append(phase)
+
+
+def step_feed(feed: DeviceFeed, per_step: int = 2, watch: Watch | None = None) -> StepFeed:
+    return StepFeed(
+        feed, per_step, watch=watch or Unwatched(), where="step", limit_s=None, describe_wait=lambda: ""
+    )
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_the_position_counts_what_steps_took(tiny: TinyInput, looks_ahead: bool, per_step: int) -> None:
+    with open_loader(tiny, per_step) as loader, open_loader(tiny, per_step) as plain:
+        feed = DeviceFeed(loader, maker(tiny, Watched()), looks_ahead=looks_ahead)
+        expected = [tuple(batch.keys) for batch in plain]
+        found = []
+        for step in range(loader.num_steps):
+            assert loader.position.step == step
+            one = step_feed(feed, per_step)
+            micros = [micro for micro, _ in one.take(per_step)]
+            assert micros == list(range(per_step))
+            found += [entry.keys for entry in one.taken]
+        assert found == expected
+        assert (loader.position.epoch, loader.position.step) == (1, 0)
+        assert feed.take() is None
+
+
+def test_a_run_that_stops_goes_on_with_what_was_sent_ahead(tiny: TinyInput) -> None:
+    with open_loader(tiny) as loader, open_loader(tiny) as again:
+        feed = DeviceFeed(loader, maker(tiny, Watched()), looks_ahead=True)
+        step = step_feed(feed)
+        list(step.take(2))
+        state = loader.state_dict()
+        expected = feed.take()
+        assert expected is not None
+        feed.close()
+        again.load_state_dict(state)
+        resumed = DeviceFeed(again, maker(tiny, Watched()), looks_ahead=False).take()
+        assert resumed is not None
+        assert resumed.entry == expected.entry
+        assert torch.equal(resumed.inputs.images_BKHW, expected.inputs.images_BKHW)
+
+
+def test_the_next_step_is_sent_when_this_ones_work_is_launched(tiny: TinyInput) -> None:
+    with open_loader(tiny) as loader:
+        transfer = Watched()
+        feed = DeviceFeed(loader, maker(tiny, transfer), looks_ahead=True)
+        phases = Phases()
+        for _ in step_feed(feed, watch=phases).take(2):
+            transfer.events.append("compute")
+        wait, compute = "step, waiting for data", "step, computing"
+        assert phases.names == [wait, compute, wait, compute, "step, reading ahead", compute]
+        first = ["ask", "send", "receive", "compute"]
+        assert transfer.events == [*first, *first, "ask", "send"]
+        transfer.events.clear()
+        assert feed.take() is not None
+        assert transfer.events == ["ask", "receive"]
+
+
+def test_a_bad_sample_is_counted_with_its_step(tiny: TinyInput, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was only sent ahead is in no checkpoint, its masks neither."""
+    with open_loader(tiny) as loader:
+        batches = iter(loader)
+        monkeypatch.setattr(
+            "shardflow.loading.batch.Batch.quarantined", property(lambda batch: [f"bad of {batch.step}"])
+        )
+        recorded: list[Any] = []
+        monkeypatch.setattr(loader._quarantine, "record", recorded.extend)
+        for _ in range(3):
+            assert batches.fetch() is not None
+        batches.count_fetched()
+        batches.count_fetched()
+        assert recorded == ["bad of 0", "bad of 0"]
+        assert loader.position.step == 1
+
+
+def test_a_batch_is_not_kept_after_it_was_sent(tiny: TinyInput) -> None:
+    """On a device its memory goes back to the loader at once."""
+
+    class Copying(HostTransfer):
+        def send(self, arrays: dict[str, NDArray[Any]]) -> Parcel:  # type: ignore[override]
+            return Parcel({name: torch.tensor(array) for name, array in arrays.items()})
+
+    with open_loader(tiny, prefetch_bytes=1) as loader:
+        feed = DeviceFeed(loader, maker(tiny, Copying(StageCounters())), looks_ahead=True)
+        held = [feed.take() for _ in range(loader.num_steps * 2)]
+        assert all(held)
+        assert loader.num_buffers_allocated < len(held)
+
+
+def test_settings_change_between_steps_under_a_feed_that_is_one_ahead(tiny: TinyInput) -> None:
+    """The execution too: what was sent ahead is handed out next, and nothing comes twice or not at all."""
+    with open_loader(tiny) as loader, open_loader(tiny) as plain:
+        feed = DeviceFeed(loader, maker(tiny, Watched()), looks_ahead=True)
+        expected = [tuple(batch.keys) for batch in plain]
+        found, handed_over = [], []
+        for step in range(loader.num_steps):
+            one = step_feed(feed)
+            list(one.take(2))
+            found += [entry.keys for entry in one.taken]
+            loader.knobs.set("loader.num_threads", 1 + step % 2)
+            if step in (0, 2):
+                loader.knobs.set("loader.execution", ("process", "", "threads")[step])
+            handed_over.append(feed.apply_pending())
+            if step < loader.num_steps - 1:
+                assert loader.position.step == step + 1
+        assert found == expected
+        assert handed_over[:3] == [True, False, loader.num_steps > 3]
+        assert feed.take() is None

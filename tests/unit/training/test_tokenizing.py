@@ -1,0 +1,261 @@
+"""Tokens beside a dataset: right, resumable, checked, and what a plan fills budgets by."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardflow.epochs import BatchSpec, CostRule, LoaderState, TokenBudget
+from shardflow.errors import ChecksumError, ConfigError, FormatError
+from shardflow.loading import Loader, LoaderConfig, select
+from shardflow.shards import Dataset
+from shardflow.shards.table import Table
+from shardflow.shards.token_ids import TokenIds
+from shardflow.shards.tokens import open_counts, tokens_folder
+from shardflow.shards.verification import verify
+from shardflow.training.text import ReportTokenizer, train_tokenizer
+from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset, tokenizer_digest
+from tests.factories import make_dataset
+
+BUDGET = TokenBudget(max_tokens=50, max_samples=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_dataset(folder / "data", num_samples=20)
+    train_tokenizer(Dataset.open(folder / "data"), "train", 300, folder / "bpe")
+    return folder / "bpe"
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    make_dataset(tmp_path / "data", splits={"train": 23, "val": 4}, samples_per_shard=5)
+    return Dataset.open(tmp_path / "data")
+
+
+def rule_of(tokenizer: Path) -> CostRule:
+    return CostRule(tokenizer=tokenizer_digest(tokenizer))
+
+
+def place_of(dataset: Dataset, tokenizer: Path) -> Path:
+    return Path(dataset.store.url) / tokens_folder(tokenizer_digest(tokenizer), dataset.dataset_id)
+
+
+def by_hand(dataset: Dataset, tokenizer: Path) -> list[int]:
+    """What training makes of each report, without the begin and the end."""
+    report_tokenizer = ReportTokenizer.load(tokenizer)
+    counts = []
+    for row in range(dataset.samples.num_samples):
+        text = dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
+        counts.append(int(report_tokenizer.encode([text], 10**6).token_mask.sum()) - 2)
+    return counts
+
+
+def test_counts_are_what_training_sees(dataset: Dataset, tokenizer: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    done = tokenize_dataset(dataset, TextTokenizer(tokenizer), on_shard=lambda *at: seen.append(at))
+    expected = by_hand(dataset, tokenizer)
+    assert open_counts(dataset, done.tokenizer).tolist() == expected
+    assert (done.num_samples, done.num_tokens, done.num_shards_kept) == (27, sum(expected), 0)
+    assert seen == [(number, 6) for number in range(1, 7)]
+    assert done.tokenizer == ReportTokenizer.load(tokenizer).digest
+    assert TextTokenizer(tokenizer / "tokenizer.json").digest == done.tokenizer
+    assert sorted(path.name for path in place_of(dataset, tokenizer).iterdir()) == [
+        "counts.tbl",
+        *(f"ids-{number:06d}.tbl" for number in range(6)),
+        "manifest.json",
+    ]
+    assert verify(dataset.store.url).is_whole
+
+
+def test_special_tokens_in_a_report_are_text(tokenizer: Path) -> None:
+    report_tokenizer = ReportTokenizer.load(tokenizer)
+    texts = ["", "clear", "ends </s> here <s><pad>", "Grüße, 肺 und \n\n Lunge" * 40]
+    for text, ids in zip(texts, TextTokenizer(tokenizer).encode(texts), strict=True):
+        row = report_tokenizer.encode([text], 10**6)
+        assert ids == row.token_ids[row.token_mask].tolist()[1:-1]
+
+
+def test_a_job_that_was_stopped_goes_on(dataset: Dataset, tokenizer: Path) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop(done: int, _of: int) -> None:
+        if done == 4:
+            raise StopError
+
+    counter = TextTokenizer(tokenizer)
+    with pytest.raises(StopError):
+        tokenize_dataset(dataset, counter, on_shard=stop)
+    with pytest.raises(ConfigError, match="run: shardflow tokenize"):
+        open_counts(dataset, counter.digest)
+    # A table that a crash of the machine left torn is made again.
+    part = place_of(dataset, tokenizer) / "ids-000001.tbl"
+    part.chmod(0o644)
+    part.write_bytes(part.read_bytes()[:-3])
+    # Others may have been under way when the job was stopped.
+    assert 3 <= tokenize_dataset(dataset, counter).num_shards_kept < 6
+    assert open_counts(dataset, counter.digest).tolist() == by_hand(dataset, tokenizer)
+    assert tokenize_dataset(dataset, counter).num_shards_kept == 6
+
+
+def test_ids_are_what_training_would_make_of_the_texts(dataset: Dataset, tokenizer: Path) -> None:
+    digest = tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer
+    report_tokenizer = ReportTokenizer.load(tokenizer)
+    tokens = TokenIds(dataset, digest)
+    # Rows of several shards, out of order, one twice, and a padding slot.
+    rows = np.array([20, 3, -1, 26, 4, 3, 0])
+    for max_tokens in (None, 5):
+        ids, offsets = tokens.gather(rows, max_tokens)
+        assert ids.dtype == np.uint32
+        for place, row in enumerate(rows.tolist()):
+            found = ids[offsets[place] : offsets[place + 1]].tolist()
+            text = "" if row < 0 else dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
+            whole = report_tokenizer.encode([text], 10**6)
+            assert found == whole.token_ids[whole.token_mask].tolist()[1:-1][:max_tokens]
+    ids, offsets = tokens.gather(np.array([-1, -1]))
+    assert (len(ids), offsets.tolist()) == (0, [0, 0, 0])
+    with pytest.raises(IndexError):
+        tokens.gather(np.array([27]))
+    again, _ = pickle.loads(pickle.dumps(tokens)).gather(rows)
+    assert again.tolist() == tokens.gather(rows)[0].tolist()
+
+
+def test_places_out_of_order_are_refused_though_their_checksum_is_right(
+    dataset: Dataset, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = TokenIds(dataset, tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer)
+    tokens.gather(np.arange(5))  # checks the only block of places
+    whole = Table.whole
+    for wrong in (lambda first: first[::-1], lambda first: first + 1):
+        again = pickle.loads(pickle.dumps(tokens))
+        again.gather(np.arange(2))
+        monkeypatch.setattr(Table, "whole", lambda table, name, wrong=wrong: wrong(whole(table, name)))
+        with pytest.raises(FormatError, match="one behind another"):
+            again.gather(np.arange(5))
+        monkeypatch.setattr(Table, "whole", whole)
+
+
+def test_a_wrong_byte_of_the_ids_is_found_before_it_is_used(dataset: Dataset, tokenizer: Path) -> None:
+    digest = tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer
+    path = place_of(dataset, tokenizer) / "ids-000000.tbl"
+    content = path.read_bytes()
+    path.chmod(0o644)
+    for at in range(0, len(content), max(1, len(content) // 97)):
+        changed = bytearray(content)
+        changed[at] ^= 4
+        path.write_bytes(changed)
+        with pytest.raises((ChecksumError, FormatError)):
+            TokenIds(dataset, digest).gather(np.arange(5))
+    path.write_bytes(content[:-1])
+    with pytest.raises(FormatError, match="must have its manifest's"):
+        TokenIds(dataset, digest).gather(np.arange(5))
+
+
+def test_two_tokenizers_stand_side_by_side(dataset: Dataset, tokenizer: Path, tmp_path: Path) -> None:
+    train_tokenizer(dataset, "train", 280, tmp_path / "other")
+    digests = [
+        tokenize_dataset(dataset, TextTokenizer(path)).tokenizer for path in (tokenizer, tmp_path / "other")
+    ]
+    lengths = [len(TokenIds(dataset, digest).gather(np.arange(27))[0]) for digest in digests]
+    assert lengths[0] < lengths[1]  # the smaller vocabulary cuts finer
+    assert Dataset.open(dataset.store.url).dataset_id == dataset.dataset_id
+
+
+def test_the_number_of_threads_does_not_show(dataset: Dataset, tokenizer: Path) -> None:
+    contents = []
+    for num_threads in (1, 4):
+        tokenize_dataset(dataset, TextTokenizer(tokenizer), num_threads=num_threads)
+        folder = place_of(dataset, tokenizer)
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        shutil.rmtree(folder)
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("file", ["counts.tbl", "manifest.json"])
+def test_a_flipped_byte_is_found_on_open(dataset: Dataset, tokenizer: Path, file: str) -> None:
+    digest = tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer
+    path = place_of(dataset, tokenizer) / file
+    content = path.read_bytes()
+    path.chmod(0o644)
+    for at in range(0, len(content), max(1, len(content) // 97)):
+        changed = bytearray(content)
+        changed[at] ^= 4
+        path.write_bytes(changed)
+        with pytest.raises((ChecksumError, FormatError)):
+            open_counts(dataset, digest)
+
+
+def test_counts_of_another_dataset_or_version_are_not_used(
+    dataset: Dataset, tokenizer: Path, tmp_path: Path
+) -> None:
+    digest = tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer
+    make_dataset(tmp_path / "other", splits={"train": 23, "val": 4}, samples_per_shard=5, seed=1)
+    other = Dataset.open(tmp_path / "other")
+    with pytest.raises(ConfigError, match="got no tokens of it beside version 1"):
+        open_counts(other, digest)
+    # Copied by hand into the other dataset's place.
+    target = place_of(other, tokenizer)
+    target.mkdir(parents=True)
+    for file in place_of(dataset, tokenizer).iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(FormatError, match="must name this dataset"):
+        open_counts(other, digest)
+
+
+@pytest.mark.parametrize("content", [None, b"{}", b"\xff"])
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer"):
+        TextTokenizer(tmp_path)
+
+
+def test_a_plan_fills_budgets_by_the_counts(dataset: Dataset, tokenizer: Path) -> None:
+    spec = BatchSpec(
+        budget=replace(BUDGET, cost=rule_of(tokenizer)), micro_batches_per_step=2, tail="mask", lanes=2
+    )
+    with pytest.raises(ConfigError, match="run: shardflow tokenize"):
+        select(dataset, "train").plan(spec, seed=3, epoch=0)
+    tokenize_dataset(dataset, TextTokenizer(tokenizer))
+    counts = by_hand(dataset, tokenizer)
+    plan = select(dataset, "train").plan(spec, seed=3, epoch=0)
+    rows_seen = []
+    for step in range(plan.num_steps):
+        for micro in range(2):
+            rows = [row for row in plan.micro_batch(step, micro).rows.tolist() if row >= 0]
+            rows_seen += rows
+            lengths = [counts[row] + 2 for row in rows]
+            assert len(rows) <= 1 or len(rows) * max(lengths) <= 50
+    assert sorted(rows_seen) == list(dataset.splits["train"])
+    estimated = select(dataset, "train").plan(
+        replace(spec, budget=replace(BUDGET, cost=CostRule())), seed=3, epoch=0
+    )
+    # A tokenizer of 300 tokens makes more of a report than one in four bytes.
+    assert plan.num_steps > estimated.num_steps
+    loader = Loader(dataset, split="train", spec=spec, seed=3, config=LoaderConfig(text=False, num_threads=1))
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 1024
+    assert LoaderState.from_json(json.loads(json.dumps(state))).spec == spec
+
+
+def test_the_rule_names_its_tokenizer() -> None:
+    rule = CostRule(tokenizer="ab" * 32, text_tokens_per_1000_bytes=7, max_text_tokens=100)
+    assert rule.used_facts() == ("text_tokens",)
+    assert rule == CostRule(tokenizer="ab" * 32, max_text_tokens=100)
+    assert CostRule.from_json(rule.to_json()) == rule
+    assert "tokenizer" not in CostRule().to_json()
+    facts = {"text_tokens": np.array([0, 99, 100, 101], np.uint32)}
+    assert rule.lengths(facts).tolist() == [2, 101, 102, 102]
+    for wrong in ("AB" * 32, "ab", 7, None):
+        with pytest.raises(ConfigError, match="tokenizer must be 64 hexadecimal digits"):
+            CostRule(tokenizer=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="keys"):
+        CostRule.from_json({**CostRule().to_json(), "tokenizer": ""})

@@ -1,0 +1,328 @@
+"""The server of the page: what it answers, and whom."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from shardflow.errors import ConfigError, FormatError
+from shardflow.shards import Dataset
+from shardflow.viewing import Viewer
+from tests.corpora_case import CorpusCase
+from tests.viewing_case import DOCUMENT, ECG_HZ, LEADS, NUM_SLICES, REPORT, RESP_HZ, SIZE, make_viewed_dataset
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("viewed") / "dataset"
+    make_viewed_dataset(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def viewer(folder: Path) -> Iterator[Viewer]:
+    with Viewer(Dataset.open(folder)) as made:
+        yield made
+
+
+def get(
+    viewer: Viewer, path: str, *, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    host = urlsplit(viewer.url).netloc
+    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def ask(viewer: Viewer, path: str) -> Any:
+    status, _, body = get(viewer, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def test_page_asks_for_nothing_from_elsewhere(viewer: Viewer) -> None:
+    status, headers, body = get(viewer, "/")
+    assert status == 200
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert b"http" not in body
+    assert b"style=" not in body
+    assert b"onclick" not in body
+    for name in ("app.js", "canvas.js", "documents.js", "report.js", "signals.js", "tables.js", "style.css"):
+        status, headers, body = get(viewer, f"/{name}")
+        assert status == 200
+        assert b"http:" not in body
+        assert b"https:" not in body
+        assert b"innerHTML" not in body  # text of a report must never become markup
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../pyproject.toml",
+        "/%2e%2e/pyproject.toml",
+        "/..%2f..%2fetc/passwd",
+        "/manifest-000001.json",
+        "/shards/train-000000.tar",
+        "/api/samples/0/../../manifest-000001.json",
+        "/api/samples/-1",
+        "/api/samples/0/slices/0/%D9%A3",
+        "//etc/passwd",
+        "/assets/app.js",
+        "/__init__.py",
+        "/server.py",
+    ],
+)
+def test_addresses_lead_to_nothing_but_the_page(viewer: Viewer, path: str) -> None:
+    status, _, body = get(viewer, path)
+    assert status == 404
+    assert body == b"there is no such page"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_nothing_can_be_changed(viewer: Viewer, method: str) -> None:
+    assert get(viewer, "/api/dataset", method=method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "192.0.2.1", "localhost.evil.example", ""]
+)
+def test_other_names_of_this_machine_are_refused(viewer: Viewer, host: str) -> None:
+    assert get(viewer, "/", Host=host)[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:80", "127.0.0.1", "[::1]:80"])
+def test_names_of_the_loopback_are_served(viewer: Viewer, host: str) -> None:
+    assert get(viewer, "/", Host=host)[0] == 200
+
+
+def test_beyond_this_machine_a_token_is_needed(folder: Path) -> None:
+    with Viewer(Dataset.open(folder), host="0.0.0.0") as viewer:
+        address = urlsplit(viewer.url)
+        token = address.query.removeprefix("token=")
+        assert len(token) >= 32
+        connection_host = f"127.0.0.1:{address.port}"
+
+        def status(path: str, **headers: str) -> tuple[int, str]:
+            connection = http.client.HTTPConnection(connection_host, timeout=DEADLINE_S)
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            answer.read()
+            connection.close()
+            return answer.status, answer.headers.get("Set-Cookie", "")
+
+        assert status("/")[0] == 403
+        assert status("/api/dataset")[0] == 403
+        assert status("/?token=" + "x" * 32)[0] == 403
+        assert status("/", Cookie="shardflow_view=wrong")[0] == 403
+        code, cookie = status(f"/?token={token}")
+        assert code == 200
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert status("/api/dataset", Cookie=cookie.split(";")[0])[0] == 200
+
+
+def test_studies_are_found_by_split_modality_key_and_row(viewer: Viewer) -> None:
+    about = ask(viewer, "/api/dataset")
+    assert about["num_samples"] == 10
+    assert [split["name"] for split in about["splits"]] == ["train", "val"]
+    found = ask(viewer, "/api/samples?split=val")
+    assert [sample["place"] for sample in found["samples"]] == ["val:0", "val:1"]
+    assert ask(viewer, "/api/samples?modality=MR")["total"] == 4
+    assert ask(viewer, "/api/samples?modality=XA")["total"] == 0
+    key = found["samples"][0]["key"]
+    assert [sample["key"] for sample in ask(viewer, f"/api/samples?text={key[:8]}")["samples"]] == [key]
+    assert ask(viewer, "/api/samples?text=train:3")["samples"][0]["row"] == 3
+    assert ask(viewer, "/api/samples?text=train:300")["total"] == 0
+    assert len(ask(viewer, "/api/samples?start=4&count=3")["samples"]) == 3
+    status, _, body = get(viewer, "/api/samples?split=none")
+    assert (status, b"split must be" in body) == (400, True)
+    assert get(viewer, "/api/samples?start=x")[0] == 400
+
+
+def test_studies_are_found_by_what_their_reports_say(viewer: Viewer) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := ask(viewer, "/api/findings"))["num_read"] < 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert {"concept": "nodule", "assertion": "present", "num_samples": 10} in found["findings"]
+    assert ask(viewer, "/api/samples?concept=effusion")["total"] == 5
+    assert ask(viewer, "/api/samples?concept=effusion&assertion=absent&split=val")["total"] == 1
+    assert ask(viewer, "/api/samples?concept=effusion&assertion=present")["total"] == 0
+
+
+def test_study_slices_and_masks(viewer: Viewer) -> None:
+    study = ask(viewer, "/api/samples/0")
+    assert study["report"] == REPORT
+    assert study["alignment"]["entities"][0]["confidence"] == 0.97
+    assert study["problems"] == []
+    status, headers, body = get(viewer, f"/api/samples/0/slices/0/{NUM_SLICES - 1}")
+    assert status == 200
+    assert (headers["X-Rows"], headers["X-Columns"], headers["X-Dtype"]) == (str(SIZE), str(SIZE), "int16")
+    pixels = np.frombuffer(body, "<i2").reshape(SIZE, SIZE)
+    assert pixels[0, 0] == NUM_SLICES - 1  # the factory writes number * 16 + slice there
+    _, headers, body = get(viewer, "/api/samples/0/masks/0/0/5")
+    assert headers["X-Dtype"] == "uint8"
+    assert np.frombuffer(body, np.uint8).sum() == 400
+    assert get(viewer, "/api/samples/0/masks/0/0/6")[0] == 400
+    assert get(viewer, "/api/samples/0/slices/0/24")[0] == 400
+    assert get(viewer, "/api/samples/99")[0] == 400
+
+
+def stretch(viewer: Viewer, path: str) -> tuple[dict[str, str], Any]:
+    status, headers, body = get(viewer, path)
+    assert status == 200, body
+    shape = (int(headers["X-Channels"]), int(headers["X-Columns"]), 2)
+    return headers, np.frombuffer(body, "<f4").reshape(shape)
+
+
+def test_a_stretch_of_a_recording_in_its_unit(viewer: Viewer) -> None:
+    headers, found = stretch(viewer, f"/api/samples/0/waveforms/0/0?start=50&count={ECG_HZ}&columns=1000")
+    assert found.shape == (len(LEADS), ECG_HZ, 2)
+    assert headers["X-Per-Column"] == "1"
+    assert (found[0, :50] == 0.5).all()
+    assert (found[0, 50:] == -0.5).all()
+    assert not found[1:].any()
+    # The last samples: as many as there are.
+    assert stretch(viewer, "/api/samples/0/waveforms/0/0?start=1990&count=500")[1].shape[1] == 10
+
+
+def test_a_long_recording_is_condensed_to_what_each_column_reaches(viewer: Viewer) -> None:
+    headers, found = stretch(viewer, "/api/samples/0/waveforms/1/0?columns=900")
+    assert headers["X-Per-Column"] == str(3600 * RESP_HZ // 900)
+    assert found.shape == (1, 900, 2)
+    # Stored up to 100 either way, a gain of -0.5 and an offset of 1: a column holds a whole breath.
+    assert found[0, 10:, 0].max() <= -48.0
+    assert found[0, 10:, 1].min() >= 50.0
+    assert (found[0, :2, 0] < found[0, :2, 1]).all()
+    # No sample for ten seconds is no number, and nothing near it is drawn down to what stands there.
+    _, near = stretch(viewer, f"/api/samples/0/waveforms/1/0?start=0&count={30 * RESP_HZ}&columns=1000")
+    assert np.isnan(near[0, 10 * RESP_HZ : 20 * RESP_HZ]).all()
+    assert np.nanmax(np.abs(near)) <= 51.0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "0/waveforms/2/0",
+        "0/waveforms/0/1",
+        "1/waveforms/0/0",
+        "99/waveforms/0/0",
+        "0/waveforms/0/0?start=2000",
+    ],
+)
+def test_recordings_that_are_not_there(viewer: Viewer, path: str) -> None:
+    assert get(viewer, f"/api/samples/{path}")[0] == 400
+
+
+def test_documents_are_text(viewer: Viewer) -> None:
+    assert ask(viewer, "/api/samples/0/documents/0") == {"text": DOCUMENT}
+    assert get(viewer, "/api/samples/0/documents/2")[0] == 400
+    assert get(viewer, "/api/samples/1/documents/0")[0] == 400
+    assert get(viewer, "/api/samples/99/documents/0")[0] == 400
+
+
+def test_a_recording_that_is_too_large_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardflow.viewing.signals.MOST_BYTES", 1000)
+    with Viewer(Dataset.open(folder)) as viewer:
+        status, _, body = get(viewer, "/api/samples/0/waveforms/0/0")
+    assert (status, b"at most" in body) == (400, True)
+
+
+def test_steps_are_those_of_the_plan(viewer: Viewer, folder: Path) -> None:
+    from shardflow.epochs import BatchSpec, EpochPlan
+
+    found = ask(viewer, "/api/steps?split=train&seed=7&epoch=2&step=1&size=2&count=2")
+    dataset = Dataset.open(folder)
+    spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)
+    plan = EpochPlan(dataset.splits["train"], spec, seed=7, epoch=2)
+    rows, _ = plan.step(1)
+    assert [[one["row"] for one in micro] for micro in found["micro_batches"]] == rows.tolist()
+    assert found["num_steps"] == plan.num_steps
+    assert get(viewer, "/api/steps?split=train&step=99")[0] == 400
+
+
+def test_inputs_are_those_of_the_ledger(viewer: Viewer) -> None:
+    about = ask(viewer, "/api/dataset?inputs=1")
+    assert about["inputs"] == [{"kind": "dicom", "outcome": "packed", "reason": None, "num_inputs": 10}]
+    found = ask(viewer, "/api/inputs?outcome=packed&count=3")
+    assert (found["total"], len(found["inputs"])) == (10, 3)
+    assert set(found["inputs"][0]) == {"input", "kind", "outcome", "reason", "sample_key"}
+
+
+def test_damaged_slice_is_a_sentence_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "damaged"
+    shutil.copytree(folder, copy)
+    dataset = Dataset.open(copy)
+    _, fields = dataset.sample_fields(0)
+    field = next(field for field in fields if field.name == "s000.i0003.b2nd")
+    tar = copy / "shards" / "train-000000.tar"
+    with tar.open("r+b") as file:
+        file.seek(field.offset + 40)
+        file.write(b"\xff\xff")
+    with Viewer(Dataset.open(copy)) as viewer:
+        status, _, body = get(viewer, "/api/samples/0/slices/0/3")
+        assert status == 500
+        assert b"crc32c" in body or b"checksum" in body
+        assert get(viewer, "/api/samples/0/slices/0/4")[0] == 200
+
+
+def test_address_that_cannot_be_listened_on_is_an_error(folder: Path) -> None:
+    with Viewer(Dataset.open(folder)) as viewer:
+        port = urlsplit(viewer.url).port
+        assert port is not None
+        with pytest.raises(ConfigError, match="port free"):
+            Viewer(Dataset.open(folder), port=port)
+
+
+def test_inputs_of_a_corpus_are_its_lines(tmp_path: Path) -> None:
+    case = CorpusCase(tmp_path / "corpus")
+    case.prepare()
+    case.write("a.jsonl", [b'{"text": "One."}', b"{broken", b'{"text": "Two."}', b'{"text": "Three."}'])
+    case.write("b.jsonl", [b'{"text": "Four."}', b"", b'{"text": "Five."}', b'{"text": "Six."}', b"{broken"])
+    case.pack("policy.max_quarantined_share=0.5")
+    files = case.outcomes().files
+    with Viewer(Dataset.open(case.output)) as made:
+        counts = ask(made, "/api/dataset?inputs=1")["inputs"]
+        broken = ask(made, "/api/inputs?outcome=quarantined&reason=INVALID_JSON")
+        later = ask(made, "/api/inputs?outcome=packed&start=2&count=3")
+        sample = ask(made, "/api/samples/0")
+    assert [(one["outcome"], one["reason"], one["num_inputs"]) for one in counts] == [
+        ("packed", None, 6),
+        ("quarantined", "INVALID_JSON", 2),
+        ("skipped", "EMPTY_LINE", 1),
+    ]
+    assert broken["total"] == 2
+    assert [one["input"] for one in broken["inputs"]] == [f"{files[0]}:2", f"{files[1]}:5"]
+    assert later["total"] == 6
+    assert [one["input"] for one in later["inputs"]] == [f"{files[0]}:4", f"{files[1]}:1", f"{files[1]}:3"]
+    assert sample["report"]
+
+
+@pytest.mark.parametrize(
+    "description", [b"", b"[]", b"{}", b'{"recordings": [{"arrays": [{"field": 1}, 2]}]}']
+)
+def test_a_description_that_is_none_is_a_sentence(description: bytes) -> None:
+    from shardflow.viewing.signals import _channels
+
+    with pytest.raises(FormatError, match="must describe recordings"):
+        _channels(description, "w000.g00.npy")
