@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.plan.scale import DATASET_ID, processor
+from benchmarks.about import processor
+from benchmarks.plan.scale import DATASET_ID
 from shardflow import __version__
 from shardflow.epochs import (
     BatchSpec,
@@ -29,7 +30,9 @@ from shardflow.epochs import (
     TokenBudget,
     choose_lanes,
     measure_plan,
+    with_lanes,
 )
+from shardflow.epochs.budget_micros import BudgetMicroBatches
 
 
 def make_layout(num_samples: int, num_shards: int) -> SampleLayout:
@@ -48,6 +51,22 @@ def make_layout(num_samples: int, num_shards: int) -> SampleLayout:
     )
 
 
+def sorted_over_the_epoch(plan: EpochPlan) -> dict[str, float] | None:
+    """Return the balance of steps that no dealing betters: all micro-batches ranked together."""
+    micros = plan.lane_plan.micros if plan.lane_plan else None
+    if not isinstance(micros, BudgetMicroBatches):
+        return None
+    per_step = plan.spec.micro_batches_per_step
+    costs = np.sort([micros.cost(number)[0] for number in range(plan.num_steps * per_step)])
+    steps = costs.reshape(-1, per_step)
+    ratios = steps.max(axis=1) / steps.mean(axis=1)
+    return {
+        "imbalance": float(ratios.mean()),
+        "imbalance_p99": float(np.quantile(ratios, 0.99)),
+        "imbalance_max": float(ratios.max()),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
@@ -63,6 +82,9 @@ def main() -> None:
         for window in (2**24, 2**26, 2**28)
         if (lanes or spec is fixed) and (lanes or window == 2**24)
     ]
+    sizes = ((20_000, 40), (100_000, 100), (400_000, 400), (1_600_000, 1600))
+    linear = replace(filled, budget=replace(budget, cost=CostRule()))
+    cases += [(*size, with_lanes(spec, make_layout(*size))) for size in sizes for spec in (filled, linear)]
     rows = []
     for num_samples, num_shards, spec in cases:
         layout = make_layout(num_samples, num_shards)
@@ -78,8 +100,11 @@ def main() -> None:
                 "lanes": spec.lanes,
                 "window_bytes": spec.window_bytes if spec.lanes else None,
                 "chosen_lanes": choose_lanes(layout, spec),
+                "quadratic_tokens": spec.budget.cost.quadratic_tokens if spec.budget else None,
+                "steps": plan.num_steps,
                 "plan": lanes,
                 "measured": found,
+                "sorted_over_the_epoch": sorted_over_the_epoch(plan),
             }
         )
     result = {

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.about import processor
 from shardflow import __version__
 from shardflow.epochs import BatchSpec, CostRule, EpochPlan, SampleLayout, TokenBudget
 
@@ -189,14 +190,6 @@ def main() -> None:
     print(text)
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.shards import encode_array
+from shardflow.shards import Dataset, encode_array, tokens
 from shardflow.shards.canonical import sha256_hex
 from shardflow.shards.index import FieldLocation, ShardIndex
 from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, shard_name, slice_field
@@ -26,62 +29,76 @@ from shardflow.shards.table_layout import crc32c
 from shardflow.shards.tar import TarWriter
 from shardflow.storage import LocalStore
 
-__all__ = ["NUM_SLICES", "SIZE", "make_content"]
+__all__ = [
+    "NUM_SLICES",
+    "SIZE",
+    "TOKENIZER",
+    "make_content",
+    "make_radiographs",
+    "make_texts",
+    "write_dataset",
+]
 
 NUM_SLICES = 40
 SIZE = 512
 STUDIES_PER_SHARD = 8
+TEXTS_PER_SHARD = 5000
+TEXTS_PER_TAR = 1000
+TOKENS_PER_TEXT = 450
+TOKENIZER = "0" * 64
 PHANTOM = Path(__file__).resolve().parents[3] / "shared" / "data" / "ct_philips_phantom" / "S21570" / "S2010"
 
 
-def make_content(folder: Path, num_studies: int) -> str:
-    """Write ``folder/ours`` (a dataset) and ``folder/png`` (plain tars); return what the slices are."""
-    source, kind = _base_slices()
-    rng = np.random.default_rng(1)
-    store = LocalStore(folder / "ours")
-    (folder / "png").mkdir(parents=True)
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sample to write: fields in ascending order of their names, and what the samples table says."""
+
+    key: str
+    fields: list[tuple[str, bytes]]
+    facts: SampleFacts
+
+
+def write_dataset(folder: Path, samples: Iterable[Sample], *, samples_per_shard: int) -> None:
+    """Write a dataset of format 1 with one split, ``train``."""
+    store = LocalStore(folder)
     shards: list[ShardEntry] = []
     entries: list[SampleEntry] = []
-    for start in range(0, num_studies, STUDIES_PER_SHARD):
-        name = shard_name("train", len(shards))
-        ours, png = io.BytesIO(), io.BytesIO()
-        writer, png_writer = TarWriter(ours), TarWriter(png)
+    remaining = iter(samples)
+    while chunk := list(islice(remaining, samples_per_shard)):
+        name, out = shard_name("train", len(shards)), io.BytesIO()
+        writer = TarWriter(out)
         located: list[tuple[str, list[FieldLocation]]] = []
-        for number in range(start, min(start + STUDIES_PER_SHARD, num_studies)):
-            key = f"study{number:06d}"
-            slices = [_variant(source[(number + index) % len(source)], rng) for index in range(NUM_SLICES)]
+        for sample in chunk:
             begin, fields = writer.num_bytes, []
-            for field, payload in _fields(key, slices):
-                offset = writer.add(f"{key}.{field}", payload)
+            for field, payload in sample.fields:
+                offset = writer.add(f"{sample.key}.{field}", payload)
                 fields.append(FieldLocation(field, offset, len(payload), crc32c(payload)))
-            for index, pixels in enumerate(slices):
-                is_written, data = cv2.imencode(".png", (pixels.astype(np.int32) + 32768).astype(np.uint16))
-                if not is_written:
-                    raise RuntimeError("OpenCV wrote no PNG")
-                png_writer.add(f"{key}.i{index:04d}.png", data.tobytes())
-            located.append((key, fields))
-            facts = SampleFacts(
-                text_bytes=fields[0].num_bytes, num_series=1, num_slices=NUM_SLICES, rows=SIZE, columns=SIZE,
-                modality="CT",
-            )  # fmt: skip
             entries.append(
                 SampleEntry(
-                    sample_key=key, shard=len(shards), row_in_shard=number - start, offset_bytes=begin,
-                    num_bytes=writer.num_bytes - begin, facts=facts,
+                    sample_key=sample.key,
+                    shard=len(shards),
+                    row_in_shard=len(located),
+                    offset_bytes=begin,
+                    num_bytes=writer.num_bytes - begin,
+                    facts=sample.facts,
                 )
-            )  # fmt: skip
+            )
+            located.append((sample.key, fields))
         writer.close()
-        png_writer.close()
-        (folder / "png" / f"{name}.tar").write_bytes(png.getvalue())
-        tar = _put(store, f"shards/{name}.tar", ours.getvalue())
+        tar = _put(store, f"shards/{name}.tar", out.getvalue())
         index_entry = _put(store, f"shards/{name}.idx", ShardIndex.encode(name, tar.num_bytes, located))
         shards.append(
             ShardEntry(
-                name=name, split="train", path=tar.path, num_bytes=tar.num_bytes, sha256=tar.sha256,
-                index=index_entry, num_samples=len(located),
+                name=name,
+                split="train",
+                path=tar.path,
+                num_bytes=tar.num_bytes,
+                sha256=tar.sha256,
+                index=index_entry,
+                num_samples=len(located),
                 num_fields=sum(len(fields) for _, fields in located),
             )
-        )  # fmt: skip
+        )
     table = SamplesTable.encode(entries, shard_splits=["train"] * len(shards))
     commit(
         store,
@@ -89,10 +106,164 @@ def make_content(folder: Path, num_studies: int) -> str:
             manifest_version=1,
             shards=tuple(shards),
             samples=_put(store, "samples/samples-000001.tbl", table),
-            counts=OutcomeCounts(packed=num_studies, skipped=0, quarantined=0),
+            counts=OutcomeCounts(packed=len(entries), skipped=0, quarantined=0),
         ),
     )
+
+
+def make_content(
+    folder: Path,
+    num_studies: int,
+    *,
+    num_slices: int = NUM_SLICES,
+    with_png: bool = True,
+    loose: bool = False,
+) -> str:
+    """Write CT studies as ``folder/ours`` (a dataset) and ``folder/png`` (plain tars of 16-bit PNG).
+
+    Args:
+        folder: Where.
+        num_studies: How many.
+        num_slices: Of each.
+        with_png: Whether to write the plain tars.
+        loose: Whether to write ``folder/dicom`` too, a folder of files for each study.
+
+    Returns:
+        What the slices are.
+    """
+    source, kind = _base_slices()
+    rng = np.random.default_rng(1)
+    (folder / "png").mkdir(parents=True)
+
+    def samples() -> Iterator[Sample]:
+        for number in range(num_studies):
+            key = f"study{number:06d}"
+            slices = [_variant(source[(number + index) % len(source)], rng) for index in range(num_slices)]
+            if with_png:
+                _write_png(folder / "png" / f"{number // STUDIES_PER_SHARD:06d}.tar", key, slices)
+            if loose:
+                _write_dicom(folder / "dicom" / key, slices)
+            fields = list(_fields(key, slices))
+            facts = SampleFacts(
+                text_bytes=len(fields[0][1]),
+                num_series=1,
+                num_slices=num_slices,
+                rows=SIZE,
+                columns=SIZE,
+                modality="CT",
+            )
+            yield Sample(key, fields, facts)
+
+    write_dataset(folder / "ours", samples(), samples_per_shard=STUDIES_PER_SHARD)
     return kind
+
+
+def make_radiographs(folder: Path, num_images: int) -> None:
+    """Write 1024 x 1024 JPEG radiographs with reports as ``folder/ours``: smooth fields with noise."""
+    rng = np.random.default_rng(2)
+    words = [
+        word.encode()
+        for word in ["lungs", "clear", "heart", "normal", "no", "effusion", "or", "focal", "consolidation"]
+    ]
+
+    def samples() -> Iterator[Sample]:
+        for number in range(num_images):
+            coarse = rng.normal(128, 40, (32, 32)).astype(np.float32)
+            smooth = cv2.resize(coarse, (1024, 1024), interpolation=cv2.INTER_CUBIC)
+            noise = cv2.resize(rng.normal(0, 8, (512, 512)).astype(np.float32), (1024, 1024))
+            pixels = np.clip(smooth + noise, 0, 255).astype(np.uint8)
+            is_written, data = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 90])
+            if not is_written:
+                raise RuntimeError("OpenCV wrote no JPEG")
+            report = b" ".join(words[place] for place in rng.integers(0, len(words), 40))
+            facts = SampleFacts(
+                text_bytes=len(report), num_series=1, num_slices=0, rows=1024, columns=1024, modality="DX"
+            )
+            fields = [("image.jpg", data.tobytes()), (REPORT_FIELD, report)]
+            yield Sample(f"image{number:06d}", fields, facts)
+
+    write_dataset(folder / "ours", samples(), samples_per_shard=64)
+
+
+def make_texts(folder: Path, num_texts: int) -> None:
+    """Write records of 900 bytes of text as ``folder/ours``, and 450 16-bit tokens beside each.
+
+    For the peers ``folder/json`` holds the tokens of a quarter of them, as JSON in plain tars.
+    """
+    rng = np.random.default_rng(3)
+    facts = SampleFacts(text_bytes=900, num_series=0, num_slices=0, rows=0, columns=0, modality="")
+
+    def samples() -> Iterator[Sample]:
+        for number in range(num_texts):
+            text = rng.integers(97, 123, 900, dtype=np.uint8).tobytes()
+            yield Sample(f"text{number:08d}", [(REPORT_FIELD, text)], facts)
+
+    write_dataset(folder / "ours", samples(), samples_per_shard=TEXTS_PER_SHARD)
+    _write_tokens(Dataset.open(folder / "ours"), rng)
+    (folder / "json").mkdir()
+    for first in range(0, num_texts // 4, TEXTS_PER_TAR):
+        with tarfile.open(folder / "json" / f"{first // TEXTS_PER_TAR:06d}.tar", "w") as tar:
+            for number in range(first, min(first + TEXTS_PER_TAR, num_texts // 4)):
+                data = json.dumps(rng.integers(0, 1 << 16, TOKENS_PER_TEXT).tolist()).encode()
+                member = tarfile.TarInfo(f"text{number:08d}.tokens.json")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def _write_tokens(dataset: Dataset, rng: np.random.Generator) -> None:
+    """Write what ``shardflow tokenize`` would, with drawn numbers for tokens."""
+    store = dataset.store
+    names = {"tokenizer": TOKENIZER, "dataset_id": dataset.dataset_id}
+    where = tokens.tokens_folder(TOKENIZER, dataset.dataset_id)
+    files = []
+    first_row = 0
+    for number, shard in enumerate(dataset.manifest.shards):
+        ids = rng.integers(0, 1 << 16, shard.num_samples * TOKENS_PER_TEXT, dtype=np.uint16)
+        counts = np.full(shard.num_samples, TOKENS_PER_TEXT, np.uint32)
+        data = tokens.encode_ids(ids, counts, first_row=first_row, **names)
+        store.put_new(f"{where}/{tokens.ids_name(number)}", data)
+        files.append(
+            tokens.TokenFile(num_rows=shard.num_samples, num_bytes=len(data), sha256=sha256_hex(data))
+        )
+        first_row += shard.num_samples
+    counts_data = tokens.encode_counts(np.full(first_row, TOKENS_PER_TEXT, np.uint32), **names)
+    store.put_new(f"{where}/counts.tbl", counts_data)
+    manifest = tokens.TokensManifest(
+        num_samples=first_row, counts_sha256=sha256_hex(counts_data), files=tuple(files), **names
+    )
+    store.put_new(f"{where}/manifest.json", manifest.encode())
+
+
+def _write_png(path: Path, key: str, slices: list[NDArray[np.int16]]) -> None:
+    with tarfile.open(path, "a") as tar:
+        for index, pixels in enumerate(slices):
+            is_written, data = cv2.imencode(".png", (pixels.astype(np.int32) + 32768).astype(np.uint16))
+            if not is_written:
+                raise RuntimeError("OpenCV wrote no PNG")
+            member = tarfile.TarInfo(f"{key}.i{index:04d}.png")
+            member.size = data.size
+            tar.addfile(member, io.BytesIO(data.tobytes()))
+
+
+def _write_dicom(folder: Path, slices: list[NDArray[np.int16]]) -> None:
+    from pydicom.dataset import Dataset as Image
+    from pydicom.dataset import FileMetaDataset
+    from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+
+    folder.mkdir(parents=True)
+    for index, pixels in enumerate(slices):
+        image = Image()
+        image.file_meta = FileMetaDataset()
+        image.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+        image.file_meta.MediaStorageSOPClassUID = image.SOPClassUID = CTImageStorage
+        image.file_meta.MediaStorageSOPInstanceUID = image.SOPInstanceUID = generate_uid()
+        image.Rows, image.Columns = pixels.shape
+        image.SamplesPerPixel, image.PhotometricInterpretation = 1, "MONOCHROME2"
+        image.BitsAllocated = image.BitsStored = 16
+        image.HighBit, image.PixelRepresentation = 15, 1
+        image.RescaleSlope, image.RescaleIntercept = 1, 0
+        image.PixelData = pixels.astype("<i2").tobytes()
+        image.save_as(folder / f"{index:04d}.dcm", enforce_file_format=True)
 
 
 def _base_slices() -> tuple[list[NDArray[np.int16]], str]:

@@ -1,0 +1,214 @@
+"""How well findings, their assertions and the mentions of images are read, and how fast.
+
+    python -m benchmarks.reports.run --output benchmarks/results/reports.json
+
+The rules were written with the development parts; only the test parts count. ``--negspacy PYTHON`` asks
+negspacy, installed in an environment of its own, about the same findings: it is told where they are, and
+says of each whether it is negated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.about import processor
+from benchmarks.reports.gold import GoldSentence, Part, digest, mentions, sentences
+from shardflow import __version__
+from shardflow.reports import Entity, EntityFinder, ReportReader, find_mentions
+
+PARTS: tuple[Part, ...] = ("development", "test")
+
+
+def match(gold: GoldSentence, found: Sequence[Entity]) -> list[tuple[int, int]]:
+    """Pair marked and found findings one to one, those that share most characters first."""
+    overlaps = sorted(
+        (
+            (min(one.span[1], other.span[1]) - max(one.span[0], other.span[0]), -number, -place)
+            for number, one in enumerate(gold.entities)
+            for place, other in enumerate(found)
+            if one.span[0] < other.span[1] and other.span[0] < one.span[1]
+        ),
+        reverse=True,
+    )
+    pairs: list[tuple[int, int]] = []
+    for _, number, place in overlaps:
+        if all(-number != one and -place != other for one, other in pairs):
+            pairs.append((-number, -place))
+    return pairs
+
+
+def scores(correct: int, found: int, marked: int) -> dict[str, float]:
+    precision, recall = correct / max(1, found), correct / max(1, marked)
+    both = precision + recall
+    return {
+        "precision": round(precision, 4),
+        "recall": round(recall, 4),
+        "f1": round(2 * precision * recall / both, 4) if both else 0.0,
+    }
+
+
+def score_entities(part: Part) -> dict[str, Any]:
+    finder = EntityFinder()
+    counts = dict.fromkeys(("marked", "found", "matched", "strict", "assertion", "polar", "polar_right"), 0)
+    stated = {name: [0, 0] for name in ("laterality", "size_mm", "anatomy")}
+    confusion: dict[str, int] = {}
+    for case in sentences(part):
+        found = finder.find(case.text)
+        pairs = match(case, found)
+        counts["marked"] += len(case.entities)
+        counts["found"] += len(found)
+        counts["matched"] += len(pairs)
+        for number, place in pairs:
+            gold, got = case.entities[number], found[place]
+            counts["strict"] += gold.span == got.span
+            counts["assertion"] += gold.assertion == got.assertion
+            key = f"{gold.assertion} -> {got.assertion}"
+            confusion[key] = confusion.get(key, 0) + 1
+            if gold.assertion in ("absent", "present"):
+                counts["polar"] += 1
+                counts["polar_right"] += (gold.assertion == "absent") == (got.assertion == "absent")
+            for name, is_stated, is_right in (
+                ("laterality", gold.laterality or got.laterality, gold.laterality == got.laterality),
+                ("size_mm", gold.size_mm or got.size_mm, gold.size_mm == got.size_mm),
+                ("anatomy", gold.anatomy, _same_place(case.text, gold.anatomy, got)),
+            ):
+                if is_stated:
+                    stated[name][0] += is_right
+                    stated[name][1] += 1
+    matched = max(1, counts["matched"])
+    return {
+        "sentences": len(sentences(part)),
+        **{name: counts[name] for name in ("marked", "found", "matched")},
+        "overlap": scores(counts["matched"], counts["found"], counts["marked"]),
+        "strict_span": scores(counts["strict"], counts["found"], counts["marked"]),
+        "assertion_accuracy": round(counts["assertion"] / matched, 4),
+        "absent_or_not_accuracy": round(counts["polar_right"] / max(1, counts["polar"]), 4),
+        "of_those_with_one": {
+            name: {"accuracy": round(right / max(1, total), 4), "num": total}
+            for name, (right, total) in stated.items()
+        },
+        "assertions": dict(sorted(confusion.items())),
+    }
+
+
+def _same_place(text: str, anatomy: str, got: Entity) -> bool:
+    if got.anatomy is None:
+        return False
+    words = text[slice(*got.anatomy.span)].lower()
+    return words in anatomy.lower() or anatomy.lower() in words
+
+
+def score_mentions(part: Part) -> dict[str, Any]:
+    marked = found = correct = whole = 0
+    cases = mentions(part)
+    for case in cases:
+        got = [str(mention) for mention in find_mentions(case.text)]
+        left = list(case.expected)
+        for one in got:
+            if one in left:
+                left.remove(one)
+                correct += 1
+        marked += len(case.expected)
+        found += len(got)
+        whole += got == list(case.expected)
+    return {
+        "cases": len(cases),
+        "whole_cases_right": whole,
+        "marked": marked,
+        "found": found,
+        **scores(correct, found, marked),
+    }
+
+
+def ask_negspacy(python: Path, part: Part) -> dict[str, Any]:
+    cases = sentences(part)
+    asked = [{"text": case.text, "spans": [one.span for one in case.entities]} for case in cases]
+    answer = subprocess.run(
+        [python, Path(__file__).with_name("peer_negspacy.py")],
+        input=json.dumps(asked),
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=300,
+    )
+    told = json.loads(answer.stdout)
+    right = total = everything = 0
+    for case, negated in zip(cases, told["negated"], strict=True):
+        for one, is_negated in zip(case.entities, negated, strict=True):
+            everything += one.assertion == ("absent" if is_negated else "present")
+            if one.assertion in ("absent", "present"):
+                total += 1
+                right += is_negated is not None and is_negated == (one.assertion == "absent")
+    return {
+        "versions": told["versions"],
+        "absent_or_not_accuracy": round(right / max(1, total), 4),
+        "num": total,
+        "assertion_accuracy": round(everything / max(1, sum(len(case.entities) for case in cases)), 4),
+    }
+
+
+def speed() -> dict[str, Any]:
+    """Read reports made of the gold sentences, in one process; processor time."""
+    texts = [case.text for part in PARTS for case in sentences(part)]
+    report = "INDICATION: Cough.\n\nFINDINGS:\n{}\n\nIMPRESSION:\n{}\n"
+    reports = [
+        report.format(" ".join(texts[at : at + 18]), " ".join(texts[at + 18 : at + 22]))
+        for at in range(0, len(texts) - 22, 7)
+    ]
+    reader = ReportReader()
+    reader.read(reports[0])
+    start = time.process_time()
+    num_entities = sum(len(reader.read(one).entities) for one in reports)
+    seconds = time.process_time() - start
+    return {
+        "reports": len(reports),
+        "characters_per_report": round(sum(map(len, reports)) / len(reports)),
+        "entities_per_report": round(num_entities / len(reports), 1),
+        "reports_per_s_per_core": round(len(reports) / seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--negspacy", type=Path, help="python of an environment with negspacy and spacy")
+    parser.add_argument("--part", choices=PARTS, action="append", help="score this part only")
+    arguments = parser.parse_args()
+    parts = arguments.part or PARTS
+    result = {
+        "command": " ".join(["python", "-m", "benchmarks.reports.run", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "shardflow": __version__,
+            "python": platform.python_version(),
+            "pyahocorasick": version("pyahocorasick"),
+        },
+        "hardware": {"processor": processor(), "cores": os.cpu_count()},
+        "gold_sha256": {
+            name: digest(name) for name in ("sentences.txt", "mentions.txt", "mentions_second.txt")
+        },
+        "entities": {part: score_entities(part) for part in parts},
+        "mentions": {part: score_mentions(part) for part in parts},
+        "speed": speed(),
+    }
+    if arguments.negspacy:
+        result["negspacy"] = {part: ask_negspacy(arguments.negspacy, part) for part in parts}
+    text = json.dumps(result, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
