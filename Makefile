@@ -5,35 +5,56 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FUZZ_SECONDS := 300
+ATHERIS := 3.0.0
 # uv does not read pip's find-links; where that variable holds local wheels (a CPU build of torch, say), pass it on.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Every packing process and rank imports the same libraries: where bytecode may not be written, each compiles them anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow images check fix golden constraints clean
+.PHONY: help setup demo test test-slow test-gpu fuzz images docs check fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv from the pinned constraints, with the console script at .venv/bin/shardflow
 
+# `venv --clear` would empty the folder behind a link, which others may use.
 $(STAMP): pyproject.toml constraints.txt
+	@test ! -L $(VENV) || { echo "$(VENV) must be a folder of this clone, got a link; remove the link, and run make again." >&2; exit 2; }
 	python3 -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet uv==$$(sed -n 's/^uv==//p' constraints.txt)
-	$(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt --editable '.[pack,train,webdataset]' --group dev
+	$(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt --editable '.[pack,wfdb,train,webdataset,remote,ray,hf,lightning,lora,prometheus,wandb,mlflow]' --group dev
 	@touch $@
 
 demo: $(STAMP) ## Pack real DICOM, train on two processes, kill one, resume on one, and show that nothing was lost
 	$(BIN)/python -m pipelines.demo --output demo-output
 
 test: $(STAMP) ## Run the tests (about ten minutes on two cores)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the long sweeps
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## Run the tests that need a CUDA device, on a machine that has one
+	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu $(PYTEST_ARGS)
+
+fuzz: .fuzz-venv/.installed ## Feed the DICOM source with mutated files for FUZZ_SECONDS (300), in an environment of its own
+	.fuzz-venv/bin/python -m fuzz.dicom -max_total_time=$(FUZZ_SECONDS) $(FUZZ_ARGS)
+
+.fuzz-venv/.installed: pyproject.toml constraints.txt
+	python3 -m venv --clear .fuzz-venv
+	.fuzz-venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[pack]' atheris==$(ATHERIS)
+	@touch $@
 
 images: ## Build both container images with podman, and run, stop and resume packing and training in them (Debian, root)
 	docker/check_images.sh $(IMAGES_ARGS)
+
+docs: $(STAMP) ## Build the documentation site into site/; open site/index.html, no server or network is needed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Look at site/index.html"
 
 check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests: under a minute
 	$(BIN)/ruff format --check .
@@ -47,7 +68,7 @@ fix: $(STAMP) ## Format and apply the safe lint fixes
 	$(BIN)/ruff check --fix .
 
 golden: $(STAMP) ## Rewrite the golden files; review the diff, it is a change of format or order
-	$(BIN)/python -m pytest -q --update-golden
+	$(BIN)/python -m pytest -q -m "not gpu" --update-golden
 
 # Without the local wheels: a CPU build of torch that lies there must not become the pin of every machine.
 constraints: ## Pin the newest versions that fit together into constraints.txt
@@ -55,4 +76,4 @@ constraints: ## Pin the newest versions that fit together into constraints.txt
 		--all-extras --group dev pyproject.toml constraints.in -o constraints.txt
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .fuzz-venv .fuzz-corpus demo-output site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

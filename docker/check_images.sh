@@ -16,7 +16,7 @@ readonly HARDENED=(--read-only --cap-drop all --security-opt no-new-privileges -
 readonly WAIT_S=300
 
 say() { printf 'images: [%3d s] %s\n' "$SECONDS" "$*"; }
-die() { printf 'images: FAILED: %s\n' "$*" >&2; exit 1; }
+die() { has_said=1; printf 'images: FAILED: %s\n' "$*" >&2; exit 1; }
 expect() { [[ "$2" == "$3" ]] || die "$1 must be $3, got $2"; }
 
 install_packages() {
@@ -26,15 +26,19 @@ install_packages() {
     [[ $EUID -eq 0 ]] || { echo "only root can install ${PACKAGES[*]}"; return 1; }
     command -v apt-get >/dev/null || { echo "there is no apt-get to install ${PACKAGES[*]}"; return 1; }
     export DEBIAN_FRONTEND=noninteractive
-    { apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}" \
-        || { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}"; }; } >&2 \
-        || { echo "apt-get cannot install ${PACKAGES[*]}"; return 1; }
+    # The lists of a fresh machine are missing, those of an old one name packages that are gone: then fetch them.
+    { apt_get install "${PACKAGES[@]}" || { apt_get update && apt_get install "${PACKAGES[@]}"; }; } >"$apt_log" 2>&1 \
+        || { tail -n 20 "$apt_log" >&2; echo "apt-get cannot install ${PACKAGES[*]}"; return 1; }
+}
+
+apt_get() {
+    apt-get -y -qq --no-install-recommends -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300 "$@" </dev/null
 }
 
 # Storage and settings of our own: nothing of the user's containers is seen or changed. Builds see this machine's
 # certificates and, where pip is told of local folders of packages, those; the images run without any of it.
 configure_podman() {
-    python3 - "$work" <<'PYTHON'
+    "$work/lint/bin/python" - "$work" <<'PYTHON'
 import os
 import subprocess
 import sys
@@ -83,6 +87,7 @@ PYTHON
 
 clean_up() {
     local code=$?
+    [[ $code -eq 0 || -n $has_said ]] || printf 'images: FAILED: a command ended with %s; what it said is above\n' "$code" >&2
     if [[ -e $work/storage.conf ]]; then # containers that others depend on go in a later round
         for _ in 1 2 3; do podman rm --all --force --time 1 >/dev/null 2>&1 && break; done
     fi
@@ -95,7 +100,7 @@ make_base_image() {
     if [[ -z $tar ]]; then
         tar=$work/base.tar
         # Stands in for python:3.11-slim where no registry can be reached.
-        mmdebstrap --quiet --variant=minbase --mode=root --dpkgopt=force-unsafe-io \
+        mmdebstrap --quiet --variant=minbase --mode=root --dpkgopt=force-unsafe-io --aptopt='Acquire::Retries "3"' \
             --include=python3,python3-pip,python3-venv,ca-certificates \
             --customize-hook='ln -sf python3 "$1/usr/bin/python"; rm -f "$1"/usr/lib/python3.11/EXTERNALLY-MANAGED' \
             bookworm "$tar"
@@ -104,7 +109,6 @@ make_base_image() {
 }
 
 install_linters() {
-    python3 -m venv "$work/lint"
     "$work/lint/bin/python" -m pip install --quiet "${LINTERS[@]}"
 }
 
@@ -135,11 +139,11 @@ build_train() { build train; }
 # Without systemd podman cannot plan health checks, and says so at every start; they are called by hand below.
 run_quietly() { podman run "$@" 2> >(grep --invert-match 'systemd connection' >&2); }
 
-# probe IMAGE ABSENT PRESENT: what a process inside sees.
+# probe IMAGE ABSENT PRESENT...: what a process inside sees.
 probe() {
     run_quietly --rm "${HARDENED[@]}" --entrypoint python "$1" -c '
 import importlib.util, os, sys
-absent, present = sys.argv[1], sys.argv[2]
+absent, *present = sys.argv[1:]
 status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines())
 found = {
     "uid and gid": (os.getuid(), os.getgid()) == (10001, 10001),
@@ -147,13 +151,13 @@ found = {
     "no capabilities": int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0,
     "no new privileges": status["NoNewPrivs"] == "1",
     "no network": os.listdir("/sys/class/net") == ["lo"],
-    f"no {absent}": importlib.util.find_spec(absent) is None,
-    f"{present}": importlib.util.find_spec(present) is not None,
+    f"no {absent}, no pip": not any(map(importlib.util.find_spec, (absent, "pip"))),
+    f"{present}": all(map(importlib.util.find_spec, present)),
     "not able to write its own code": not os.access(importlib.util.find_spec("shardflow").origin, os.W_OK),
 }
 wrong = [name for name, holds in found.items() if not holds]
 sys.exit(f"does not hold: {wrong}" if wrong else 0)
-' "$2" "$3" || die "$1, seen from inside"
+' "${@:2}" || die "$1, seen from inside"
 }
 
 # check_service CONTAINER: the compose file's settings as podman took them.
@@ -194,7 +198,7 @@ has_steps() { [[ $(count_steps "$1") -ge $2 ]]; }
 
 run_pack() {
     run_quietly --detach --name "$1" "${HARDENED[@]}" --volume "$work/input:/input:ro" --volume stopped-dataset:/dataset \
-        --volume stopped-private:/private --volume "$(volume shardflow_private)/pack/secret.key:/key/secret.key:ro" "$PACK" \
+        --volume stopped-private:/private --volume "$work/key:/key:ro" "$PACK" \
         pack --config /etc/shardflow/pack.toml --set identity.key_file=/key/secret.key --set execution.num_processes=1
 }
 
@@ -208,8 +212,23 @@ run_train() {
         --set run.num_epochs=100000 --set run.checkpoint_every_steps=100000 >/dev/null
 }
 
+# The key as Kubernetes gives it: a secret that the group can read, which packing would refuse, and the manifest's way to
+# a file that it takes.
+copy_key() {
+    local command
+    read -ra command < <(sed -n 's/^ *command: \[\(install .*\|install,.*\)\]$/\1/p' docs/deploy/kubernetes/pack.yaml | tr -d ,)
+    [[ ${#command[@]} -gt 0 ]] || die "docs/deploy/kubernetes/pack.yaml must hold the command that copies the key"
+    install --directory --mode 0755 "$work/secret"
+    install --directory --group 10001 --mode 2777 "$work/key" # what an emptyDir is with fsGroup
+    install --mode 0440 --group 10001 "$(volume shardflow_private)/pack/secret.key" "$work/secret/secret.key"
+    run_quietly --rm "${HARDENED[@]}" --volume "$work/secret:/secret:ro" --volume "$work/key:/key" \
+        --entrypoint "${command[0]}" "$PACK" "${command[@]:1}"
+    expect "owner and mode of the copied key" "$(stat --format '%u %a' "$work/key/secret.key")" "10001 600"
+}
+
 check_stopped_pack() {
     local dataset
+    copy_key
     run_pack pack-stopped >/dev/null
     dataset=$(volume stopped-dataset)
     wait_for pack-stopped has_fragment "$dataset"
@@ -224,12 +243,12 @@ check_stopped_pack() {
 
 check_stopped_training() {
     local output steps
-    run_train train-stopped 100000 torchrun --standalone --nproc-per-node 2 --shutdown-timeout 120 -m pipelines.train
+    run_train train-stopped 100000 python -m pipelines.launch --standalone --nproc-per-node 2 --shutdown-timeout 120 -m pipelines.train
     output=$(volume stopped-run)
     wait_for train-stopped has_steps "$output" 2
     podman healthcheck run train-stopped || die "the training job must be healthy while it trains"
     podman kill --signal TERM train-stopped >/dev/null
-    finish train-stopped 1 # torchrun knows no other code than 0 and 1
+    finish train-stopped 75
     expect "outcome of stopped training" "$(last_field train-stopped outcome)" stopped
     steps=$(count_steps "$output")
     expect "newest checkpoint" "$(cat "$output/run/checkpoints/latest")" "$(printf 'step-%08d' "$steps")"
@@ -247,16 +266,17 @@ check_stopped_training() {
     expect "owner of a checkpoint" "$(stat --format '%u' "$output/run/checkpoints/latest")" 10001
 }
 
-if ! reason=$(install_packages); then
-    if [[ ${1:-} == --skip-without-packages ]]; then
-        echo "images: SKIPPED: $reason"
-        exit 0
-    fi
-    die "$reason"
-fi
+has_said=
 work=$(mktemp -d -t shardflow-images.XXXXXX)
+apt_log=$work/apt.log
 chmod 0755 "$work"
 trap clean_up EXIT
+if ! reason=$(install_packages); then
+    [[ ${1:-} == --skip-without-packages ]] || die "$reason"
+    echo "images: SKIPPED: $reason"
+    exit 0
+fi
+python3 -m venv "$work/lint"
 configure_podman
 say "container packages are there; making the base image"
 both make_base_image install_linters
@@ -265,16 +285,21 @@ say "hadolint and the compose schema find nothing; building both images"
 both build_pack build_train
 say "built: $(podman images --format '{{.Repository}} {{.Size}};' --filter reference='localhost/shardflow-*' | tr '\n' ' ')"
 
-probe "$PACK" torch pydicom
-probe "$TRAIN" pydicom torch
+probe "$PACK" torch pydicom obstore
+probe "$TRAIN" pydicom torch obstore
 install --directory --owner 10001 --group 10001 "$work/input"
 run_quietly --rm "${HARDENED[@]}" --volume "$work/input:/input" "$PACK" \
     synth /input --studies 40 --seed 3 --modality CT --size 64 --slices 6:12 --processes 2 >/dev/null
 say "both are locked in, and hold only what they need; 40 studies generated; starting the compose file"
 
 export SHARDFLOW_INPUT=$work/input SHARDFLOW_EPOCHS=1 BASE_IMAGE=$BASE
-compose up --no-build >"$work/compose.log" 2>&1 || { tail -n 60 "$work/compose.log" >&2; die "compose up"; }
-for service in pack tokenizer train; do check_service "shardflow_${service}_1"; done
+# Attached, podman-compose starts all services at once and waits for the ones before by `podman wait`, which podman 4 ends
+# at once for a container that has not started yet. Detached, it starts one after the other.
+compose up --no-build --detach >"$work/compose.log" 2>&1 || { tail -n 60 "$work/compose.log" >&2; die "compose up"; }
+for service in pack tokenizer train; do
+    finish "shardflow_${service}_1" 0
+    check_service "shardflow_${service}_1"
+done
 expect "outcome of composed training" "$(last_field shardflow_train_1 outcome)" finished
 run_quietly --rm "${HARDENED[@]}" --volume shardflow_dataset:/dataset:ro "$TRAIN" shardflow verify /dataset/packed >/dev/null \
     || die "the packed dataset must be whole"
@@ -283,5 +308,5 @@ say "composed: packed, tokenizer made, trained by 2 processes; the dataset verif
 check_stopped_pack
 say "packing: SIGTERM leaves with 130 and publishes nothing; started again it packs the same dataset"
 check_stopped_training
-say "training: SIGTERM writes a checkpoint (1 behind torchrun, 75 alone); started again it goes on and finishes"
+say "training: SIGTERM writes a checkpoint and leaves with 75, for two processes and for one; started again it goes on and finishes"
 echo "images: PASSED in $SECONDS s"

@@ -16,14 +16,18 @@ RUN groupadd --gid 10001 shardflow \
 WORKDIR /build
 COPY constraints.txt pyproject.toml ./
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print(*project['dependencies'], *project['optional-dependencies']['pack'], sep='\n')" > requirements.txt \
-    && python -m venv /opt/shardflow \
-    && /opt/shardflow/bin/python -m pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+extras = project['optional-dependencies']; \
+print(*project['dependencies'], *extras['pack'], *extras['wfdb'], *extras['remote'], sep='\n')" > requirements.txt \
+    && python -m venv --without-pip /opt/shardflow \
+    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 
 COPY README.md LICENSE ./
 COPY shardflow shardflow
 COPY pipelines pipelines
-RUN /opt/shardflow/bin/python -m pip install --no-cache-dir --no-deps . && /opt/shardflow/bin/python -m pip check
+# What builds the wheel is pinned too: pip before 25.3 takes the pins from one of the two, later pips from the other.
+RUN export PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt \
+    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --no-deps . \
+    && python -m pip --python /opt/shardflow/bin/python check
 
 COPY docker/pack.toml docker/recently_active.py /etc/shardflow/
 
@@ -34,7 +38,7 @@ ENV PATH=/opt/shardflow/bin:$PATH \
 USER 10001:10001
 WORKDIR /tmp
 STOPSIGNAL SIGTERM
-# A job is healthy while it writes; one study may take limits.task_timeout_s (900 s) twice.
+# A job is healthy while it writes; one study may take execution.task_timeout_s (900 s) twice.
 HEALTHCHECK --interval=60s --timeout=30s --start-period=600s --retries=2 \
     CMD ["python", "/etc/shardflow/recently_active.py", "--within-s", "2000", "/dataset", "/private"]
 ENTRYPOINT ["shardflow"]

@@ -21,15 +21,19 @@ ARG PIP_FIND_LINKS
 ARG PIP_EXTRA_INDEX_URL
 COPY ${CONSTRAINTS} pyproject.toml ./
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print(*project['dependencies'], *project['optional-dependencies']['train'], sep='\n')" > requirements.txt \
-    && python -m venv /opt/shardflow \
-    && /opt/shardflow/bin/python -m pip install --no-cache-dir --constraint "$(basename "${CONSTRAINTS}")" \
+extras = project['optional-dependencies']; \
+print(*project['dependencies'], *extras['train'], *extras['prometheus'], *extras['remote'], sep='\n')" > requirements.txt \
+    && python -m venv --without-pip /opt/shardflow \
+    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --constraint "$(basename "${CONSTRAINTS}")" \
         --requirement requirements.txt
 
 COPY README.md LICENSE ./
 COPY shardflow shardflow
 COPY pipelines pipelines
-RUN /opt/shardflow/bin/python -m pip install --no-cache-dir --no-deps . && /opt/shardflow/bin/python -m pip check
+# What builds the wheel is pinned too: pip before 25.3 takes the pins from one of the two, later pips from the other.
+RUN pins="/build/$(basename "${CONSTRAINTS}")" && export PIP_CONSTRAINT="$pins" PIP_BUILD_CONSTRAINT="$pins" \
+    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --no-deps . \
+    && python -m pip --python /opt/shardflow/bin/python check
 
 COPY docker/train.toml docker/recently_active.py /etc/shardflow/
 
@@ -51,4 +55,4 @@ STOPSIGNAL SIGTERM
 # A job is healthy while it writes; timeouts.startup_s and timeouts.control_s (600 s) end one that hangs.
 HEALTHCHECK --interval=60s --timeout=30s --start-period=900s --retries=2 \
     CMD ["python", "/etc/shardflow/recently_active.py", "--within-s", "1300", "/run-output"]
-CMD ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "pipelines.train", "--config", "/etc/shardflow/train.toml"]
+CMD ["python", "-m", "pipelines.launch", "--standalone", "--nproc-per-node", "2", "-m", "pipelines.train", "--config", "/etc/shardflow/train.toml"]
