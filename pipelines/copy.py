@@ -17,7 +17,7 @@ from pipelines.surface import (
     write_json,
 )
 from shardflow.errors import ConfigError, StorageError
-from shardflow.shards.copying import copy_dataset
+from shardflow.shards.copying import CopyReport, copy_dataset
 from shardflow.storage import open_store
 
 __all__ = ["SUMMARY", "add_arguments", "run"]
@@ -28,8 +28,8 @@ Copies what the manifests of SRC name, and nothing else. Each file is compared w
 copied; nothing is overwritten; manifests come last, so that a reader of DST sees none of it or all. A copy
 that was killed is started again: what is there and right is checked, and not copied.
 
-Entity views and stored tokens are left behind: make them again beside the copy (shardflow entities, shardflow
-tokenize).
+Entity views and stored tokens of the copied versions come along, with the same checks; --no-sidecars leaves
+them behind. A source that cannot list its files (plain HTTP) keeps them, and the summary says so.
 
 Shards that others wrote (shardflow index) are brought along, and DST needs nothing else.
 
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("target", metavar="DST", help="folder or address to copy it to")
     add("--newest", action="store_true", help="the newest version alone (all of them)")
+    add("--no-sidecars", action="store_true", help="leave entity views and stored tokens behind")
     add("--threads", metavar="N", type=positive_number, default=os.cpu_count() or 1, help="files at once")
     add_json(parser)
 
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             source,
             target,
             newest_only=arguments.newest,
+            with_sidecars=not arguments.no_sidecars,
             num_threads=arguments.threads,
             progress=lambda done, total: advance(done // _MIB, -(-total // _MIB)),
         )
@@ -84,5 +86,18 @@ def run(arguments: argparse.Namespace) -> int:
     rate = human_bytes(round(report.num_copied_bytes / max(seconds, 1e-9)))
     copied = f"{human_bytes(report.num_copied_bytes)} in {report.num_copied_files:,} files ({rate}/s)"
     checked = f"{human_bytes(report.num_bytes)} in {report.num_files:,} files"
-    show_lines([f"whole: {report.dataset_id}", f"copied {copied}, of {checked}"])
+    lines = [f"whole: {report.dataset_id}", f"copied {copied}, of {checked}"]
+    if not arguments.no_sidecars:
+        lines += _beside(report)
+    show_lines(lines)
     return 0
+
+
+def _beside(report: CopyReport) -> list[str]:
+    lines = [f"note: {note}" for note in report.notes]
+    for what, sidecars in (("view", report.views), ("tokens of", report.tokens)):
+        for sidecar in sidecars:
+            view = f" for view {sidecar.view}" if sidecar.view else ""
+            size = human_bytes(sidecar.num_bytes)
+            lines.append(f"with {what} {sidecar.name}{view}, version {sidecar.version} ({size})")
+    return lines or ["no entity views or stored tokens lie beside it"]

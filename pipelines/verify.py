@@ -23,7 +23,8 @@ __all__ = ["EXIT_DAMAGED", "SUMMARY", "add_arguments", "run"]
 SUMMARY = "check every byte against index and manifest"
 DESCRIPTION = """\
 Reads the whole dataset: the manifest against its own digest, every file against the manifest, every field
-against its index, and what lies between the fields.
+against its index, and what lies between the fields; then the entity views and stored tokens beside it,
+against their manifests and against the version that they belong to.
 
 Exit code 0: all is as it was written. 1: something is damaged; each file's first damage is named with its
 place.
@@ -69,6 +70,11 @@ def _lines(report: VerifyReport) -> list[str]:
         f"{counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
         f"{counted(report.num_fields, 'field')}"
     )
+    for number, word in (
+        (report.num_views, "entity view"),
+        (report.num_tokenizations, "tokenization"),
+    ):
+        checked += f", {counted(number, word)}" if number else ""
     lines = [f"note: {note}" for note in report.notes]
     if report.is_whole:
         return [*lines, f"whole: {report.dataset_id}", checked]

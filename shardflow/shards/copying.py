@@ -1,25 +1,47 @@
 """Copy a dataset between two stores: every byte checked, nothing overwritten, the manifest last.
 
 Until the manifest stands the target is no dataset, and a killed copy is started again: what is there and
-right is checked and not copied again. Only files that a manifest names are copied, so nothing private is.
+right is checked and not copied again. Only files that a manifest names are copied, so nothing private is:
+the manifests of the dataset, and those of the entity views and stored tokens beside it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from shardflow.errors import AlreadyExistsError, ChecksumError, ConfigError, NotFoundError, StorageError
+from shardflow.errors import (
+    AlreadyExistsError,
+    ChecksumError,
+    ConfigError,
+    NoListingError,
+    NotFoundError,
+    StorageError,
+)
 from shardflow.shards.foreign.places import located
 from shardflow.shards.manifest import FileEntry, Manifest, load, manifest_path, versions
+from shardflow.shards.sidecars import Sidecar, SidecarKind, find_sidecars, owned_sidecars
 from shardflow.shards.stream import HashedStream
 from shardflow.storage import ByteStore
 
-__all__ = ["CopyReport", "copy_dataset", "copy_object", "object_stands"]
+__all__ = ["CopiedSidecar", "CopyReport", "copy_dataset", "copy_object", "object_stands"]
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiedSidecar:
+    """An entity view or stored tokens that came along."""
+
+    name: str
+    """Of the view, or digest of the tokenizer."""
+    version: int
+    """Of the dataset that it belongs to."""
+    view: str | None
+    """Name of the view whose texts were tokenized; None for those of whole reports, and for a view."""
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +56,12 @@ class CopyReport:
     num_copied_files: int
     """Files that were not there before; the others were, and were checked."""
     num_copied_bytes: int
+    views: tuple[CopiedSidecar, ...]
+    """Entity views that are in the target now."""
+    tokens: tuple[CopiedSidecar, ...]
+    """Stored tokens that are in the target now."""
+    notes: tuple[str, ...]
+    """What lay beside the source and was not copied, and why."""
 
 
 def copy_dataset(
@@ -41,6 +69,7 @@ def copy_dataset(
     target: ByteStore,
     *,
     newest_only: bool = False,
+    with_sidecars: bool = True,
     num_threads: int = 2,
     progress: Progress | None = None,
 ) -> CopyReport:
@@ -50,21 +79,27 @@ def copy_dataset(
         source: Where it lies; shards that others wrote are brought along from where they lie.
         target: Where it shall lie; may hold a part of it.
         newest_only: Copy the newest version alone; by default all.
+        with_sidecars: Copy the entity views and stored tokens of these versions too.
         num_threads: Files copied at once; each holds 4 MiB, and up to 16 MiB more for an object store.
         progress: Called with the bytes that are done and those of all files.
 
     Raises:
         ManifestError: The source holds no dataset, or one that cannot be trusted.
-        ConfigError: The target holds another dataset, or versions that the source does not have.
+        ConfigError: The target holds another dataset, versions that the source does not have, or another
+            view of the same name.
+        FormatError: The manifest of a view or of tokens cannot be trusted.
         ChecksumError: A file of the source, or one that stands in the target, is not what the manifest says.
         StorageError: Reading or writing failed.
     """
     numbers = versions(source)[-1:] if newest_only else versions(source)
     manifests = {number: load(source, number) for number in numbers or [1]}
     _check_target(manifests, target)
+    beside = _find_beside(source, target, list(manifests.values())) if with_sidecars else _Beside()
     source = located(source, manifests.values())
     files = {entry.path: entry for manifest in manifests.values() for entry in manifest.files()}
-    tally = _Tally(sum(entry.num_bytes for entry in files.values()), progress)
+    files |= {entry.path: entry for entries in beside.tables for entry in entries}
+    said = [sidecar.manifest_entry for sidecar in beside.sidecars]
+    tally = _Tally(sum(entry.num_bytes for entry in (*files.values(), *said)), progress)
 
     def copy(entry: FileEntry) -> bool:
         is_new = copy_object(source, target, entry)
@@ -78,6 +113,10 @@ def copy_dataset(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    # A table counts once its manifest stands, and all of them before the dataset's: a reader that sees the
+    # dataset sees what lies beside it.
+    is_new |= {entry.path: copy(entry) for entry in said}
+    files |= {entry.path: entry for entry in said}
     for number, manifest in sorted(manifests.items()):
         _put_manifest(target, number, manifest)
     copied = [files[path].num_bytes for path, value in is_new.items() if value]
@@ -88,6 +127,9 @@ def copy_dataset(
         num_bytes=tally.total,
         num_copied_files=len(copied),
         num_copied_bytes=sum(copied),
+        views=beside.described("view"),
+        tokens=beside.described("tokens"),
+        notes=tuple(beside.notes),
     )
 
 
@@ -147,6 +189,62 @@ def _checked(store: ByteStore, entry: FileEntry, where: str) -> Iterator[memoryv
         yield piece.data
     if stream.hexdigest() != entry.sha256:
         raise ChecksumError(f"{entry.path} must have the manifest's sha256, got another ({where}); {remedy}.")
+
+
+@dataclass(slots=True)
+class _Beside:
+    """What lies beside the source: sidecars to copy, the tables of each, and what is left behind."""
+
+    sidecars: list[Sidecar] = field(default_factory=list)
+    tables: list[list[FileEntry]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def described(self, kind: SidecarKind) -> tuple[CopiedSidecar, ...]:
+        return tuple(
+            CopiedSidecar(
+                name=sidecar.folder.name,
+                version=sidecar.version,
+                view=sidecar.view,
+                num_bytes=sum(entry.num_bytes for entry in (*entries, sidecar.manifest_entry)),
+            )
+            for sidecar, entries in zip(self.sidecars, self.tables, strict=True)
+            if sidecar.folder.kind == kind
+        )
+
+
+def _find_beside(source: ByteStore, target: ByteStore, manifests: Sequence[Manifest]) -> _Beside:
+    """Find the sidecars of some versions, before the first byte is copied."""
+    try:
+        folders = find_sidecars(source)
+    except NoListingError:
+        note = "entity views and stored tokens were not looked for: SRC cannot list its files"
+        return _Beside(notes=[note])
+    sidecars = owned_sidecars(source, folders, manifests)
+    owners = {sidecar.folder.owner for sidecar in sidecars} | {manifest.dataset_id for manifest in manifests}
+    for sidecar in sidecars:
+        _check_sidecar_of_target(target, sidecar)
+    return _Beside(
+        sidecars=sidecars,
+        tables=[sidecar.tables(source) for sidecar in sidecars],
+        notes=[
+            f"{folder.path} was left behind: it is of a job that is not done"
+            for folder in folders
+            if not folder.is_finished and folder.owner in owners
+        ],
+    )
+
+
+def _check_sidecar_of_target(target: ByteStore, sidecar: Sidecar) -> None:
+    path = sidecar.folder.manifest_path
+    try:
+        found = target.read(path)
+    except NotFoundError:
+        return
+    if found != sidecar.data:
+        raise ConfigError(
+            f"DST must hold no other {path} than SRC, got one, perhaps of other rules; delete its folder in "
+            "DST, or copy without views and tokens (--no-sidecars)."
+        )
 
 
 def _check_target(manifests: Mapping[int, Manifest], target: ByteStore) -> None:

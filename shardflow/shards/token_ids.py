@@ -221,8 +221,7 @@ class TokenIds:
                 "the folder and tokenize again."
             )
         return ids_table(
-            buffer,
-            name=name,
+            Table(buffer, name=name),
             first_row=int(self._first_rows[number]),
             num_rows=file.num_rows,
             tokenizer=self._tokenizer,

@@ -20,10 +20,12 @@ from shardflow.shards.dataset import Dataset
 from shardflow.shards.table import Table, encode_table
 
 __all__ = [
+    "COUNTS_NAME",
     "COUNT_COLUMN",
     "DIGEST_PATTERN",
     "TokenFile",
     "TokensManifest",
+    "counts_column",
     "encode_counts",
     "encode_ids",
     "ids_name",
@@ -35,11 +37,12 @@ __all__ = [
 ]
 
 COUNT_COLUMN: Final = "text_tokens"
+COUNTS_NAME: Final = "counts.tbl"
+"""Name of the table of counts in its folder."""
 _FORMAT: Final = "shardflow-tokens"
 _FORMAT_VERSION: Final = 1
 _COUNTS_KIND: Final = "token-counts"
 _IDS_KIND: Final = "token-ids"
-_COUNTS_NAME: Final = "counts.tbl"
 DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 """SHA-256 in hexadecimal digits."""
 
@@ -170,16 +173,12 @@ def encode_ids(
     return encode_table({"first_token": first_token, "token_ids": ids}, meta)
 
 
-def ids_table(
-    buffer: memoryview, *, name: str, first_row: int, num_rows: int, tokenizer: str, dataset_id: str
-) -> Table:
-    """Open a table of ids, and compare it with what it must be the table of.
+def ids_table(table: Table, *, first_row: int, num_rows: int, tokenizer: str, dataset_id: str) -> Table:
+    """Compare a table of ids with what it must be the table of, and return it.
 
     Raises:
         FormatError: It is another one.
-        ChecksumError: Its header is damaged; blocks are checked where they are touched.
     """
-    table = Table(buffer, name=name)
     table.expect_kind(_IDS_KIND, _FORMAT_VERSION)
     found = (
         *(table.meta.get(key) for key in ("dataset_id", "tokenizer", "first_row")),
@@ -187,8 +186,8 @@ def ids_table(
     )
     if found != (dataset_id, tokenizer, first_row, num_rows + 1):
         raise FormatError(
-            f"{name} must hold the ids of its shard's {num_rows} texts, got another table; delete its folder "
-            "and tokenize again."
+            f"{table.name} must hold the ids of its shard's {num_rows} texts, got another table; delete its "
+            "folder and tokenize again."
         )
     return table
 
@@ -240,19 +239,30 @@ def open_counts(dataset: Dataset, tokenizer: str) -> NDArray[Any]:
         ChecksumError: The table is damaged.
     """
     open_manifest(dataset, tokenizer)
-    name = f"{tokens_folder(tokenizer, dataset.dataset_id)}/{_COUNTS_NAME}"
+    name = f"{tokens_folder(tokenizer, dataset.dataset_id)}/{COUNTS_NAME}"
     table = Table(dataset.store.map(name), name=name)
+    return counts_column(
+        table,
+        tokenizer=tokenizer,
+        dataset_id=dataset.dataset_id,
+        num_samples=dataset.samples.num_samples,
+    )
+
+
+def counts_column(table: Table, *, tokenizer: str, dataset_id: str, num_samples: int) -> NDArray[Any]:
+    """Return the counts of a table, ``(n,)`` uint32, and compare it with what it must be the table of.
+
+    Raises:
+        FormatError: It is another one.
+        ChecksumError: It is damaged.
+    """
     table.expect_kind(_COUNTS_KIND, _FORMAT_VERSION)
     found = (table.meta.get("dataset_id"), table.meta.get("tokenizer"))
     counts = table.column(COUNT_COLUMN)
-    if (
-        found != (dataset.dataset_id, tokenizer)
-        or counts.dtype != np.dtype("<u4")
-        or counts.shape != (dataset.samples.num_samples,)
-    ):
+    if found != (dataset_id, tokenizer) or counts.dtype != np.dtype("<u4") or counts.shape != (num_samples,):
         raise FormatError(
-            f"{name} must hold one 32-bit count a sample of this dataset, got another table; delete the "
-            "folder and tokenize again."
+            f"{table.name} must hold one 32-bit count a sample of this dataset, got another table; delete "
+            "the folder and tokenize again."
         )
     return counts
 

@@ -22,8 +22,10 @@ from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowE
 from shardflow.shards import Dataset
 from shardflow.shards.canonical import sha256_hex
 from shardflow.shards.entity_dataset import EntityDataset
+from shardflow.shards.table import Table
 from shardflow.shards.table_layout import crc32c
 from shardflow.shards.tokens import (
+    COUNTS_NAME,
     TokenFile,
     TokensManifest,
     encode_counts,
@@ -40,7 +42,6 @@ __all__ = ["TextTokenizer", "TokenizedDataset", "tokenize_dataset", "tokenizer_d
 
 _FILE = "tokenizer.json"
 _MANIFEST = "manifest.json"
-_COUNTS = "counts.tbl"
 # Texts that are read and tokenized together: it bounds the memory of a thread, not the result.
 _BATCH = 1024
 _WIDEST_UINT16 = 1 << 16
@@ -169,7 +170,7 @@ def tokenize_dataset(
         counts_sha256=sha256_hex(table),
         files=tuple(files),
     )
-    write_atomic(folder / _COUNTS, [table], replace=True)
+    write_atomic(folder / COUNTS_NAME, [table], replace=True)
     write_atomic(folder / _MANIFEST, [manifest.encode()], replace=True)
     return _summary(tokenizer, counts, len(shards), num_kept=num_kept)
 
@@ -202,8 +203,7 @@ def _tokenize_shard(
     try:
         data = path.read_bytes()
         table = ids_table(
-            memoryview(data),
-            name=path.name,
+            Table(memoryview(data), name=path.name),
             first_row=rows.start,
             num_rows=len(rows),
             tokenizer=tokenizer.digest,

@@ -7,7 +7,7 @@ judged by what they hold themselves: a flipped bit in a manifest must not hide a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -68,13 +68,19 @@ class FilePlan:
         return [*self.manifests, *shards, *tables, *ledgers, *others]
 
 
-def plan_files(store: ByteStore, manifests: Mapping[int, Manifest], all_versions: list[int]) -> FilePlan:
+def plan_files(
+    store: ByteStore,
+    manifests: Mapping[int, Manifest],
+    all_versions: list[int],
+    without_beside: Callable[[list[str]], list[str]],
+) -> FilePlan:
     """List what to check.
 
     Args:
         store: The dataset.
         manifests: The good manifests by version.
         all_versions: The versions that have a manifest, good or damaged.
+        without_beside: Leaves out the files of views and tokens, which are checked by themselves.
     """
     plan = FilePlan([manifest_path(version) for version in all_versions])
     known: dict[str, FileEntry] = {}
@@ -97,7 +103,8 @@ def plan_files(store: ByteStore, manifests: Mapping[int, Manifest], all_versions
         if manifest.page and manifest.page.path not in before:
             plan.pages.append(ExpectedFile.of(manifest.page))
     try:
-        others = [path for path in store.list("") if path not in {*plan.manifests, *known}]
+        named = {*plan.manifests, *known}
+        others = without_beside([path for path in store.list("") if path not in named])
     except NoListingError:
         others = []
         plan.notes.append("files that no manifest names were not looked for: the store cannot list")

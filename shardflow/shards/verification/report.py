@@ -34,7 +34,8 @@ class VerifyReport:
     """Of the newest manifest; None if that is damaged."""
     manifest_version: int
     damages: tuple[Damage, ...]
-    """The first damage of each file: manifests, then shards with their indexes, samples tables, ledgers."""
+    """The first damage of each file: manifests, then shards with their indexes, samples tables, ledgers,
+    pages, and entity views and stored tokens with their tables."""
     notes: tuple[str, ...]
     """What is no damage, but worth knowing, such as files that no manifest names."""
     num_files: int
@@ -42,6 +43,10 @@ class VerifyReport:
     num_shards: int
     num_samples: int
     num_fields: int
+    num_views: int
+    """Entity views of the dataset's versions that were checked."""
+    num_tokenizations: int
+    """Sets of stored tokens of the versions, or of their views, that were checked."""
 
     @property
     def is_whole(self) -> bool:

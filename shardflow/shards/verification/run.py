@@ -15,6 +15,7 @@ from shardflow.errors import FormatError, StorageError
 from shardflow.shards.foreign.places import located
 from shardflow.shards.manifest import Manifest, latest_version, versions
 from shardflow.shards.samples import SamplesTable
+from shardflow.shards.verification.beside import find_beside
 from shardflow.shards.verification.files import (
     ShardResult,
     check_ledger,
@@ -38,7 +39,7 @@ def verify(
     num_threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check every byte of a dataset, in all of its versions.
+    """Check every byte of a dataset, in all of its versions, and of the views and tokens beside it.
 
     Args:
         url: The dataset.
@@ -57,7 +58,8 @@ def verify(
     all_versions = versions(store)
     manifests, damages = load_manifests(store, all_versions)
     store = located(store, manifests.values())
-    plan = plan_files(store, manifests, all_versions)
+    beside = find_beside(store, manifests)
+    plan = plan_files(store, manifests, all_versions, beside.without)
     damages += plan.damages
 
     checkers: dict[str, list[SamplesChecker]] = {}
@@ -85,19 +87,25 @@ def verify(
     for page in plan.pages:
         found = check_page(store, page)
         damages += [found] if found else []
+    tables = {
+        checker.manifest.dataset_id: checker.samples for group in checkers.values() for checker in group
+    }
+    damages += beside.check(store, tables)
 
-    files = plan.files()
+    files = [*plan.files(), *beside.files()]
     manifest = manifests.get(newest)
     return VerifyReport(
         dataset_id=manifest.dataset_id if manifest else None,
         manifest_version=newest,
         damages=tuple(damages),
-        notes=tuple(plan.notes),
+        notes=(*plan.notes, *beside.notes),
         num_files=len(files),
         num_bytes=sum(_size_or_zero(store, path) for path in files),
         num_shards=len(plan.shards),
         num_samples=sum(result.num_samples for result in results),
         num_fields=sum(result.num_fields for result in results),
+        num_views=beside.count("view"),
+        num_tokenizations=beside.count("tokens"),
     )
 
 

@@ -36,6 +36,7 @@ class SamplesChecker:
         samples: The table, whole.
 
     Attributes:
+        samples: The table.
         shard_numbers: Position of each shard in the manifest, by the path of its tar.
 
     Raises:
@@ -45,7 +46,7 @@ class SamplesChecker:
     def __init__(self, manifest: Manifest, samples: SamplesTable) -> None:
         self.manifest = manifest
         self.shard_numbers = {shard.path: number for number, shard in enumerate(manifest.shards)}
-        self._samples = samples
+        self.samples = samples
         self._shards = samples.column("shard").astype(np.int64)
         self._order = np.argsort(self._shards, kind="stable")
         bounds = np.arange(len(manifest.shards) + 1)
@@ -54,7 +55,7 @@ class SamplesChecker:
     def find_own_damage(self) -> SamplesFinding | None:
         """Compare splits and shard numbers with the manifest, and keys with each other."""
         stop = 0
-        for name, rows in sorted(self._samples.splits.items()):
+        for name, rows in sorted(self.samples.splits.items()):
             if rows.start != stop:
                 return SamplesFinding(-1, "splits", f"split {name} begins at {rows.start} instead of {stop}")
             stop = rows.stop
@@ -65,7 +66,7 @@ class SamplesChecker:
                 return SamplesFinding(row, "shard", f"a shard that is not of split {name}")
         if stop != len(self._shards):
             return SamplesFinding(-1, "splits", f"splits of {stop} rows instead of {len(self._shards)}")
-        keys = self._samples.column("sample_key")
+        keys = self.samples.column("sample_key")
         order = np.argsort(keys, kind="stable")
         again = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
         if len(again):
@@ -82,14 +83,14 @@ class SamplesChecker:
             return SamplesFinding(-1, "shard", problem)
         places: Any = slice(None)
         if num_samples != index.num_samples:
-            places = self._samples.gather("row_in_shard", rows).astype(np.int64)
+            places = self.samples.gather("row_in_shard", rows).astype(np.int64)
             if (np.diff(places) <= 0).any() or (len(places) and places[-1] >= index.num_samples):
                 problem = f"rows of {index.shard} that do not ascend, or that it does not have"
                 return SamplesFinding(-1, "row_in_shard", problem)
         findings = []
         for column, all_expected in _expected_columns(index):
             expected = all_expected[places]
-            found = self._samples.gather(column, rows)
+            found = self.samples.gather(column, rows)
             wrong = np.flatnonzero(found != expected)
             if len(wrong):
                 first = int(wrong[0])
