@@ -61,7 +61,9 @@ class ToyKind:
     def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:
         toy = json.loads(path.read_bytes()[3:])
         if toy.get("crash") == "convert":
-            os.kill(os.getpid(), signal.SIGKILL)
+            _fail(toy)
+        if toy.get("raise") == "text":
+            return Attached(fields={"toy.000.txt": "no bytes"})  # type: ignore[dict-item]
         if toy.get("raise") == "convert":
             raise ValueError(str(toy))
         if toy.get("raise") == "number":
@@ -94,6 +96,17 @@ class ToyKind:
         return Attached(
             fields=fields, parts={"toys": {"records": records, "dangling": dangling}}, reasons=missing
         )
+
+
+def _fail(toy: Mapping[str, Any]) -> None:
+    """End the process, or need too much memory; at most ``times`` times, each a byte of ``tally``."""
+    with Path(toy["tally"]).open("ab") as tally:
+        if tally.tell() >= toy.get("times", 1 << 30):
+            return
+        tally.write(b".")
+    if toy.get("how") == "memory":
+        raise MemoryError
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 KINDS: Final = (ToyKind(),)

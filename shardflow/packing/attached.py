@@ -2,7 +2,7 @@
 
 Their order follows from what they hold, never from where they lie, so that numbers and bytes are the same
 wherever files are moved. A file that cannot be converted is named, and harms neither the study nor another
-file.
+file; of one that ends the process a mark is left, so that the job can pack the study without it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardflow.sources.reasons import Outcome, Reason, outcome_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardflow.packing.attachment_mark import AttachmentMark
     from shardflow.packing.header_rows import AttachmentRow
     from shardflow.sources.attachments import Attached, AttachmentKind, StudyContext
 
@@ -104,6 +105,7 @@ def attach(
     context: Callable[[Mapping[tuple[str, str], int]], StudyContext],
     *,
     records: str = "",
+    mark: AttachmentMark | None = None,
 ) -> AttachedFields:
     """Convert the attachments of a study.
 
@@ -111,16 +113,25 @@ def attach(
         entries: In any order.
         context: Makes the study's context from the numbers of entries that stand.
         records: Settings of clinical records, as text.
+        mark: Says which attachment is under way; left standing where one raises.
+
+    Raises:
+        MemoryError: One needs more memory than the process may take.
+        StorageError: The mark cannot be written, or a file's disk is in trouble.
     """
     kinds = {kind.name: kind for kind in attachment_kinds(records)}
     order = {name: number for number, name in enumerate(kinds)}
     made = AttachedFields()
     for entry in sorted(entries, key=lambda one: (order[one.row.kind], one.row.content, one.items)):
+        if mark is not None:
+            mark.write(entry.position)
         found = _convert(kinds[entry.row.kind], entry, context(made.counts()))
         if isinstance(found, str):
             made.reasons[entry.position] = found
         else:
             made.take(entry.position, found, entry.items)
+    if mark is not None:
+        mark.clear()
     return made
 
 
@@ -129,6 +140,7 @@ def _convert(kind: AttachmentKind, entry: AttachmentEntry, study: StudyContext) 
         attached = kind.convert(entry.path, entry.items, study)
         # What JSON does not know (NaN, infinity) must end here: in the study's fields it would end the study.
         encode_json(attached.parts)
+        _check(attached)
     except SourceError as error:
         return str(error.reason)
     except (MemoryError, StorageError):
@@ -137,6 +149,21 @@ def _convert(kind: AttachmentKind, entry: AttachmentEntry, study: StudyContext) 
         return Reason.ATTACHMENT_UNREADABLE.value
     else:
         return attached
+
+
+def _check(attached: Attached) -> None:
+    """Fail here, for this attachment, where the study would fail later.
+
+    Raises:
+        TypeError: A field is no bytes, or a dangling entry has no count.
+        KeyError: A dangling entry lacks something.
+        ValueError: A count is none.
+    """
+    if not all(isinstance(payload, bytes) for payload in attached.fields.values()):
+        raise TypeError("fields must be bytes")
+    for lists in attached.parts.values():
+        for name, entries in lists.items():
+            _summed(name, list(entries))
 
 
 def _summed(name: str, entries: list[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardflow.packing.engine import Failure
 
-__all__ = ["RecordedOutcomes", "reason_of_failure"]
+__all__ = ["RecordedOutcomes", "conversion_of", "reason_of_failure"]
 
 _REASONS: Final[dict[str, Reason]] = {
     "failed": Reason.WORKER_FAILED,
@@ -29,12 +29,18 @@ _REASONS: Final[dict[str, Reason]] = {
 }
 
 
+_CONVERSION: Final = "/convert"
 _PATTERN: Final = "resource_outcomes*.jsonl"
 
 
 def reason_of_failure(failure: Failure) -> Reason:
     """Return the ledger's reason for a failed task."""
     return _REASONS[failure]
+
+
+def conversion_of(surrogate: str) -> str:
+    """Return what the conversion of an attachment is recorded as: the file itself can be read."""
+    return f"{surrogate}{_CONVERSION}"
 
 
 class RecordedOutcomes:
@@ -62,12 +68,16 @@ class RecordedOutcomes:
         return self._known.get((surrogate, num_bytes))
 
     def lift(self, surrogates: Container[str]) -> None:
-        """Forget what is recorded of files and studies, so that they are tried again.
+        """Forget what is recorded of files, their conversions and studies, so that they are tried again.
 
         Raises:
             StorageError: The file cannot be written.
         """
-        kept = {key: reason for key, reason in self._known.items() if key[0] not in surrogates}
+        kept = {
+            key: reason
+            for key, reason in self._known.items()
+            if key[0].removesuffix(_CONVERSION) not in surrogates
+        }
         if len(kept) == len(self._known):
             return
         unfinished = self._path.with_name(f"{self._path.name}.new")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardflow.packing.attached import AttachmentEntry
+from shardflow.packing.attachment_mark import AttachmentMark
 from shardflow.packing.fragment import FragmentWriter, fragment_path, read_fragment
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
@@ -52,6 +53,8 @@ class StudyPacker:
         """
         sample_key, task_digest = str(payload["sample_key"]), str(payload["task_digest"])
         path = fragment_path(self.fragments, sample_key)
+        mark = AttachmentMark(self.fragments, sample_key, task_digest)
+        mark.clear()
         fragment = read_fragment(path, task_digest)
         if fragment is None:
             places = [(name, offset, size) for _, name, offset, size in payload["files"]]
@@ -75,6 +78,7 @@ class StudyPacker:
                     report,
                     self._kin(payload.get("kin", ())),
                     self._attachments(payload.get("attachments", ())),
+                    mark,
                     {} if text is None else read_people(self.reports, *text),
                 )
                 fragment = members.write()

@@ -50,6 +50,7 @@ from shardflow.sources.reasons import HELD_BACK, Outcome, Reason, outcome_of
 
 if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
+    from shardflow.packing.attachment_mark import AttachmentMark
     from shardflow.packing.config import BadInstancePolicy
     from shardflow.packing.fragment import Fragment, FragmentWriter
     from shardflow.packing.privacy import PrivacyRules
@@ -97,6 +98,7 @@ class StudyMembers:
         report: UTF-8 text, or None.
         kin: Files of the patient's other studies, whose people the report may name.
         attachments: Of the study.
+        mark: Says which of them is under way.
         report_people: What the report's own document says of people, by DICOM keyword.
     """
 
@@ -111,6 +113,7 @@ class StudyMembers:
         report: bytes | None,
         kin: Sequence[tuple[Path, Placement | None]] = (),
         attachments: Sequence[AttachmentEntry] = (),
+        mark: AttachmentMark | None = None,
         report_people: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._rules = rules
@@ -119,6 +122,7 @@ class StudyMembers:
         self._report = report
         self._kin = kin
         self._attachments = attachments
+        self._mark = mark
         self._report_people = report_people or {}
         self._attached = AttachedFields()
         self._has_sides = False
@@ -275,7 +279,7 @@ class StudyMembers:
                 for number, (stack, facts) in enumerate(zip(stacks, described, strict=True))
             ]
             maker = ContextMaker(self._sample_key, self._usable(), series, self._privacy, self._people)
-            self._attached = attach(self._attachments, maker, records=self._rules.records)
+            self._attached = attach(self._attachments, maker, records=self._rules.records, mark=self._mark)
             for name, payload in self._attached.fields.items():
                 fields.hold(name, payload)
             contents.update(self._attached.json_fields())

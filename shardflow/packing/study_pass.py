@@ -17,11 +17,12 @@ import numpy as np
 
 from shardflow.errors import ShardflowError, StorageError
 from shardflow.packing.assembly import has_sizes, load_record
+from shardflow.packing.attachment_mark import AttachmentMark
 from shardflow.packing.dealing import opening_order
 from shardflow.packing.engine import Engine, Task, TaskDone
 from shardflow.packing.fragment import FragmentWriter, StudyOutcome, fragment_path
 from shardflow.packing.inventory import UNDECIDED, reason_code
-from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
+from shardflow.packing.recorded import RecordedOutcomes, conversion_of, reason_of_failure
 from shardflow.packing.study_tasks import StudyTasks, digest_of_facts
 from shardflow.sources.reasons import HELD_BACK, Outcome, outcome_of
 
@@ -105,10 +106,12 @@ class StudyPass:
         self._ready: deque[Task] = deque()
         self._open: dict[int, _OpenShard] = {}
         self._shard_of: dict[int, int] = {}
-        self._troubled: list[int] = []
+        self._troubled: dict[int, int | None] = {}
+        """Studies that have failed once, and the attachment (a row of the files) that was under way."""
         self._exceptions: dict[int, StudyOutcome] = {}
         self._is_counted = np.zeros(len(files.studies), np.bool_)
         self.num_quarantined = 0
+        self._recall_conversions()
 
     def run(self, num_quarantined: int) -> None:
         """Pack and assemble everything.
@@ -125,9 +128,9 @@ class StudyPass:
         self._count_quarantined(num_quarantined)
         self._drain()
         while self._troubled:
-            troubled, self._troubled = sorted(self._troubled, key=self._key), []
-            for study in troubled:
-                self._retry_alone(study)
+            troubled, self._troubled = self._troubled, {}
+            for study in sorted(troubled, key=self._key):
+                self._retry_alone(study, troubled[study])
             self._pool.restart()
             self._drain()
 
@@ -202,7 +205,7 @@ class StudyPass:
             raise StorageError(done.detail)
         match done.task.kind:
             case "study" if done.result is None:
-                self._troubled.append(done.task.handle)
+                self._troubled[done.task.handle] = self._attachment_under_way(done.task.handle)
             case "study" if done.result is not None:
                 self._finish_study(done.task.handle, StudyOutcome.from_json(done.result["outcome"]))
             case "check":
@@ -261,20 +264,64 @@ class StudyPass:
             return
         self._ready.appendleft(self._task("shard", self._shard_payload(shard.number), shard.number))
 
-    def _retry_alone(self, study: int) -> None:
-        """Try a study once more with the machine to itself; a second failure is its outcome."""
-        self._pool.restart(1)
-        self._pool.submit(self._study_task(study))
-        done = self._pool.wait()
-        if done.failure == "storage":
-            raise StorageError(done.detail)
+    def _retry_alone(self, study: int, culprit: int | None) -> None:
+        """Try a study once more with the machine to itself.
+
+        A second failure is the outcome of what was under way both times: of an attachment, without which the
+        study is tried on, or of the study.
+        """
+        seen = {culprit}
+        while True:
+            self._pool.restart(1)
+            self._pool.submit(self._study_task(study))
+            done = self._pool.wait()
+            if done.failure == "storage":
+                raise StorageError(done.detail)
+            if done.failure is None or done.result is not None:
+                break
+            culprit = self._attachment_under_way(study)
+            if culprit not in seen:
+                seen.add(culprit)
+                continue
+            reason = reason_of_failure(done.failure)
+            if culprit is None:
+                self._progress.note(f"sample {self._key(study)} is quarantined: {reason} ({done.detail})")
+                self._recorded.add(self._key(study), self._study_bytes(study), reason)
+                self._give_up(study, reason)
+                return
+            self._progress.note(
+                f"an attachment of sample {self._key(study)} is quarantined: {reason} ({done.detail})"
+            )
+            self._recorded.add(*self._conversion(culprit), reason)
+            self._files.reason[culprit] = reason_code(reason)
+            self._count_quarantined(1)
         if done.result is not None:
             self._finish_study(study, StudyOutcome.from_json(done.result["outcome"]))
-        elif done.failure is not None:
-            reason = reason_of_failure(done.failure)
-            self._progress.note(f"sample {self._key(study)} is quarantined: {reason} ({done.detail})")
-            self._recorded.add(self._key(study), self._study_bytes(study), reason)
-            self._give_up(study, reason)
+
+    def _attachment_under_way(self, study: int) -> int | None:
+        """Return the row of the attachment that was converted when a study failed; None if it was none."""
+        mark = AttachmentMark(self._place.fragments, self._key(study), self._task_digest(study))
+        position, files = mark.read(), self._files.files_of(study)
+        if position is None or not 0 <= position < len(files):
+            return None
+        file = int(files[position])
+        return file if file in self._files.attachments else None
+
+    def _recall_conversions(self) -> None:
+        """Leave out the attachments whose conversion is recorded as the end of its process."""
+        if not len(self._recorded):
+            return
+        planned = {study for number in self.shards for study in self._plan.shards[number].studies}
+        for file in sorted(self._files.attachments):
+            if int(self._files.study[file]) in planned and self._files.reason[file] == UNDECIDED:
+                reason = self._recorded.find(*self._conversion(file))
+                if reason is not None:
+                    self._files.reason[file] = reason_code(reason)
+
+    def _conversion(self, file: int) -> tuple[str, int]:
+        """Return by what the conversion of an attachment is recorded."""
+        name = conversion_of(self._files.surrogate[file].decode("ascii"))
+        return name, int(self._files.decoded_bytes[file])
 
     def _give_up(self, study: int, reason: str) -> None:
         """Leave a fragment without members in the place of a study that ends its process."""

@@ -238,11 +238,15 @@ REASONS: dict[Reason, ReasonInfo] = {
         Outcome.QUARANTINED, "The pixel data is encoded in a way that no installed decoder reads."
     ),
     Reason.WORKER_FAILED: ReasonInfo(Outcome.QUARANTINED, "The packing process met an unexpected error."),
-    Reason.WORKER_KILLED: ReasonInfo(Outcome.QUARANTINED, "The packing process died on this study, twice."),
-    Reason.WORKER_OUT_OF_MEMORY: ReasonInfo(
-        Outcome.QUARANTINED, "The study needs more memory than a process may take."
+    Reason.WORKER_KILLED: ReasonInfo(
+        Outcome.QUARANTINED, "The packing process died on this study or attachment, twice."
     ),
-    Reason.WORKER_TIMEOUT: ReasonInfo(Outcome.QUARANTINED, "The study took longer than the limit, twice."),
+    Reason.WORKER_OUT_OF_MEMORY: ReasonInfo(
+        Outcome.QUARANTINED, "The study or attachment needs more memory than a process may take."
+    ),
+    Reason.WORKER_TIMEOUT: ReasonInfo(
+        Outcome.QUARANTINED, "The study or attachment took longer than the limit, twice."
+    ),
 }
 """Reason to outcome class and sentence; docs/dicom.md shows the same table."""
 

@@ -44,11 +44,13 @@ _REMEDIES: Final[dict[Reason, str]] = {
     Reason.REPORT_UNREADABLE: "Save the table as UTF-8 with a line a report, and check the rows around it.",
     Reason.SPLIT_CHANGED: "Put the patient's former split back into the layout's table and retry; to move a "
     "patient, pack into a new output.",
+    Reason.STUDY_ALREADY_PACKED: "Pack all inputs of these studies into a new output, with the same key file "
+    "(identity.key_file): keys and splits stay. No later version of this dataset takes them in.",
     Reason.STUDY_QUARANTINED: "Mend the inputs of the other reasons; or set policy.on_bad_instance to "
     '"drop_instance", which packs the rest of a study.',
     Reason.UNSUPPORTED_TRANSFER_SYNTAX: "Export the files in another transfer syntax.",
     Reason.WORKER_FAILED: "Report it with the class name and place from the log of the job.",
-    Reason.WORKER_KILLED: "Look at one of the studies by itself; a decoder crashes on it.",
+    Reason.WORKER_KILLED: "Look at one of them by itself; a decoder or converter crashes on it.",
     Reason.WORKER_OUT_OF_MEMORY: _AGAIN.format("memory"),
     Reason.WORKER_TIMEOUT: _AGAIN.format("time"),
     Reason.EMPTY_REPORT: "Nothing, unless the export left texts out.",

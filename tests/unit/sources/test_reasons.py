@@ -10,6 +10,7 @@ import pytest
 
 from shardflow.errors import SourceError
 from shardflow.sources.reasons import REASONS, Outcome, Reason, outcome_of, source_error
+from shardflow.sources.remedies import remedy_of
 
 pytestmark = pytest.mark.fast
 
@@ -51,3 +52,10 @@ def test_the_page_lists_every_reason_with_its_outcome_and_sentence() -> None:
     assert rows == [
         (reason.value, REASONS[reason].outcome.value, REASONS[reason].sentence) for reason in Reason
     ]
+
+
+def test_what_came_too_late_is_told_the_way_that_works() -> None:
+    """Neither a retry nor a removal brings it in: a removed study never comes back."""
+    advice = remedy_of(Reason.STUDY_ALREADY_PACKED)
+    assert "new output" in advice
+    assert "identity.key_file" in advice
