@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 from pipelines.surface import add_json, counted, show_lines, show_table, write_json
-from shardflow.monitoring.goodput import measure_goodput
+from shardflow.monitoring.goodput import goodput_of
+from shardflow.monitoring.lines import damage_note
+from shardflow.monitoring.tail import EventTail
 
 __all__ = ["SUMMARY", "add_arguments", "run"]
 
@@ -43,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    found = measure_goodput(arguments.folder)
-    values = found.to_json()
+    tail = EventTail(arguments.folder)
+    found = goodput_of(tail.read())
+    values = {**found.to_json(), "damaged_lines": tail.num_damaged}
     if arguments.json:
         write_json(values)
         return 0
@@ -54,4 +57,5 @@ def run(arguments: argparse.Namespace) -> int:
     total = found.wall_s or 1.0
     rows = [(name, f"{values[key]:,.1f}", f"{values[key] / total:.1%}") for name, key in _PARTS]
     show_table("where the time went", ("", "s", "share"), rows)
+    show_lines(filter(None, [damage_note(tail.num_damaged)]))
     return 0

@@ -18,8 +18,9 @@ from pipelines.surface import (
     write_json,
 )
 from shardflow.errors import ConfigError
-from shardflow.monitoring.run_page import CONFIG_FILE, read_run, render_comparison, render_run_page
-from shardflow.monitoring.tail import METRICS_FILE
+from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.run_page import read_run, render_comparison, render_run_page
+from shardflow.monitoring.settings import CONFIG_FILE
 from shardflow.preview import gather, render_page
 from shardflow.storage import write_atomic
 
@@ -106,7 +107,9 @@ def _report_runs(arguments: argparse.Namespace) -> int:
     write_atomic(arguments.output, [page], replace=True)
     if arguments.json:
         steps = [run.num_steps for run in runs]
-        write_json({"runs": [run.name for run in runs], "steps": steps, "bytes": len(page)})
+        damaged = [run.num_damaged for run in runs]
+        names = [run.name for run in runs]
+        write_json({"runs": names, "steps": steps, "bytes": len(page), "damaged_lines": damaged})
     else:
         steps_text = " and ".join(counted(run.num_steps, "step") for run in runs)
         show_lines([f"{steps_text}, {human_bytes(len(page))}: {arguments.output}"])

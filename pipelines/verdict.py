@@ -7,13 +7,15 @@ before is shown as stretches of steps.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from pipelines.surface import add_json, show_lines, show_table, write_json
 from shardflow.errors import ConfigError
-from shardflow.monitoring import read_history
-from shardflow.monitoring.verdict import judge_all, read_settings
+from shardflow.monitoring.lines import damage_note
+from shardflow.monitoring.run_file import RunFile
+from shardflow.monitoring.settings import read_settings
+from shardflow.monitoring.verdict import judge_each
 from shardflow.telemetry import Verdict
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "SUMMARY", "add_arguments", "run"]
@@ -41,28 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    history = read_history(arguments.folder)
-    intervals = [interval for _, interval in history.intervals]
-    found = judge_all(intervals, config=read_settings(arguments.folder))
-    if not found:
+    file = RunFile(arguments.folder)
+    now, stretches = _judged(judge_each(file.intervals(), config=read_settings(arguments.folder)))
+    if not now:
         raise ConfigError(
-            f"RUN must hold measurements of a few steps, got {len(intervals)} intervals that tell too "
+            f"RUN must hold measurements of a few steps, got {file.num_intervals} intervals that tell too "
             "little; wait until it has run for longer, and look at monitor.interval_s."
         )
-    now = found[-1]
     if arguments.json:
-        stretches = [
-            {"first_step": first, "last_step": last, "code": one.code}
-            for first, last, one in _stretches(found)
-        ]
-        write_json({"verdicts": [one.to_json() for one in now], "stretches": stretches})
+        rows = [{"first_step": first, "last_step": last, "code": one.code} for first, last, one in stretches]
+        verdicts = [one.to_json() for one in now]
+        write_json({"verdicts": verdicts, "stretches": rows, "damaged_lines": file.num_damaged})
         return 0
     for verdict in now:
         show_lines([verdict.text, *(_advice_line(one.text, one.gain) for one in verdict.advice)])
-    rows = [
-        (one.code, f"{first:,}", f"{last:,}", f"{one.share:.0%}") for first, last, one in _stretches(found)
-    ]
-    show_table("what came first over the run", ("", "from step", "to step", "of the step"), rows)
+    shown = [(one.code, f"{first:,}", f"{last:,}", f"{one.share:.0%}") for first, last, one in stretches]
+    show_table("what came first over the run", ("", "from step", "to step", "of the step"), shown)
+    show_lines(filter(None, [damage_note(file.num_damaged)]))
     return 0
 
 
@@ -70,14 +67,16 @@ def _advice_line(text: str, gain: float) -> str:
     return f"  - {text}" + (f" (about {gain:.0%} faster)" if gain >= 0.01 else "")
 
 
-def _stretches(found: Sequence[Sequence[Verdict]]) -> list[tuple[int, int, Verdict]]:
-    """First and last step of each stretch with the same first verdict, and its newest verdict."""
+def _judged(found: Iterable[list[Verdict]]) -> tuple[list[Verdict], list[tuple[int, int, Verdict]]]:
+    """The last verdicts; and first and last step of each stretch with the same first one, and its newest."""
+    now: list[Verdict] = []
     stretches: list[tuple[int, int, Verdict]] = []
     last = -1
-    for first, *_ in found:
+    for now in found:
+        first = now[0]
         if stretches and stretches[-1][2].code == first.code:
             stretches[-1] = (stretches[-1][0], first.global_step, first)
         else:
             stretches.append((last + 1, first.global_step, first))
         last = first.global_step
-    return stretches
+    return now, stretches

@@ -22,8 +22,8 @@ import torch
 from benchmarks.verdict.scenarios import SAMPLE_SIZES, Scenario, draw
 from benchmarks.verdict.slowness import slowed
 from shardflow.configs import load_config
-from shardflow.monitoring import read_history
-from shardflow.monitoring.verdict import judge_all, read_settings
+from shardflow.monitoring import read_history, read_settings
+from shardflow.monitoring.verdict import judge_all
 from shardflow.shards import Dataset
 from shardflow.telemetry import Interval, Verdict
 from shardflow.training import TrainConfig

@@ -15,6 +15,7 @@ from shardflow.monitoring.prometheus import (
     read_metrics_text,
     require_prometheus,
 )
+from shardflow.monitoring.settings import read_settings
 from shardflow.monitoring.sinks import SINKS
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "parse_address",
     "read_history",
     "read_metrics_text",
+    "read_settings",
     "require_prometheus",
 ]

@@ -64,6 +64,7 @@ _ALL: Final = (
     ),
     # The run.
     _counter("run.starts", "Starts of the run, the first one included."),
+    _counter("run.lines.damaged", "Lines of the run's measurements that were left out."),
     _gauge("run.start.timestamp", "When the last start began, since 1970.", "s"),
     _gauge("run.running", "1 from a start to its orderly end; a start that was killed leaves it so."),
     _gauge("run.ranks", "Ranks that train."),

@@ -9,14 +9,15 @@ training.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from shardflow.monitoring.lines import MetricsLine
 from shardflow.monitoring.tail import EventTail
 
-__all__ = ["Goodput", "GoodputMeter", "measure_goodput"]
+__all__ = ["Goodput", "GoodputMeter", "goodput_of", "measure_goodput"]
 
 _SECONDS: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
 """Events that take a run's time, and the key that says how much."""
@@ -58,68 +59,87 @@ class Goodput:
 
 
 class _Done:
-    """What was measured of one kind and counts so far, in the order of steps; 24 bytes each."""
+    """What was measured of one kind and counts so far, in the order of steps; 24 bytes each.
 
-    __slots__ = ("seconds", "steps_done", "waits")
+    Attributes:
+        total_s: Of all that counts.
+        total_wait_s: The same of waits for data.
+    """
+
+    __slots__ = ("_steps_done", "_totals", "_wait_totals")
 
     def __init__(self) -> None:
-        self.steps_done = array("q")
-        self.seconds = array("d")
-        self.waits = array("d")
+        self._steps_done = array("q")
+        # Sums up to each, so that neither a look nor a restart adds all up again.
+        self._totals = array("d", [0.0])
+        self._wait_totals = array("d", [0.0])
+
+    def __len__(self) -> int:
+        return len(self._steps_done)
+
+    @property
+    def total_s(self) -> float:
+        return self._totals[-1]
+
+    @property
+    def total_wait_s(self) -> float:
+        return self._wait_totals[-1]
 
     def add(self, steps_done: int, seconds: float, wait_s: float) -> None:
-        self.steps_done.append(steps_done)
-        self.seconds.append(seconds)
-        self.waits.append(wait_s)
+        self._steps_done.append(steps_done)
+        self._totals.append(self._totals[-1] + seconds)
+        self._wait_totals.append(self._wait_totals[-1] + wait_s)
 
-    def take_after(self, start: int) -> list[float]:
-        """Remove what a start after so many steps does again; returns the seconds of each."""
-        keep = len(self.steps_done)
-        while keep and self.steps_done[keep - 1] > start:
+    def take_after(self, start: int) -> tuple[int, float]:
+        """Remove what a start after so many steps does again; returns how many, and their seconds."""
+        keep = len(self._steps_done)
+        while keep and self._steps_done[keep - 1] > start:
             keep -= 1
-        lost = self.seconds[keep:].tolist()
-        for column in (self.steps_done, self.seconds, self.waits):
-            del column[keep:]
-        return lost
+        num_lost, lost_s = len(self._steps_done) - keep, self._totals[-1] - self._totals[keep]
+        del self._steps_done[keep:]
+        for totals in (self._totals, self._wait_totals):
+            del totals[keep + 1 :]
+        return num_lost, lost_s
 
 
 class GoodputMeter:
-    """Splits a run's time while its events come in, in their order."""
+    """Splits a run's time while its lines come in, in their order."""
 
     def __init__(self) -> None:
         self._done = {kind: _Done() for kind in _SECONDS}
-        self._lost: list[float] = []
+        self._lost_s = 0.0
         self._num_lost_steps = 0
         self._began_at = self._last_at = self._restart_s = 0.0
         self._num_starts = 0
         self._is_starting = False
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take an event; those that say nothing about time are left alone."""
-        kind = event["event"]
+    def add(self, line: MetricsLine) -> None:
+        """Take a line; those that say nothing about time are left alone."""
+        kind, values = line.event, line.values
         if kind == "attempt":
-            self._start(int(event["start"]), float(event["time_s"]))
+            self._start(values["start"], line.time_s)
         elif kind in _SECONDS and self._num_starts:
-            at, seconds = float(event["time_s"]), float(event[_SECONDS[kind]])
+            seconds = float(values[_SECONDS[kind]])
             if self._is_starting:
-                self._restart_s += max(0.0, at - seconds - self._last_at)
+                self._restart_s += max(0.0, line.time_s - seconds - self._last_at)
                 self._is_starting = False
-            self._last_at = max(self._last_at, at)
+            self._last_at = max(self._last_at, line.time_s)
             # A step is named by its number, all else by the number of steps done before it.
-            steps_done = int(event["global_step"]) + (kind == "step")
-            self._done[kind].add(steps_done, seconds, float(event.get("data_wait_s") or 0.0))
+            steps_done = values["global_step"] + (kind == "step")
+            wait_s = float(values["data_wait_s"]) if kind == "step" else 0.0
+            self._done[kind].add(steps_done, seconds, wait_s)
 
     def measured(self) -> Goodput:
         """Return how the time was spent so far."""
         wall_s = max(0.0, self._last_at - self._began_at)
         steps = self._done["step"]
         parts = {
-            "useful_s": sum(steps.seconds) - sum(steps.waits),
-            "data_wait_s": sum(steps.waits),
-            "checkpoint_s": sum(self._done["checkpoint"].seconds),
-            "evaluation_s": sum(self._done["evaluation"].seconds),
+            "useful_s": steps.total_s - steps.total_wait_s,
+            "data_wait_s": steps.total_wait_s,
+            "checkpoint_s": self._done["checkpoint"].total_s,
+            "evaluation_s": self._done["evaluation"].total_s,
             "restart_s": self._restart_s,
-            "lost_s": sum(self._lost),
+            "lost_s": self._lost_s,
         }
         return Goodput(
             wall_s=wall_s,
@@ -127,7 +147,7 @@ class GoodputMeter:
             # A checkpoint of a step may stand inside another interval by some microseconds.
             other_s=max(0.0, wall_s - sum(parts.values())),
             num_starts=self._num_starts,
-            num_steps=len(steps.seconds),
+            num_steps=len(steps),
             num_lost_steps=self._num_lost_steps,
         )
 
@@ -138,9 +158,17 @@ class GoodputMeter:
         self._num_starts += 1
         self._is_starting = True
         for kind, done in self._done.items():
-            lost = done.take_after(start)
-            self._lost += lost
-            self._num_lost_steps += len(lost) if kind == "step" else 0
+            num_lost, lost_s = done.take_after(start)
+            self._lost_s += lost_s
+            self._num_lost_steps += num_lost if kind == "step" else 0
+
+
+def goodput_of(lines: Iterable[MetricsLine]) -> Goodput:
+    """Return how the time of a run was spent, by its lines in their order."""
+    meter = GoodputMeter()
+    for line in lines:
+        meter.add(line)
+    return meter.measured()
 
 
 def measure_goodput(run: Path) -> Goodput:
@@ -151,8 +179,6 @@ def measure_goodput(run: Path) -> Goodput:
 
     Raises:
         ConfigError: It holds no metrics.
+        StorageError: They cannot be read.
     """
-    meter = GoodputMeter()
-    for event in EventTail(run).read():
-        meter.add(event)
-    return meter.measured()
+    return goodput_of(EventTail(run).read())

@@ -7,17 +7,15 @@ Each step is held once, as its latest start measured it; what a later start did 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from shardflow.monitoring.tail import METRICS_FILE, EventTail
+from shardflow.monitoring.lines import MetricsLine
+from shardflow.monitoring.tail import EventTail
 from shardflow.telemetry import Interval, Move, Verdict
 
-__all__ = ["METRICS_FILE", "RunHistory", "read_history"]
-
-_NO_SUCH_FIELDS: Final = (TypeError, ValueError, KeyError, AttributeError)
+__all__ = ["RunHistory", "read_history"]
 
 
 class RunHistory:
@@ -27,7 +25,7 @@ class RunHistory:
         run: The run folder.
         keep: How many records of each kind are held, the newest ones; 0 for all. A restart that goes back
             further than that leaves fewer.
-        on_record: Called with each line before it is added here, in the order of the file.
+        on_line: Called with each line before it is added here, in the order of the file.
 
     Attributes:
         steps: Lines of steps, as `StepMetrics` has them, with ``time_s``.
@@ -43,7 +41,7 @@ class RunHistory:
     """
 
     def __init__(
-        self, run: Path, *, keep: int = 0, on_record: Callable[[Mapping[str, Any]], None] | None = None
+        self, run: Path, *, keep: int = 0, on_line: Callable[[MetricsLine], None] | None = None
     ) -> None:
         self.steps: list[dict[str, Any]] = []
         self.intervals: list[tuple[float, Interval]] = []
@@ -57,21 +55,21 @@ class RunHistory:
         self.last_event_s = 0.0
         self._tail = EventTail(run)
         self._keep = keep
-        self._on_record = on_record
-        self._unread: Iterator[Mapping[str, Any]] = iter(())
-        self._next: Mapping[str, Any] | None = None
+        self._on_line = on_line
+        self._unread: Iterator[MetricsLine] = iter(())
+        self._next: MetricsLine | None = None
 
     def follow(self, until_s: float = math.inf) -> bool:
         """Read what was written since the last call; True if there was anything.
 
-        A line that is not written whole yet waits for the next call; one that a kill left unfinished is
-        skipped.
+        A line that is not written whole yet waits for the next call; damaged ones are left out.
 
         Args:
             until_s: Stop before the first line of a later time, which waits for a later call.
 
         Raises:
             ConfigError: The folder holds no metrics.
+            StorageError: They cannot be read.
         """
         has_read = False
         if self._next is None:
@@ -79,11 +77,11 @@ class RunHistory:
             self._next = next(self._unread, None)
         while self._next is not None and self.next_time_s <= until_s:
             has_read = True
-            # A line whose fields are not those of its kind, however it came there, is skipped.
-            with suppress(*_NO_SUCH_FIELDS):
-                if self._on_record is not None:
-                    self._on_record(self._next)
-                self._add(self._next)
+            # Taken first: reading on may fail, and a later call must not take it again.
+            line, self._next = self._next, None
+            if self._on_line is not None:
+                self._on_line(line)
+            self._add(line)
             self._next = next(self._unread, None)
         return has_read
 
@@ -95,32 +93,42 @@ class RunHistory:
     @property
     def next_time_s(self) -> float:
         """Time of the first line that `follow` left for later; infinite where none waits."""
-        return math.inf if self._next is None else float(self._next.get("time_s") or 0.0)
+        return math.inf if self._next is None else self._next.time_s
 
-    def _add(self, record: Mapping[str, Any]) -> None:
-        time_s = float(record.get("time_s") or 0.0)
-        self.last_event_s = max(self.last_event_s, time_s)
-        match record["event"]:
+    @property
+    def num_damaged(self) -> int:
+        """Lines that were left out so far."""
+        return self._tail.num_damaged
+
+    @property
+    def is_of_another_run(self) -> bool:
+        """Whether a new run was begun in the folder, see `EventTail.is_of_another_run`."""
+        return self._tail.is_of_another_run()
+
+    def _add(self, line: MetricsLine) -> None:
+        self.last_event_s = max(self.last_event_s, line.time_s)
+        match line.record:
+            case Interval():
+                self._keep_newest(self.intervals, (line.time_s, line.record))
+            case Verdict():
+                self._keep_newest(self.verdicts, (line.time_s, line.record))
+            case Move():
+                self._keep_newest(self.moves, (line.time_s, line.record))
+        match line.event:
             case "attempt":
-                self._go_back_to(int(record["start"]))
-                self._keep_newest(self.attempts, dict(record))
+                self._go_back_to(line.values["start"])
+                self._keep_newest(self.attempts, line.values)
                 self.end = None
             case "plan":
-                self.num_planned_steps = int(record["num_steps"])
+                self.num_planned_steps = line.values["num_steps"]
             case "end":
-                self.end = dict(record)
+                self.end = dict(line.values)
             case "step":
-                self._keep_newest(self.steps, dict(record))
-            case "interval":
-                self._keep_newest(self.intervals, (time_s, Interval.from_json(record)))
-            case "verdict":
-                self._keep_newest(self.verdicts, (time_s, Verdict.from_json(record)))
-            case "tune":
-                self._keep_newest(self.moves, (time_s, Move.from_json(record)))
+                self._keep_newest(self.steps, line.values)
             case "checkpoint":
-                self._keep_newest(self.checkpoints, dict(record))
+                self._keep_newest(self.checkpoints, line.values)
             case "evaluation":
-                self._keep_newest(self.evaluations, dict(record))
+                self._keep_newest(self.evaluations, line.values)
 
     def _keep_newest(self, held: list[Any], new: object) -> None:
         held.append(new)
@@ -146,6 +154,7 @@ def read_history(run: Path) -> RunHistory:
 
     Raises:
         ConfigError: It holds no metrics.
+        StorageError: They cannot be read.
     """
     history = RunHistory(run)
     history.follow()

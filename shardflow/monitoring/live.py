@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.goodput import Goodput, GoodputMeter
-from shardflow.monitoring.history import METRICS_FILE, RunHistory
+from shardflow.monitoring.history import RunHistory
+from shardflow.monitoring.lines import METRICS_FILE, MetricsLine, run_name
 from shardflow.monitoring.live_curve import Curve
 from shardflow.telemetry import Interval, Move, Verdict
 
@@ -91,6 +94,8 @@ class LiveView:
     moves: tuple[Move, ...] = ()
     """Of the tuner, the newest one last."""
     goodput: Goodput | None = None
+    num_damaged: int = 0
+    """Lines that were left out, see `shardflow.monitoring.lines`."""
 
 
 class LiveRun:
@@ -102,11 +107,11 @@ class LiveRun:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._size = 0
+        self._had_file = False
         self._begin()
 
     def _begin(self) -> None:
-        self._history = RunHistory(self._run, keep=_NUM_KEPT, on_record=self._take)
+        self._history = RunHistory(self._run, keep=_NUM_KEPT, on_line=self._take)
         self._meter = GoodputMeter()
         self._losses = Curve()
         self._evaluations = Curve()
@@ -120,13 +125,14 @@ class LiveRun:
             now_s: The time that it is, seconds since 1970.
             until_s: Leave lines of a later time for later; it must not fall from call to call.
         """
-        size = self._file_size()
-        if size < self._size:  # another run was begun in the folder
+        has_file = (self._run / METRICS_FILE).is_file()
+        if self._had_file and (not has_file or self._history.is_of_another_run):
             self._begin()
-        self._size = size
-        if size:
+        self._had_file = has_file
+        # A file that is gone by now, or cannot be read for a moment, is there or not there at the next look.
+        with suppress(ConfigError, StorageError):
             was_known = self._history.last_event_s > 0
-            if self._history.follow(until_s) and was_known:
+            if has_file and self._history.follow(until_s) and was_known:
                 self._skew_s = min(self._skew_s, now_s - self._history.last_event_s)
         return self._view(now_s)
 
@@ -135,27 +141,21 @@ class LiveRun:
         """Time of the first line that was left for later; infinite where none waits."""
         return self._history.next_time_s
 
-    def _file_size(self) -> int:
-        try:
-            return (self._run / METRICS_FILE).stat().st_size
-        except OSError:
-            return 0
-
-    def _take(self, record: Mapping[str, Any]) -> None:
-        self._meter.add(record)
-        match record["event"]:
+    def _take(self, line: MetricsLine) -> None:
+        self._meter.add(line)
+        match line.event:
             case "attempt":
-                self._attempt_start = int(record["start"])
+                self._attempt_start = line.values["start"]
                 self._losses.go_back_to(self._attempt_start)
                 self._evaluations.go_back_to(self._attempt_start + 1)
             case "step":
-                self._losses.add(int(record["global_step"]), record.get("loss"))
+                self._losses.add(line.values["global_step"], line.values.get("loss"))
             case "evaluation":
-                self._evaluations.add(int(record["global_step"]), record.get("loss"))
+                self._evaluations.add(line.values["global_step"], line.values.get("loss"))
 
     def _view(self, now_s: float) -> LiveView:
         history = self._history
-        name = self._run.resolve().name
+        name = run_name(self._run)
         if not history.last_event_s:
             return LiveView(name=name, state="waiting", now_s=now_s)
         steps = [line for line in history.steps[-_NUM_KEPT:] if line["attempt"] == self._attempt]
@@ -164,7 +164,7 @@ class LiveRun:
         age_s = self._age_s(now_s)
         state = self._state(age_s, pace_s, has_steps=bool(recent))
         last = history.steps[-1] if history.steps else None
-        num_done = int(last["global_step"]) + 1 if last is not None else self._attempt_start
+        num_done = last["global_step"] + 1 if last is not None else self._attempt_start
         goodput = self._meter.measured()
         samples, tokens, steps_per_s = _rates(recent)
         verdicts, verdict_since = _newest_verdicts([one for _, one in history.verdicts[-_NUM_KEPT:]])
@@ -176,10 +176,10 @@ class LiveRun:
             age_s=age_s,
             num_done=num_done,
             num_steps=history.num_planned_steps,
-            epoch=int(last["epoch"]) if last is not None else 0,
+            epoch=last["epoch"] if last is not None else 0,
             num_starts=goodput.num_starts,
             started_s=history.last_event_s - goodput.wall_s,
-            ended_s=float(history.end["time_s"]) if history.end is not None else 0.0,
+            ended_s=history.end["time_s"] if history.end is not None else 0.0,
             left_s=max(0.0, num_left * pace_s - age_s)
             if pace_s and num_left > 0 and state == "running"
             else None,
@@ -198,12 +198,13 @@ class LiveRun:
             verdict_since=verdict_since,
             moves=tuple(move for _, move in history.moves[-8:]),
             goodput=goodput,
+            num_damaged=history.num_damaged,
         )
 
     @property
     def _attempt(self) -> int:
         attempts = self._history.attempts
-        return int(attempts[-1]["attempt"]) if attempts else 1
+        return attempts[-1]["attempt"] if attempts else 1
 
     def _age_s(self, now_s: float) -> float:
         age_s = now_s - self._history.last_event_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
 from shardflow.errors import ConfigError
+from shardflow.monitoring.lines import METRICS_FILE, open_metrics, parse_line
 from shardflow.monitoring.live import LiveRun, LiveView
-from shardflow.monitoring.tail import METRICS_FILE, EventTail
+from shardflow.monitoring.tail import EventTail
 
 __all__ = ["Replay"]
 
@@ -31,12 +31,12 @@ class Replay:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        first = next((record for record in EventTail(run).read() if "time_s" in record), None)
+        first = next(EventTail(run).read(), None)
         if first is None:
             raise ConfigError(
                 f"RUN must have written a line of {METRICS_FILE} to be played back, got none; wait for one."
             )
-        self._start_s = float(first["time_s"])
+        self._start_s = first.time_s
         self.position_s = 0.0
         self.length_s = max(0.0, self._last_time_s() - self._start_s)
         self._live = LiveRun(run)
@@ -55,13 +55,13 @@ class Replay:
         return self._live.follow(now_s, until_s=now_s)
 
     def _last_time_s(self) -> float:
-        path = self._run / METRICS_FILE
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-        for line in reversed(lines):
-            try:
-                return float(json.loads(line)["time_s"])
-            except (ValueError, KeyError, TypeError):
-                continue
-        return self._start_s
+        with open_metrics(self._run) as file:
+            size, num_bytes = file.seek(0, 2), _TAIL_BYTES
+            while True:
+                file.seek(max(0, size - num_bytes))
+                for line in reversed(file.read(num_bytes).split(b"\n")):
+                    if (last := parse_line(line)) is not None:
+                        return last.time_s
+                if num_bytes >= size:
+                    return self._start_s
+                num_bytes *= 8

@@ -22,10 +22,11 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from shardflow import __version__
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.exported import METRICS, STEP_BUCKETS_S
-from shardflow.monitoring.run_numbers import MetricValues, RunNumbers
-from shardflow.monitoring.tail import EventTail, check_holds_metrics
+from shardflow.monitoring.lines import check_holds_metrics
+from shardflow.monitoring.metrics_meter import MetricsMeter, MetricValues
+from shardflow.monitoring.tail import EventTail
 
 __all__ = ["MetricsServer", "RunCollector", "parse_address", "read_metrics_text", "require_prometheus"]
 
@@ -79,23 +80,35 @@ class RunCollector:
     """What ``prometheus_client`` collects of a run; register it wherever else metrics are served from.
 
     Args:
-        run: The run folder; one that holds nothing yet has no numbers yet.
+        run: The run folder. One that holds nothing yet has zeros of what counts; one that is gone, or cannot
+            be read, has no numbers until it is there again; of another run in it the numbers are told.
     """
 
     def __init__(self, run: Path) -> None:
+        self._run = run
         self._lock = threading.Lock()
-        self._tail = EventTail(run)
-        self._numbers = RunNumbers()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tail = EventTail(self._run)
+        self._meter = MetricsMeter()
+        self._has_read = False
 
     def collect(self) -> Iterator[Any]:
         """Read what was written since the last call, and return all families."""
         with self._lock:
+            if self._tail.is_of_another_run():
+                self._begin()
             try:
-                for event in self._tail.read():
-                    self._numbers.add(event)
-            except ConfigError:
-                pass  # nothing was measured yet
-            found = list(self._numbers.values())
+                for line in self._tail.read():
+                    self._has_read = True
+                    self._meter.add(line)
+            except (ConfigError, StorageError):
+                # What was read last would look like a run that goes on, zeros like counters begun anew.
+                is_told = not self._has_read
+            else:
+                is_told = True
+            found = list(self._meter.values(self._tail.num_damaged)) if is_told else []
         build = MetricValues(metric=METRICS["build"], values={(__version__,): 1.0})
         return iter([_family(one) for one in (build, *found)])
 

@@ -1,8 +1,8 @@
 """A run's numbers for services that keep experiments: read from its file, in a thread, at leisure.
 
-The loop writes ``metrics.jsonl`` and knows of nothing here. A thread reads what was appended and hands it
-on; a service that fails, or does not answer, costs a warning and its own numbers, never a step. Only numbers
-go out, and settings that are no places: no path, no address, no text that somebody wrote.
+The loop writes ``metrics.jsonl`` and knows of nothing here. A thread a service reads what was appended and
+hands it on; a service that fails, or does not answer, costs a warning and its own numbers, never a step. Only
+numbers go out, and settings that are no places: no path, no address, no text that somebody wrote.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeGuard
+from typing import Final, Protocol, Self, TypeGuard
 
 from shardflow.errors import ConfigError
+from shardflow.monitoring.lines import MetricsLine
+from shardflow.monitoring.settings import read_settings
 from shardflow.monitoring.tail import EventTail
-from shardflow.monitoring.verdict import read_settings
 from shardflow.storage import write_atomic
 from shardflow.telemetry import Interval, Verdict
 
@@ -34,6 +36,9 @@ SINKS: Final = {"wandb": "wandb", "mlflow": "mlflow"}
 """Names of sinks, and the module that each needs."""
 _POLL_S: Final = 2.0
 _CLOSE_S: Final = 60.0
+"""How long the end of a run waits for sinks at most."""
+_NUMBERED: Final = frozenset({"step", "evaluation", "checkpoint"})
+"""Events whose keys are numbers themselves."""
 _NO_NUMBERS: Final = frozenset({"event", "time_s", "attempt", "global_step"})
 _WORD: Final = re.compile(r"[A-Za-z0-9_.+-]{0,64}")
 _PLACES: Final = frozenset(
@@ -66,7 +71,7 @@ class Record:
 
 
 class Sink(Protocol):
-    """A service that keeps experiments. All calls come from one thread."""
+    """A service that keeps experiments. All calls come from one thread, and are left alone when they hang."""
 
     def open(self, run: Path, name: str, settings: Mapping[str, Scalar]) -> str:
         """Begin, or go on with what is known under a name.
@@ -121,26 +126,24 @@ def _is_plain(value: object) -> TypeGuard[Scalar]:
     return isinstance(value, int | float) or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
 
 
-def record_of(event: Mapping[str, Any]) -> Record | None:
-    """Return the numbers of an event; None for one that has none."""
-    kind = str(event["event"])
-    match kind:
-        case "step" | "evaluation" | "checkpoint":
-            named = {f"{kind}/{name}": value for name, value in event.items() if name not in _NO_NUMBERS}
-        case "interval":
-            named = dict(_numbers_of(Interval.from_json(event)))
-        case "verdict":
-            verdict = Verdict.from_json(event)
-            named = {f"verdict/{verdict.code}": verdict.share}
-        case _:
-            return None
+def record_of(line: MetricsLine) -> Record | None:
+    """Return the numbers of a line; None for one that has none."""
+    record, kind = line.record, line.event
+    if kind in _NUMBERED:
+        named = {f"{kind}/{name}": value for name, value in line.values.items() if name not in _NO_NUMBERS}
+        step = line.values["global_step"]
+    elif isinstance(record, Interval):
+        named, step = dict(_numbers_of(record)), record.global_step
+    elif isinstance(record, Verdict):
+        named, step = {f"verdict/{record.code}": record.share}, record.global_step
+    else:
+        return None
     values = {
         name: float(value)
         for name, value in named.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
-    time_s = float(event.get("time_s") or 0.0)
-    return Record(global_step=int(event["global_step"]), time_s=time_s, values=values) if values else None
+    return Record(global_step=step, time_s=line.time_s, values=values) if values else None
 
 
 def _numbers_of(interval: Interval) -> Iterator[tuple[str, object]]:
@@ -163,25 +166,37 @@ def _numbers_of(interval: Interval) -> Iterator[tuple[str, object]]:
 class SinkFollower:
     """Hands what a run writes from now on to sinks, until it is closed.
 
+    Each sink has a thread of its own: one that fails or hangs costs its own numbers and nobody else's.
+
     Args:
         run: The run folder, in which this start has begun to write.
         sinks: By name.
+        poll_s: How often a thread looks for what is new.
     """
 
-    def __init__(self, run: Path, sinks: Mapping[str, Sink]) -> None:
-        self._run = run
-        self._sinks = dict(sinks)
-        self._tail = EventTail(run, from_end=True)
+    def __init__(self, run: Path, sinks: Mapping[str, Sink], *, poll_s: float = _POLL_S) -> None:
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="shardflow-sinks", daemon=True)
-        self._thread.start()
+        names = _Names(run)
+        self._feeders = [
+            _Feeder(run, name, sink, names, self._ending, poll_s) for name, sink in sinks.items()
+        ]
+        for feeder in self._feeders:
+            feeder.start()
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the sinks that failed, or had not taken all when this was closed."""
+        return [feeder.sink_name for feeder in self._feeders if not feeder.is_well]
 
     def close(self, wait_s: float = _CLOSE_S) -> None:
-        """Hand on the rest, and end; a sink that takes longer than this is left alone."""
+        """Hand on the rest, and end; sinks that take longer than this, all together, are left alone."""
         self._ending.set()
-        self._thread.join(wait_s)
-        if self._thread.is_alive():
-            _LOGGER.warning("%s did not take the last numbers within %.0f s", ", ".join(self._sinks), wait_s)
+        until_s = time.monotonic() + wait_s
+        for feeder in self._feeders:
+            feeder.join(max(0.0, until_s - time.monotonic()))
+            if feeder.is_alive():
+                feeder.is_well = False
+                _LOGGER.warning("%s did not take the last numbers within %.0f s", feeder.sink_name, wait_s)
 
     def __enter__(self) -> Self:
         return self
@@ -191,37 +206,57 @@ class SinkFollower:
     ) -> None:
         self.close()
 
-    def _follow(self) -> None:
-        settings, names = shareable_settings(self._run), _read_names(self._run)
-        for name, sink in list(self._sinks.items()):
-            # The default keeps the loop's variables as they are now.
-            self._attempt(
-                name,
-                lambda sink=sink, name=name: self._open(sink, name, names, settings),  # type: ignore[misc]
-            )
-        while not self._ending.wait(_POLL_S):
-            self._hand_on()
-        self._hand_on()
-        for name, sink in list(self._sinks.items()):
-            self._attempt(name, sink.close)
 
-    def _open(self, sink: Sink, name: str, names: dict[str, str], settings: Mapping[str, Scalar]) -> None:
-        names[name] = sink.open(self._run, names.get(name, ""), settings)
-        write_atomic(self._run / _NAMES_FILE, [json.dumps(names).encode()], replace=True)
+class _Feeder(threading.Thread):
+    """Reads a run for one sink."""
+
+    def __init__(
+        self, run: Path, name: str, sink: Sink, names: _Names, ending: threading.Event, poll_s: float
+    ) -> None:
+        super().__init__(name=f"shardflow-sinks-{name}", daemon=True)
+        self.sink_name, self.is_well = name, True
+        self._folder, self._sink = run, sink
+        self._names, self._ending, self._poll_s = names, ending, poll_s
+        # Here and not in the thread: what is written after this is handed on.
+        self._tail = EventTail(run, from_end=True)
+
+    def run(self) -> None:
+        try:
+            known_as = self._sink.open(
+                self._folder, self._names.get(self.sink_name), shareable_settings(self._folder)
+            )
+            self._names.put(self.sink_name, known_as)
+            while not self._ending.wait(self._poll_s):
+                self._hand_on()
+            self._hand_on()
+            self._sink.close()
+        # Also what would end a process: whatever a service does, the run goes on.
+        except BaseException as error:  # noqa: BLE001
+            # Its text may quote addresses and names of accounts.
+            _LOGGER.warning("%s failed (%s) and gets no more numbers", self.sink_name, type(error).__name__)
+            self.is_well = False
 
     def _hand_on(self) -> None:
-        records = [record for event in self._tail.read() if (record := record_of(event))]
+        records = [record for line in self._tail.read() if (record := record_of(line))]
         if records:
-            for name, sink in list(self._sinks.items()):
-                self._attempt(name, lambda sink=sink: sink.write(records))  # type: ignore[misc]
+            self._sink.write(records)
 
-    def _attempt(self, name: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - whatever a service does, the run goes on
-            # Its text may quote addresses and names of accounts.
-            _LOGGER.warning("%s failed (%s) and gets no more numbers", name, type(error).__name__)
-            self._sinks.pop(name, None)
+
+class _Names:
+    """Under which name each service knows the run; kept in its folder."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._known = _read_names(run)
+
+    def get(self, name: str) -> str:
+        return self._known.get(name, "")
+
+    def put(self, name: str, known_as: str) -> None:
+        with self._lock:
+            self._known[name] = known_as
+            write_atomic(self._run / _NAMES_FILE, [json.dumps(self._known).encode()], replace=True)
 
 
 def _read_names(run: Path) -> dict[str, str]:

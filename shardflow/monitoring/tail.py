@@ -1,24 +1,20 @@
 """The lines of a run's ``metrics.jsonl``, each once, while the file grows.
 
 Whoever follows a run (a view, an exporter) makes what it wants of them. A line that is not written whole
-yet waits for the next call; one that a kill left unfinished is skipped.
+yet waits for the next call; damaged ones are left out and counted, see `shardflow.monitoring.lines`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from shardflow.errors import ConfigError
+from shardflow.monitoring.lines import METRICS_FILE, MetricsLine, open_metrics, parse_line, split_lines
 
-__all__ = ["METRICS_FILE", "EventTail", "check_holds_metrics"]
+__all__ = ["EventTail"]
 
-METRICS_FILE: Final = "metrics.jsonl"
-"""In a run folder."""
-_CHUNK_BYTES: Final = 1 << 20
-_CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}")
+_HEAD_BYTES: Final = 256
 
 
 class EventTail:
@@ -27,56 +23,46 @@ class EventTail:
     Args:
         run: The run folder.
         from_end: Leave out what stands there already; a file that is not there yet is read whole.
+
+    Attributes:
+        num_damaged: Lines that were left out so far.
     """
 
     def __init__(self, run: Path, *, from_end: bool = False) -> None:
+        self._run = run
         self._path = run / METRICS_FILE
         self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
-        self._rest = b""
+        self._head = b""
+        self.num_damaged = 0
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that were written since the last call, in bounded memory.
+    def read(self) -> Iterator[MetricsLine]:
+        """Yield the lines that were written since the last call, in bounded memory.
 
         Raises:
             ConfigError: The folder holds no metrics.
+            StorageError: They cannot be read.
         """
-        check_holds_metrics(self._path.parent)
-        with self._path.open("rb") as file:
+        with open_metrics(self._run) as file:
+            if len(self._head) < _HEAD_BYTES:
+                self._head = file.read(_HEAD_BYTES)
             file.seek(self._offset)
-            while chunk := file.read(_CHUNK_BYTES):
-                self._offset += len(chunk)
-                *lines, self._rest = (self._rest + chunk).split(b"\n")
-                yield from _events(lines)
+            for line, num_bytes in split_lines(file):
+                self._offset += num_bytes
+                if line == b"":  # closes off what a kill left
+                    continue
+                found = None if line is None else parse_line(line)
+                if found is None:
+                    self.num_damaged += 1
+                else:
+                    yield found
 
+    def is_of_another_run(self) -> bool:
+        """Whether the file is no longer the one that was read: a new run was begun in the folder.
 
-def check_holds_metrics(run: Path) -> None:
-    """Refuse a folder that no training run has written to.
-
-    Raises:
-        ConfigError: It holds no metrics.
-    """
-    if not (run / METRICS_FILE).is_file():
-        raise ConfigError(
-            f"RUN must be the folder of a training run, which holds {METRICS_FILE}, got another one; correct "
-            "it."
-        )
-
-
-def _events(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
+        Whoever follows begins anew then, with another tail.
+        """
         try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "event" in record:
-            # Escaped in JSON, or the second half of them as they are: rare enough to look only then.
-            yield _shown(record) if b"\\u00" in line or b"\xc2" in line else record
-
-
-def _shown(value: Any) -> Any:
-    """Return a value without the control characters of its texts, which a terminal would obey."""
-    if isinstance(value, str):
-        return value.translate(_CONTROLS)
-    if isinstance(value, dict):
-        return {_shown(name): _shown(item) for name, item in value.items()}
-    return [_shown(item) for item in value] if isinstance(value, list) else value
+            with self._path.open("rb") as file:
+                return file.read(len(self._head)) != self._head or file.seek(0, 2) < self._offset
+        except OSError:
+            return False  # gone, or not to be seen just now: that tells nothing

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
+from shardflow.telemetry.intervals import mapping_of, number_of
+
 __all__ = ["Advice", "Move", "MoveKind", "Verdict"]
 
 MoveKind = Literal["propose", "try", "keep", "revert", "settle", "resume"]
@@ -47,14 +49,21 @@ class Verdict:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the verdict of a line."""
+        """Return the verdict of a line.
+
+        Raises:
+            TypeError, ValueError: A field is missing, or of another kind.
+        """
+        evidence, advice = mapping_of(value.get("evidence") or {}), value.get("advice") or ()
+        if not isinstance(advice, list | tuple):
+            raise TypeError("advice must be a list")
         return cls(
-            global_step=int(value["global_step"]),
-            code=str(value["code"]),
-            text=str(value["text"]),
-            share=float(value.get("share") or 0.0),
-            evidence={str(name): float(one) for name, one in (value.get("evidence") or {}).items()},
-            advice=tuple(Advice(**one) for one in value.get("advice") or ()),
+            global_step=_step_of(value),
+            code=_text_of(value, "code"),
+            text=_text_of(value, "text"),
+            share=float(number_of(value.get("share") or 0.0)),
+            evidence={str(name): float(number_of(one)) for name, one in evidence.items() if one is not None},
+            advice=tuple(_advice_of(mapping_of(one)) for one in advice),
         )
 
 
@@ -80,11 +89,35 @@ class Move:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the move of a line."""
-        names = ("kind", "setting", "old", "new", "text")
+        """Return the move of a line.
+
+        Raises:
+            TypeError, ValueError: A field is missing, or of another kind.
+        """
+        names = ("setting", "old", "new", "text")
         return cls(
-            global_step=int(value["global_step"]),
-            rate_before=float(value.get("rate_before") or 0.0),
-            rate_after=float(value.get("rate_after") or 0.0),
-            **{name: str(value.get(name, "")) for name in names},  # type: ignore[arg-type]
+            global_step=_step_of(value),
+            kind=_text_of(value, "kind"),  # type: ignore[arg-type]
+            rate_before=float(number_of(value.get("rate_before") or 0.0)),
+            rate_after=float(number_of(value.get("rate_after") or 0.0)),
+            **{name: _text_of(value, name, "") for name in names},
         )
+
+
+def _advice_of(value: Mapping[str, Any]) -> Advice:
+    return Advice(
+        text=_text_of(value, "text"),
+        **{name: _text_of(value, name, "") for name in ("setting", "old", "new")},
+        gain=float(number_of(value.get("gain") or 0.0)),
+    )
+
+
+def _step_of(value: Mapping[str, Any]) -> int:
+    return int(number_of(value.get("global_step")))
+
+
+def _text_of(value: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    found = value.get(name, default)
+    if not isinstance(found, str):
+        raise TypeError("a text must be one")
+    return found

@@ -7,11 +7,82 @@ that a line lacks have defaults, so that runs of other versions can be read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from functools import cache
+from typing import Any, Final, Self
 
 __all__ = ["GaugeNumbers", "Interval", "RankNumbers", "StageNumbers"]
+
+
+_MOST: Final = 1e18
+"""Numbers beyond it are nothing that was measured, and do not fit where numbers are kept."""
+
+
+def number_of(value: object) -> float:
+    """Return a number of JSON.
+
+    Raises:
+        ValueError: It is none, or none that can have been measured.
+    """
+    if type(value) not in (int, float) or not -_MOST <= value <= _MOST:  # type: ignore[operator]
+        raise ValueError("a number must be measured")
+    return value  # type: ignore[return-value]
+
+
+def mapping_of(value: object) -> Mapping[str, Any]:
+    """Return an object of JSON.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError("an object must be one")
+    return value
+
+
+def _whole(value: object) -> int:
+    return int(number_of(value))
+
+
+def _truth(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("a truth value must be one")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text must be one")
+    return value
+
+
+def _setting(value: object) -> int | float | str:
+    return value if isinstance(value, str | bool) else number_of(value)
+
+
+_READERS: Final[Mapping[str, Callable[[object], object]]] = {
+    "float": number_of,
+    "int": _whole,
+    "bool": _truth,
+    "str": _text,
+}
+"""By the type of a field, as it is written here."""
+
+
+@cache
+def _readers(kind: type) -> Mapping[str, Callable[[object], object]]:
+    return {one.name: _READERS[str(one.type)] for one in fields(kind) if one.type in _READERS}
+
+
+def _plain(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that are numbers, texts and truth values."""
+    readers = _readers(kind)
+    return {
+        name: read(item)
+        for name, item in mapping_of(value).items()
+        if item is not None and (read := readers.get(name)) is not None
+    }
 
 
 class _FromJson:
@@ -21,9 +92,12 @@ class _FromJson:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the record of a JSON object, see `to_json`."""
-        known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: item for name, item in value.items() if name in known and item is not None})
+        """Return the record of a JSON object, see `to_json`.
+
+        Raises:
+            TypeError, ValueError: A field is missing, or of another kind.
+        """
+        return cls(**_plain(cls, value))
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
@@ -140,10 +214,26 @@ class Interval:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the interval of a line, see `to_json`."""
-        known = {one.name for one in fields(cls)}
-        plain = {name: item for name, item in value.items() if name in known and item is not None}
-        plain["stages"] = {name: StageNumbers.from_json(one) for name, one in plain.get("stages", {}).items()}
-        plain["gauges"] = {name: GaugeNumbers.from_json(one) for name, one in plain.get("gauges", {}).items()}
-        plain["ranks"] = tuple(RankNumbers.from_json(one) for one in plain.get("ranks", ()))
-        return cls(**plain)
+        """Return the interval of a line, see `to_json`.
+
+        Raises:
+            TypeError, ValueError: A field is missing, or of another kind.
+        """
+        found = _plain(cls, value)
+        for name, read in _PARTS.items():
+            held = mapping_of(value.get(name) or {})
+            found[name] = {key: read(one) for key, one in held.items() if one is not None}
+        ranks = value.get("ranks") or ()
+        if not isinstance(ranks, list | tuple):
+            raise TypeError("ranks must be a list")
+        found["ranks"] = tuple(map(RankNumbers.from_json, ranks))
+        return cls(**found)
+
+
+_PARTS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "stages": StageNumbers.from_json,
+    "gauges": GaugeNumbers.from_json,
+    "settings": _setting,
+    "events": _whole,
+}
+"""Fields of an interval that hold something by its name."""

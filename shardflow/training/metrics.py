@@ -13,21 +13,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shardflow.logs import EventLog, read_events
+from shardflow.logs import EventLog
+from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.tail import EventTail
 from shardflow.storage.atomic import make_directories
 from shardflow.telemetry import Interval, Move, Verdict
+from shardflow.training.board import Board
 
 __all__ = [
-    "METRICS_FILE",
     "CheckpointMetrics",
     "EvaluationMetrics",
     "MetricsWriter",
     "StepMetrics",
     "read_metrics",
 ]
-
-METRICS_FILE = "metrics.jsonl"
-"""In the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +106,7 @@ class MetricsWriter:
         versions = {name: version(name) for name in ("shardflow", "torch")}
         self._log.write("attempt", attempt=attempt, start=start, versions=versions, device=device)
         self._attempt = attempt
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # needs the tensorboard package
-
-            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=start)
+        self._board = Board(run, start=start) if tensorboard else None
 
     def write_step(self, metrics: StepMetrics) -> None:
         """Append one step."""
@@ -132,7 +127,7 @@ class MetricsWriter:
         if self._board is not None:
             share = interval.num_steps * interval.world_size
             for name, stage in interval.stages.items():
-                self._board.add_scalar(f"stage/{name}_s", stage.seconds / share, interval.global_step)
+                self._board.add(f"stage/{name}_s", stage.seconds / share, interval.global_step)
 
     def write_move(self, move: Move) -> None:
         """Append something that the tuner did."""
@@ -161,24 +156,25 @@ class MetricsWriter:
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, float):
-                    self._board.add_scalar(f"{event}/{name}", value, global_step)
+                    self._board.add(f"{event}/{name}", value, global_step)
 
 
 def read_metrics(run: Path, event: str = "step") -> list[dict[str, Any]]:
     """Read the metrics of a run, each global step once, as its latest attempt measured it.
 
+    Damaged lines are left out, and one that is not written whole yet.
+
     Args:
         run: The run folder.
         event: ``"step"``, ``"interval"``, ``"evaluation"`` or ``"checkpoint"``.
     """
-    path = run / METRICS_FILE
     lines: dict[int, dict[str, Any]] = {}
-    for line in read_events(path) if path.is_file() else ():
-        if line["event"] == "attempt":
+    for line in EventTail(run).read() if (run / METRICS_FILE).is_file() else ():
+        if line.event == "attempt":
             # Steps are named by their number, intervals by that of their last one; all else by the number of
             # steps done before it.
-            last = int(line["start"]) - (event in {"step", "interval"})
+            last = line.values["start"] - (event in {"step", "interval"})
             lines = {number: kept for number, kept in lines.items() if number <= last}
-        elif line["event"] == event:
-            lines[int(line["global_step"])] = line
+        elif line.event == event:
+            lines[int(line.values["global_step"])] = line.values
     return [lines[number] for number in sorted(lines)]

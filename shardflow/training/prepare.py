@@ -16,8 +16,8 @@ import torch
 
 from shardflow.configs import dump_config
 from shardflow.loading import Loader, LoaderConfig, Selection, StoredTokens, World
-from shardflow.monitoring import open_outlets
-from shardflow.monitoring.verdict import VerdictWatch, read_settings
+from shardflow.monitoring import open_outlets, read_settings
+from shardflow.monitoring.verdict import VerdictWatch
 from shardflow.storage import write_atomic
 from shardflow.training.batching import batch_spec
 from shardflow.training.building import build_report_model

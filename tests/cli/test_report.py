@@ -207,7 +207,12 @@ def test_a_run_and_two_runs_give_a_page(call: Call, tmp_path: Path) -> None:
     assert "Training run" in text
     assert str(tmp_path) not in text
     called = call("report", first, second, "-o", page, "--json")
-    assert called.last_line == {"runs": ["first", "second"], "steps": [40, 20], "bytes": page.stat().st_size}
+    assert called.last_line == {
+        "runs": ["first", "second"],
+        "steps": [40, 20],
+        "bytes": page.stat().st_size,
+        "damaged_lines": [0, 0],
+    }
     assert "What differs" in page.read_text(encoding="utf-8")
 
 

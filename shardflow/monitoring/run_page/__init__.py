@@ -9,6 +9,5 @@ from __future__ import annotations
 from shardflow.monitoring.run_page.compare import render_comparison
 from shardflow.monitoring.run_page.page import render_run_page
 from shardflow.monitoring.run_page.reading import RunNumbers, read_run
-from shardflow.monitoring.verdict.judging import CONFIG_FILE
 
-__all__ = ["CONFIG_FILE", "RunNumbers", "read_run", "render_comparison", "render_run_page"]
+__all__ = ["RunNumbers", "read_run", "render_comparison", "render_run_page"]

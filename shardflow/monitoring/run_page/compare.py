@@ -6,10 +6,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
+from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.run_page import sections
 from shardflow.monitoring.run_page.chart import Places, chart_json, has_values, places_json
 from shardflow.monitoring.run_page.compare_charts import LETTERS, comparison_charts
-from shardflow.monitoring.run_page.differences import Difference, differences, different_settings
+from shardflow.monitoring.run_page.differences import (
+    Difference,
+    differences,
+    different_settings,
+    loss_caution,
+)
 from shardflow.monitoring.run_page.html import document, figure, note, section, table, toolbar
 from shardflow.monitoring.run_page.page import facts
 from shardflow.monitoring.run_page.reading import RunNumbers
@@ -82,6 +88,8 @@ def _head(runs: Sequence[RunNumbers]) -> str:
             f'<p><i class="{letter}"></i><b class="{letter}">{letter.upper()}</b> {escape(run.name)} '
             f"<em>{began}{state}</em></p>"
         )
+        if run.num_damaged:
+            lines.append(f"<p class=warning>{letter.upper()}: {damage_note(run.num_damaged)}</p>")
     return (
         "<header class=two><p class=kind>Two training runs</p>"
         f"<h1>{escape(runs[0].name)} and {escape(runs[1].name)}</h1>{''.join(lines)}</header>"
@@ -106,7 +114,8 @@ def _differences(runs: Sequence[RunNumbers], found: Sequence[Difference]) -> str
         f'#<b class="{letter}">{letter.upper()}</b> {escape(run.name)}'
         for run, letter in zip(runs, LETTERS, strict=True)
     )
-    return table(("", *heads, "#B against A"), rows)
+    caution = loss_caution(runs)
+    return table(("", *heads, "#B against A"), rows) + (note(escape(caution)) if caution else "")
 
 
 def _downsampled(runs: Sequence[RunNumbers]) -> str:

@@ -11,7 +11,7 @@ from shardflow.monitoring.run_page.columns import mean_of
 from shardflow.monitoring.run_page.reading import RunNumbers
 from shardflow.monitoring.run_page.settings import shown
 
-__all__ = ["Difference", "differences", "different_settings"]
+__all__ = ["Difference", "differences", "different_settings", "loss_caution"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,6 @@ class Difference:
 
 def differences(runs: tuple[RunNumbers, RunNumbers]) -> list[Difference]:
     """Return the numbers that people compare; those that neither run has are left out."""
-    at = _last_common_step(runs)
     found = [
         _of(runs, "num_steps", "steps that count", "", lambda run: run.goodput.num_steps),
         _of(runs, "wall_s", "time, all starts", "s", lambda run: run.goodput.wall_s or None),
@@ -80,9 +79,13 @@ def differences(runs: tuple[RunNumbers, RunNumbers]) -> list[Difference]:
         _of(runs, "restarts", "restarts", "", lambda run: float(run.num_restarts), -1),
         _of(runs, "pss_bytes", "memory of a rank, most", "bytes", _most_pss, -1),
     ]
-    if at is not None:
-        name = f"loss around step {at:,}, where both have come"
-        found.append(_of(runs, "loss", name, "nats", lambda run: _loss_at(run, at), -1))
+    window = _loss_window(runs)
+    if window is not None:
+        first, last = window
+        name = f"loss, mean of steps {first:,} to {last:,}, which both have taken"
+        # Of other schedules neither loss is the better one.
+        better = 0 if loss_caution(runs) else -1
+        found.append(_of(runs, "loss", name, "nats", lambda run: _loss_in(run, first, last), better))
     return [one for one in found if one.a is not None or one.b is not None]
 
 
@@ -151,23 +154,68 @@ def _most_pss(run: RunNumbers) -> float | None:
     )
 
 
-def _last_common_step(runs: Sequence[RunNumbers]) -> int | None:
-    if not all(run.num_steps for run in runs):
-        return None
-    return min(run.num_steps for run in runs) - 1
+def loss_caution(runs: Sequence[RunNumbers]) -> str:
+    """Return in a sentence why the difference of the losses says little; empty where nothing says so.
+
+    Where a run is to be longer, its learning rate falls later: at the same step the other one has a lower
+    rate, and for that alone a lower loss.
+    """
+    window = _loss_window(runs)
+    if window is None:
+        return ""
+    lengths = [run.num_planned_steps for run in runs]
+    rates = [_rate_at(run, window[1]) for run in runs]
+    causes = []
+    if all(lengths) and lengths[0] != lengths[1]:
+        causes.append(f"A is planned for {lengths[0]:,} steps and B for {lengths[1]:,}")
+    a, b = rates
+    if a is not None and b is not None and abs(a - b) > _SAME_RATE * max(abs(a), abs(b)):
+        causes.append(f"at step {window[1]:,} their learning rates are {a:.2e} and {b:.2e}")
+    if not causes:
+        return ""
+    return (
+        f"Losses at the same step compare little here: {', and '.join(causes)}. A run whose rate has fallen "
+        "further has a lower loss for that alone; compare runs of one schedule, or both at their ends."
+    )
 
 
 _WINDOW = 20
-"""A loss is read as a mean around a step: one step alone is mostly noise."""
+"""A loss is read as a mean over so many steps: one step alone is mostly noise."""
+_SAME_RATE = 0.01
 
 
-def _loss_at(run: RunNumbers, step: int) -> float | None:
-    first = step - _WINDOW
+def _loss_window(runs: Sequence[RunNumbers]) -> tuple[int, int] | None:
+    """First and last step that the losses of two runs are read over; None where they share none.
+
+    Of long runs only whole places are known, so the one with the larger ones decides.
+    """
+    if not all(run.num_steps for run in runs):
+        return None
+    last = min(run.num_steps for run in runs) - 1
+    coarse = max(runs, key=lambda run: run.steps_per_row)
+    places = [
+        (int(begin), int(end))
+        for begin, end in zip(coarse.steps["first"], coarse.steps["last"], strict=True)
+        if begin is not None and end is not None
+    ]
+    taken = [place for place in places if place[1] <= last]
+    if not taken:
+        return None
+    last = taken[-1][1]
+    return next(begin for begin, end in taken if end >= last - _WINDOW), last
+
+
+def _loss_in(run: RunNumbers, first: int, last: int) -> float | None:
     rows = zip(run.steps["first"], run.steps["last"], run.steps["loss_mean"], strict=True)
     return mean_of(
         [
             loss
             for begin, end, loss in rows
-            if loss is not None and end is not None and begin is not None and end >= first and begin <= step
+            if loss is not None and end is not None and begin is not None and end >= first and begin <= last
         ]
     )
+
+
+def _rate_at(run: RunNumbers, step: int) -> float | None:
+    rows = zip(run.steps["last"], run.steps["learning_rate"], strict=True)
+    return next((rate for end, rate in rows if end is not None and end >= step), None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any, Final
 
+from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.run_page import sections
 from shardflow.monitoring.run_page.chart import chart_json, has_values, places_json, rounded
 from shardflow.monitoring.run_page.columns import MOST_RANKS
@@ -108,6 +109,8 @@ def _remarks(run: RunNumbers) -> str:
             "This run wrote no intervals (an older version, <code>monitor.interval_s = 0</code>, or only its "
             "first seconds): stages, tiers, ranks and memory are not known."
         )
+    if run.num_damaged:
+        remarks.append(damage_note(run.num_damaged))
     return "".join(f"<p class=warning>{remark}</p>" for remark in remarks)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.monitoring.goodput import Goodput, GoodputMeter
+from shardflow.monitoring.lines import MetricsLine, run_name
+from shardflow.monitoring.run_file import RunFile
 from shardflow.monitoring.run_page.columns import (
     MOST_POINTS,
     MOST_STRETCHES,
@@ -18,10 +20,9 @@ from shardflow.monitoring.run_page.columns import (
     Stretches,
     number,
 )
-from shardflow.monitoring.run_page.settings import read_settings
-from shardflow.monitoring.run_page.starts import RunFile
+from shardflow.monitoring.run_page.settings import shown_settings
+from shardflow.monitoring.settings import read_settings
 from shardflow.monitoring.verdict import Settings, judge
-from shardflow.monitoring.verdict import read_settings as read_config
 from shardflow.monitoring.verdict.judging import WINDOW
 from shardflow.telemetry import Interval, Move, Verdict
 
@@ -145,6 +146,8 @@ class RunNumbers:
     """Versions and device, as the newest start wrote them."""
     total_samples: float = 0.0
     total_tokens: float = 0.0
+    num_damaged: int = 0
+    """Lines that were left out."""
 
 
 def read_run(run: Path) -> RunNumbers:
@@ -152,14 +155,16 @@ def read_run(run: Path) -> RunNumbers:
 
     Raises:
         ConfigError: The folder holds no metrics.
+        StorageError: They cannot be read.
     """
-    file = RunFile(run)
-    judge_every = 0 if file.num_verdicts else max(1, -(-file.num_intervals // _MOST_JUDGED))
-    reader = _Reader(file.num_steps, judge_every, read_config(run))
-    for event, counts in file.events():
-        reader.add(event, counts=counts)
-    numbers = reader.finish(run.resolve().name)
-    numbers.settings = read_settings(run)
+    file, settings = RunFile(run), read_settings(run)
+    judge_every = 0 if file.has_verdicts else max(1, -(-file.num_intervals // _MOST_JUDGED))
+    reader = _Reader(file.num_steps, judge_every, settings)
+    for line, counts in file.lines():
+        reader.add(line, counts=counts)
+    numbers = reader.finish(run_name(run))
+    numbers.settings = shown_settings(settings)
+    numbers.num_damaged = file.num_damaged
     return numbers
 
 
@@ -188,24 +193,25 @@ class _Reader:
         self._num_starts = 0
         self.run = RunNumbers(name="", goodput=self._meter.measured(), steps={}, stretches=[])
 
-    def add(self, event: Mapping[str, Any], *, counts: bool) -> None:
-        self._meter.add(event)
-        at = float(event["time_s"])
-        kind = event["event"]
+    def add(self, line: MetricsLine, *, counts: bool) -> None:
+        self._meter.add(line)
+        kind, event = line.event, line.values
         if self._is_first:
-            self._is_first, self.run.began_at_s = False, at
-        time_s = at - self.run.began_at_s
+            self._is_first, self.run.began_at_s = False, line.time_s
+        time_s = line.time_s - self.run.began_at_s
         self.run.wall_s = max(self.run.wall_s, time_s)
         if kind == "attempt":
             self._start(event)
             return
         if kind in ("plan", "end"):
-            self.run.num_planned_steps = int(event.get("num_steps") or self.run.num_planned_steps)
-            self.run.outcome = str(event.get("outcome") or "")
+            self.run.num_planned_steps = event["num_steps"] if kind == "plan" else self.run.num_planned_steps
+            self.run.outcome = event["outcome"] if kind == "end" else ""
             return
         if kind in _MEASURED_S:
-            self._measured(event, time_s, counts=counts)
-        if counts:
+            self._measured(line, time_s, counts=counts)
+        if counts and line.record is not None:
+            self._conclude(line.record, time_s)
+        elif counts:
             self._count(event, kind, time_s)
 
     def _start(self, event: Mapping[str, Any]) -> None:
@@ -218,21 +224,21 @@ class _Reader:
         self._num_starts += 1
         if self._num_starts > 1:
             self.run.num_restarts += 1
-            restart = Restart(int(event["start"]), self._reached, self._died_s)
+            restart = Restart(event["start"], self._reached, self._died_s)
             restart.num_lost_steps, restart.lost_from_s = self._num_lost, self._lost_from_s
             self.run.restarts.append(restart)
             del self.run.restarts[:-_MOST_RESTARTS]
         self._num_lost, self._lost_from_s = 0, None
 
-    def _measured(self, event: Mapping[str, Any], time_s: float, *, counts: bool) -> None:
-        kind = event["event"]
-        began_s = time_s - (number(event.get(_MEASURED_S[kind])) or 0.0)
+    def _measured(self, line: MetricsLine, time_s: float, *, counts: bool) -> None:
+        kind, event = line.event, line.values
+        began_s = time_s - event[_MEASURED_S[kind]]
         restarts = self.run.restarts
         if restarts and restarts[-1].began_s is None:
             restarts[-1].began_s = max(began_s, restarts[-1].died_s)
         self._died_s = max(self._died_s, time_s)
         if kind == "step":
-            self._reached = int(event["global_step"]) + 1
+            self._reached = event["global_step"] + 1
         if not counts:
             self._num_lost += kind == "step"
             self._lost_from_s = began_s if self._lost_from_s is None else self._lost_from_s
@@ -242,42 +248,40 @@ class _Reader:
         match kind:
             case "step":
                 self._steps.add(event, time_s)
-                run.num_steps = max(run.num_steps, int(event["global_step"]) + 1)
-                run.total_samples += number(event.get("num_samples")) or 0.0
-                run.total_tokens += number(event.get("num_tokens")) or 0.0
-            case "interval":
-                interval = Interval.from_json(event)
-                self._stretches.add(interval, time_s)
-                if run.latest is None:
-                    run.knobs = {name: str(value) for name, value in interval.settings.items()}
-                run.latest = interval
-                run.num_planned_steps = interval.total_steps or run.num_planned_steps
-                self._judge_ourselves(interval, time_s)
-            case "verdict":
-                self._judge(Verdict.from_json(event), time_s)
-            case "tune":
-                run.num_moves += 1
-                self._moves.append((time_s, Move.from_json(event)))
+                run.num_steps = max(run.num_steps, event["global_step"] + 1)
+                run.total_samples += event["num_samples"]
+                run.total_tokens += event["num_tokens"]
             case "checkpoint":
                 self._checkpoint(event, time_s)
             case "evaluation":
-                step, loss = int(event["global_step"]), number(event.get("loss"))
-                check = Check(
-                    step=step,
-                    time_s=time_s,
-                    loss=loss,
-                    seconds=number(event.get("evaluation_s")) or 0.0,
-                )
+                step, loss = event["global_step"], number(event.get("loss"))
+                check = Check(step=step, time_s=time_s, loss=loss, seconds=event["evaluation_s"])
                 if run.evaluations and self._is_near(run.evaluations[-1].step, step):
                     run.evaluations[-1] = check
                 else:
                     run.evaluations.append(check)
 
+    def _conclude(self, record: Interval | Verdict | Move, time_s: float) -> None:
+        run = self.run
+        match record:
+            case Interval():
+                self._stretches.add(record, time_s)
+                if run.latest is None:
+                    run.knobs = {name: str(value) for name, value in record.settings.items()}
+                run.latest = record
+                run.num_planned_steps = record.total_steps or run.num_planned_steps
+                self._judge_ourselves(record, time_s)
+            case Verdict():
+                self._judge(record, time_s)
+            case Move():
+                run.num_moves += 1
+                self._moves.append((time_s, record))
+
     def _is_near(self, one: int, other: int) -> bool:
         return one // self._steps_per_mark == other // self._steps_per_mark
 
     def _checkpoint(self, event: Mapping[str, Any], time_s: float) -> None:
-        step, stall_s = int(event["global_step"]), number(event.get("stall_s")) or 0.0
+        step, stall_s = event["global_step"], event["stall_s"]
         rows = self.run.checkpoints
         if not rows or not self._is_near(rows[-1].step, step):
             rows.append(Checkpoints(step, time_s))
@@ -286,8 +290,8 @@ class _Reader:
         row.number += 1
         row.stall_s += stall_s
         row.most_stall_s = max(row.most_stall_s, stall_s)
-        row.write_s += number(event.get("write_s")) or 0.0
-        row.num_bytes = int(event.get("num_bytes") or 0)
+        row.write_s += event["write_s"]
+        row.num_bytes = event["num_bytes"]
 
     def _judge_ourselves(self, interval: Interval, time_s: float) -> None:
         """Say what a run that wrote no verdicts was bound by."""

@@ -83,9 +83,9 @@ def _binary(num_bytes: float) -> str:
 def nice_step(span: float, most: int, unit: str) -> float:
     """Return the least round distance that divides a span into at most so many parts."""
     wanted = span / most
-    if unit == "s" and wanted > 1:
-        return float(next((one for one in _SECOND_STEPS if one >= wanted), _SECOND_STEPS[-1]))
-    base = 1.0
+    if unit == "s" and 1 < wanted <= _SECOND_STEPS[-1]:
+        return float(next(one for one in _SECOND_STEPS if one >= wanted))
+    base = float(_SECOND_STEPS[-1]) if unit == "s" and wanted > 1 else 1.0
     if unit in ("bytes", "bytes/s"):
         while wanted / base >= 1024:
             base *= 1024

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from shardflow.monitoring.verdict.judging import CONFIG_FILE
-
-__all__ = ["read_settings", "shown"]
+__all__ = ["shown", "shown_settings"]
 
 _SECRET: Final = re.compile(r"secret|password|credential|access_key|authorization", re.IGNORECASE)
 _MOST_CHARACTERS: Final = 200
 
 
-def read_settings(run: Path) -> dict[str, str]:
-    """Return the settings of a run by their names, ``loader.num_threads``; empty for a run without them."""
-    try:
-        tree = tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return dict(_flat(tree, ""))
+def shown_settings(settings: Mapping[str, object]) -> dict[str, str]:
+    """Return settings by their names, ``loader.num_threads``, as they may be shown."""
+    return dict(_shown(settings, ""))
 
 
 def shown(value: object) -> str:
@@ -39,15 +31,15 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}\u2026"
 
 
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
+def _shown(settings: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.")
+            yield from _shown(value, f"{name}.")
         elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
             for place, one in enumerate(value):
                 yield from (
-                    _flat(one, f"{name}.{place}.")
+                    _shown(one, f"{name}.{place}.")
                     if isinstance(one, Mapping)
                     else ((f"{name}.{place}", shown(one)),)
                 )

@@ -7,7 +7,7 @@ people.
 
 from __future__ import annotations
 
-from shardflow.monitoring.verdict.judging import judge, judge_all, read_settings
+from shardflow.monitoring.verdict.judging import judge, judge_all, judge_each
 from shardflow.monitoring.verdict.rules import COMPUTE, RULES, Rule
 from shardflow.monitoring.verdict.stretch import Settings, Stretch, pool
 from shardflow.monitoring.verdict.watching import VerdictWatch
@@ -21,6 +21,6 @@ __all__ = [
     "VerdictWatch",
     "judge",
     "judge_all",
+    "judge_each",
     "pool",
-    "read_settings",
 ]

@@ -6,21 +6,18 @@ first only when it is clearly larger: two causes of about the same size do not t
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Final
 
 from shardflow.monitoring.verdict.rules import COMPUTE, RULES, Rule
 from shardflow.monitoring.verdict.stretch import Settings, Stretch, pool
 from shardflow.telemetry import Interval, Verdict
 
-__all__ = ["CONFIG_FILE", "WINDOW", "judge", "judge_all", "newest", "read_settings"]
+__all__ = ["WINDOW", "judge", "judge_all", "judge_each", "newest"]
 
 WINDOW: Final = 6
 """Intervals that are judged together, the newest."""
-CONFIG_FILE: Final = "resolved_config.toml"
-"""In a run folder."""
 _LEAST_STEPS: Final = 3
 _LEAST_S: Final = 15.0
 """One long step says as much as a few short ones."""
@@ -69,30 +66,24 @@ def judge(
     return [_verdict(rule, share, stretch) for rule, share in found]
 
 
-def judge_all(intervals: Sequence[Interval], *, config: Settings | None = None) -> list[list[Verdict]]:
+def judge_each(intervals: Iterable[Interval], *, config: Settings | None = None) -> Iterator[list[Verdict]]:
     """Judge a run from its start, interval after interval, as it would have been judged under way.
 
-    Returns:
+    Yields:
         What `judge` says after each interval, from the first one on after which it says something.
     """
-    found: list[list[Verdict]] = []
-    for number in range(len(intervals)):
-        newest_first = max(0, number - WINDOW)
-        verdicts = judge(
-            intervals[newest_first : number + 1], config=config, before=found[-1] if found else ()
-        )
-        if verdicts:
-            found.append(verdicts)
-    return found
+    held: deque[Interval] = deque(maxlen=WINDOW + 1)
+    before: list[Verdict] = []
+    for interval in intervals:
+        held.append(interval)
+        if verdicts := judge(tuple(held), config=config, before=before):
+            before = verdicts
+            yield verdicts
 
 
-def read_settings(run: Path) -> dict[str, object]:
-    """Return the settings of a run by dotted name, as its folder holds them; none where it holds none."""
-    try:
-        tables = tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return _flat(tables, "")
+def judge_all(intervals: Iterable[Interval], *, config: Settings | None = None) -> list[list[Verdict]]:
+    """Return all that `judge_each` says."""
+    return list(judge_each(intervals, config=config))
 
 
 def _threshold(rule: Rule, held: Collection[str]) -> float:
@@ -109,13 +100,3 @@ def _verdict(rule: Rule, share: float, stretch: Stretch) -> Verdict:
         evidence={name: round(float(value), 4) for name, value in rule.evidence(stretch).items()},
         advice=tuple(rule.advise(stretch)),
     )
-
-
-def _flat(table: dict[str, Any], prefix: str) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in table.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found

@@ -8,7 +8,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.monitoring import RunHistory, read_history
-from shardflow.monitoring.history import METRICS_FILE
+from shardflow.monitoring.lines import METRICS_FILE
 from shardflow.telemetry import Interval
 from tests.run_factory import write_run
 
@@ -75,7 +75,7 @@ def test_a_run_says_how_long_it_is_and_how_it_ended(tmp_path: Path) -> None:
 def test_only_the_newest_records_are_held_where_wanted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=600)
     seen = []
-    history = RunHistory(folder, keep=50, on_record=lambda record: seen.append(record["event"]))
+    history = RunHistory(folder, keep=50, on_line=lambda line: seen.append(line.event))
     history.follow()
     assert 50 <= len(history.steps) < 100
     assert history.steps[-50:] == read_history(folder).steps[-50:]

@@ -13,7 +13,7 @@ from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import read_history
 from shardflow.monitoring.goodput import measure_goodput
-from shardflow.monitoring.history import METRICS_FILE
+from shardflow.monitoring.lines import METRICS_FILE
 from shardflow.monitoring.live import LiveRun, LiveView
 from shardflow.monitoring.live_curve import Curve, resampled
 from shardflow.monitoring.live_replay import Replay
@@ -179,6 +179,14 @@ def test_another_run_in_the_folder_is_begun_anew(tmp_path: Path) -> None:
     write_run(folder, num_steps=20)
     view = run.follow(2e9)
     assert (view.num_done, view.num_starts, len(view.losses)) == (20, 1, 20)
+    # One that is longer by the next look, too.
+    (folder / METRICS_FILE).unlink()
+    with EventLog(folder / METRICS_FILE) as log:
+        log.write("attempt", attempt=1, start=0)
+        for step in range(300):
+            log.write("step", attempt=1, global_step=step, step_s=1.0, loss=1.0)
+    view = run.follow(2e9)
+    assert (view.num_done, view.num_starts, len(view.losses)) == (300, 1, 300)
 
 
 def test_a_clock_that_is_wrong_is_no_silence(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,22 +16,23 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
-from shardflow.monitoring import MetricsServer, parse_address, read_metrics_text
+from shardflow.monitoring import MetricsServer, RunCollector, parse_address, read_metrics_text
 from shardflow.monitoring.exported import METRICS, metric_rows
-from shardflow.monitoring.run_numbers import RunNumbers
-from shardflow.monitoring.tail import METRICS_FILE, EventTail
+from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.metrics_meter import MetricsMeter
+from shardflow.monitoring.tail import EventTail
 from shardflow.telemetry import Interval, RankNumbers
 from tests.run_factory import write_run
 
 pytestmark = pytest.mark.fast
 
 
-def _values(numbers: RunNumbers) -> dict[str, dict[tuple[str, ...], float]]:
+def _values(numbers: MetricsMeter) -> dict[str, dict[tuple[str, ...], float]]:
     return {found.metric.name: dict(found.values) for found in numbers.values()}
 
 
 def _read(run: Path) -> dict[str, dict[tuple[str, ...], float]]:
-    numbers = RunNumbers()
+    numbers = MetricsMeter()
     for event in EventTail(run).read():
         numbers.add(event)
     return _values(numbers)
@@ -50,7 +53,7 @@ def test_what_was_done_stays_counted_and_what_counts_goes_back(tmp_path: Path) -
 
 
 def test_counters_never_go_back_whatever_a_run_goes_through(tmp_path: Path) -> None:
-    numbers = RunNumbers()
+    numbers = MetricsMeter()
     before: dict[tuple[str, tuple[str, ...]], float] = {}
     for event in EventTail(write_run(tmp_path, num_steps=60, restart_at=45, outcome="finished")).read():
         numbers.add(event)
@@ -70,7 +73,7 @@ def test_an_exporter_started_anew_tells_the_same_totals(tmp_path: Path) -> None:
     lines = (run / METRICS_FILE).read_bytes().splitlines(keepends=True)
     other = tmp_path / "bit by bit"
     other.mkdir()
-    numbers, tail = RunNumbers(), EventTail(other)
+    numbers, tail = MetricsMeter(), EventTail(other)
     for line in lines:
         # Torn in the middle: the first half is left for later.
         for half in (line[: len(line) // 2], line[len(line) // 2 :]):
@@ -179,6 +182,57 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(tmp_path: Path) -> Non
         with socket.create_connection((host, int(port))):
             # Sooner than the stranger is shown the door, after half a minute.
             assert "shardflow_steps_total" in _get(server.url, timeout_s=20)
+
+
+def test_a_stranger_who_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with MetricsServer(write_run(tmp_path, world_size=64), "127.0.0.1:0") as server:
+        host, port = server.url.removeprefix("http://").removesuffix("/metrics").split(":")
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                stranger = stack.enter_context(socket.socket())
+                # Less than an answer fits into what is on its way.
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                stranger.connect((host, int(port)))
+                stranger.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert "shardflow_steps_total 60.0" in _get(server.url, timeout_s=20)
+
+
+def test_scrapes_at_once_count_every_line_once(tmp_path: Path) -> None:
+    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, ThreadPoolExecutor(8) as threads:
+        for number in range(3):
+            texts = list(threads.map(_get, [server.url] * 8))
+            assert all(f"shardflow_steps_total {60 + number}.0\n" in text for text in texts)
+            with EventLog(tmp_path / METRICS_FILE) as log:
+                log.write("step", global_step=60 + number, step_s=1.0)
+
+
+def test_a_folder_comes_goes_and_gets_another_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    collector = RunCollector(run)
+
+    def told(name: str) -> float | None:
+        samples = {one.name: one.value for family in collector.collect() for one in family.samples}
+        return samples.get(f"shardflow_{name}")
+
+    assert told("steps_total") == 0.0
+    write_run(run, num_steps=20, planned_steps=90)
+    assert (told("steps_total"), told("run_steps")) == (20.0, 90.0)
+    away = run.rename(tmp_path / "away")
+    # A run that is gone does not go on.
+    assert (told("steps_total"), told("run_running")) == (None, None)
+    away.rename(run)
+    assert (told("steps_total"), told("run_running")) == (20.0, 1.0)
+    # Another one, longer than what was read of the first.
+    (run / METRICS_FILE).unlink()
+    with EventLog(run / METRICS_FILE) as log:
+        log.write("attempt", attempt=1, start=0)
+        for number in range(200):
+            log.write("step", global_step=number, step_s=1.0)
+    assert (told("steps_total"), told("run_steps"), told("run_starts_total")) == (200.0, None, 1.0)
+    # And a shorter one that begins with the same bytes.
+    lines = (run / METRICS_FILE).read_bytes().splitlines(keepends=True)
+    (run / METRICS_FILE).write_bytes(b"".join(lines[:31]))
+    assert told("steps_total") == 30.0
 
 
 def test_a_port_in_use_is_a_sentence(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 from shardflow.logs import EventLog
 from shardflow.monitoring import read_history
 from shardflow.monitoring.goodput import measure_goodput
-from shardflow.monitoring.history import METRICS_FILE
-from shardflow.monitoring.run_page import read_run, render_comparison, render_run_page
+from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.run_page import RunNumbers, read_run, render_comparison, render_run_page
 from shardflow.monitoring.run_page.columns import MOST_POINTS, MOST_STRETCHES, StepColumns, Stretches
 from shardflow.monitoring.run_page.scales import compact, duration, show, ticks
 from shardflow.monitoring.run_page.settings import shown
@@ -271,6 +271,55 @@ def test_comparison_says_what_differs(tmp_path: Path) -> None:
     assert [(one["colour"], len(one["values"])) for one in overlaid] == [("a", 60), ("b", 90)]
     assert "storage-bound" in page
     assert "compute-bound" in page
+    assert "compare little" not in page
+
+
+def _learn(folder: Path, *, planned: int, num_steps: int, loss: float, rate: float) -> RunNumbers:
+    folder.mkdir()
+    with EventLog(folder / METRICS_FILE) as log:
+        log.write("attempt", attempt=1, start=0)
+        log.write("plan", num_steps=planned)
+        for step in range(num_steps):
+            log.write(
+                "step", global_step=step, step_s=1.0, loss=loss, learning_rate=rate * (1 - step / planned)
+            )
+    return read_run(folder)
+
+
+def test_losses_of_other_schedules_are_compared_with_a_warning(tmp_path: Path) -> None:
+    short = _learn(tmp_path / "short", planned=60, num_steps=60, loss=1.0, rate=1e-3)
+    long = _learn(tmp_path / "long", planned=300, num_steps=90, loss=2.0, rate=1e-3)
+    page = render_comparison((short, long))
+    assert "A is planned for 60 steps and B for 300" in page
+    assert "at step 59 their learning rates are 1.67e-05 and 8.03e-04" in page
+    assert "loss, mean of steps 39 to 59, which both have taken" in page
+    assert not re.search(r'class="(better|worse)">\+100', page)
+    same = _learn(tmp_path / "same", planned=60, num_steps=40, loss=2.0, rate=1e-3)
+    page = render_comparison((short, same))
+    assert "compare little" not in page
+    assert 'class="worse">+100.0 %' in page
+    faster = _learn(tmp_path / "faster", planned=60, num_steps=40, loss=2.0, rate=2e-3)
+    page = render_comparison((short, faster))
+    assert "compare little here: at step 39 their learning rates" in page
+
+
+def test_losses_of_a_short_and_a_long_run_are_of_the_same_steps(tmp_path: Path) -> None:
+    """Of the long one only places of several steps are known: none that reaches beyond the short one."""
+    long = tmp_path / "long"
+    long.mkdir()
+    with EventLog(long / METRICS_FILE) as log:
+        log.write("attempt", attempt=1, start=0)
+        for step in range(6000):
+            log.write("step", global_step=step, step_s=1.0, loss=float(step))
+    for num_steps, wanted in ((33, ("5 to 29", 17.0)), (4, None)):
+        short = _learn(tmp_path / f"{num_steps}", planned=6000, num_steps=num_steps, loss=1.0, rate=0.0)
+        page = render_comparison((short, read_run(long)))
+        found = {one["key"]: one for one in numbers_of(page)["differences"]}
+        if wanted is None:
+            assert "loss" not in found
+        else:
+            assert f"loss, mean of steps {wanted[0]}, which both have taken" in page
+            assert found["loss"]["b"] == wanted[1]
 
 
 def test_long_runs_keep_their_outliers() -> None:
@@ -314,7 +363,7 @@ def _write_long(path: Path, num_steps: int, num_ranks: int) -> None:
 _MEASURE = """
 import resource, sys
 from pathlib import Path
-from shardflow.monitoring.run_page import read_run, render_run_page
+from shardflow.monitoring.run_page import RunNumbers, read_run, render_run_page
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 page = render_run_page(read_run(Path(sys.argv[1])))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(page))
@@ -382,6 +431,8 @@ def test_round_numbers_along_an_axis() -> None:
     assert ticks(0.0, 7200.0, 10, "s")[1] == 900.0
     assert ticks(0.0, 3.0, 10, "steps") == [0.0, 1.0, 2.0, 3.0]
     assert ticks(2.0, 2.0, 4, "") == [2.0]
+    # A clock that began in 1970 makes a run of decades.
+    assert 3 <= len(ticks(0.0, 1.7e9, 10, "s")) <= 11
     assert duration(-1.5) == "-1.5 s"
     assert compact(0.0) == "0"
 

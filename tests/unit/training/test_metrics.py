@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +114,51 @@ def test_numbers_of_a_cache_are_keys_of_the_line(tmp_path: Path) -> None:
     assert [first[name] for name in names] == [2, 700, 3, 0.25, 0]
     assert [second[name] for name in names] == [0] * 5
     assert not [name for name in third if name.startswith("cache")]
+
+
+class _Broken:
+    """A writer of TensorBoard whose disk is full, or hangs."""
+
+    def __init__(self, fails_at: str, release: threading.Event) -> None:
+        self._fails_at, self._release = fails_at, release
+
+    def add_scalar(self, *_: object) -> None:
+        if self._fails_at == "add":
+            raise OSError("/secret/place is full")
+
+    def close(self) -> None:
+        if self._fails_at == "close":
+            raise OSError("/secret/place is full")
+        if self._fails_at == "hang":
+            self._release.wait()
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "said"),
+    [
+        ("add", "TensorBoard failed (OSError) and gets no more numbers"),
+        ("close", "TensorBoard failed (OSError) and gets no more numbers"),
+        ("hang", "TensorBoard did not take the last numbers within 0 s"),
+    ],
+)
+def test_a_tensorboard_that_fails_or_hangs_costs_a_warning(
+    fails_at: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda *_, **__: _Broken(fails_at, release))
+    monkeypatch.setattr("shardflow.training.board.CLOSE_S", 0.1)
+    writer = MetricsWriter(tmp_path, attempt=1, start=0, tensorboard=True)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            writer.write_step(step(number, 1.0))
+        writer.close()
+    release.set()
+    assert [record.getMessage() for record in caplog.records] == [said]
+    assert len(read_metrics(tmp_path)) == 3
 
 
 def test_no_file_is_no_metrics(tmp_path: Path) -> None:

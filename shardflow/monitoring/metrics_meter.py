@@ -16,9 +16,10 @@ from typing import Any, Final
 
 from shardflow.monitoring.exported import METRICS, STEP_BUCKETS_S, Metric
 from shardflow.monitoring.goodput import GoodputMeter
-from shardflow.telemetry import STAGES, Interval, RankNumbers, Verdict
+from shardflow.monitoring.lines import MetricsLine
+from shardflow.telemetry import STAGES, Interval, Move, RankNumbers, Verdict
 
-__all__ = ["MetricValues", "RunNumbers"]
+__all__ = ["MetricValues", "MetricsMeter"]
 
 _TIERS: Final = ("ram", "disk", "origin")
 _GAUGES: Final = {
@@ -67,8 +68,8 @@ class MetricValues:
     """Of a histogram: how many were at most so long, by `STEP_BUCKETS_S`, then all. Its value is the sum."""
 
 
-class RunNumbers:
-    """Adds up a run's events, in their order."""
+class MetricsMeter:
+    """Adds up a run's lines, in their order."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
@@ -82,33 +83,40 @@ class RunNumbers:
         for name in _ZERO:
             self._set(name, 0.0)
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take an event of ``metrics.jsonl``; one that is unknown is left alone."""
-        self._goodput.add(event)
-        match event["event"]:
+    def add(self, line: MetricsLine) -> None:
+        """Take a line; one of an unknown event is left alone."""
+        self._goodput.add(line)
+        match line.record:
+            case Interval():
+                self._add_interval(line.record)
+            case Verdict():
+                self._add_verdict(line.record)
+            case Move() if self._may_name("tuner.moves", line.record.kind):
+                self._count("tuner.moves", 1, line.record.kind)
+        values = line.values
+        match line.event:
             case "attempt":
-                self._add_start(int(event["start"]), event.get("time_s"))
+                self._add_start(values["start"], line.time_s)
             case "plan":
-                self._total_steps = int(event["num_steps"])
+                self._total_steps = values["num_steps"]
             case "end":
                 self._set("run.running", 0.0)
             case "step":
-                self._add_step(event)
-            case "interval":
-                self._add_interval(Interval.from_json(event))
+                self._add_step(values)
             case "evaluation":
-                self._set_known("evaluation.loss", event.get("loss"))
+                self._set_known("evaluation.loss", values.get("loss"))
                 self._count("evaluations", 1)
-                self._count("evaluation.duration", event.get("evaluation_s"))
+                self._count("evaluation.duration", values["evaluation_s"])
             case "checkpoint":
-                self._add_checkpoint(event)
-            case "verdict":
-                self._add_verdict(Verdict.from_json(event))
-            case "tune" if _PLAIN.fullmatch(str(event.get("kind"))):
-                self._count("tuner.moves", 1, str(event["kind"]))
+                self._add_checkpoint(values)
 
-    def values(self) -> Iterator[MetricValues]:
-        """Yield all that is known, in the order of `METRICS`."""
+    def values(self, num_damaged: int = 0) -> Iterator[MetricValues]:
+        """Yield all that is known, in the order of `METRICS`.
+
+        Args:
+            num_damaged: Lines of the run that were left out.
+        """
+        self._set("run.lines.damaged", num_damaged)
         self._tell_step()
         self._tell_goodput()
         if self._interval is not None:
@@ -118,24 +126,24 @@ class RunNumbers:
                 buckets = tuple(accumulate(self._buckets)) if metric.kind == "histogram" else ()
                 yield MetricValues(metric=metric, values=dict(found), buckets=buckets)
 
-    def _add_start(self, start: int, time_s: float | None) -> None:
+    def _add_start(self, start: int, time_s: float) -> None:
         self._count("run.starts", 1)
         self._set("run.running", 1.0)
-        self._set_known("run.start.timestamp", time_s)
+        self._set("run.start.timestamp", time_s)
         self._count("steps.lost", max(0, self._steps_done - start))
         self._steps_done = start
 
     def _add_step(self, line: Mapping[str, Any]) -> None:
         self._step = line
-        self._steps_done = int(line["global_step"]) + 1
-        seconds = float(line.get("step_s") or 0.0)
+        self._steps_done = line["global_step"] + 1
+        seconds = line["step_s"]
         self._buckets[bisect_left(STEP_BUCKETS_S, seconds)] += 1
-        num_tokens, loss, norm = line.get("num_tokens"), line.get("loss"), line.get("gradient_norm")
+        num_tokens, loss, norm = line["num_tokens"], line.get("loss"), line.get("gradient_norm")
         self._count("steps", 1)
         self._count("step.duration", seconds)
-        self._count("step.data_wait", line.get("data_wait_s"))
+        self._count("step.data_wait", line["data_wait_s"])
         self._count("tokens", num_tokens)
-        self._count("samples", line.get("num_samples"))
+        self._count("samples", line["num_samples"])
         if num_tokens and (loss is None or norm is None):
             self._count("steps.nonfinite", 1)
         self._set_known("loss", loss)
@@ -143,8 +151,8 @@ class RunNumbers:
 
     def _tell_step(self) -> None:
         if self._step is not None:
-            self._set("run.epoch", float(self._step.get("epoch") or 0))
-            self._set("run.last_step.timestamp", float(self._step.get("time_s") or 0.0))
+            self._set("run.epoch", self._step["epoch"])
+            self._set("run.last_step.timestamp", self._step["time_s"])
             self._set_known("learning_rate", self._step.get("learning_rate"))
             self._set_known("loss_scale", self._step.get("loss_scale"))
         if self._values["run.starts"][()]:
@@ -154,11 +162,11 @@ class RunNumbers:
 
     def _add_checkpoint(self, line: Mapping[str, Any]) -> None:
         self._count("checkpoints", 1)
-        self._count("checkpoint.stall", line.get("stall_s"))
-        self._set_known("checkpoint.write", line.get("write_s"))
-        self._set_known("checkpoint.size", line.get("num_bytes"))
-        self._set_known("checkpoint.steps.done", line.get("global_step"))
-        self._set_known("checkpoint.timestamp", line.get("time_s"))
+        self._count("checkpoint.stall", line["stall_s"])
+        self._set("checkpoint.write", line["write_s"])
+        self._set("checkpoint.size", line["num_bytes"])
+        self._set("checkpoint.steps.done", line["global_step"])
+        self._set("checkpoint.timestamp", line["time_s"])
 
     def _add_interval(self, interval: Interval) -> None:
         self._interval = interval
@@ -187,7 +195,7 @@ class RunNumbers:
             self._set("node.memory", interval.memory_bytes)
             self._set("node.memory.available", interval.available_bytes)
         for name, value in interval.settings.items():
-            if isinstance(value, int | float) and _PLAIN.fullmatch(name):
+            if isinstance(value, int | float) and self._may_name("setting", name):
                 self._set("setting", value, name)
         if interval.num_steps and self._total_steps and not interval.is_warm_up:
             left = max(0, self._total_steps - self._steps_done)
@@ -230,8 +238,13 @@ class RunNumbers:
             self._verdict_step = verdict.global_step
             for labels in known:
                 known[labels] = 0.0
-        if _PLAIN.fullmatch(verdict.code) and ((verdict.code,) in known or len(known) < _MOST_NAMES):
+        if self._may_name("verdict", verdict.code):
             known[verdict.code,] = verdict.share
+
+    def _may_name(self, metric: str, label: str) -> bool:
+        """Whether a text out of the file may be a label: a word, and one of not too many."""
+        known = self._values.get(metric, {})
+        return bool(_PLAIN.fullmatch(label)) and ((label,) in known or len(known) < _MOST_NAMES)
 
     def _tell_goodput(self) -> None:
         goodput = self._goodput.measured()
@@ -239,10 +252,10 @@ class RunNumbers:
             self._set("goodput.duration", getattr(goodput, f"{part}_s"), part)
         self._set("goodput", goodput.useful_share)
 
-    def _count(self, name: str, amount: float | None, *labels: str) -> None:
+    def _count(self, name: str, amount: float, *labels: str) -> None:
         if (values := self._values.get(name)) is None:
             values = self._values[name] = {}
-        values[labels] = values.get(labels, 0.0) + max(0.0, amount or 0.0)
+        values[labels] = values.get(labels, 0.0) + max(0.0, amount)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._values.setdefault(name, {})[labels] = float(value)

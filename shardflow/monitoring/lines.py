@@ -1,0 +1,244 @@
+"""A line of a run's ``metrics.jsonl``: what must hold of it, checked in one place for all who read.
+
+A file may hold lines that a kill cut in two, that another version wrote, or that a disk or an editor spoiled.
+A line that is not what its event has is damaged: every reader leaves the same ones out, and counts them. An
+event that is not known here is no damage, and neither is a key that is missing where it has a default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+from shardflow.errors import ConfigError, StorageError
+from shardflow.telemetry import Interval, Move, Verdict
+
+__all__ = [
+    "METRICS_FILE",
+    "MOST_LINE_BYTES",
+    "MetricsLine",
+    "check_holds_metrics",
+    "damage_note",
+    "open_metrics",
+    "parse_line",
+    "run_name",
+    "split_lines",
+]
+
+METRICS_FILE: Final = "metrics.jsonl"
+"""In a run folder."""
+MOST_LINE_BYTES: Final = 16 << 20
+"""A longer line is damaged: it is a file of something else, or one whose line ends are gone."""
+
+_CHUNK_BYTES: Final = 1 << 20
+_MOST: Final = 1e18
+"""Numbers beyond it are damage; all below fit into 64 bits."""
+_MOST_TIME_S: Final = 253_402_300_799.0
+"""The end of the year 9999, the last one that a calendar here knows."""
+_CONTROLS: Final = dict.fromkeys(
+    # Controls, which a terminal obeys, and halves of characters, which no file takes.
+    [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)],
+    "\N{REPLACEMENT CHARACTER}",
+)
+
+
+class MetricsLine(NamedTuple):
+    """A line that is what its event has."""
+
+    event: str
+    time_s: float
+    """When it was written, seconds since 1970."""
+    values: dict[str, Any]
+    """All keys of the line, and those with defaults that it lacks."""
+    record: Interval | Verdict | Move | None = None
+    """What ``interval``, ``verdict`` and ``tune`` are the lines of."""
+
+
+class _Integer(NamedTuple):
+    """A whole number from 0 on; without a default it must be there."""
+
+    default: int | None = None
+
+    def takes(self, value: object) -> bool:
+        return type(value) is int and 0 <= value <= _MOST
+
+
+class _Number(NamedTuple):
+    """A number; None is one that was not finite."""
+
+    default: float | None = None
+    is_known: bool = True
+    least: float = 0.0
+
+    def takes(self, value: object) -> bool:
+        if value is None:
+            return not self.is_known
+        return type(value) in (int, float) and self.least <= value <= _MOST  # type: ignore[operator]
+
+
+_REAL: Final = _Number(is_known=False, least=-_MOST)
+_AMOUNT: Final = _Number(0.0)
+_NO: Final = _Integer(0)
+_FIELDS: Final[Mapping[str, Mapping[str, _Integer | _Number]]] = {
+    "attempt": {"start": _Integer(), "attempt": _Integer(1)},
+    "plan": {"num_steps": _Integer()},
+    "end": {"global_step": _NO},
+    "step": {
+        "global_step": _Integer(),
+        "step_s": _Number(),
+        "attempt": _Integer(1),
+        "epoch": _NO,
+        "data_wait_s": _AMOUNT,
+        "num_samples": _AMOUNT,
+        "num_tokens": _AMOUNT,
+        "loss": _REAL,
+        "gradient_norm": _REAL,
+        "learning_rate": _REAL,
+        "loss_scale": _REAL,
+    },
+    "checkpoint": {"global_step": _Integer(), "stall_s": _Number(), "write_s": _AMOUNT, "num_bytes": _NO},
+    "evaluation": {"global_step": _Integer(), "evaluation_s": _Number(), "loss": _REAL},
+}
+_RECORDS: Final[Mapping[str, Callable[[Mapping[str, Any]], Interval | Verdict | Move]]] = {
+    "interval": Interval.from_json,
+    "verdict": Verdict.from_json,
+    "tune": Move.from_json,
+}
+
+
+def parse_line(line: bytes) -> MetricsLine | None:
+    """Return what a line says, without control characters; None for a damaged one."""
+    try:
+        # Strictly, which json's own way with bytes is not; its other numbers are none of JSON.
+        record = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+        # Escaped, or the second half of the controls as they are: rare enough to look only then.
+        if b"\\u" in line or b"\xc2" in line:
+            record = _shown(record)
+        return _checked(record) if isinstance(record, dict) else None
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _checked(record: dict[str, Any]) -> MetricsLine | None:
+    event, time_s = record.get("event"), record.get("time_s")
+    if type(event) is not str or type(time_s) not in (int, float) or not 0.0 <= time_s <= _MOST_TIME_S:  # type: ignore[operator]
+        return None
+    time_s = float(time_s)  # type: ignore[arg-type]
+    if (read := _RECORDS.get(event)) is not None:
+        found = read(record)
+        return MetricsLine(event, time_s, record, found) if _can_be(found) else None
+    fields = _FIELDS.get(event)
+    if fields is None:
+        return MetricsLine(event, time_s, record)
+    for value in record.values():
+        if type(value) in (int, float) and not -_MOST <= value <= _MOST:
+            return None
+    for name, field in fields.items():
+        value = record.get(name)
+        if value is None and field.default is not None:
+            record[name] = field.default
+        elif not field.takes(value):
+            return None
+    if event == "end" and type(record.get("outcome")) is not str:
+        return None
+    return MetricsLine(event, time_s, record)
+
+
+def _can_be(found: Interval | Verdict | Move) -> bool:
+    """Whether the numbers that others are divided by and counted with are such."""
+    if isinstance(found, Interval) and (
+        min(found.num_steps, found.wall_s, found.step_s, found.total_steps) < 0
+        or min(found.world_size, found.ranks_per_node, found.num_cpus) < 1
+    ):
+        return False
+    return found.global_step >= 0
+
+
+def _shown(value: Any) -> Any:
+    """Return a value without the characters of its texts that cannot be shown."""
+    if isinstance(value, str):
+        return value.translate(_CONTROLS)
+    if isinstance(value, dict):
+        return {_shown(name): _shown(item) for name, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list) else value
+
+
+def run_name(run: Path) -> str:
+    """Return the name of a run's folder as it can be shown."""
+    return run.resolve().name.translate(_CONTROLS)
+
+
+def check_holds_metrics(run: Path) -> None:
+    """Refuse a folder that no training run has written to.
+
+    Raises:
+        ConfigError: It holds no metrics.
+    """
+    if not (run / METRICS_FILE).is_file():
+        raise ConfigError(
+            f"RUN must be the folder of a training run, which holds {METRICS_FILE}, got another one; correct "
+            "it."
+        )
+
+
+def open_metrics(run: Path) -> BinaryIO:
+    """Open the measurements of a run folder.
+
+    Raises:
+        ConfigError: It holds no metrics.
+        StorageError: They cannot be read.
+    """
+    check_holds_metrics(run)
+    try:
+        return (run / METRICS_FILE).open("rb")
+    except OSError as error:
+        raise _unreadable(error) from None
+
+
+def split_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
+    """Yield the whole lines from where a file stands, in bounded memory.
+
+    A last line without its end is left out: it is being written.
+
+    Yields:
+        A line without its end, None for a piece of one that is too long; and how many bytes it takes.
+
+    Raises:
+        StorageError: The file cannot be read on.
+    """
+    rest = b""
+    while chunk := _read(file):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line, len(line) + 1
+        if len(rest) > MOST_LINE_BYTES:
+            yield None, len(rest)
+            rest = b""
+
+
+def damage_note(num_damaged: int) -> str:
+    """Return what to tell a reader about lines that were left out; empty for none."""
+    if not num_damaged:
+        return ""
+    lines = "1 damaged line was" if num_damaged == 1 else f"{num_damaged:,} damaged lines were"
+    return f"{lines} left out of {METRICS_FILE}."
+
+
+def _read(file: BinaryIO) -> bytes:
+    try:
+        return file.read(_CHUNK_BYTES)
+    except OSError as error:
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: OSError) -> StorageError:
+    return StorageError(
+        f"{METRICS_FILE} in RUN must be readable, got {type(error).__name__}; correct its permissions, or "
+        "look at the disk or the network behind it."
+    )
