@@ -6,7 +6,8 @@ read from the environment.
 
 Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T | None``,
 nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an integer),
-:data:`PLACE` (a path or an address) or :class:`Bounds`. Relative paths in the file are taken from the file's
+:data:`PLACE` (a path or an address), :class:`Bounds`, or, for a table that may be written in two places,
+:class:`Inside` or :data:`SPREAD`. Relative paths in the file are taken from the file's
 folder, relative paths of ``--set`` from the current folder; ``~`` is the home folder.
 """
 
@@ -15,8 +16,10 @@ from shardflow.configs.dumping import dump_config
 from shardflow.configs.fields import (
     BYTE_SIZE,
     PLACE,
+    SPREAD,
     Bounds,
     ByteSize,
+    Inside,
     Place,
     check_fields,
     parse_byte_size,
@@ -25,8 +28,10 @@ from shardflow.configs.fields import (
 __all__ = [
     "BYTE_SIZE",
     "PLACE",
+    "SPREAD",
     "Bounds",
     "ByteSize",
+    "Inside",
     "Place",
     "check_fields",
     "dump_config",

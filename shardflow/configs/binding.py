@@ -8,7 +8,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from shardflow.configs.fields import (
     BYTE_SIZE,
     PLACE,
+    SPREAD,
     Bounds,
+    Inside,
     one_of,
     parse_byte_size,
     split_annotated,
@@ -123,6 +125,9 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
         raise place.error("a table", _kind(tree), f"write [{place.name}]")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     hints = type_hints(cls)
+    for name in fields:
+        if SPREAD in split_annotated(hints[name])[1]:
+            tree = _gathered(tree, name, fields, place)
     for key in tree:
         if key not in fields:
             raise _unknown_key(key, tree[key], list(fields), place)
@@ -139,6 +144,34 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
     except ConfigError as error:
         prefix = f"[{place.name}] " if place.keys else ""
         raise ConfigError(f"{prefix}{error.message.rstrip('.')} ({place.file_name}).") from None
+
+
+def _gathered(tree: dict[str, Any], name: str, fields: Collection[str], place: _Place) -> dict[str, Any]:
+    """Put the integers of a table that are no setting of it into its table ``name``."""
+    beside = {key: value for key, value in tree.items() if key not in fields and type(_plain(value)) is int}
+    inner = _plain(tree.get(name, {}))
+    if not beside or not isinstance(inner, dict):
+        return tree
+    for key in beside.keys() & inner.keys():
+        if not _comes_from_override(beside[key]):
+            raise place.below(key).error(f"written once, here or in {name}", "both", "remove one")
+    return {**{key: value for key, value in tree.items() if key not in beside}, name: {**inner, **beside}}
+
+
+def _lifted(tree: dict[str, Any], name: str, place: _Place) -> dict[str, Any]:
+    """Return the entries of a table that stand in its table ``name``, with what ``--set`` puts beside it."""
+    inner = _plain(tree.get(name))
+    if not isinstance(inner, dict):
+        return tree
+    beside = {key: value for key, value in tree.items() if key != name}
+    for key, value in beside.items():
+        if not _comes_from_override(value):
+            raise place.below(key).error(f"left out beside {name}", "both", f"keep {name} alone")
+    return {**inner, **beside}
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, _Override) else value
 
 
 def _comes_from_override(value: Any) -> bool:
@@ -172,9 +205,7 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
     if origin is tuple:
         return _bind_tuple(get_args(base)[0], value, place)
     if origin is dict:
-        if not isinstance(value, dict):
-            raise place.error("a table", _kind(value), f"write [{place.name}]")
-        return {key: _bind(get_args(base)[1], item, place.below(key)) for key, item in value.items()}
+        return _bind_table(get_args(base)[1], marks, value, place)
     if origin is Literal:
         if value not in get_args(base):
             raise place.error(one_of(get_args(base)), repr(value), "take one of these")
@@ -184,6 +215,15 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
         if isinstance(mark, Bounds) and not mark.holds(value):
             raise place.error(mark.describe(), repr(value), "correct it")
     return value
+
+
+def _bind_table(item_hint: Any, marks: tuple[Any, ...], value: Any, place: _Place) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise place.error("a table", _kind(value), f"write [{place.name}]")
+    for mark in marks:
+        if isinstance(mark, Inside):
+            value = _lifted(value, mark.name, place)
+    return {key: _bind(item_hint, item, place.below(key)) for key, item in value.items()}
 
 
 def _bind_tuple(item_hint: Any, value: Any, place: _Place) -> tuple[Any, ...]:

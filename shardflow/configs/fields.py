@@ -16,8 +16,10 @@ from shardflow.errors import ConfigError
 __all__ = [
     "BYTE_SIZE",
     "PLACE",
+    "SPREAD",
     "Bounds",
     "ByteSize",
+    "Inside",
     "Place",
     "check_fields",
     "one_of",
@@ -38,6 +40,9 @@ PLACE: Final = "place"
 Place = Annotated[str, PLACE]
 """A path, relative ones as those of `Path` fields, or an address such as ``s3://bucket/prefix``."""
 
+SPREAD: Final = "spread"
+"""Marks a table of integers whose entries may stand beside it, in the table that it is part of."""
+
 _SIZE_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)?\s*")
 _SIZE_FACTORS: Final = {
     "B": 1,
@@ -46,6 +51,13 @@ _SIZE_FACTORS: Final = {
     "KB": 1000,
     "kiB": 1024,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Marks a table whose entries may stand one level deeper, in a table of this name."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from shardflow.configs import Bounds, ByteSize, check_fields
+from shardflow.configs import SPREAD, Bounds, ByteSize, check_fields
 from shardflow.deid.report_text import ReportTextMode
 from shardflow.deid.text_dates import DateOrder
 from shardflow.errors import ConfigError
@@ -107,8 +107,10 @@ class FieldsConfig:
 class CorpusSplitsConfig:
     """Which line goes into which split."""
 
-    parts: dict[str, int] = field(default_factory=lambda: {"train": 98, "val": 1, "test": 1})
-    """Parts of each split."""
+    parts: Annotated[dict[str, int], SPREAD] = field(
+        default_factory=lambda: {"train": 98, "val": 1, "test": 1}
+    )
+    """Parts of each split; may stand in ``[splits]`` itself, as in the settings of a packing job."""
     group: str = ""
     """Field whose lines stay together, such as the patient; a patient of an imaging dataset with the same key
     and the same parts is in the same split there. Empty: lines with the same texts stay together."""

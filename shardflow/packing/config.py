@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from shardflow.alignment import AlignmentRules
-from shardflow.configs import Bounds, ByteSize, check_fields
+from shardflow.configs import Bounds, ByteSize, Inside, check_fields
 from shardflow.errors import ConfigError
 from shardflow.packing.content_config import AttachmentsConfig, ReportsConfig
 from shardflow.packing.deid_config import DeidConfig
@@ -189,9 +189,11 @@ class PackConfig:
     surrogates to paths, headers while the job runs, recorded deaths of processes. One for each dataset."""
     inputs: InputsConfig
     identity: IdentityConfig = field(default_factory=IdentityConfig)
-    splits: dict[str, int] = field(default_factory=lambda: {"train": 90, "val": 5, "test": 5})
+    splits: Annotated[dict[str, int], Inside("parts")] = field(
+        default_factory=lambda: {"train": 90, "val": 5, "test": 5}
+    )
     """Parts of each split, in the order in which the dataset lists them; patients are dealt by a keyed
-    hash."""
+    hash. May stand in a table ``parts``, as in the settings of a corpus."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
