@@ -83,13 +83,17 @@ class System:
         values: Where it starts.
         seed: Of the noise.
         room: Micro-batches that may lie ready.
+        ahead_room: Those that may be fetched and not begun.
     """
 
-    def __init__(self, job: Job, values: Settings, *, seed: int, room: float = 16.0) -> None:
-        self.job, self.values, self.room = job, dict(values), room
+    def __init__(
+        self, job: Job, values: Settings, *, seed: int, room: float = 16.0, ahead_room: float = 0.0
+    ) -> None:
+        self.job, self.values, self.room, self.ahead_room = job, dict(values), room, ahead_room
         self.speed = 1.0
         self._random = random.Random(seed)
         self._ready = 0.0
+        self._ahead = ahead_room
         self._fetch_s = self._make_s = self._origin_s = 0.0
 
     def set(self, setting: str, value: int | str) -> None:
@@ -102,20 +106,30 @@ class System:
     def step(self) -> StepNumbers:
         fetched, decoded, own_s = self.job.capacities(self.values)
         noise = [self._random.lognormvariate(0, self.job.noise) for _ in range(2)]
-        capacity, own_s = min(fetched, decoded) * noise[0] * self.speed, own_s * noise[1] / self.speed
+        is_fetched = self._ahead > 1
+        capacity = (decoded if is_fetched else min(fetched, decoded)) * noise[0] * self.speed
+        own_s *= noise[1] / self.speed
         wait_s = max(0.0, 1 - self._ready) / capacity
         step_s = wait_s + own_s
+        before = self._ready
         self._ready = max(0.0, min(self.room, max(self._ready, 1.0) - 1 + capacity * own_s))
+        num_begun = self._ready - before + 1
+        ahead = self._ahead - num_begun + fetched * noise[0] * self.speed * step_s
+        self._ahead = max(0.0, min(self.ahead_room, ahead))
         made = min(1.0, capacity * step_s)
         threads = int(self.values["loader.num_threads"])
         decode_s = min(made * self.job.decode_s, threads * step_s)
         # Threads wait for blocks that are under way.
         self._make_s += decode_s
-        if fetched < decoded and wait_s > 0.1 * step_s:
+        if not is_fetched and fetched < decoded and wait_s > 0.1 * step_s:
             self._fetch_s += 0.9 * (threads * step_s - decode_s)
         self._origin_s += made * self.job.fetch_s
         totals = LoaderTotals(
-            fetch_s=self._fetch_s, make_s=self._make_s, origin_s=self._origin_s, num_ready=self._ready
+            fetch_s=self._fetch_s,
+            make_s=self._make_s,
+            origin_s=self._origin_s,
+            num_ready=self._ready,
+            num_ahead=self._ahead,
         )
         shares_python = self.values["loader.execution"] == "threads"
         return StepNumbers(

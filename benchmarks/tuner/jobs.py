@@ -1,11 +1,15 @@
-"""Four jobs that are bound by different things, each with a real loader and a step of real work.
+"""Four jobs that are bound by different things, each with a real loader and real work.
+
+A step is four micro-batches of one study, as with accumulated gradients: some 60 to 100 ms. For each of them
 
 - ``store``: the dataset lies behind a link with 60 ms to the first byte, read ahead into a cache that holds a
-  quarter of it; the step waits 10 ms, as for a device.
-- ``decode``: CT studies of 40 slices, 512 x 512; the step waits 5 ms.
-- ``python``: the same studies; the step is Python that never lets the interpreter go by itself.
-- ``compute``: a smaller study a step; the step is forward and backward of a network on all processors, which
+  quarter of it; the loop waits 10 ms, as for a device.
+- ``decode``: CT studies of 40 slices, 512 x 512; the loop waits 5 ms.
+- ``python``: the same studies; the loop is Python that never lets the interpreter go by itself.
+- ``compute``: smaller studies; the loop does forward and backward of a network on all processors, which
   threads of the loader take from it.
+
+An epoch goes through the studies several times, so that it is longer than a measurement.
 """
 
 from __future__ import annotations
@@ -22,14 +26,16 @@ from typing import Any, Final
 
 from benchmarks.stream.content import make_content
 from shardflow.epochs import BatchSpec
-from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.loading import ImageView, Loader, LoaderConfig, open_blend
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
 
-__all__ = ["JOBS", "Job", "Settings", "make_data", "opened"]
+__all__ = ["JOBS", "MICRO_BATCHES", "Job", "Settings", "make_data", "opened"]
 
 Settings = dict[str, int | str]
+
+MICRO_BATCHES: Final = 4
+"""Of a step."""
 
 _THREADS: Final = "loader.num_threads"
 _EXECUTION: Final = "loader.execution"
@@ -44,12 +50,14 @@ class Job:
     """What runs, and which settings are swept."""
 
     data: str
+    repeat: int
+    """Passes over the data that make an epoch."""
     view: ImageView
     grid: tuple[tuple[str, tuple[int | str, ...]], ...]
     bad_start: Settings
     """The tuner's second start; its first one is the configuration's defaults."""
     make_step: Callable[[], Callable[[], None]]
-    """Makes what a step does besides taking its micro-batch."""
+    """Makes what is done with a micro-batch."""
     cache: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,14 +98,16 @@ _EXECUTIONS: Final = ("threads", "process")
 JOBS: Final[dict[str, Job]] = {
     "store": Job(
         data="store",
+        repeat=2,
         view=ImageView(num_slices=_STORE_SLICES, rows=_STORE_SIZE, columns=_STORE_SIZE),
         grid=((_THREADS, (1, 2, 4)), (_AHEAD, (1, 4, 8, 16, 32))),
         bad_start={_THREADS: 1, _AHEAD: 1},
         make_step=_waiting(0.01),
-        cache={"max_bytes": 16 << 20, "min_free_bytes": 0, "read_ahead_bytes": 16 << 20},
+        cache={"max_bytes": 16 << 20, "min_free_bytes": 0, "read_ahead_bytes": 8 << 20},
     ),
     "decode": Job(
         data="ct/ours",
+        repeat=16,
         view=_CT,
         grid=((_THREADS, (1, 2, 3, 4)), (_EXECUTION, _EXECUTIONS)),
         bad_start={_THREADS: 4, _EXECUTION: "process"},
@@ -105,6 +115,7 @@ JOBS: Final[dict[str, Job]] = {
     ),
     "python": Job(
         data="ct/ours",
+        repeat=16,
         view=_CT,
         grid=((_THREADS, (1, 2, 4)), (_EXECUTION, (*_EXECUTIONS, "workers"))),
         bad_start={_THREADS: 4, _EXECUTION: "threads"},
@@ -112,6 +123,7 @@ JOBS: Final[dict[str, Job]] = {
     ),
     "compute": Job(
         data="ct/ours",
+        repeat=16,
         view=ImageView(num_slices=12, rows=512, columns=512),
         grid=((_THREADS, (1, 2, 3, 4)), (_EXECUTION, _EXECUTIONS)),
         bad_start={_THREADS: 4, _EXECUTION: "threads"},
@@ -134,16 +146,16 @@ def opened(job: Job, place: str, settings: Settings) -> Iterator[Loader]:
         cache = None
         if job.cache:
             # What is under way when the loader closes is still published, by threads that end then.
-            folder = stack.enter_context(
+            place_of_cache = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="shardflow-tuner-", ignore_cleanup_errors=True)
             )
             stack.callback(_wait_for_reads)
-            cache = CacheConfig(directory=Path(folder) / "cache", **job.cache)
-        dataset = Dataset.open(place, cache=cache)
+            cache = CacheConfig(directory=Path(place_of_cache), **job.cache)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardflow-tuner-")))
+        (folder / "blend.toml").write_text(f'[[component]]\ndataset = "{place}"\nrepeat = {job.repeat}\n')
         loader = Loader(
-            dataset,
-            split="train",
-            spec=BatchSpec(micro_batch_size=1, micro_batches_per_step=1),
+            open_blend(folder / "blend.toml", cache=cache),
+            spec=BatchSpec(micro_batch_size=1, micro_batches_per_step=MICRO_BATCHES),
             seed=1,
             # Room for about eight micro-batches of CT: nobody lives on what was made long ago.
             config=LoaderConfig(view=job.view, text=False, prefetch_bytes=192 << 20),

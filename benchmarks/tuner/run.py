@@ -11,8 +11,8 @@ For each job of ``benchmarks.tuner.jobs``:
    with fresh loaders. ``share`` is the median of a found setting over the median of the best one; so the
    best one has no luck of the sweep in it.
 
-A step takes one micro-batch and does the job's work; decisions act a step later, as in training. Takes eight
-to ten minutes on two quiet cores; ``--quick`` shows in two that it runs.
+A step takes four micro-batches and does the job's work for each; decisions act a step later, as in training.
+Takes TODO minutes on two quiet cores; ``--quick`` shows in TODO that it runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about_run
-from benchmarks.tuner.jobs import JOBS, Job, Settings, make_data, opened
+from benchmarks.tuner.jobs import JOBS, MICRO_BATCHES, Job, Settings, make_data, opened
 from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner
 from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers
@@ -41,27 +41,27 @@ from tests.object_stores import WebServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LATENCY_MS, LINK_MB_PER_S = 60, 60
-WARM_STEPS = 20
+WARM_STEPS = 10
 MOST_STEPS = 400
-_PROBE_STEPS = 10
+_PROBE_STEPS = 5
 _SHARES = ("cache.max_bytes", "cache.ram_bytes")
 
 
 def take_steps(loader: Loader, job: Job, tuner: Tuner | None, num_steps: int) -> list[float]:
     """Run steps, until the tuner has settled where there is one; return the seconds of each."""
-    work, taken = job.make_step(), []
+    work, taken = job.make_step(), list[float]()
     due: Change | None = None
     batches, gil_wait_share = iter(loader), 0.0
     probe = ProcessProbe() if tuner is not None else None
     for number in range(num_steps):
-        began = time.perf_counter()
-        batch, is_first = next(batches, None), False
-        if batch is None:
-            batches, is_first = iter(loader), True
-            batch = next(batches)
-        waited = time.perf_counter() - began
-        work()
-        del batch
+        began, waited, is_first = time.perf_counter(), 0.0, False
+        for _ in range(MICRO_BATCHES):
+            asked = time.perf_counter()
+            if next(batches, None) is None:
+                batches, is_first = iter(loader), True
+                next(batches)
+            waited += time.perf_counter() - asked
+            work()
         taken.append(time.perf_counter() - began)
         if tuner is None:
             continue
@@ -77,7 +77,8 @@ def take_steps(loader: Loader, job: Job, tuner: Tuner | None, num_steps: int) ->
             StepNumbers(
                 step_s=taken[-1],
                 data_wait_s=waited,
-                num_samples=1,
+                num_samples=MICRO_BATCHES,
+                num_micro_batches=MICRO_BATCHES,
                 loader=LoaderTotals.of(loader.counters.snapshot()),
                 gil_wait_share=gil_wait_share,
             ),
@@ -181,7 +182,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=80, help="of each measurement")
+    parser.add_argument("--steps", type=int, default=40, help="of each measurement")
     parser.add_argument("--quick", action="store_true", help="one round of 15 steps")
     parser.add_argument("--jobs", nargs="+", choices=tuple(JOBS), default=list(JOBS))
     parser.add_argument("--output", type=Path)

@@ -37,7 +37,8 @@ class FetchingAhead:
         num_threads: Threads that read.
         max_bytes: Bound on bytes under way and ahead of the loader; one read alone may exceed it.
         counters: Gets the gauge ``fetching_bytes``, seen as each read begins: bytes asked for or not yet
-            published.
+            published; and ``ahead_batches``, seen as the loader comes to a micro-batch: those after it of
+            which something is there.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class FetchingAhead:
             self._next = max(self._next, number + 1)
             for place in [place for place in self._ahead if place < self._next]:
                 del self._ahead[place]
+            self._counters.observe("ahead_batches", len(self._ahead))
             self._changed.notify_all()
 
     def close(self) -> None:

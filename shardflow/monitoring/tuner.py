@@ -1,15 +1,15 @@
 """Finds settings under which the loop waits least, while it runs: one change at a time, each one proven.
 
-Hill climbing guided by what a window of steps was held up by (`candidates`). A change is kept only if steps
-were faster than before *and* than under the old settings again afterwards (A-B-A), so that a machine that
-drifts is no gain; one that gives resources back is kept if nothing was lost. Whatever it does is bounded:
-values by their limits, the search by `TunerRules.settle_steps`. Then it watches, and looks again when the
-rate falls for long. Knows settings by name and numbers only; who drives it carries the changes out.
+Hill climbing guided by what a window of steps was held up by (`candidates`). What is no better than before is
+dropped after one window, so that many tries fit into a search. A change is kept only if steps were faster
+than before *and* than under the old settings again afterwards (A-B-A), so that a machine that drifts is no
+gain; one that gives resources back is kept if nothing was lost. Whatever it does is bounded: values by their
+limits, the search by `TunerRules.settle_steps`. Then it watches, and looks again when the rate falls for
+long. Knows settings by name and numbers only; who drives it carries the changes out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -43,12 +43,16 @@ class TunerRules:
     skip_steps: int = 3
     """Steps after a decision that count for nothing: one still has the old settings, as a decision travels in
     the next exchange, and two are made of what was under way."""
+    start_steps: int = 4
+    """More of them where a loader was started anew: processes begin slowly."""
     sure_error: float = 0.02
     """A rate is sure when its standard error is below this share of it."""
-    least_gain: float = 0.04
-    """A change that takes more must bring so much."""
-    most_loss: float = 0.02
-    """One that takes less may cost so much: what cannot be told from nothing."""
+    least_gain: float = 0.03
+    """A change must bring so much, but for one that only takes less."""
+    most_loss: float = 0.015
+    """That may cost so much: what cannot be told from nothing."""
+    stale_after: int = 3
+    """Tries that brought nothing after which the present settings are measured again: machines drift."""
     waiting: float = 0.03
     """Share of the steps' time that a loop may wait for data before anything is done about it."""
     watch_steps: int = 50
@@ -59,6 +63,7 @@ class TunerRules:
 
 _Search = Generator[Change | None, StepNumbers, None]
 _Windows = Generator[Change | None, StepNumbers, Window]
+_Try = Generator[Change | None, StepNumbers, Window | None]
 
 
 class Tuner:
@@ -93,8 +98,6 @@ class Tuner:
         self._global_step = 0
         self._before = LoaderTotals()
         self._hurry_at = 0
-        self._given: set[tuple[str, int | str]] = set()
-        self._missed: set[tuple[str, int | str]] = set()
         self._pause = self._rules.settle_steps
         self._search = self._observe() if mode == "observe" else self._tune()
         next(self._search)
@@ -119,23 +122,30 @@ class Tuner:
     def _climb(self) -> _Windows:
         """Try one change after the other until none is left, or the steps are used up."""
         rules = self._rules
-        # A try takes five windows at most, each of the least length by then, and what is skipped before them.
-        longest = 5 * (rules.least_window + rules.skip_steps)
+        # A try takes four windows at most, each of the least length by then, and what is skipped before them.
+        longest = 4 * (rules.least_window + rules.skip_steps + rules.start_steps)
         began_at = self.num_steps
         self._hurry_at = began_at + rules.settle_steps - longest
-        self._given.clear()
-        tried = set(self._missed)
+        tried: set[tuple[str, int | str]] = set()
         window = yield from self._measure()
+        num_misses = 0
         while self.num_steps <= self._hurry_at:
             candidate = self._next(window, tried)
             if candidate is None:
                 break
             tried |= {(candidate.setting, candidate.value)}
             before = window.rate
-            window = yield from self._try(candidate, window)
+            kept = yield from self._try(candidate, window)
+            num_misses = 0 if kept is not None else num_misses + 1
+            if kept is not None:
+                window = kept
+            elif num_misses % rules.stale_after == 0:
+                window = yield from self._measure(skips=True)
             if window.rate > 1.1 * before:
                 # What was of no use under other settings may be of use now.
-                tried = self._missed | {one for one in tried if one[0] == candidate.setting}
+                tried = {one for one in tried if one[0] == candidate.setting}
+        if num_misses % rules.stale_after:
+            window = yield from self._measure(skips=True)
         for grant in grants(window, self.values, self._limits):
             text = f"{grant.setting}: {grant.why}; it shows in the next pass"
             self._say("keep", grant.setting, self.values[grant.setting], grant.value, window, text=text)
@@ -149,55 +159,46 @@ class Tuner:
         found = candidates(window, self.values, self._limits, waits=waits)
         return next((one for one in found if (one.setting, one.value) not in tried), None)
 
-    def _try(self, candidate: Candidate, first: Window) -> _Windows:
-        """Change, change back, and decide; returns the window under what was decided for."""
+    def _try(self, candidate: Candidate, first: Window) -> _Try:
+        """Change, and decide; returns the window under the new value if it stays, None if not."""
         name, old, new = candidate.setting, self.values[candidate.setting], candidate.value
         was, now = setting_text(name, old), setting_text(name, new)
         self._say("try", name, old, new, first, text=f"{name} {was} -> {now}: {candidate.why}")
         tried = yield from self._measure(Change(setting=name, value=new))
+        if not self._is_better(candidate, tried, first.rate):
+            self._say("revert", name, new, old, first, tried, text=f"{name} stays {was}: no gain")
+            yield Change(setting=name, value=old)
+            return None
         second = yield from self._measure(Change(setting=name, value=old))
-        if not self._is_better(candidate, tried, first):
-            why = "too unsure a gain" if tried.rate > first.rate * (1 + self._rules.least_gain) else "no gain"
-            self._say("revert", name, new, old, first, tried, text=f"{name} stays {was}: {why}")
-            return second
-        if second.rate > (1 + self._rules.least_gain) * first.rate:
-            # It may live on what the other settings made and fetched ahead.
-            second = yield from self._measure()
-        is_fed = first.wait_share > second.wait_share and second.ready_after > first.ready_after + 1
-        has_drifted = abs(second.own_s / first.own_s - 1) > 0.05
-        if not (self._is_better(candidate, tried, second) or (is_fed and not has_drifted)):
-            self._say("revert", name, new, old, second, tried, text=f"{name} stays {was}: the machine drifts")
-            return second
+        if not self._is_better(candidate, tried, second.rate):
+            text = f"{name} stays {was}: the machine drifts"
+            self._say("revert", name, new, old, second, tried, text=text)
+            return None
         kept = yield from self._measure(Change(setting=name, value=new))
-        worst = min(first.rate, second.rate)
-        if kept.rate < worst * (1 - 2 * self._rules.most_loss):
-            back = yield from self._measure(Change(setting=name, value=old))
-            self._say("revert", name, new, old, second, kept, text=f"{name} back to {was}: it hurts")
-            return back
-        if candidate.direction == "less":
-            self._given.add((name, new))
+        if not self._is_better(candidate, kept, min(first.rate, second.rate), certain=False):
+            self._say(
+                "revert", name, new, old, second, kept, text=f"{name} stays {was}: the gain did not last"
+            )
+            yield Change(setting=name, value=old)
+            return None
         self._say("keep", name, old, new, second, kept, text=f"{name} is {now}")
         return kept
 
-    def _is_better(self, candidate: Candidate, tried: Window, base: Window) -> bool:
+    def _is_better(self, candidate: Candidate, tried: Window, rate: float, *, certain: bool = True) -> bool:
         rules = self._rules
         if candidate.direction == "less":
-            return tried.rate >= base.rate * (1 - rules.most_loss)
-        unsure = math.hypot(tried.error, base.error)
-        return tried.rate > base.rate * (1 + max(rules.least_gain, unsure))
+            return tried.rate >= rate * (1 - rules.most_loss)
+        return tried.rate > rate * (1 + (max(rules.least_gain, tried.error / 2) if certain else 0.0))
 
     def _watch(self, settled: Window) -> _Search:
         """Return when the rate has fallen for long, and waiting is why."""
         rules, num_low, since = self._rules, 0, self.num_steps
         while True:
             window = yield from self._measure(num_steps=rules.watch_steps)
-            # A large buffer can hide for longer than a try that too much was given back.
-            fall, pause = (0.05, 0) if self._given else (rules.fall, self._pause)
-            is_low = window.rate < settled.rate * (1 - fall)
+            is_low = window.rate < settled.rate * (1 - rules.fall)
             num_low = num_low + 1 if is_low and window.wait_share > settled.wait_share + 0.05 else 0
-            if num_low >= 2 and self.num_steps - since >= pause:
+            if num_low >= 2 and self.num_steps - since >= self._pause:
                 break
-        self._missed |= self._given
         # A job that never stays settled is left in peace for longer and longer.
         self._pause *= 2
         text = f"steps are {1 - window.rate / settled.rate:.0%} slower than when it settled: looking again"
@@ -221,14 +222,15 @@ class Tuner:
 
     # ---- windows ---------------------------------------------------------------------------------
 
-    def _measure(self, change: Change | None = None, *, num_steps: int = 0) -> _Windows:
+    def _measure(self, change: Change | None = None, *, num_steps: int = 0, skips: bool = False) -> _Windows:
         """Make a change, if any, and measure the steps that follow."""
         rules = self._rules
         steps: list[StepNumbers] = []
-        if change is not None or not self.num_steps:
+        if change is not None or skips or not self.num_steps:
             # Of the run's first steps as well: they fill what is empty.
+            is_live = change is None or self._limits[change.setting].is_live
             numbers = yield change
-            for _ in range(rules.skip_steps - 1):
+            for _ in range(rules.skip_steps - 1 + (0 if is_live else rules.start_steps)):
                 numbers = yield None
             self._before = numbers.loader
         before = self._before

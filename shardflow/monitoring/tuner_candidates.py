@@ -19,7 +19,8 @@ from shardflow.telemetry import KnobLimit
 __all__ = ["Candidate", "Direction", "candidates", "grants"]
 
 Direction = Literal["more", "less", "other"]
-"""``more`` and ``less`` resources; ``other``: the same in another way."""
+"""``more`` or ``less`` resources; ``other``: those in another way, or less for the sake of a gain. Only
+``less`` is kept without a gain."""
 
 Values = Mapping[str, int | str]
 Limits = Mapping[str, KnobLimit]
@@ -80,9 +81,12 @@ def candidates(window: Window, values: Values, limits: Limits, *, waits: bool) -
     yield from _more(_THREADS, factor, values, limits, "micro-batches are made too slowly")
     yield from _other_execution(window, values, limits)
     for fewer in (num_threads // 2, math.ceil(0.7 * num_threads)):
-        yield from _fewer_threads(fewer, values, limits, "threads may be in each other's way")
+        yield from _fewer(_THREADS, fewer, values, limits, "other", "threads may be in each other's way")
     if window.origin_share > 0.05:
         yield from fetches
+        ahead = _number(values, _FETCHES[0]) or 1
+        why = "requests may be in each other's way"
+        yield from _fewer(_FETCHES[0], ahead // 2, values, limits, "other", why)
     if not is_held_back:
         yield from _more(_PREFETCH, factor, values, limits, "more room ahead of the loop")
 
@@ -102,29 +106,33 @@ def grants(window: Window, values: Values, limits: Limits) -> Iterator[Candidate
 
 
 def _leaner(window: Window, values: Values, limits: Limits) -> Iterator[Candidate]:
-    """What can be given back without loss, or with a gain: the model gets what the loader leaves."""
+    """What can be given back without loss, or with a gain: the model gets what the loader leaves.
+
+    Only threads that make micro-batches take processors from others. A thread that waits for a store costs
+    nothing, and how many it takes is seen in the worst minute of a pass, so these stay.
+    """
     if window.gil_wait_share > _HELD:
         yield from _other_execution(window, values, limits)
     num_threads = _number(values, _THREADS) or 1
     needed = math.ceil(1.25 * window.num_busy)
-    why = f"{window.num_busy:.1f} of {num_threads} threads are busy"
-    yield from _fewer_threads(max(needed, num_threads // 4), values, limits, why)
-    yield from _fewer_threads(num_threads - 1, values, limits, "the loop does not wait")
-    ahead = "cache.read_ahead_threads"
-    value, limit = _number(values, ahead), limits.get(ahead)
-    if value and limit is not None and window.origin_share < 0.5 * value:
-        fewer = max(limit.least, 1, value // 4, math.ceil(1.5 * window.origin_share))
-        if fewer < value:
-            yield Candidate(setting=ahead, value=fewer, direction="less", why="the loop does not wait")
+    if needed < num_threads:
+        why = f"{window.num_busy:.1f} of {num_threads} threads are busy"
+        yield from _fewer(_THREADS, max(needed, num_threads // 4), values, limits, "less", why)
+    why = "the model may lack what they take"
+    yield from _fewer(_THREADS, num_threads - 1, values, limits, "other", why)
+    if window.gil_wait_share <= _HELD:
+        yield from _other_execution(window, values, limits)
 
 
-def _fewer_threads(wanted: int, values: Values, limits: Limits, why: str) -> Iterator[Candidate]:
-    value, limit = _number(values, _THREADS), limits.get(_THREADS)
+def _fewer(
+    name: str, wanted: int, values: Values, limits: Limits, direction: Direction, why: str
+) -> Iterator[Candidate]:
+    value, limit = _number(values, name), limits.get(name)
     if value is None or limit is None:
         return
     new = max(wanted, limit.least, 1)
     if new < value:
-        yield Candidate(setting=_THREADS, value=new, direction="less", why=why)
+        yield Candidate(setting=name, value=new, direction=direction, why=why)
 
 
 def _more(name: str, factor: float, values: Values, limits: Limits, why: str) -> Iterator[Candidate]:

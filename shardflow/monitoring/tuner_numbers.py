@@ -1,8 +1,8 @@
 """What the tuner hears of each step, and what it makes of a window of them.
 
-The rate of a window is the rate that can last: micro-batches that were only taken out of buffers, filled
-while other settings held, do not count. Without this a loop that lives on what was made ahead would look as
-fast as one whose loader keeps up.
+The rate of a window is the rate that can last: micro-batches that were only taken out of buffers, or made of
+bytes that were fetched long ago, do not count. Without this a loop that lives on what was made or fetched
+ahead would look as fast as one whose loader keeps up.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _FETCH: Final = tuple(
     if stage.group == "fetch" and not stage.is_part_of and name != "cache_origin"
 )
 _MAKE: Final = tuple(name for name, stage in STAGES.items() if stage.group == "make")
+_MOST_DRAINED: Final = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,8 @@ class LoaderTotals:
     origin_bytes: int = 0
     num_ready: float = 0.0
     """Micro-batches that are made and not taken."""
+    num_ahead: float = 0.0
+    """Micro-batches that are fetched and not begun."""
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Mapping[str, float]]) -> LoaderTotals:
@@ -52,6 +55,7 @@ class LoaderTotals:
             origin_s=seconds("cache_origin"),
             origin_bytes=int(snapshot.get("cache_origin", {}).get("num_bytes", 0)),
             num_ready=snapshot.get("ready_batches", {}).get("last", 0.0),
+            num_ahead=snapshot.get("ahead_batches", {}).get("last", 0.0),
         )
 
 
@@ -84,12 +88,11 @@ class Window:
     samples_per_s: float
     """At that rate."""
     wait_share: float
-    """Of the steps' time."""
+    """Of the steps' time that the loop waits for data, or will once what lies ready is used up."""
     own_s: float
     """Of a step, without waiting."""
-    ready_before: float
-    """Micro-batches that lay ready when it began."""
-    ready_after: float
+    drained: float
+    """Of the micro-batches: those that came out of what was made or fetched before, 0 to 1."""
     num_fetching: float
     """Threads of the loader that read, on average; 1.5 of 2 is one and a half."""
     num_making: float
@@ -122,28 +125,54 @@ def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers]) -> Window
     num, seconds = len(steps), sum(step.step_s for step in steps)
     waited = sum(min(step.data_wait_s, step.step_s) for step in steps)
     after = steps[-1].loader
-    taken = sum(step.num_micro_batches for step in steps)
-    # One micro-batch may be made a moment before or after it is looked at.
-    drained = max(0.0, before.num_ready - after.num_ready - 1)
-    kept = max(0.05, 1 - drained / taken) if taken else 1.0
     wall_s = max(seconds, 1e-9)
     making_s = max(0.0, after.make_s - before.make_s)
-    rate = num / wall_s * kept
+    drained = _drained(before, steps)
+    rate = num / wall_s * (1 - drained)
+    own_s = (seconds - waited) / num
     return Window(
         num_steps=num,
         rate=rate,
         error=_error([step.step_s for step in steps]),
         samples_per_s=sum(step.num_samples for step in steps) / num * rate,
-        wait_share=waited / wall_s,
-        own_s=(seconds - waited) / num,
-        ready_before=before.num_ready,
-        ready_after=after.num_ready,
+        wait_share=max(0.0, 1 - rate * own_s),
+        own_s=own_s,
+        drained=drained,
         num_fetching=max(0.0, after.fetch_s - before.fetch_s) / wall_s,
         num_making=making_s / wall_s,
         user_share=max(0.0, after.user_s - before.user_s) / max(making_s, 1e-9),
         origin_share=max(0.0, after.origin_s - before.origin_s) / wall_s,
         gil_wait_share=steps[-1].gil_wait_share,
     )
+
+
+def _drained(before: LoaderTotals, steps: Sequence[StepNumbers]) -> float:
+    """Return the share of the micro-batches that buffers were emptied by.
+
+    What is made falls short of what is taken by what fewer lie ready; what is fetched falls short of that by
+    what fewer lie ahead.
+    """
+    taken = [step.num_micro_batches for step in steps]
+    seen = [before, *(step.loader for step in steps)]
+    fallen = _fall([one.num_ready for one in seen], taken) + _fall([one.num_ahead for one in seen], taken)
+    return min(_MOST_DRAINED, fallen / sum(taken)) if sum(taken) else 0.0
+
+
+def _fall(seen: Sequence[float], taken: Sequence[int]) -> float:
+    """Return by how much a level falls on the straight line through what was seen of it; 0 where it rises.
+
+    A single look is too high or too low by as much as a window's fall. What falls by more than was taken was
+    dropped: a new epoch's stream begins with nothing.
+    """
+    level, levels = seen[0], [seen[0]]
+    for old, new, most in zip(seen, seen[1:], taken, strict=False):
+        level += max(new - old, -most)
+        levels.append(level)
+    num, middle = len(levels), (len(levels) - 1) / 2
+    mean = sum(levels) / num
+    spread = sum((place - middle) ** 2 for place in range(num))
+    slope = sum((place - middle) * (level - mean) for place, level in enumerate(levels)) / spread
+    return max(0.0, -slope * (num - 1))
 
 
 def _error(seconds: Sequence[float]) -> float:
