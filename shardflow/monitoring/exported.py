@@ -107,6 +107,7 @@ _ALL: Final = (
     _counter("cache.events", "What befell the cache, over all ranks.", "", "event"),
     _gauge("cache.free", "Least room on a disk of the cache, over the nodes.", "By"),
     _gauge("loader.ready_batches", "Micro-batches that lie ready when the loop takes one.", "", _OVER),
+    _gauge("loader.ahead_batches", "Micro-batches that are fetched ahead of the loader.", "", _OVER),
     _gauge("loader.buffered", "Bytes of micro-batches in the loader.", "By", _OVER),
     _gauge("loader.fetching", "Bytes being fetched.", "By", _OVER),
     _gauge("loader.pinned_regions", "Regions of pinned memory in use.", "", _OVER),

@@ -24,6 +24,7 @@ __all__ = ["MetricValues", "MetricsMeter"]
 _TIERS: Final = ("ram", "disk", "origin")
 _GAUGES: Final = {
     "ready_batches": "loader.ready_batches",
+    "ahead_batches": "loader.ahead_batches",
     "buffered_bytes": "loader.buffered",
     "fetching_bytes": "loader.fetching",
     "pinned_regions": "loader.pinned_regions",

@@ -17,7 +17,14 @@ from shardflow.telemetry.stages import STAGES
 
 __all__ = ["GAUGES", "RankMeasures", "interval_of"]
 
-GAUGES: Final = ("ready_batches", "buffered_bytes", "fetching_bytes", "pinned_regions", "threads_busy")
+GAUGES: Final = (
+    "ready_batches",
+    "ahead_batches",
+    "buffered_bytes",
+    "fetching_bytes",
+    "pinned_regions",
+    "threads_busy",
+)
 """What goes up and down, see `Interval.gauges`."""
 _STAGES: Final = tuple(STAGES)
 _MEMORY: Final = ("pinned_bytes", "device_bytes", "cache_ram_bytes", "cache_disk_bytes")

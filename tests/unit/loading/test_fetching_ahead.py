@@ -111,6 +111,16 @@ def test_bytes_are_bounded_until_the_loader_comes_to_them() -> None:
     ahead.close()
 
 
+def test_how_many_micro_batches_are_fetched_ahead_is_seen_as_the_loader_comes_to_one() -> None:
+    plan, counters = Plan(40), StageCounters()
+    plan.may_publish.set()
+    ahead = fetching(plan, 5 * READ_BYTES, counters)
+    eventually(lambda: ahead._ahead.total() == 5 * READ_BYTES)
+    ahead.passed(1)
+    assert counters.snapshot()["ahead_batches"]["last"] == 3
+    ahead.close()
+
+
 def test_one_read_larger_than_the_bound_runs_alone() -> None:
     plan = Plan(3)
     plan.may_publish.set()
