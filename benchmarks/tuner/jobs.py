@@ -2,14 +2,14 @@
 
 A step is four micro-batches of one study, as with accumulated gradients: some 60 to 100 ms. For each of them
 
-- ``store``: the dataset lies behind a link with 60 ms to the first byte, read ahead into a cache that holds a
-  quarter of it; the loop waits 10 ms, as for a device.
+- ``store``: the dataset lies behind a link with 60 ms to the first byte and is read ahead into a cache, in the
+  first pass over it, when nothing is kept yet; the loop waits 10 ms, as for a device.
 - ``decode``: CT studies of 40 slices, 512 x 512; the loop waits 5 ms.
 - ``python``: the same studies; the loop is Python that never lets the interpreter go by itself.
 - ``compute``: smaller studies; the loop does forward and backward of a network on all processors, which
   threads of the loader take from it.
 
-An epoch goes through the studies several times, so that it is longer than a measurement.
+The other three go through few studies many times in an epoch, so that it is longer than a measurement.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MICRO_BATCHES: Final = 4
 _THREADS: Final = "loader.num_threads"
 _EXECUTION: Final = "loader.execution"
 _AHEAD: Final = "cache.read_ahead_threads"
-_STORE_SAMPLES: Final = 320
+_STORE_SAMPLES: Final = 1600
 _STORE_SLICES: Final = 8
 _STORE_SIZE: Final = 128
 
@@ -98,7 +98,7 @@ _EXECUTIONS: Final = ("threads", "process")
 JOBS: Final[dict[str, Job]] = {
     "store": Job(
         data="store",
-        repeat=2,
+        repeat=1,
         view=ImageView(num_slices=_STORE_SLICES, rows=_STORE_SIZE, columns=_STORE_SIZE),
         grid=((_THREADS, (1, 2, 4)), (_AHEAD, (1, 4, 8, 16, 32))),
         bad_start={_THREADS: 1, _AHEAD: 1},
@@ -136,7 +136,7 @@ def make_data(folder: Path) -> None:
     """Write what the jobs read: a few hundred megabytes."""
     make_content(folder / "ct", 32, with_png=False)
     shape = {"slices": _STORE_SLICES, "size": (_STORE_SIZE, _STORE_SIZE)}
-    make_dataset(folder / "store", num_samples=_STORE_SAMPLES, samples_per_shard=4, **shape)  # type: ignore[arg-type]
+    make_dataset(folder / "store", num_samples=_STORE_SAMPLES, samples_per_shard=40, **shape)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -41,6 +41,8 @@ _HELD_BACK: Final = 0.6
 """Threads that are busy for less of a wait than this are held back by something else."""
 _HELD: Final = 0.3
 """Share of the time that the interpreter must be held for another execution to come first."""
+_SOMETIMES_HELD: Final = 0.1
+"""And for one to be tried at all where the loop does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +70,14 @@ def candidates(window: Window, values: Values, limits: Limits, *, waits: bool) -
     factor = min(_MOST_FACTOR, max(1.5, 1 / max(0.05, 1 - window.wait_share)))
     num_threads = _number(values, _THREADS) or 1
     is_held_back = window.num_busy < _HELD_BACK * num_threads
-    if window.gil_wait_share > _HELD:
-        yield from _other_execution(window, values, limits)
     fetches = [
         one for name in _FETCHES for one in _more(name, factor, values, limits, "bytes come too slowly")
     ]
     if window.origin_share > max(0.5, window.num_making) or window.is_fetching:
         yield from fetches
         fetches = []
+    if window.gil_wait_share > _HELD:
+        yield from _other_execution(window, values, limits)
     if is_held_back:
         yield from _more(_PREFETCH, factor, values, limits, "threads wait for room")
     yield from _more(_THREADS, factor, values, limits, "micro-batches are made too slowly")
@@ -120,7 +122,7 @@ def _leaner(window: Window, values: Values, limits: Limits) -> Iterator[Candidat
         yield from _fewer(_THREADS, max(needed, num_threads // 4), values, limits, "less", why)
     why = "the model may lack what they take"
     yield from _fewer(_THREADS, num_threads - 1, values, limits, "other", why)
-    if window.gil_wait_share <= _HELD:
+    if _SOMETIMES_HELD < window.gil_wait_share <= _HELD:
         yield from _other_execution(window, values, limits)
 
 
