@@ -2,8 +2,8 @@
 
 A step is four micro-batches of one study, as with accumulated gradients: some 60 to 100 ms. For each of them
 
-- ``store``: the dataset lies behind a link with 60 ms to the first byte and is read ahead into a cache, in the
-  first pass over it, when nothing is kept yet; the loop waits 10 ms, as for a device.
+- ``store``: the dataset lies behind a link with 60 ms to the first byte and is read ahead into a cache, in
+  the first pass over it, when nothing is kept yet; the loop waits 10 ms, as for a device.
 - ``decode``: CT studies of 40 slices, 512 x 512; the loop waits 5 ms.
 - ``python``: the same studies; the loop is Python that never lets the interpreter go by itself.
 - ``compute``: smaller studies; the loop does forward and backward of a network on all processors, which

@@ -179,8 +179,9 @@ class Interval:
     stages: Mapping[str, StageNumbers] = field(default_factory=dict)
     """By name, see `shardflow.telemetry.STAGES`."""
     gauges: Mapping[str, GaugeNumbers] = field(default_factory=dict)
-    """``ready_batches`` and ``buffered_bytes`` (seen when the loop takes one), ``ahead_batches`` (fetched ahead
-    of the loader, seen as it comes to one), ``fetching_bytes``, ``pinned_regions``, ``threads_busy`` (threads of the loader at work, as a mean)."""
+    """``ready_batches`` and ``buffered_bytes`` (seen when the loop takes one), ``ahead_batches`` (those
+    fetched ahead of the loader, seen as it comes to one), ``fetching_bytes``, ``pinned_regions``,
+    ``threads_busy`` (threads of the loader at work, as a mean)."""
     ranks: tuple[RankNumbers, ...] = ()
     """All of them up to 64; of more, the 64 with the largest ``compute_s + data_wait_s``, by rank."""
     settings: Mapping[str, int | float | str] = field(default_factory=dict)
