@@ -12,7 +12,7 @@ For each job of ``benchmarks.tuner.jobs``:
    best one has no luck of the sweep in it.
 
 A step takes four micro-batches and does the job's work for each; decisions act a step later, as in training.
-Takes TODO minutes on two quiet cores; ``--quick`` shows in TODO that it runs.
+Takes a quarter of an hour on two quiet cores; ``--quick`` shows in four minutes that it runs.
 """
 
 from __future__ import annotations

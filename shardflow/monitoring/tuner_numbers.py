@@ -35,7 +35,6 @@ class LoaderTotals:
     """Of ``make_s``: the user's own transform."""
     origin_s: float = 0.0
     """Threads that read ahead waited for the store behind the cache."""
-    origin_bytes: int = 0
     num_ready: float = 0.0
     """Micro-batches that are made and not taken."""
     num_ahead: float = 0.0
@@ -53,7 +52,6 @@ class LoaderTotals:
             make_s=seconds(*_MAKE),
             user_s=seconds("user_transform"),
             origin_s=seconds("cache_origin"),
-            origin_bytes=int(snapshot.get("cache_origin", {}).get("num_bytes", 0)),
             num_ready=snapshot.get("ready_batches", {}).get("last", 0.0),
             num_ahead=snapshot.get("ahead_batches", {}).get("last", 0.0),
         )
