@@ -110,6 +110,7 @@ class EventLog:
         """
         self._clock = clock
         self._descriptor = -1
+        self._is_torn = False
         with _writing():
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
             size = os.fstat(self._descriptor).st_size
@@ -120,18 +121,20 @@ class EventLog:
         """Append ``{"event": event, "time_s": ..., **fields}``.
 
         Raises:
-            StorageError: The line could not be written whole: the disk is full, say.
+            StorageError: The line could not be written whole: the disk is full, say. What is written next
+                stands in a line of its own all the same.
         """
         record: dict[str, Any] = {"event": event}
         if self._clock is not None:
             record["time_s"] = round(self._clock(), 6)
         record.update(fields)
         line = json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        rest = memoryview(line.encode() + b"\n")
+        rest = memoryview((b"\n" if self._is_torn else b"") + line.encode() + b"\n")
         with _writing():
             # A disk that fills up takes a part without an error; only the next call says what is wrong.
             while rest.nbytes:
                 rest = rest[os.write(self._descriptor, rest) :]
+                self._is_torn = bool(rest.nbytes)
 
     def sync(self) -> None:
         """Force what was written to the disk.

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from shardflow.group_signals import ignore_group_signals
 from shardflow.loading.batch import Batch
 from shardflow.loading.loader import Loader
 from shardflow.loading.side_channel import ChannelClosedError, SideChannel, error_to_json
@@ -27,8 +28,6 @@ from shardflow.telemetry import StageCounters
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-# The trainer decides what a signal means; it may need batches until its last step.
-_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_UNREAD = 64
 _COUNTERS_EVERY_S = 0.2
 
@@ -42,8 +41,7 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
         dies_with_thread: Whether the thread that started us lives as long as the trainer, so that the kernel
             may tie our life to it as well.
     """
-    for number in _IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_group_signals()
     if dies_with_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

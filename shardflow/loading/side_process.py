@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from shardflow.errors import LoaderProcessError, WaitTimeoutError
+from shardflow.group_signals import group_signals_held_back
 from shardflow.loading.batch import Batch
 from shardflow.loading.side_channel import ChannelClosedError, SideChannel, error_from_json
 from shardflow.loading.slabs import Slab
@@ -78,12 +79,14 @@ class SideProcess:
         with theirs:
             # -P: a folder in the working directory must not shadow a library.
             command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [*command, str(int(lives_long)), json.dumps(sys.path)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT},
-            )
+            # The trainer decides what a signal means; it may need batches until its last step.
+            with group_signals_held_back():
+                self._process = subprocess.Popen(
+                    [*command, str(int(lives_long)), json.dumps(sys.path)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, **_ENVIRONMENT},
+                )
         self.channel = SideChannel(ours)
         try:
             self._tell(setup=setup)

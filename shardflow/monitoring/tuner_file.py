@@ -13,6 +13,8 @@ __all__ = ["TUNED_FILE", "read_tuned", "tuned_text"]
 
 TUNED_FILE: Final = "tuned.toml"
 """In the run folder."""
+_MOST_BYTES: Final = 1 << 20
+"""Whatever is longer is another file, a shard say."""
 
 
 def tuned_text(values: Mapping[str, int | str]) -> str:
@@ -36,11 +38,11 @@ def read_tuned(path: Path) -> dict[str, int | str]:
     """
     try:
         with path.open("rb") as file:
-            tree = tomllib.load(file)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            tree = tomllib.loads(file.read(_MOST_BYTES).decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"a file of tuned settings must be readable TOML, got {type(error).__name__} ({path.name}); "
-            "correct tune.start_from."
+            "correct it, or do without it."
         ) from None
     found: dict[str, int | str] = {}
     for table, entries in tree.items():
@@ -48,7 +50,12 @@ def read_tuned(path: Path) -> dict[str, int | str]:
             if not isinstance(value, int | str) or isinstance(value, bool):
                 raise ConfigError(
                     f"tuned settings must be numbers or words, got {table}.{name} of another kind "
-                    f"({path.name}); correct it."
+                    f"({path.name}); correct it, or do without it."
                 )
             found[f"{table}.{name}"] = value
+    if not found:
+        raise ConfigError(
+            f"a file of tuned settings must hold some, in tables, got none ({path.name}); correct it, or do "
+            "without it."
+        )
     return found

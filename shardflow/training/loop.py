@@ -123,6 +123,8 @@ class TrainingLoop:
         metrics = self.parts.metrics
         if metrics is not None:
             metrics.write_plan(self.num_steps)
+        # What is measured and tuned says what ranks exchange, now and in each step.
+        self._agree(self.parts.loader.position.epoch, self.parts.loader.position.step)
         if self.parts.config.tune.mode != "off":
             self._tuning = Tuning(self.parts.config, self.parts.ranks, self.parts.loader, metrics)
             self.parts.measures.listeners.append(self._tuning)
@@ -153,8 +155,7 @@ class TrainingLoop:
         feed = DeviceFeed(loader, self.parts.inputs, looks_ahead=self.parts.ranks.device.type != "cpu")
         for step in range(first.step, last):
             self.run_step(feed, first.epoch, step)
-            if self._tuning is not None:
-                self._tuning.carry_out(feed)
+            self._carry_out(feed, f"epoch {first.epoch}, step {step}", is_last=step + 1 == last)
             progress.global_step += 1
             if self._stopping:
                 return
@@ -162,14 +163,23 @@ class TrainingLoop:
             if progress.global_step % self.parts.config.run.checkpoint_every_steps == 0:
                 self._save()
 
+    def _carry_out(self, feed: DeviceFeed, where: str, *, is_last: bool) -> None:
+        """Make the tuner's change, if one is due; whoever is about to stop needs none."""
+        if self._tuning is None or self._stopping:
+            return
+        if self._tuning.due is not None:  # processes may need a while to end
+            ranks = self.parts.ranks
+            ranks.watch.enter(f"{where}, changing a setting", ranks.timeouts.control_s)
+        self._tuning.carry_out(feed, is_last=is_last)
+
     def _agree(self, epoch: int, step: int) -> None:
-        loader = self.parts.loader
+        loader, config = self.parts.loader, self.parts.config
         agree(
             self.parts.ranks,
             f"epoch {epoch}",
             {
                 "plan_id": loader.plan_id,
-                "seed": self.parts.config.run.seed,
+                "seed": config.run.seed,
                 "epoch": epoch,
                 "start step": step,
                 "global step": self.progress.global_step,
@@ -177,6 +187,9 @@ class TrainingLoop:
                 "steps of the run": self.num_steps,
                 "micro-batches per rank and step": loader.num_micro_batches_per_rank,
                 "world_size": self.parts.ranks.world_size,
+                "tune.mode": config.tune.mode,
+                "monitor.interval_s": config.monitor.interval_s,
+                "a cache": config.cache.is_on,
             },
         )
 

@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -105,7 +105,6 @@ class RunMeasures:
 
         Raises:
             WaitTimeoutError: a rank did not give its numbers.
-            StorageError: the line could not be written.
         """
         if self._rows is None:
             return
@@ -214,8 +213,9 @@ def _memory(loader: Loader, transfer: Transfer, device: torch.device) -> dict[st
             memory["cache_ram_bytes"] = memory.get("cache_ram_bytes", 0) + ram.num_bytes
         if disk is not None and cache.config.directory is not None:
             memory["cache_disk_bytes"] = memory.get("cache_disk_bytes", 0) + disk.num_bytes
-            free = shutil.disk_usage(cache.config.directory.expanduser()).free
-            memory["cache_free_bytes"] = min(memory.get("cache_free_bytes", free), free)
+            with suppress(OSError):  # somebody removed the folder, say: the cache will find out by itself
+                free = shutil.disk_usage(cache.config.directory.expanduser()).free
+                memory["cache_free_bytes"] = min(memory.get("cache_free_bytes", free), free)
     return memory
 
 

@@ -3,16 +3,22 @@
 Rank 0 writes, with numbers of all ranks. A restart appends; lines of steps that it does again are
 superseded by their attempt number, and :func:`read_metrics` returns each step once. Names hold no patient,
 file or path. Reading needs no torch.
+
+Invariant: once a start has begun, nothing that is only a measurement ends it. A line that cannot be written
+is counted, said once, and left out.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from shardflow.errors import StorageError
 from shardflow.logs import EventLog
 from shardflow.monitoring.lines import METRICS_FILE
 from shardflow.monitoring.tail import EventTail
@@ -27,6 +33,8 @@ __all__ = [
     "StepMetrics",
     "read_metrics",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +106,12 @@ class MetricsWriter:
         start: Global step at which it starts; TensorBoard hides what earlier attempts drew from there on.
         tensorboard: Write event files too.
         device: What rank 0 computes on, for readers; empty where it is not known.
+
+    Attributes:
+        num_lost: Lines that could not be written.
+
+    Raises:
+        StorageError: The first line of this start could not be written. Later ones are left out.
     """
 
     def __init__(self, run: Path, *, attempt: int, start: int, tensorboard: bool, device: str = "") -> None:
@@ -106,6 +120,8 @@ class MetricsWriter:
         versions = {name: version(name) for name in ("shardflow", "torch")}
         self._log.write("attempt", attempt=attempt, start=start, versions=versions, device=device)
         self._attempt = attempt
+        self.num_lost = 0
+        self._is_losing = False
         self._board = Board(run, start=start) if tensorboard else None
 
     def write_step(self, metrics: StepMetrics) -> None:
@@ -123,7 +139,7 @@ class MetricsWriter:
 
     def write_interval(self, interval: Interval) -> None:
         """Append what was measured over some steps; for people, seconds of each stage a step and rank."""
-        self._log.write("interval", attempt=self._attempt, **interval.to_json())
+        self._append("interval", interval.to_json())
         if self._board is not None:
             share = interval.num_steps * interval.world_size
             for name, stage in interval.stages.items():
@@ -131,32 +147,48 @@ class MetricsWriter:
 
     def write_move(self, move: Move) -> None:
         """Append something that the tuner did."""
-        self._log.write("tune", attempt=self._attempt, **move.to_json())
+        self._append("tune", move.to_json())
 
     def write_verdict(self, verdict: Verdict) -> None:
         """Append what the newest intervals were bound by."""
-        self._log.write("verdict", attempt=self._attempt, **verdict.to_json())
+        self._append("verdict", verdict.to_json())
 
     def write_plan(self, num_steps: int) -> None:
         """Append how many steps the whole run has, so that readers know how far it is."""
-        self._log.write("plan", attempt=self._attempt, num_steps=num_steps)
+        self._append("plan", {"num_steps": num_steps})
 
     def write_end(self, outcome: str, *, global_step: int) -> None:
         """Append that this start ended as it should: ``finished`` or ``stopped``, after so many steps."""
-        self._log.write("end", attempt=self._attempt, outcome=outcome, global_step=global_step)
+        self._append("end", {"outcome": outcome, "global_step": global_step})
 
     def close(self) -> None:
         """Flush and close both."""
-        self._log.close()
+        with suppress(OSError):  # some file systems say only here what they could not keep
+            self._log.close()
         if self._board is not None:
             self._board.close()
 
     def _write(self, event: str, values: Mapping[str, Any], global_step: int) -> None:
-        self._log.write(event, attempt=self._attempt, **values)
+        self._append(event, values)
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, float):
                     self._board.add(f"{event}/{name}", value, global_step)
+
+    def _append(self, event: str, values: Mapping[str, Any]) -> None:
+        """Write a line, or leave it out; the run goes on."""
+        try:
+            self._log.write(event, attempt=self._attempt, **values)
+        except StorageError as error:
+            if not self._is_losing:
+                found = error.message.partition(";")[0]
+                _LOGGER.warning("%s: %s; make room. The run goes on without such lines.", METRICS_FILE, found)
+            self._is_losing = True
+            self.num_lost += 1
+            return
+        if self._is_losing:
+            _LOGGER.warning("%s is written again; %d lines of it are lost", METRICS_FILE, self.num_lost)
+            self._is_losing = False
 
 
 def read_metrics(run: Path, event: str = "step") -> list[dict[str, Any]]:

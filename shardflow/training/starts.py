@@ -8,13 +8,14 @@ setting, do not count. Only rank 0 writes, while it holds the run's lock.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from shardflow.errors import ConfigError, NoProgressError, PlanError, StateError
+from shardflow.errors import ConfigError, NoProgressError, PlanError, StateError, StorageError
 from shardflow.logs import EventLog, read_events
 from shardflow.training.watch import HEALTH_FOLDER, Fault
 from shardflow.training.watch.settings import FAULTS_FILE
@@ -24,6 +25,8 @@ __all__ = ["REFUSALS", "STARTS_FILE", "check_progress", "recorded"]
 REFUSALS: Final = (ConfigError, NoProgressError, PlanError, StateError)
 """Errors that every new start meets again, until a person changes something."""
 STARTS_FILE: Final = "starts.jsonl"
+
+_LOGGER = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -57,8 +60,10 @@ def check_progress(run: Path, checkpoint: str | None, *, max_failed_starts: int)
 def recorded(run: Path, checkpoint: str | None, *, attempt: int) -> Iterator[None]:
     """Write down that a start begins, and, if the block ends as it should, that it ended.
 
+    An end that cannot be written is a warning: the start is over, and counts as one that failed.
+
     Raises:
-        StorageError: The run folder cannot be written.
+        StorageError: The run folder cannot be written when the start begins.
     """
     with EventLog(run / STARTS_FILE) as log:
         log.write("begin", attempt=attempt, step=_step_of(checkpoint))
@@ -66,9 +71,16 @@ def recorded(run: Path, checkpoint: str | None, *, attempt: int) -> Iterator[Non
         try:
             yield
         except REFUSALS:
-            log.write("end", attempt=attempt, outcome="refused")
+            _write_end(log, attempt, "refused")
             raise
-        log.write("end", attempt=attempt, outcome="done")
+        _write_end(log, attempt, "done")
+
+
+def _write_end(log: EventLog, attempt: int, outcome: str) -> None:
+    try:
+        log.write("end", attempt=attempt, outcome=outcome)
+    except StorageError as error:
+        _LOGGER.warning("%s: %s", STARTS_FILE, error.message)
 
 
 def _step_of(checkpoint: str | None) -> int:

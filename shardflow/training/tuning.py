@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Final, Protocol
 
-from shardflow.errors import ConfigError, ShardflowError
+from shardflow.errors import ConfigError, StorageError
 from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner, TunerRules
 from shardflow.monitoring.tuner_file import TUNED_FILE, read_tuned, tuned_text
@@ -58,7 +58,7 @@ class Tuning:
         due: What is to be set once this step is done.
 
     Raises:
-        ConfigError: ``tune.start_from`` is no file of settings.
+        ConfigError: ``tune.start_from`` is no file of settings; on every rank.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Tuning:
         self._sent: tuple[int, float] = (0, 0.0)
         self.due: Change | None = None
         self._gil_wait_share = 0.0
-        for name, value in ranks.from_first(self._start() if ranks.rank == 0 else None).items():
+        for name, value in self._agreed_start().items():
             self._set(Change(setting=name, value=value))
         own = {name: asdict(limit) for name, limit in self._knobs.limits().items()}
         self._limits = common_limits(
@@ -107,17 +107,26 @@ class Tuning:
         limit, number = self._limits[name], int(of_first[2])
         self.due = Change(setting=name, value=limit.choices[number] if limit.choices else number)
 
-    def carry_out(self, feed: PendingFeed) -> None:
-        """Make the change that is due, if any; call it between two steps."""
-        change, self.due = self.due, None
-        if change is None:
+    def carry_out(self, feed: PendingFeed, *, is_last: bool = False) -> None:
+        """Make the change that is due, if any; call it between two steps.
+
+        Args:
+            feed: Of the running epoch.
+            is_last: There is no step left in it. A change of processes then waits for the next epoch's first
+                step: should they not start, nothing would be there to go on with.
+        """
+        if self.due is None or (is_last and not self._is_live(self.due)):
             return
+        change, self.due = self.due, None
         self._set(change)
         try:
             feed.apply_pending()
-        except (ShardflowError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - processes cannot start for many reasons, a user's among them
             # The loader goes on as before; the next windows will not praise what did not come about.
             _LOGGER.warning("a setting could not be changed: %s", type(error).__name__)
+        if self.tuner is not None:
+            # What is kept, and written down, is what came about.
+            self.tuner.values[change.setting] = self.settings()[change.setting]
 
     def measured(self, interval: Interval) -> None:
         """Note what only intervals tell: how much of the time the interpreter is held."""
@@ -137,7 +146,13 @@ class Tuning:
             loader=LoaderTotals.of(self._loader.counters.snapshot()),
             gil_wait_share=self._gil_wait_share,
         )
-        change = self.tuner.step(numbers, step.global_step)
+        try:
+            change = self.tuner.step(numbers, step.global_step)
+        except Exception:
+            # Who looks on must not end what it looks at. The settings stay as they are.
+            _LOGGER.exception("the tuner failed and is off for the rest of this start")
+            self.tuner = None
+            return
         if change is not None:
             limit = self._limits[change.setting]
             value = limit.choices.index(str(change.value)) if limit.choices else int(change.value)
@@ -146,6 +161,10 @@ class Tuning:
 
     # ---- inside ----------------------------------------------------------------------------------
 
+    def _is_live(self, change: Change) -> bool:
+        limit = self._knobs.limits().get(change.setting)
+        return limit is None or limit.is_live
+
     def _set(self, change: Change) -> None:
         """Set it here; a machine that lacks the room for it keeps what it has, and trains the same."""
         try:
@@ -153,21 +172,52 @@ class Tuning:
         except ConfigError as error:
             _LOGGER.warning("the tuner's choice is not for this rank: %s", error.message)
 
+    def _agreed_start(self) -> dict[str, int | str]:
+        """Let rank 0 choose, and tell everybody, a refusal included."""
+        told: dict[str, Any] = {}
+        if self._ranks.rank == 0:
+            try:
+                told["settings"] = self._fitting(self._start())
+            except ConfigError as error:
+                told["refusal"] = error.message
+        told = self._ranks.from_first(told)
+        if "refusal" in told:
+            raise ConfigError(told["refusal"])
+        settings: dict[str, int | str] = told["settings"]
+        return settings
+
     def _start(self) -> dict[str, int | str]:
         """Choose what to begin with: what this run found, or another one, or what suits the machine."""
         settings = self._config.tune
         own = self._config.run.output / TUNED_FILE
-        found: dict[str, int | str] = {}
         if self._is_on and own.is_file():
-            found = read_tuned(own)
-        elif settings.start_from is not None:
-            found = read_tuned(settings.start_from)
-        elif self._is_on:
-            found = self._defaults()
-        present, limits = self._knobs.values(), self._knobs.limits()
-        limits = capped(limits, present, self._config.tune)
-        fitting = {name: _clipped(value, limits[name]) for name, value in found.items() if name in limits}
-        return {name: value for name, value in fitting.items() if value not in (None, present.get(name))}
+            try:
+                return read_tuned(own)
+            except ConfigError as error:
+                # The run wrote it, and is to go on whatever became of it.
+                _LOGGER.warning("%s The run begins as if it were not there.", error.message)
+        if settings.start_from is not None:
+            try:
+                return read_tuned(settings.start_from)
+            except ConfigError as error:
+                raise ConfigError(f"tune.start_from: {error.message}") from None
+        return self._defaults() if self._is_on else {}
+
+    def _fitting(self, found: Values) -> dict[str, int | str]:
+        """Set, on rank 0, the nearest that this machine allows; returns what came about.
+
+        One after the other: what one of them may be follows from those before.
+        """
+        fitting: dict[str, int | str] = {}
+        for name, value in found.items():
+            limits = capped(self._knobs.limits(), self._knobs.values(), self._config.tune)
+            nearest = _clipped(value, limits[name]) if name in limits else None
+            if nearest is None:
+                _LOGGER.info("a tuned setting is not for this run and is left out: %s", name)
+            elif nearest != self._knobs.values()[name]:
+                self._set(Change(setting=name, value=nearest))
+                fitting[name] = nearest
+        return fitting
 
     def _defaults(self) -> dict[str, int | str]:
         """Settings for what the configuration leaves as it is by default."""
@@ -188,7 +238,10 @@ class Tuning:
             self._metrics.write_move(move)
         if move.kind == "settle" and self._is_on and self.tuner is not None:
             text = tuned_text(configurable(self.tuner.values))
-            write_atomic(self._config.run.output / TUNED_FILE, [text.encode()], replace=True)
+            try:
+                write_atomic(self._config.run.output / TUNED_FILE, [text.encode()], replace=True)
+            except StorageError as error:
+                _LOGGER.warning("%s The run goes on; its next start searches again.", error.message)
 
 
 def configurable(values: Values) -> dict[str, int | str]:

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from pipelines.train import main as train_main
 from shardflow.training import run as _run  # noqa: F401 - imported once, before the forks
 from shardflow.training.metrics import read_metrics
+from tests.distributed.moving_tuner import moving
+from tests.distributed.orphans import adopt_orphans, end_what_is_left
 from tests.tiny_runs import TinyInput, write_config
 
 NUM_STEPS = 12
@@ -62,6 +64,8 @@ class Case:
     """From outside, once some steps are done; to all ranks for SIGTERM."""
     after_s: float = 0.0
     """More seconds before it is sent."""
+    on_all: Hurt | None = None
+    """Inside all ranks, in every start."""
     settings: dict[str, object] = field(default_factory=dict)
     dataset: str = "dataset"
 
@@ -102,6 +106,13 @@ def kill_my_loader() -> None:
             os.kill(int(child), signal.SIGKILL)
 
 
+def ask_all_to_stop() -> None:
+    """SIGTERM as torchrun sends it to a rank's process group: the processes that it started get it too."""
+    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        os.kill(int(child), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def raise_strange() -> None:
     raise ValueError("patient Doe, born 1950-01-01")  # must not be shown to other ranks
 
@@ -138,6 +149,9 @@ def before_each(target: str, seconds: float) -> Hurt:
 # A signal from outside must find the run under way: a free one may be done before it comes.
 unhurried = before_each("shardflow.training.step.seed_micro_batch", 0.2)
 
+
+_BEGUN = "shardflow.loading.side_process.SideProcess.start_iteration"
+"""Called right after a loader's process was started, and when it goes on with another epoch."""
 
 CASES: dict[str, Case] = {
     "whole": Case(),
@@ -181,6 +195,15 @@ CASES: dict[str, Case] = {
         hurt=at_call("shardflow.training.prepare.open_data", 1, prepare_long),
         settings={"timeouts.steady_s": 10, "timeouts.hang_s": 9, "loader.wait_timeout_s": 8},
     ),
+    "kill-while-execution-changes": Case(
+        hurt=at_call(_BEGUN, 1, kill_myself), on_all=moving, settings={"tune.mode": "on"}
+    ),
+    "kill-of-the-rank-that-tunes": Case(
+        rank=0, hurt=at_call(_BEGUN, 3, kill_myself), on_all=moving, settings={"tune.mode": "on"}
+    ),
+    "asked-to-stop-while-execution-changes": Case(
+        hurt=at_call(_BEGUN, 1, ask_all_to_stop), on_all=moving, settings={"tune.mode": "on"}
+    ),
     "read-that-never-ends": Case(
         hurt=at_call("shardflow.storage.local.LocalStore.read_ranges", 9, sleep_long),
         settings={"loader.wait_timeout_s": 3},
@@ -223,21 +246,24 @@ def run_case(tiny: TinyInput, name: str, folder: Path) -> dict[str, Any]:
     """Start the job until it has finished.
 
     Returns:
-        Exit codes by start and rank, how long the first start took to end once it was hurt, and the starts.
+        Exit codes by start and rank, how long the first start took to end once it was hurt, and the command
+        lines of processes that outlived their ranks.
     """
     case = case_of(name)
     folder.mkdir(parents=True)
     settings = {**SETTINGS, "data.dataset": tiny.folder / case.dataset, **case.settings}
     config = write_config(tiny, folder / "train.toml", folder / "run", settings)
     starts: list[list[int]] = []
+    left: list[str] = []
     ended_s = 0.0
     while len(starts) < MOST_STARTS:
         codes, after_s = run_start(case, config, folder, len(starts))
         ended_s = ended_s or after_s
         starts.append(codes)
+        left += end_what_is_left()
         if set(codes) == {0}:
             break
-    return {"starts": starts, "ended_s": ended_s}
+    return {"starts": starts, "ended_s": ended_s, "left": left}
 
 
 def run_start(case: Case, config: Path, folder: Path, number: int) -> tuple[list[int], float]:
@@ -249,7 +275,7 @@ def run_start(case: Case, config: Path, folder: Path, number: int) -> tuple[list
             pid = os.fork()
             if pid == 0:
                 hurt = case.hurt if is_hurt and rank == case.rank else None
-                be_rank(rank, case.world_size, port, number, config, folder, hurt)
+                be_rank(rank, case.world_size, port, number, config, folder, hurt, case.on_all)
             pids.append(pid)
         hurt_at = time.monotonic()
         if is_hurt and case.send is not None:
@@ -267,13 +293,14 @@ def run_start(case: Case, config: Path, folder: Path, number: int) -> tuple[list
 def store_server() -> Iterator[int]:
     """A store in a process of its own, new for each start, as torchrun has it."""
     read_end, write_end = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
         os.write(write_end, str(store.port).encode())
-        while os.getppid() != 1:
+        while os.getppid() == parent:
             time.sleep(0.2)
         os._exit(0)
     os.close(write_end)
@@ -286,7 +313,13 @@ def store_server() -> Iterator[int]:
 
 
 def be_rank(
-    rank: int, world_size: int, port: int, start: int, config: Path, folder: Path, hurt: Hurt | None
+    rank: int,
+    world_size: int,
+    port: int,
+    start: int,
+    config: Path,
+    folder: Path,
+    *hurts: Hurt | None,
 ) -> NoReturn:
     """Run the job in this forked process and leave with its code."""
     code = 99
@@ -305,8 +338,9 @@ def be_rank(
             TORCHELASTIC_RESTART_COUNT=str(start),
         )
         with ExitStack() as stack:
-            if hurt is not None:
-                hurt(stack)
+            for hurt in hurts:
+                if hurt is not None:
+                    hurt(stack)
             code = train_main([f"--config={config}"])
     except BaseException as error:  # noqa: BLE001 - what torchrun would show as a traceback
         sys.stderr.write(f"rank {rank} raised {type(error).__name__}: {error}\n")
@@ -360,6 +394,7 @@ def damage_one_sample(tiny: TinyInput) -> None:
 def main() -> None:
     tiny, output, names = TinyInput(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
+    adopt_orphans()
     if not (tiny.folder / "bad").exists():
         damage_one_sample(tiny)
     for name in names:

@@ -14,7 +14,9 @@ from unittest import mock
 
 from benchmarks.verdict.one import make_inputs
 from pipelines.bench_model import describe
+from shardflow.errors import ConfigError, RanksDisagreeError
 from shardflow.monitoring.tuner import Change, Tuner
+from shardflow.monitoring.tuner_file import TUNED_FILE
 from shardflow.monitoring.tuner_numbers import StepNumbers
 from shardflow.telemetry import KnobLimit, Move
 from shardflow.training import tuning as tuning_module
@@ -64,12 +66,12 @@ def _train_watched(ranks: Ranks, stage: Stage, name: str, mode: str) -> list[lis
     done: list[list[object]] = []
     carry_out, num_steps = Tuning.carry_out, 0
 
-    def watched(self: Tuning, feed: PendingFeed) -> None:
+    def watched(self: Tuning, feed: PendingFeed, *, is_last: bool = False) -> None:
         nonlocal num_steps
         num_steps += 1
         due = self.due
-        carry_out(self, feed)
-        if due is not None:
+        carry_out(self, feed, is_last=is_last)
+        if due is not None and self.due is None:
             done.append([num_steps, due.setting, due.value, self.settings()[due.setting]])
 
     with mock.patch.object(Tuning, "carry_out", watched):
@@ -86,6 +88,30 @@ def tuning(stage: Stage) -> Result:
     with mock.patch.object(tuning_module, "Tuner", RandomTuner):
         found["random"] = _train_watched(ranks, stage, "random", "on")
     return {"moves": found}
+
+
+def tuned_starts(stage: Stage) -> Result:
+    """Two ranks begin with a damaged file of their own; with one that is asked for; and with two minds."""
+    ranks = stage.first(2)
+    if ranks is None:
+        return {}
+    run = stage.config("damaged").run.output
+    if ranks.rank == 0:
+        run.mkdir(parents=True)
+        (run / TUNED_FILE).write_bytes(b"\x93\xf0\x00\xff" * 99)
+    ranks.meet("a damaged file", WAIT)
+    summary = stage.train(ranks, "damaged", "tune.mode=on", "run.max_steps=2")
+    said = [summary.outcome if summary is not None else ""]
+    for overrides in (
+        ("tune.mode=on", f"tune.start_from={run / TUNED_FILE}"),
+        (f"tune.mode={('on', 'observe')[ranks.rank]}",),
+        (f"monitor.interval_s={ranks.rank}",),
+    ):
+        try:
+            stage.train(ranks, f"refused-{len(said)}", "run.max_steps=2", *overrides)
+        except (ConfigError, RanksDisagreeError) as error:
+            said.append(f"{type(error).__name__}: {error.message}")
+    return {"said": said}
 
 
 def verdicts(stage: Stage) -> Result:

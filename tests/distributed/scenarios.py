@@ -39,7 +39,7 @@ from shardflow.training.inputs import make_inputs
 from shardflow.training.run import train_on
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
-from tests.distributed.measured_scenarios import ceilings, tuning, verdicts
+from tests.distributed.measured_scenarios import ceilings, tuned_starts, tuning, verdicts
 from tests.distributed.sharded_scenarios import (
     chat_gradients,
     one_rank_fails_to_write,
@@ -300,6 +300,7 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
     packed_sequences,
     slow_rank,
     tuning,
+    tuned_starts,
     verdicts,
     ceilings,
     sharded_gradients,

@@ -55,6 +55,7 @@ class Matrix:
         mine, other = read_records(self.run(name)), read_records(self.run(undisturbed))
         assert len(other) == NUM_STEPS
         assert list(compare_ledgers(mine, other)) == []
+        assert self.result(name)["left"] == []
         assert differing_weights(self.run(name), self.run(undisturbed)) == []
         return starts
 
@@ -119,6 +120,13 @@ def test_asked_to_stop_all_ranks_leave_with_75_and_a_checkpoint(matrix: Matrix) 
     starts = matrix.check("asked-to-stop")
     assert starts == [[STOPPED, STOPPED], [0, 0]]
     assert matrix.result("asked-to-stop")["ended_s"] < 30  # torchrun kills then
+
+
+def test_asked_to_stop_with_all_their_processes_while_these_start(matrix: Matrix) -> None:
+    name = "asked-to-stop-while-execution-changes"
+    assert matrix.check(name) == [[STOPPED, STOPPED], [0, 0]]
+    (summary,) = (matrix.output / name / "start-1-rank-0.out").read_text(encoding="utf-8").splitlines()
+    assert json.loads(summary)["resumed_from"] == "step-00000003"  # no other one is due then
 
 
 def test_error_on_one_rank_is_told_to_the_others_without_foreign_text(matrix: Matrix) -> None:

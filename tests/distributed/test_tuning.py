@@ -29,3 +29,13 @@ def test_ledger_and_weights_are_the_same_with_a_tuner_without_and_at_random(scen
         assert differing_weights(run, off) == []
     assert read_history(on).moves
     assert not read_history(off).moves
+
+
+def test_what_ranks_begin_with_stops_none_of_them_or_all(scenarios: Scenarios) -> None:
+    first, second = (result["said"] for result in scenarios.of("tuned_starts")[:2])
+    assert first == second
+    outcome, refused, modes, intervals = first
+    assert outcome == "finished"
+    assert refused.startswith("ConfigError: tune.start_from: a file of tuned settings must be readable TOML")
+    assert 'tune.mode "on" on rank 0 but "observe" on rank 1' in modes
+    assert "monitor.interval_s 0.0 on rank 0 but 1.0 on rank 1" in intervals

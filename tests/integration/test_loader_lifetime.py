@@ -113,6 +113,28 @@ def test_a_context_manager_ends_the_threads(url: str) -> None:
     assert not loader_threads()
 
 
+def test_close_waits_for_a_thread_that_is_amid_a_read(url: str) -> None:
+    is_reading = threading.Event()
+
+    def before(path: str, ranges: Sequence[ByteRange]) -> None:
+        if threading.current_thread() in loader_threads():
+            is_reading.set()
+            # Until everything is told to end, and a while longer: only a join outlasts that.
+            while not engine._is_closed:
+                time.sleep(0.001)
+            time.sleep(0.3)
+
+    dataset, _ = hooked(url, before)
+    loader = _loader(dataset, num_threads=2)
+    iterator = iter(loader)
+    engine = next(iter(loader._parts.streams))._engine
+    engine.start()
+    assert is_reading.wait(60)
+    loader.close()
+    assert not loader_threads()
+    del iterator  # it was not its end that ended them
+
+
 def test_many_loaders_leave_no_descriptors_and_no_threads(url: str) -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

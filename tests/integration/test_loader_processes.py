@@ -27,6 +27,7 @@ from shardflow.errors import (
     WaitTimeoutError,
 )
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, World
+from shardflow.loading.side_process import SideProcess
 from shardflow.shards import Dataset
 from tests.factories import make_dataset
 from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate
@@ -288,13 +289,23 @@ def test_a_killed_process_is_an_error_at_once_and_iter_starts_another(url: str, 
         assert pid not in _pids(loader)
 
 
-def test_signals_to_the_whole_group_do_not_end_it(url: str) -> None:
+def test_signals_to_the_whole_group_do_not_end_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_iteration, signals = SideProcess.start_iteration, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def signalled(self: SideProcess, *arguments: Any) -> None:
+        # Its Python has hardly begun, and none of our code runs in it.
+        for number in signals:
+            os.kill(self.pid, number)
+        start_iteration(self, *arguments)
+
+    monkeypatch.setattr(SideProcess, "start_iteration", signalled)
     with _loader(url, prefetch_bytes=1) as loader:
         iterator = iter(loader)
         next(iterator)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in signals:
             os.kill(_pids(loader)[0], number)
         assert len(list(iterator)) == len(loader) - 1
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 _TRAINER = """

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from shardflow.group_signals import group_signals_held_back
 from shardflow.training.watch.board import Board
 from shardflow.training.watch.fault import Fault
 from shardflow.training.watch.lines import split_lines
@@ -152,13 +153,14 @@ class RankWatch:
         )
         read_end, self._to_side = os.pipe()
         self._from_side, write_end = os.pipe()
-        self._side = subprocess.Popen(
-            [sys.executable, "-Wignore", "-m", _SIDE, json.dumps(asdict(settings))],
-            stdin=read_end,
-            stdout=write_end,
-            pass_fds=(self._board.descriptor,),
-            env=_environment(),
-        )
+        with group_signals_held_back():
+            self._side = subprocess.Popen(
+                [sys.executable, "-Wignore", "-m", _SIDE, json.dumps(asdict(settings))],
+                stdin=read_end,
+                stdout=write_end,
+                pass_fds=(self._board.descriptor,),
+                env=_environment(),
+            )
         os.close(read_end)
         os.close(write_end)
         self._ear = threading.Thread(target=self._listen, name="shardflow-watch", daemon=True)

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from shardflow.group_signals import ignore_group_signals
 from shardflow.training.watch.board import Board
 from shardflow.training.watch.fault import Beat, Fault
 from shardflow.training.watch.judge import RankJudge, RunJudge, silent
@@ -342,9 +343,7 @@ def _process_state(pid: int) -> tuple[str, int]:
 
 def main() -> None:
     """Run the side; its one argument is the settings as JSON."""
-    # A scheduler signals every process of a job, torchrun the group of a rank: the side ends with its rank.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_group_signals()  # the side ends with its rank
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     Side(SideSettings(**json.loads(sys.argv[1]))).run()
 

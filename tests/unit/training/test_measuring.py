@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from shardflow.training.run import train
 from shardflow.training.step_clock import HostClock, LastGradient
+from tests.distributed.runs import committed_samples, differing_weights
 from tests.tiny_runs import TinyInput, tiny_config
 
 SETTINGS = (
@@ -87,6 +90,37 @@ def test_measuring_changes_nothing_that_is_trained_and_can_be_left_out(
     )
     assert mine.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
+
+
+def test_a_run_that_can_write_no_measurement_trains_the_same(
+    measured: Path, tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plan = MetricsWriter.write_plan
+
+    def fill_the_disk(self: MetricsWriter, num_steps: int) -> None:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, self._log._descriptor)
+        os.close(full)
+        write_plan(self, num_steps)
+
+    def remove_the_cache(metrics: StepMetrics, num_steps: int) -> None:
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+    monkeypatch.setattr(MetricsWriter, "write_plan", fill_the_disk)
+    config = tiny_config(
+        tiny,
+        tmp_path / "run",
+        *SETTINGS,
+        "monitor.interval_s=0.01",
+        f"cache.directory={tmp_path / 'cache'}",
+        "cache.max_bytes=10MiB",
+        "cache.min_free_bytes=0",
+    )
+    summary = train(config, on_step=remove_the_cache)
+    assert (summary.outcome, summary.global_step) == ("finished", 6)
+    assert not read_metrics(tmp_path / "run")
+    assert committed_samples(tmp_path / "run") == committed_samples(measured)
+    assert differing_weights(tmp_path / "run", measured) == []
 
 
 def test_no_line_names_a_patient_a_sample_or_a_path(measured: Path, tiny: TinyInput) -> None:

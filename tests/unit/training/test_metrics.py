@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 
 from shardflow.logs import read_events
 from shardflow.monitoring.run_page.reading import read_run
-from shardflow.telemetry import StageCounters
+from shardflow.telemetry import Interval, Move, StageCounters, Verdict
 from shardflow.training.cache_use import CacheUse
 from shardflow.training.metrics import EvaluationMetrics, MetricsWriter, StepMetrics, read_metrics
 
@@ -159,6 +162,42 @@ def test_a_tensorboard_that_fails_or_hangs_costs_a_warning(
     release.set()
     assert [record.getMessage() for record in caplog.records] == [said]
     assert len(read_metrics(tmp_path)) == 3
+
+
+@contextmanager
+def full_disk(writer: MetricsWriter) -> Iterator[None]:
+    """Let what is written meet a full disk, the kernel's own."""
+    descriptor = writer._log._descriptor
+    kept, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+        os.close(full)
+
+
+def test_lines_that_find_a_full_disk_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = MetricsWriter(tmp_path, attempt=1, start=0, tensorboard=False)
+    writer.write_step(step(0, 1.0))
+    with full_disk(writer):
+        writer.write_step(step(1, 1.0))
+        writer.write_interval(Interval(global_step=1, num_steps=1))
+        writer.write_move(Move(global_step=1, kind="settle", text="settled"))
+        writer.write_verdict(Verdict(global_step=1, code="idle", text="nothing"))
+        writer.write_evaluation(evaluation(2, 1.0))
+        writer.write_plan(9)
+        writer.write_end("stopped", global_step=2)
+    assert writer.num_lost == 7
+    writer.write_step(step(2, 1.0))
+    writer.close()
+    assert [line["global_step"] for line in read_metrics(tmp_path)] == [0, 2]
+    first, second = (record.message for record in caplog.records)
+    assert "No space left on device" in first
+    assert "7 lines of it are lost" in second
 
 
 def test_no_file_is_no_metrics(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.errors import ConfigError, NoProgressError
+from shardflow.errors import ConfigError, NoProgressError, StorageError
+from shardflow.logs import EventLog
 from shardflow.training.starts import check_progress, recorded
 from shardflow.training.watch import Beat, Fault
 
@@ -28,6 +29,27 @@ def start(run: Path, step: int, *, ends: type[Exception] | None = None, limit: i
                 raise ends("why")
     except (KilledError, ConfigError):
         pass
+
+
+@pytest.mark.parametrize("ends", [None, ConfigError])
+def test_an_end_that_cannot_be_written_changes_nothing_of_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ends: type[Exception] | None,
+) -> None:
+    write = EventLog.write
+
+    def full(self: EventLog, event: str, /, **fields: object) -> None:
+        if event == "end":
+            raise StorageError("an event file must be writable, got OSError.")
+        write(self, event, **fields)
+
+    monkeypatch.setattr(EventLog, "write", full)
+    start(tmp_path, 40, ends=ends)
+    assert [record.message for record in caplog.records] == [
+        "starts.jsonl: an event file must be writable, got OSError."
+    ]
 
 
 def test_three_starts_from_one_checkpoint_without_a_next_one_are_enough(tmp_path: Path) -> None:
