@@ -101,7 +101,7 @@ def tuned_starts(stage: Stage) -> Result:
         (run / TUNED_FILE).write_bytes(b"\x93\xf0\x00\xff" * 99)
     ranks.meet("a damaged file", WAIT)
     summary = stage.train(ranks, "damaged", "tune.mode=on", "run.max_steps=2")
-    said = [summary.outcome if summary is not None else ""]
+    said: list[str] = [summary.outcome if summary is not None else ""]
     for overrides in (
         ("tune.mode=on", f"tune.start_from={run / TUNED_FILE}"),
         (f"tune.mode={('on', 'observe')[ranks.rank]}",),
