@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from shardflow.monitoring.live_curve import resampled
@@ -21,6 +22,7 @@ __all__ = [
     "curve",
     "duration",
     "fitted",
+    "fitting",
     "level_style",
     "number",
     "percent",
@@ -182,6 +184,11 @@ def curve(values: Sequence[float], width: int, style: str, glyphs: Glyphs, *, fr
         round((point - low) / span * top) if span > 0 else (top // 2 if high else 0) for point in points
     ]
     return Text("".join(glyphs.spark[max(0, level)] for level in levels), style=style)
+
+
+def fitting(width: int, *texts: str) -> str:
+    """The first text that fits into so many cells, the last one where none does."""
+    return next((text for text in texts if cell_len(text) <= width), texts[-1])
 
 
 def fitted(text: Text, width: int, glyphs: Glyphs) -> Text:

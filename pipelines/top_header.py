@@ -8,6 +8,7 @@ from typing import Final
 from rich.text import Text
 
 from pipelines.top_draw import DIM, Glyphs, bar, duration, fitted, percent
+from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.live import LiveView, RunState
 
 __all__ = ["header_lines"]
@@ -37,6 +38,8 @@ def header_lines(view: LiveView, width: int, glyphs: Glyphs, *, most_verdict: in
         text = "The run has not written metrics.jsonl yet; the picture comes when it does."
         return lines + _paragraph(text, width, glyphs)
     lines.append(_progress(view, width, glyphs))
+    if view.num_damaged:
+        lines.append(fitted(Text(damage_note(view.num_damaged), style="yellow"), width, glyphs))
     if view.step is None:
         text = "No step is done yet: data, compilation and connections come first."
         return lines + _paragraph(text, width, glyphs)
@@ -65,6 +68,9 @@ def _headline(view: LiveView, width: int, glyphs: Glyphs) -> Text:
     right = Text(f" {glyphs.between} ".join(parts), style=DIM)
     left_room = width - right.cell_len - 1
     if head.cell_len > left_room:
+        if view.state == "silent":
+            # What it may mean is for those who have room; that nothing comes is not.
+            head = Text(head.plain.partition(":")[0], style=style) if head.cell_len > width else head
         return fitted(head, width, glyphs)
     return fitted(head, left_room + 1, glyphs).append_text(right)
 
@@ -128,7 +134,9 @@ def _verdict_lines(view: LiveView, width: int, glyphs: Glyphs, *, most: int) -> 
             lines.append(
                 Text.assemble("  ", (f"{glyphs.arrow} " if not at else " " * (len(glyphs.arrow) + 1)), line)
             )
-    lines += [Text(f"  also: {other.text}", style=DIM) for other in view.verdicts[1:]]
+    for other in view.verdicts[1:]:
+        also = _wrapped(f"also: {other.text}", room, limit=max(1, most - len(lines)))
+        lines += [Text(f"{'  ' if not at else '    '}{line}", style=DIM) for at, line in enumerate(also)]
     return [fitted(line, width, glyphs) for line in lines[:most]]
 
 

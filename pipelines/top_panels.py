@@ -77,10 +77,12 @@ def speed_section(view: LiveView, width: int, glyphs: Glyphs) -> Section | None:
         (
             "samples/s",
             number(view.samples_per_s),
-            Text.assemble(
+            _while_they_fit(
+                room,
+                # What is wrong comes first, where not all has room.
+                (f"skipped {step['num_skipped']}" if step.get("num_skipped") else "", "yellow"),
                 (f"lr {step.get('learning_rate') or 0.0:.1e}", DIM),
-                (f"  norm {'-' if norm is None else number(norm)}", DIM),
-                (f"  skipped {step['num_skipped']}" if step.get("num_skipped") else "", "yellow"),
+                (f"norm {'-' if norm is None else number(norm)}", DIM),
             ),
         ),
     ]
@@ -91,6 +93,17 @@ def speed_section(view: LiveView, width: int, glyphs: Glyphs) -> Section | None:
         rows=[Row(text=line, weight=-at) for at, line in enumerate(lines)],
         least=3,
     )
+
+
+def _while_they_fit(width: int, *parts: tuple[str, str]) -> Text:
+    """Texts with their styles beside each other, without those at the end that have no room."""
+    line = Text()
+    for text, style in parts:
+        gap = "  " if line and text else ""
+        if line.cell_len + len(gap) + len(text) > width:
+            break
+        line.append(gap).append(text, style=style)
+    return line
 
 
 def _rates(
@@ -145,18 +158,15 @@ def loader_section(view: LiveView, width: int, glyphs: Glyphs) -> Section | None
     num_busy = sum(busy.values())
     idle = max(interval.stage("idle").seconds / span, _setting(interval, "loader.num_threads") - num_busy)
     total = (num_busy + idle) or 1.0
+    name_width = max(12, *map(len, busy))
     rows = []
     for name, at_once in busy.items():
+        colour, shown = _MAKE_COLOURS.get(name, ""), name.replace("_", " ")
         line = share_line(
-            _short(name),
-            number(at_once),
-            at_once / total,
-            _MAKE_COLOURS.get(name, ""),
-            width,
-            glyphs,
+            shown, number(at_once), at_once / total, colour, width, glyphs, name_width=name_width
         )
         rows.append(Row(text=line, weight=at_once))
-    line = share_line("idle", number(idle), idle / total, DIM, width, glyphs)
+    line = share_line("idle", number(idle), idle / total, DIM, width, glyphs, name_width=name_width)
     rows.append(Row(text=line, weight=1e9))
     return Section(
         title=f"loader: {number(num_busy)} of {number(num_busy + idle)} threads busy", rows=rows, least=3
@@ -167,10 +177,6 @@ def _setting(interval: Interval, name: str) -> float:
     """A setting that is a number; 0 where the run has none."""
     value = interval.settings.get(name, 0)
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _short(name: str) -> str:
-    return {"user_transform": "own"}.get(name, name)
 
 
 def queue_section(view: LiveView, width: int, glyphs: Glyphs) -> Section | None:

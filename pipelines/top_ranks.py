@@ -9,7 +9,17 @@ from typing import Final
 
 from rich.text import Text
 
-from pipelines.top_draw import DIM, Glyphs, bytes_text, fitted, number, percent, seconds_text, stacked
+from pipelines.top_draw import (
+    DIM,
+    Glyphs,
+    bytes_text,
+    fitted,
+    fitting,
+    number,
+    percent,
+    seconds_text,
+    stacked,
+)
 from pipelines.top_panels import STEP_COLOURS
 from pipelines.top_sections import Row, Section
 from shardflow.monitoring.live import LiveView
@@ -145,6 +155,8 @@ def _heat(seconds: float, typical: float, longest: float) -> str:
 def _over_all(interval: Interval, width: int, glyphs: Glyphs) -> Text:
     """Over all ranks, also those without a line: quantiles, or of very many the mean and who has most."""
     said: list[str] = []
+    found: list[tuple[str, list[str]]] = []
+    texts: tuple[str, ...]
     per_rank = max(1, interval.world_size) * interval.num_steps
     if _FEW < len(interval.ranks) == interval.world_size:
         for name, values in (
@@ -153,8 +165,13 @@ def _over_all(interval: Interval, width: int, glyphs: Glyphs) -> Text:
             ("exchange", [rank.exchange_s for rank in interval.ranks]),
         ):
             tenths = quantiles((value / interval.num_steps for value in values), n=10, method="inclusive")
-            said.append(f"{name} {' '.join(seconds_text(tenths[at]) for at in (0, 4, 8))}")
-        head = " p10, median, p90: "
+            found.append((name, [seconds_text(tenths[at]) for at in (0, 4, 8)]))
+        texts = (
+            " p10, median, p90: " + "; ".join(f"{name} {' '.join(three)}" for name, three in found),
+            " p10, median, p90: " + "; ".join(f"{name} {_unit_once(three)}" for name, three in found),
+            " median, p90: " + "; ".join(f"{name} {_unit_once(three[1:])}" for name, three in found),
+            " median: " + "; ".join(f"{name} {three[1]}" for name, three in found),
+        )
     else:
         for name, stages in _OVER_ALL:
             mean = sum(interval.stage(stage).seconds for stage in stages) / per_rank
@@ -163,7 +180,14 @@ def _over_all(interval: Interval, width: int, glyphs: Glyphs) -> Text:
             if interval.world_size > 1 and most.most_seconds > 1.2 * most.seconds / interval.world_size > 0:
                 said[-1] += f", most rank {most.most_rank}"
         head = f" mean of {interval.world_size:,}: "
-    return fitted(Text(head + "; ".join(said), style=DIM), width, glyphs)
+        texts = (head + "; ".join(said), head + "; ".join(said[:-1]))
+    return fitted(Text(fitting(width, *texts), style=DIM), width, glyphs)
+
+
+def _unit_once(times: Sequence[str]) -> str:
+    """Times with their unit behind the last one, where all have the same."""
+    units = {text.rpartition(" ")[2] for text in times}
+    return " ".join(times) if len(units) > 1 else " ".join([text.split()[0] for text in times] + [*units])
 
 
 _OVER_ALL: Final[Sequence[tuple[str, Sequence[str]]]] = (

@@ -36,7 +36,9 @@ class Section:
         return [self.rows[at].text for at in sorted(heaviest)]
 
 
-def share_line(name: str, value: str, share: float, style: str, width: int, glyphs: Glyphs) -> Text:
+def share_line(
+    name: str, value: str, share: float, style: str, width: int, glyphs: Glyphs, *, name_width: int = 12
+) -> Text:
     """A name, what it is, its share, and a bar of it in what is left of the width."""
-    head = Text.assemble((f"{name:<12}", DIM), f"{value:>9} {percent(share):>7} ")
+    head = Text.assemble((f"{name:<{name_width}}", DIM), f"{value:>9} {percent(share):>7} ")
     return Text.assemble(head, bar(share, max(3, width - head.cell_len), style or DIM, glyphs))

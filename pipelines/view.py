@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import threading
 
+from pipelines.interrupts import interruptible
 from pipelines.surface import add_dataset, natural_number, open_dataset, show_lines
 from shardflow.errors import ConfigError
 from shardflow.viewing import Viewer
@@ -54,8 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.port > _MOST_PORT:
         raise ConfigError(f"--port must be at most {_MOST_PORT}, got {arguments.port}.")
     dataset = open_dataset(arguments.dataset, with_studies=True)
-    with Viewer(dataset, host=arguments.host, port=arguments.port) as viewer:
+    # A second signal must not break off the end, in which requests are answered.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        interruptible(),
+        Viewer(dataset, host=arguments.host, port=arguments.port) as viewer,
+    ):
         show_lines([f"{viewer.url} shows {dataset.samples.num_samples:,} samples; Ctrl-C ends it."])
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        threading.Event().wait()
     return 0

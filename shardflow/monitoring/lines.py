@@ -56,50 +56,52 @@ class MetricsLine(NamedTuple):
     """What ``interval``, ``verdict`` and ``tune`` are the lines of."""
 
 
-class _Integer(NamedTuple):
-    """A whole number from 0 on; without a default it must be there."""
-
-    default: int | None = None
-
-    def takes(self, value: object) -> bool:
-        return type(value) is int and 0 <= value <= _MOST
+_NEEDED: Final = object()
+"""In place of a default: without the key a line is damaged."""
 
 
-class _Number(NamedTuple):
-    """A number; None is one that was not finite."""
+class _Field(NamedTuple):
+    """What a key of a line must be."""
 
-    default: float | None = None
-    is_known: bool = True
+    types: tuple[type, ...]
+    default: object = _NEEDED
+    """For a key that is missing, or null: a number that was not finite."""
     least: float = 0.0
 
-    def takes(self, value: object) -> bool:
-        if value is None:
-            return not self.is_known
-        return type(value) in (int, float) and self.least <= value <= _MOST  # type: ignore[operator]
+
+def _whole(default: object = _NEEDED) -> _Field:
+    return _Field((int,), default)
 
 
-_REAL: Final = _Number(is_known=False, least=-_MOST)
-_AMOUNT: Final = _Number(0.0)
-_NO: Final = _Integer(0)
-_FIELDS: Final[Mapping[str, Mapping[str, _Integer | _Number]]] = {
-    "attempt": {"start": _Integer(), "attempt": _Integer(1)},
-    "plan": {"num_steps": _Integer()},
-    "end": {"global_step": _NO},
+def _amount(default: object = _NEEDED) -> _Field:
+    return _Field((int, float), default)
+
+
+_REAL: Final = _Field((int, float), None, -_MOST)
+_FIELDS: Final[Mapping[str, Mapping[str, _Field]]] = {
+    "attempt": {"start": _whole(), "attempt": _whole(1)},
+    "plan": {"num_steps": _whole()},
+    "end": {"global_step": _whole(0)},
     "step": {
-        "global_step": _Integer(),
-        "step_s": _Number(),
-        "attempt": _Integer(1),
-        "epoch": _NO,
-        "data_wait_s": _AMOUNT,
-        "num_samples": _AMOUNT,
-        "num_tokens": _AMOUNT,
+        "global_step": _whole(),
+        "step_s": _amount(),
+        "attempt": _whole(1),
+        "epoch": _whole(0),
+        "data_wait_s": _amount(0.0),
+        "num_samples": _amount(0.0),
+        "num_tokens": _amount(0.0),
         "loss": _REAL,
         "gradient_norm": _REAL,
         "learning_rate": _REAL,
         "loss_scale": _REAL,
     },
-    "checkpoint": {"global_step": _Integer(), "stall_s": _Number(), "write_s": _AMOUNT, "num_bytes": _NO},
-    "evaluation": {"global_step": _Integer(), "evaluation_s": _Number(), "loss": _REAL},
+    "checkpoint": {
+        "global_step": _whole(),
+        "stall_s": _amount(),
+        "write_s": _amount(0.0),
+        "num_bytes": _whole(0),
+    },
+    "evaluation": {"global_step": _whole(), "evaluation_s": _amount(), "loss": _REAL},
 }
 _RECORDS: Final[Mapping[str, Callable[[Mapping[str, Any]], Interval | Verdict | Move]]] = {
     "interval": Interval.from_json,
@@ -112,7 +114,7 @@ def parse_line(line: bytes) -> MetricsLine | None:
     """Return what a line says, without control characters; None for a damaged one."""
     try:
         # Strictly, which json's own way with bytes is not; its other numbers are none of JSON.
-        record = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+        record = _JSON.decode(line.decode("utf-8"))
         # Escaped, or the second half of the controls as they are: rare enough to look only then.
         if b"\\u" in line or b"\xc2" in line:
             record = _shown(record)
@@ -123,6 +125,9 @@ def parse_line(line: bytes) -> MetricsLine | None:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+_JSON: Final = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _checked(record: dict[str, Any]) -> MetricsLine | None:
@@ -139,11 +144,11 @@ def _checked(record: dict[str, Any]) -> MetricsLine | None:
     for value in record.values():
         if type(value) in (int, float) and not -_MOST <= value <= _MOST:
             return None
-    for name, field in fields.items():
+    for name, (types, default, least) in fields.items():
         value = record.get(name)
-        if value is None and field.default is not None:
-            record[name] = field.default
-        elif not field.takes(value):
+        if value is None and default is not _NEEDED:
+            record[name] = default
+        elif type(value) not in types or value < least:  # type: ignore[operator]
             return None
     if event == "end" and type(record.get("outcome")) is not str:
         return None

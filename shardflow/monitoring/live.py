@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,7 +15,7 @@ from typing import Any, Final, Literal
 from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.goodput import Goodput, GoodputMeter
 from shardflow.monitoring.history import RunHistory
-from shardflow.monitoring.lines import METRICS_FILE, MetricsLine, run_name
+from shardflow.monitoring.lines import MetricsLine, run_name
 from shardflow.monitoring.live_curve import Curve
 from shardflow.telemetry import Interval, Move, Verdict
 
@@ -107,7 +106,6 @@ class LiveRun:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._had_file = False
         self._begin()
 
     def _begin(self) -> None:
@@ -125,15 +123,16 @@ class LiveRun:
             now_s: The time that it is, seconds since 1970.
             until_s: Leave lines of a later time for later; it must not fall from call to call.
         """
-        has_file = (self._run / METRICS_FILE).is_file()
-        if self._had_file and (not has_file or self._history.is_of_another_run):
+        if self._history.is_of_another_run:
             self._begin()
-        self._had_file = has_file
-        # A file that is gone by now, or cannot be read for a moment, is there or not there at the next look.
-        with suppress(ConfigError, StorageError):
-            was_known = self._history.last_event_s > 0
-            if has_file and self._history.follow(until_s) and was_known:
+        was_known = self._history.last_event_s > 0
+        try:
+            if self._history.follow(until_s) and was_known:
                 self._skew_s = min(self._skew_s, now_s - self._history.last_event_s)
+        except ConfigError:  # not there yet, or gone, which may be for a moment only
+            return LiveView(name=run_name(self._run), state="waiting", now_s=now_s)
+        except StorageError:
+            pass  # what was read last stands until it can be read again
         return self._view(now_s)
 
     @property

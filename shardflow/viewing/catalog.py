@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.preview import find_row
 from shardflow.shards import Dataset
-from shardflow.threads import wait_for_at_exit
+from shardflow.threads import join_all, wait_for_at_exit
 
 __all__ = ["CONTENT_FIELD", "Catalog", "Query"]
 
 CONTENT_FIELD: Final = "report.json"
+_CLOSE_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +57,10 @@ class Catalog:
         weakref.finalize(self, self._is_closed.set)
 
     def close(self) -> None:
-        """Stop reading reports."""
+        """Stop reading reports; a store that hangs is waited for a while only."""
         self._is_closed.set()
         if self._reader is not None:
-            self._reader.join()
+            join_all([self._reader], _CLOSE_S)
 
     def describe(self, row: int) -> dict[str, Any]:
         """Return what a list shows of a sample."""

@@ -8,6 +8,7 @@ import logging
 import secrets
 import socket
 import threading
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.shards import Dataset
+from shardflow.threads import join_all, wait_for_at_exit
 from shardflow.viewing.routes import Answer, NoSuchPage, Routes
 
 __all__ = ["Viewer"]
@@ -38,6 +40,7 @@ _HEADERS: Final = {
 }
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _IDLE_S: Final = 60.0
+_CLOSE_S: Final = 5.0
 
 
 class Viewer:
@@ -58,6 +61,7 @@ class Viewer:
     Example:
         >>> import urllib.request
         >>> from shardflow.shards import Dataset
+    from shardflow.threads import join_all, wait_for_at_exit
         >>> with Viewer(Dataset.open("my-dataset")) as viewer:  # doctest: +SKIP
         ...     urllib.request.urlopen(viewer.url).status
         200
@@ -87,11 +91,12 @@ class Viewer:
         return f"http://{shown}:{port}/" + (f"?token={self._token}" if self._token else "")
 
     def close(self) -> None:
-        """Stop listening; requests under way end first."""
+        """Stop listening; requests under way end first; those that take over 5 s are left alone."""
         self._server.shutdown()
         self._server.server_close()
-        self._routes.close()
         self._thread.join()
+        self._server.end_requests(_CLOSE_S)
+        self._routes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -103,13 +108,46 @@ class Viewer:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
     def __init__(self, host: str, port: int, routes: Routes, token: str, *, is_local: bool) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.routes, self.token, self.is_local = routes, token, is_local
+        self._lock = threading.Lock()
+        self._open: dict[threading.Thread, socket.socket] = {}
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, which the end waits for."""
+        thread = threading.Thread(
+            target=self.process_request_thread,
+            args=(request, client_address),
+            name="shardflow-view-request",
+            daemon=True,
+        )
+        with self._lock:
+            self._open[thread] = request
+        wait_for_at_exit(thread).start()
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and close the connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                del self._open[threading.current_thread()]
+
+    def end_requests(self, wait_s: float) -> None:
+        """Let what is being answered be answered, for so long at most, and end all connections."""
+        threads = self._end_connections(socket.SHUT_RD)  # no more questions
+        if not join_all(threads, wait_s):
+            self._end_connections(socket.SHUT_RDWR)
+
+    def _end_connections(self, how: int) -> list[threading.Thread]:
+        with self._lock:
+            open_now = dict(self._open)
+        for request in open_now.values():
+            with suppress(OSError):  # ended by now
+                request.shutdown(how)
+        return list(open_now)
 
 
 class _Handler(BaseHTTPRequestHandler):

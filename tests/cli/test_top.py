@@ -188,6 +188,58 @@ def test_a_move_of_the_tuner_is_read_by_people(tmp_path: Path) -> None:
     assert "keep    loader.prefetch_bytes 256 MiB → 384 MiB (+20.0%)  step 8" in text
 
 
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("outcome", ["", "finished"])
+def test_nothing_is_cut_in_usual_widths(tmp_path: Path, width: int, outcome: str) -> None:
+    """A line says less where it has less room, and is never broken off in the middle."""
+    folder = write_run(
+        tmp_path / "first-run",
+        num_steps=110,
+        planned_steps=500,
+        world_size=16,
+        restart_at=75,
+        outcome=outcome,
+    )
+    view = seen(folder)
+    interval = view.interval
+    assert interval is not None
+    stages = {**interval.stages, "user_transform": interval.stage("decode")}
+    ranks = tuple(replace(rank, device_bytes=70 << 30, pinned_bytes=3 << 30) for rank in interval.ranks)
+    move = Move(
+        global_step=12_345, kind="keep", setting="cache.read_ahead_bytes", old="268435456", new="536870912",
+        rate_before=50.0, rate_after=60.0,
+    )  # fmt: skip
+    also = replace(
+        view.verdicts[0], text="CPU oversubscribed: 31% of the step's threads " + "wait " * 9 + "so"
+    )
+    view = replace(
+        view,
+        interval=replace(interval, stages=stages, ranks=ranks),
+        moves=(move,) * 3,
+        verdicts=(*view.verdicts, also),
+        step={**(view.step or {}), "num_skipped": 12},
+    )
+    text = "\n".join(drawn(view, width, None))
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for part in ("user transform", "2 starts", "10 steps again", "GIL", "GiB on disk", "stall 200 ms"):
+        assert part in text
+    assert "skipped 12" in text
+    assert "read_ahead_bytes" in text
+    assert "\N{RIGHTWARDS ARROW} 512 MiB" in text
+    assert "p90" in text
+    silent = drawn(replace(view, state="silent", age_s=3e4), width, None)[0]
+    assert "nothing new for 8 h 20 min" in silent
+    assert "\N{HORIZONTAL ELLIPSIS}" not in silent
+
+
+def test_damaged_lines_are_told(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "damaged" not in "\n".join(drawn(seen(folder), 80, 24))
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event":"step"}\n')
+    assert drawn(seen(folder), 80, 24)[2].rstrip() == "1 damaged line was left out of metrics.jsonl."
+
+
 def test_once_prints_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", num_steps=30, world_size=3, outcome="stopped")
     assert cli.main(["top", str(folder), "--once"]) == 0

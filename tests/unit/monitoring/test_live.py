@@ -174,6 +174,10 @@ def test_another_run_in_the_folder_is_begun_anew(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=60, restart_at=45)
     run = LiveRun(folder)
     assert run.follow(2e9).num_done == 60
+    away = folder.rename(tmp_path / "away")
+    assert run.follow(2e9).state == "waiting"
+    away.rename(folder)
+    assert run.follow(2e9).num_done == 60
     (folder / METRICS_FILE).unlink()
     assert run.follow(2e9).state == "waiting"
     write_run(folder, num_steps=20)

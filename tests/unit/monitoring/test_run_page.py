@@ -363,7 +363,7 @@ def _write_long(path: Path, num_steps: int, num_ranks: int) -> None:
 _MEASURE = """
 import resource, sys
 from pathlib import Path
-from shardflow.monitoring.run_page import RunNumbers, read_run, render_run_page
+from shardflow.monitoring.run_page import read_run, render_run_page
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 page = render_run_page(read_run(Path(sys.argv[1])))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(page))

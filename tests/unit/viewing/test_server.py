@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +18,9 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.shards import Dataset
+from shardflow.threads import waited_for
 from shardflow.viewing import Viewer
+from shardflow.viewing.routes import Answer, Routes
 from tests.corpora_case import CorpusCase
 from tests.viewing_case import DOCUMENT, ECG_HZ, LEADS, NUM_SLICES, REPORT, RESP_HZ, SIZE, make_viewed_dataset
 
@@ -326,3 +331,75 @@ def test_a_description_that_is_none_is_a_sentence(description: bytes) -> None:
 
     with pytest.raises(FormatError, match="must describe recordings"):
         _channels(description, "w000.g00.npy")
+
+
+def _request_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shardflow-view-request"]
+
+
+class _HeldRoutes(Routes):
+    """Answers once it may."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__(dataset)
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def answer(self, path: str, values: Mapping[str, str]) -> Answer:
+        self.is_asked.set()
+        self.may_answer.wait(DEADLINE_S)
+        return super().answer(path, values)
+
+
+def _held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Viewer, _HeldRoutes]:
+    held = _HeldRoutes(Dataset.open(folder))
+    monkeypatch.setattr("shardflow.viewing.server.Routes", lambda _: held)
+    return Viewer(Dataset.open(folder)), held
+
+
+def test_the_end_waits_for_what_is_being_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(_request_threads())
+    viewer, held = _held(folder, monkeypatch)
+    with ThreadPoolExecutor(2) as threads:
+        answer = threads.submit(get, viewer, "/")
+        assert held.is_asked.wait(DEADLINE_S)
+        closing = threads.submit(viewer.close)
+        while viewer._thread.is_alive():  # it listens no more, and answers still
+            time.sleep(0.01)
+        assert not closing.done()
+        held.may_answer.set()
+        closing.result(DEADLINE_S)
+        assert answer.result(DEADLINE_S)[0] == 200
+    assert set(_request_threads()) <= before
+
+
+def test_the_end_waits_for_nobody_who_says_nothing(folder: Path) -> None:
+    """A browser keeps its connections for a minute, and a stranger may never ask."""
+    before = set(_request_threads())
+    with Viewer(Dataset.open(folder)) as viewer:
+        host, port = urlsplit(viewer.url).netloc.split(":")
+        kept = http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
+        kept.request("GET", "/")
+        assert kept.getresponse().read()
+        stranger = socket.create_connection((host, int(port)))
+        while len(set(_request_threads()) - before) < 2:
+            time.sleep(0.01)
+    assert set(_request_threads()) <= before
+    kept.close()
+    stranger.close()
+
+
+def test_the_end_leaves_alone_what_takes_too_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardflow.viewing.server._CLOSE_S", 0.05)
+    before = set(_request_threads())
+    viewer, held = _held(folder, monkeypatch)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(get, viewer, "/")
+        assert held.is_asked.wait(DEADLINE_S)
+        viewer.close()
+        (left,) = set(_request_threads()) - before
+        assert left in waited_for()  # for a while more, at the end of the process
+        held.may_answer.set()
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            answer.result(DEADLINE_S)
+    left.join(DEADLINE_S)
+    assert not left.is_alive()
