@@ -75,6 +75,8 @@ def _damaged(lines: list[bytes]) -> Iterator[bytes]:
     yield b'{"event":"step","time_s":1.0,"global_step":999999999999,"step_s":"1"}'
     yield b'{"event":"step","time_s":1.0,"global_step":9,"step_s":1,"new":1e999}'
     yield b'{"event":"step","time_s":1e300,"global_step":9,"step_s":1}'
+    yield b'{"event":"of another version","time_s":1.0,"new":NaN}'
+    yield b'{"event":"of another version","time_s":1.0,"half a character":"\xed\xa0\x80"}'
 
 
 def _spoilt(run: Path, folder: Path, bad: list[bytes]) -> Path:
@@ -214,7 +216,8 @@ def test_a_line_without_end_takes_no_memory_without_end(run: Path) -> None:
         file.write(b'{"event":"plan","time_s":1700009000.0,"num_steps":77}\n')
     history = read_history(run)
     assert history.num_planned_steps == 77
-    assert history.num_damaged >= 1
+    # In pieces, each of which is given up before the next is read.
+    assert history.num_damaged == 2
 
 
 @pytest.mark.parametrize("read", [read_history, measure_goodput, read_run, RunFile, read_metrics_text])

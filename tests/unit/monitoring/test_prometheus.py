@@ -8,7 +8,8 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import MetricsServer, RunCollector, parse_address, read_metrics_text
 from shardflow.monitoring.exported import METRICS, metric_rows
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.lines import METRICS_FILE, MetricsLine
 from shardflow.monitoring.metrics_meter import MetricsMeter
 from shardflow.monitoring.tail import EventTail
 from shardflow.telemetry import Interval, RankNumbers
@@ -197,13 +198,27 @@ def test_a_stranger_who_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None
             assert "shardflow_steps_total 60.0" in _get(server.url, timeout_s=20)
 
 
-def test_scrapes_at_once_count_every_line_once(tmp_path: Path) -> None:
-    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, ThreadPoolExecutor(8) as threads:
-        for number in range(3):
-            texts = list(threads.map(_get, [server.url] * 8))
-            assert all(f"shardflow_steps_total {60 + number}.0\n" in text for text in texts)
-            with EventLog(tmp_path / METRICS_FILE) as log:
-                log.write("step", global_step=60 + number, step_s=1.0)
+def test_scrapes_at_once_count_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_half_read, go_on = threading.Event(), threading.Event()
+
+    class _Slow(EventTail):
+        def read(self) -> Iterator[MetricsLine]:
+            for number, line in enumerate(super().read()):
+                if number == 30:
+                    is_half_read.set()
+                    go_on.wait(60)
+                yield line
+
+    monkeypatch.setattr("shardflow.monitoring.prometheus.EventTail", _Slow)
+    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(_get, server.url)
+        assert is_half_read.wait(60)
+        second = threads.submit(_get, server.url)
+        # It may come no further than to wait for the first one.
+        assert not wait([second], timeout=0.3).done
+        go_on.set()
+        for scrape in (first, second):
+            assert "shardflow_steps_total 60.0\n" in scrape.result(60)
 
 
 def test_a_folder_comes_goes_and_gets_another_run(tmp_path: Path) -> None:
