@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -125,6 +126,26 @@ def eventually(holds: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def test_close_waits_for_what_is_read_ahead(url: str, config: CacheConfig) -> None:
+    is_reading = threading.Event()
+
+    class Slow(Origin):
+        def _note(self, path: str, ranges: Sequence[ByteRange]) -> None:
+            if threading.current_thread().name.startswith("shardflow-ahead"):
+                is_reading.set()
+                # Until everything is told to end, and a while longer: only a join outlasts that.
+                while not all(watch.is_closed for watch in source._parts.foresight._watches):
+                    time.sleep(0.001)
+                time.sleep(0.3)
+
+    source = loader(Slow(url).open(config), SPECS["fixed"])
+    iterator = iter(source)
+    iterator._stream.start()
+    assert is_reading.wait(DEADLINE_S)
+    source.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardflow-ahead")]
 
 
 @pytest.mark.parametrize("policy", ["belady", "lru", "lfu-decay"])
