@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.errors import SourceError
-from shardflow.packing import kinds
+from shardflow.packing import kinds, study_members
 from shardflow.packing.child import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
+from shardflow.shards import codecs
 from shardflow.sources.attachments import Attached, AttachmentItem, StudyContext
 from shardflow.sources.reasons import Reason
 
@@ -62,6 +63,8 @@ class ToyKind:
         toy = json.loads(path.read_bytes()[3:])
         if toy.get("crash") == "convert":
             _fail(toy)
+        if toy.get("crash") == "slices":
+            _fail_at_slices(toy)
         if toy.get("raise") == "text":
             return Attached(fields={"toy.000.txt": "no bytes"})  # type: ignore[dict-item]
         if toy.get("raise") == "convert":
@@ -96,6 +99,17 @@ class ToyKind:
         return Attached(
             fields=fields, parts={"toys": {"records": records, "dangling": dangling}}, reasons=missing
         )
+
+
+def _fail_at_slices(toy: Mapping[str, Any]) -> None:
+    """Fail where slices are encoded, behind all attachments."""
+    real = codecs.encode_array
+
+    def encode(*values: Any) -> bytes:
+        _fail(toy)
+        return real(*values)
+
+    setattr(study_members, "encode_array", encode)  # noqa: B010 - a name that the module does not offer
 
 
 def _fail(toy: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,31 @@ def test_a_damaged_table_leaves_no_dataset(source: Path, tmp_path: Path, name: s
     assert path.relative_to(source).as_posix() not in there
     names = {each.rpartition("/")[2] for each in there}
     assert not names & {"view.json", "manifest.json", "manifest-000001.json"}
+
+
+class _Recorder(LocalStore):
+    """Remembers the names of what was put, in their order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.names: list[str] = []
+
+    def put_new(self, path: str, data: bytes) -> None:
+        super().put_new(path, data)
+        self.names.append(path)
+
+    def put_stream(self, path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        super().put_stream(path, chunks, num_bytes)
+        self.names.append(path)
+
+
+def test_a_manifest_comes_after_what_it_names_and_the_datasets_last(source: Path, tmp_path: Path) -> None:
+    target = _Recorder(tmp_path / "copy")
+    copy_dataset(LocalStore(source), target)
+    assert sorted(target.names) == LocalStore(source).list("")
+    said = [name for name in target.names if name.endswith(".json")]
+    assert target.names[-len(said) :] == said
+    assert [name.partition("/")[0] for name in said] == ["views", "tokens", "tokens", "manifest-000001.json"]
 
 
 @pytest.mark.parametrize("name", ["view.json", "manifest.json"])

@@ -38,7 +38,8 @@ def _write_bad(case: PackCase, name: str, *studies: MadeStudy, **rest: Any) -> P
     """Write an attachment whose conversion ends its process; return where its tries are counted."""
     tally = case.folder / f"{name}.tally"
     records = [{"study_uids": [study.study_instance_uid]} for study in studies]
-    write_toy(case.dicom / name, *records, crash="convert", tally=str(tally), name=name, **rest)
+    rest = {"crash": "convert", "tally": str(tally), "name": name} | rest
+    write_toy(case.dicom / name, *records, **rest)
     return tally
 
 
@@ -125,12 +126,47 @@ def test_tasks_and_restarts_come_to_the_same_bytes(case: PackCase, studies: list
     assert tree_digests(case.output) == expected
 
 
+def test_each_has_two_deaths(case: PackCase, studies: list[MadeStudy]) -> None:
+    """Whichever of the two is converted first, the one that dies once is packed."""
+    once = _write_bad(case, "once", studies[0], times=1)
+    always = _write_bad(case, "always", studies[0])
+    summary = case.pack(LOOSE, handlers=HANDLERS)
+    assert summary.reasons == {"WORKER_KILLED": 1}
+    assert (once.stat().st_size, always.stat().st_size) == (1, 2)
+    assert len(_toys(case, studies[0])) == 2
+
+
+def test_a_death_behind_the_attachments_is_the_studys(case: PackCase, studies: list[MadeStudy]) -> None:
+    _write_bad(case, "later", studies[0], crash="slices")
+    summary = case.pack(LOOSE, handlers=HANDLERS)
+    assert summary.studies == {"packed": 1, "skipped": 0, "quarantined": 1}
+    (record,) = _records(case)
+    assert record["input"] == case.sample_key(studies[0].study_instance_uid)
+
+
+def test_retry_tries_the_attachments_of_a_quarantined_study_again(
+    case: PackCase, studies: list[MadeStudy]
+) -> None:
+    tally = _write_bad(case, "bad", studies[0], times=2)
+    _write_bad(case, "later", studies[0], crash="slices", times=2)
+    lost = case.pack(LOOSE, handlers=HANDLERS)
+    assert lost.studies == {"packed": 1, "skipped": 0, "quarantined": 1}
+    # Of the attachment, and of the study's two images.
+    assert (tally.stat().st_size, lost.reasons["WORKER_KILLED"]) == (2, 1 + 2)
+    assert len(_records(case)) == 2
+    healed = case.pack(LOOSE, mode="retry", handlers=HANDLERS)
+    assert (healed.studies["packed"], healed.reasons) == (2, {})
+    assert len(_toys(case, studies[0])) == 3
+
+
 def test_too_many_of_them_stop_the_job(case: PackCase, studies: list[MadeStudy]) -> None:
     _write_bad(case, "bad", studies[0])
-    summary = case.pack("policy.max_quarantined_share=0", handlers=HANDLERS)
-    assert (summary.status, summary.reasons["WORKER_KILLED"]) == ("quarantine_limit", 1)
+    none = "policy.max_quarantined_share=0"
+    # A task publishes nothing: nobody would count after it.
+    assert case.pack(none, share=Share(index=0, count=1), handlers=HANDLERS).status == "quarantine_limit"
     # The next run knows it from its start.
-    assert case.pack("policy.max_quarantined_share=0", handlers=HANDLERS).status == "quarantine_limit"
+    summary = case.pack(none, handlers=HANDLERS)
+    assert (summary.status, summary.reasons["WORKER_KILLED"]) == ("quarantine_limit", 1)
     assert case.pack(LOOSE, handlers=HANDLERS).reasons == {"WORKER_KILLED": 1}
 
 
