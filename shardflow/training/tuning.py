@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Final, Protocol
 
-from shardflow.errors import ConfigError, StorageError
+from shardflow.errors import ConfigError, ShardflowError, StorageError
 from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner, TunerRules
 from shardflow.monitoring.tuner_file import TUNED_FILE, read_tuned, tuned_text
@@ -169,8 +169,9 @@ class Tuning:
         """Set it here; a machine that lacks the room for it keeps what it has, and trains the same."""
         try:
             self._knobs.set(change.setting, change.value)
-        except ConfigError as error:
-            _LOGGER.warning("the tuner's choice is not for this rank: %s", error.message)
+        except (ShardflowError, OSError) as error:
+            found = error.message if isinstance(error, ShardflowError) else type(error).__name__
+            _LOGGER.warning("the tuner's choice is not for this rank: %s", found)
 
     def _agreed_start(self) -> dict[str, int | str]:
         """Let rank 0 choose, and tell everybody, a refusal included."""
