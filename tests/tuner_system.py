@@ -84,12 +84,21 @@ class System:
         seed: Of the noise.
         room: Micro-batches that may lie ready.
         ahead_room: Those that may be fetched and not begun.
+        epoch: Those of an epoch, at whose end there is nothing more to make; 0 is one without an end.
     """
 
     def __init__(
-        self, job: Job, values: Settings, *, seed: int, room: float = 16.0, ahead_room: float = 0.0
+        self,
+        job: Job,
+        values: Settings,
+        *,
+        seed: int,
+        room: float = 16.0,
+        ahead_room: float = 0.0,
+        epoch: int = 0,
     ) -> None:
         self.job, self.values, self.room, self.ahead_room = job, dict(values), room, ahead_room
+        self._epoch, self._num_taken = epoch, 0
         self.speed = 1.0
         self._random = random.Random(seed)
         self._ready = 0.0
@@ -112,18 +121,20 @@ class System:
         wait_s = max(0.0, 1 - self._ready) / capacity
         step_s = wait_s + own_s
         before = self._ready
-        self._ready = max(0.0, min(self.room, max(self._ready, 1.0) - 1 + capacity * own_s))
+        left = self._epoch - self._num_taken - max(before, 1.0) if self._epoch else self.room
+        produced = max(0.0, min(capacity * own_s, left))
+        self._ready = max(0.0, min(self.room, max(before, 1.0) - 1 + produced))
         num_begun = self._ready - before + 1
         ahead = self._ahead - num_begun + fetched * noise[0] * self.speed * step_s
         self._ahead = max(0.0, min(self.ahead_room, ahead))
-        made = min(1.0, capacity * step_s)
         threads = int(self.values["loader.num_threads"])
-        decode_s = min(made * self.job.decode_s, threads * step_s)
+        decode_s = max(0.0, min(num_begun * self.job.decode_s, threads * step_s))
         # Threads wait for blocks that are under way.
         self._make_s += decode_s
-        if not is_fetched and fetched < decoded and wait_s > 0.1 * step_s:
+        if not is_fetched and fetched < decoded and self._ready < self.room:
             self._fetch_s += 0.9 * (threads * step_s - decode_s)
-        self._origin_s += made * self.job.fetch_s
+        self._origin_s += min(1.0, capacity * step_s) * self.job.fetch_s
+        self._num_taken += 1
         totals = LoaderTotals(
             fetch_s=self._fetch_s,
             make_s=self._make_s,
@@ -131,6 +142,8 @@ class System:
             num_ready=self._ready,
             num_ahead=self._ahead,
         )
+        if self._num_taken == self._epoch:
+            self._num_taken, self._ready = 0, 0.0
         shares_python = self.values["loader.execution"] == "threads"
         return StepNumbers(
             step_s=step_s,

@@ -10,6 +10,7 @@ long. Knows settings by name and numbers only; who drives it carries the changes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -187,7 +188,7 @@ class Tuner:
     def _is_better(self, candidate: Candidate, tried: Window, rate: float, *, certain: bool = True) -> bool:
         rules = self._rules
         if candidate.direction == "less":
-            return tried.rate >= rate * (1 - rules.most_loss)
+            return math.isfinite(tried.num_needed) and tried.rate >= rate * (1 - rules.most_loss)
         return tried.rate > rate * (1 + (max(rules.least_gain, tried.error / 2) if certain else 0.0))
 
     def _watch(self, settled: Window) -> _Search:
@@ -239,7 +240,7 @@ class Tuner:
             steps.append((yield None))
             if len(steps) < least:
                 continue
-            window = measure_window(before, steps)
+            window = measure_window(before, steps, int(self.values.get("loader.num_threads", 1)))
             is_sure = window.error <= rules.sure_error or len(steps) >= rules.most_window
             if num_steps or is_sure or self.num_steps >= self._hurry_at:
                 self._before = steps[-1].loader

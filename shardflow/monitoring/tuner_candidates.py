@@ -116,10 +116,10 @@ def _leaner(window: Window, values: Values, limits: Limits) -> Iterator[Candidat
     if window.gil_wait_share > _HELD:
         yield from _other_execution(window, values, limits)
     num_threads = _number(values, _THREADS) or 1
-    needed = math.ceil(1.25 * window.num_busy)
-    if needed < num_threads:
-        why = f"{window.num_busy:.1f} of {num_threads} threads are busy"
-        yield from _fewer(_THREADS, max(needed, num_threads // 4), values, limits, "less", why)
+    if (needed := 1.25 * window.num_needed) < num_threads:
+        why = f"{window.num_needed:.1f} of {num_threads} threads are busy"
+        wanted = max(math.ceil(needed), num_threads // 4)
+        yield from _fewer(_THREADS, wanted, values, limits, "less", why)
     why = "the model may lack what they take"
     yield from _fewer(_THREADS, num_threads - 1, values, limits, "other", why)
     if _SOMETIMES_HELD < window.gil_wait_share <= _HELD:

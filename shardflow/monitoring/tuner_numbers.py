@@ -23,6 +23,10 @@ _FETCH: Final = tuple(
 )
 _MAKE: Final = tuple(name for name, stage in STAGES.items() if stage.group == "make")
 _MOST_DRAINED: Final = 0.95
+_RESTS: Final = 0.05
+"""Threads that are busy for less have nothing to do, whatever the reason."""
+_LEAST_MADE: Final = 0.5
+"""Of what is taken: with less nobody knows what threads are needed for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,8 @@ class Window:
     """Threads of the loader that read, on average; 1.5 of 2 is one and a half."""
     num_making: float
     """Threads of the loader that check, decode, transform."""
+    num_needed: float
+    """Threads that are busy when as much is made as is taken; infinite where too little was made to tell."""
     user_share: float
     """Of their making: the user's own transform."""
     origin_share: float
@@ -113,19 +119,32 @@ class Window:
         return self.num_fetching + self.num_making
 
 
-def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers]) -> Window:
+def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers], num_threads: int = 1) -> Window:
     """Measure a window.
 
     Args:
         before: The loader at the end of the step before.
         steps: At least one.
+        num_threads: Of the loader.
     """
     num, seconds = len(steps), sum(step.step_s for step in steps)
     waited = sum(min(step.data_wait_s, step.step_s) for step in steps)
     after = steps[-1].loader
     wall_s = max(seconds, 1e-9)
+    fetching_s = max(0.0, after.fetch_s - before.fetch_s)
     making_s = max(0.0, after.make_s - before.make_s)
-    drained = _drained(before, steps)
+    num_busy = (fetching_s + making_s) / wall_s
+    # What is made falls short of what is taken by what fewer lie ready, and what is fetched falls short of
+    # that by what fewer lie ahead. A loader whose threads rest makes less than it can: an epoch has no more
+    # to make, or there is less room than before.
+    taken = [step.num_micro_batches for step in steps]
+    num_taken = max(1, sum(taken))
+    seen = [before, *(step.loader for step in steps)]
+    num_made = num_taken - _fall([one.num_ready for one in seen], taken)
+    busy_share = min(1.0, num_busy / num_threads)
+    could_make = num_made / busy_share if busy_share > _RESTS else num_taken
+    fallen = max(0.0, num_taken - could_make) + _fall([one.num_ahead for one in seen], taken)
+    drained = min(_MOST_DRAINED, fallen / num_taken)
     rate = num / wall_s * (1 - drained)
     own_s = (seconds - waited) / num
     return Window(
@@ -136,24 +155,13 @@ def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers]) -> Window
         wait_share=max(0.0, 1 - rate * own_s),
         own_s=own_s,
         drained=drained,
-        num_fetching=max(0.0, after.fetch_s - before.fetch_s) / wall_s,
+        num_fetching=fetching_s / wall_s,
         num_making=making_s / wall_s,
+        num_needed=num_busy * num_taken / num_made if num_made > _LEAST_MADE * num_taken else math.inf,
         user_share=max(0.0, after.user_s - before.user_s) / max(making_s, 1e-9),
         origin_share=max(0.0, after.origin_s - before.origin_s) / wall_s,
         gil_wait_share=steps[-1].gil_wait_share,
     )
-
-
-def _drained(before: LoaderTotals, steps: Sequence[StepNumbers]) -> float:
-    """Return the share of the micro-batches that buffers were emptied by.
-
-    What is made falls short of what is taken by what fewer lie ready; what is fetched falls short of that by
-    what fewer lie ahead.
-    """
-    taken = [step.num_micro_batches for step in steps]
-    seen = [before, *(step.loader for step in steps)]
-    fallen = _fall([one.num_ready for one in seen], taken) + _fall([one.num_ahead for one in seen], taken)
-    return min(_MOST_DRAINED, fallen / sum(taken)) if sum(taken) else 0.0
 
 
 def _fall(seen: Sequence[float], taken: Sequence[int]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardflow.monitoring.tuner import Tuner, TunerRules
+from shardflow.monitoring.tuner_candidates import candidates
 from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers, measure_window
 from shardflow.monitoring.tuner_start import DataFacts, MachineFacts, default_settings
 from shardflow.telemetry import KnobLimit, Move
@@ -104,6 +106,8 @@ def test_it_settles_in_time_near_the_best_of_all_settings(name: str, begin: str)
     model_share=st.floats(0, 1),
     python_share=st.floats(0, 1),
     begin=st.sampled_from(sorted(STARTS)),
+    room=st.sampled_from([4.0, 16.0, 300.0]),
+    epoch=st.sampled_from([0, 60, 150]),
     seed=st.integers(0, 2**20),
 )
 def test_any_job_settles_in_time_within_its_limits_and_is_not_slower_than_it_began(
@@ -114,6 +118,8 @@ def test_any_job_settles_in_time_within_its_limits_and_is_not_slower_than_it_beg
     model_share: float,
     python_share: float,
     begin: str,
+    room: float,
+    epoch: int,
     seed: int,
 ) -> None:
     job = Job(
@@ -126,7 +132,10 @@ def test_any_job_settles_in_time_within_its_limits_and_is_not_slower_than_it_beg
     )
     values = STARTS[begin]
     values = {**values, "loader.num_threads": min(int(values["loader.num_threads"]), 4 * num_cpus)}
-    found = settle(job, values, seed=seed)  # the system refuses values beyond the limits
+    found = tuned(job, values, seed=seed)
+    found.system = System(job, values, seed=seed, room=room, epoch=epoch)  # it refuses values beyond limits
+    found.run(2 * SETTLE_STEPS, lambda tuner: tuner.is_settled)
+    assert found.tuner.is_settled
     assert found.tuner.num_steps <= SETTLE_STEPS
     assert job.rate(found.system.values) >= 0.9 * job.rate(values)
 
@@ -175,17 +184,35 @@ def test_what_lies_ready_or_is_fetched_is_no_rate(level: str) -> None:
 
     def steps(*levels: float) -> list[StepNumbers]:
         return [
-            StepNumbers(step_s=0.1, data_wait_s=0.0, num_samples=2, loader=LoaderTotals(**{level: one}))
-            for one in levels
+            StepNumbers(
+                step_s=0.1,
+                data_wait_s=0.0,
+                num_samples=2,
+                loader=replace(LoaderTotals(make_s=0.1 * number), **{level: one}),
+            )
+            for number, one in enumerate(levels, start=1)
         ]
 
     falling = [12 - 0.9 * number for number in range(1, 11)]
-    window = measure_window(LoaderTotals(**{level: 12}), steps(*falling))
+    window = measure_window(replace(LoaderTotals(), **{level: 12}), steps(*falling))
     assert window.drained == pytest.approx(0.9)
     assert window.rate == pytest.approx(1)
     assert window.samples_per_s == pytest.approx(2)
     assert window.wait_share == pytest.approx(0.9)
-    assert measure_window(LoaderTotals(**{level: 2}), steps(2, 3, 2, 3)).rate == pytest.approx(10)
+    assert measure_window(replace(LoaderTotals(), **{level: 2}), steps(2, 3, 2, 3)).rate == pytest.approx(10)
+
+
+def test_the_end_of_an_epoch_is_no_slow_loader() -> None:
+    """All is made: what lies ready gets less, and threads rest. How many it takes is not known."""
+    steps = [
+        StepNumbers(step_s=0.1, data_wait_s=0.0, loader=LoaderTotals(num_ready=20 - number, make_s=1))
+        for number in range(1, 11)
+    ]
+    window = measure_window(LoaderTotals(num_ready=20, make_s=1), steps, num_threads=8)
+    assert (window.drained, window.wait_share) == (0, 0)
+    assert window.num_needed == math.inf
+    values, limits = start(8, 32), JOBS["idle"].limits
+    assert "less" not in {one.direction for one in candidates(window, values, limits, waits=False)}
 
 
 def test_a_stream_that_begins_anew_is_hardly_a_fall() -> None:
