@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from shardflow import __version__
-from shardflow.logs import read_events
+from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.tail import EventTail
 from tests.distributed.launcher import Job, job
 from tests.tiny_runs import make_tiny_input, write_config
 
@@ -38,8 +39,8 @@ DEADLINE_S = 300.0
 
 
 def lines_of(run: Path, event: str) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [line for line in read_events(path) if line["event"] == event] if path.is_file() else []
+    lines = EventTail(run).read() if (run / METRICS_FILE).is_file() else ()
+    return [line.values for line in lines if line.event == event]
 
 
 def wait_for(holds: Callable[[], bool], running: Job) -> None:

@@ -34,6 +34,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _PATH: Final = "/metrics"
 _IDLE_S: Final = 30.0
+_MOST_REQUESTS: Final = 16
+"""At once: each has a thread in the process that trains, and who needs more of them is no scraper."""
 _MOST_PORT: Final = 65535
 
 
@@ -231,6 +233,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, answer: Callable[[str], tuple[bytes, str]]) -> None:
         self.answer = answer
+        self._room = threading.BoundedSemaphore(_MOST_REQUESTS)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, *_, address = found[0]
         super().__init__((str(address[0]), port), _Handler)
@@ -239,6 +242,18 @@ class _Server(ThreadingHTTPServer):
         # The one of HTTPServer looks up the machine's name, which may take seconds where no server knows it.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def handle_error(self, *_: object) -> None:
         # Of a client that went away there is nothing to say; standard error belongs to the run.

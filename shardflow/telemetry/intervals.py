@@ -17,6 +17,7 @@ __all__ = ["GaugeNumbers", "Interval", "RankNumbers", "StageNumbers"]
 
 _MOST: Final = 1e18
 """Numbers beyond it are nothing that was measured, and do not fit where numbers are kept."""
+_MOST_WHOLE: Final = 10**18
 
 
 def number_of(value: object) -> float:
@@ -42,7 +43,8 @@ def mapping_of(value: object) -> Mapping[str, Any]:
 
 
 def _whole(value: object) -> int:
-    return int(number_of(value))
+    # Of whole numbers there are most, and a file may hold millions of them.
+    return value if type(value) is int and -_MOST_WHOLE <= value <= _MOST_WHOLE else int(number_of(value))
 
 
 def _truth(value: object) -> bool:
@@ -77,12 +79,12 @@ def _readers(kind: type) -> Mapping[str, Callable[[object], object]]:
 
 def _plain(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that are numbers, texts and truth values."""
-    readers = _readers(kind)
-    return {
-        name: read(item)
-        for name, item in mapping_of(value).items()
-        if item is not None and (read := readers.get(name)) is not None
-    }
+    readers, found = _readers(kind), {}
+    for name, item in mapping_of(value).items():
+        read = readers.get(name)
+        if read is not None and item is not None:
+            found[name] = read(item)
+    return found
 
 
 class _FromJson:

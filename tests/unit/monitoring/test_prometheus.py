@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -196,6 +197,23 @@ def test_a_stranger_who_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None
                 stranger.connect((host, int(port)))
                 stranger.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert "shardflow_steps_total 60.0" in _get(server.url, timeout_s=20)
+
+
+def test_strangers_in_a_crowd_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardflow.monitoring.prometheus._MOST_REQUESTS", 2)
+    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server:
+        host, port = server.url.removeprefix("http://").removesuffix("/metrics").split(":")
+        strangers = [socket.create_connection((host, int(port))) for _ in range(2)]
+        with pytest.raises(OSError, match=r"closed connection|reset"):
+            _get(server.url)
+        for stranger in strangers:
+            stranger.close()
+        for _ in range(1000):  # until their threads have seen it
+            with contextlib.suppress(OSError):
+                assert "shardflow_steps_total 60.0\n" in _get(server.url)
+                return
+            time.sleep(0.01)
+        pytest.fail("the strangers that are gone are still counted")
 
 
 def test_scrapes_at_once_count_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
