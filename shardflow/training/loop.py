@@ -159,7 +159,8 @@ class TrainingLoop:
             progress.global_step += 1
             if self._stopping:
                 return
-            self._evaluate_if_due()
+            if not self._evaluate_if_due():
+                return
             if progress.global_step % self.parts.config.run.checkpoint_every_steps == 0:
                 self._save()
 
@@ -299,20 +300,21 @@ class TrainingLoop:
             self._on_step(metrics, self.num_steps)
         self.parts.measures.stepped(metrics, elapsed_s=elapsed_s, total_steps=self.num_steps)
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluate_if_due(self) -> bool:
+        """Measure the loss, if it is time to; returns whether the run goes on, as no stop cut it off."""
         parts, step = self.parts, self.progress.global_step
         if parts.open_evaluation is None or step in {0, self.progress.last_evaluation_step}:
-            return
+            return True
         every = parts.config.run.evaluate_every_steps
         is_due = step % every == 0 if every else parts.loader.position.step == 0
         if not is_due and step < self.num_steps:
-            return
+            return True
         position = parts.loader.position
         epoch = position.epoch - (
             position.step == 0
         )  # at an epoch's end the position is the next one's start
         with parts.measures.timed("evaluate"), parts.open_evaluation() as batches:
-            self.last_evaluation = evaluate(
+            found = evaluate(
                 parts.model,
                 batches,
                 parts.ranks,
@@ -320,11 +322,18 @@ class TrainingLoop:
                 autocast=parts.autocast,
                 global_step=step,
                 epoch=epoch,
+                is_stopping=lambda: parts.stop.is_set,
             )
+        if found is None:
+            _LOGGER.info("the evaluation after %d steps was cut off by a stop; the next start does it", step)
+            self._stopping = True
+            return False
+        self.last_evaluation = found
         self.progress.last_evaluation_step = step
         if parts.metrics is not None:
-            parts.metrics.write_evaluation(self.last_evaluation)
-        _LOGGER.info("evaluation after %d steps: loss %s", step, self.last_evaluation.loss)
+            parts.metrics.write_evaluation(found)
+        _LOGGER.info("evaluation after %d steps: loss %s", step, found.loss)
+        return True
 
     def _save(self) -> None:
         """Begin a checkpoint of what is done; it is written while the next steps run."""

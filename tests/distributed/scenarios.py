@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,7 +158,7 @@ def slow_rank(stage: Stage) -> Result:
 
 
 def evaluation(stage: Stage) -> Result:
-    """Loss of the validation split (11 samples in slots of 8) on 1, 2, 3 and 4 ranks."""
+    """Loss of the validation split (11 samples in slots of 8) on 1, 2, 3 and 4 ranks; one that is stopped."""
     result: Result = {}
     for size in WORLD_SIZES:
         ranks = stage.first(size)
@@ -170,10 +171,14 @@ def evaluation(stage: Stage) -> Result:
             device=ranks.device,
         )
         with open_loader(stage, ranks, "val", "mask") as loader:
-            metrics = evaluate(
-                exact_model(stage), loader, ranks, make_inputs=make, autocast=None, global_step=0, epoch=0
+            measure = partial(
+                evaluate, exact_model(stage), loader, ranks, make_inputs=make, autocast=None, global_step=0
             )
+            metrics = measure(epoch=0)
+            assert metrics is not None
+            stopped = measure(epoch=1, is_stopping=partial(eq, ranks.rank, size - 1))
         result[str(size)] = [metrics.loss, metrics.num_tokens, metrics.num_samples]
+        result[f"{size}, stopped"] = stopped
     return result
 
 

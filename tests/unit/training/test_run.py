@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from shardflow.errors import (
 from shardflow.shards import Dataset, manifest
 from shardflow.storage import LocalStore
 from shardflow.training import checkpoint as checkpoint_module
+from shardflow.training import evaluate as evaluate_module
 from shardflow.training import tensor_files
 from shardflow.training.cache_use import CacheUse
 from shardflow.training.checkpoint import Checkpoint, read_checkpoint
@@ -184,7 +186,7 @@ def test_checkpoint_state_is_small_and_plain(whole: Path) -> None:
 # ---- going on ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop_after", [2, 3, 6, 7])
+@pytest.mark.parametrize("stop_after", [2, 3, 6, 8])
 def test_stopped_run_goes_on_bit_for_bit(
     tiny: TinyInput, whole: Path, tmp_path: Path, stop_after: int
 ) -> None:
@@ -198,6 +200,37 @@ def test_stopped_run_goes_on_bit_for_bit(
     assert (resumed.outcome, resumed.global_step, resumed.attempt) == ("finished", 12, 2)
     assert_equal_models(tmp_path, whole)
     assert samples(read_ledger(tmp_path)) == samples(read_ledger(whole))
+    for event in ("step", "evaluation"):
+        mine, theirs = read_metrics(tmp_path, event), read_metrics(whole, event)
+        assert [(m["global_step"], m["loss"]) for m in mine] == [
+            (t["global_step"], t["loss"]) for t in theirs
+        ]
+
+
+@pytest.mark.parametrize("num_seen", [1, 3])
+def test_a_stop_cuts_an_evaluation_off_and_the_next_start_makes_up_for_it(
+    tiny: TinyInput, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_seen: int
+) -> None:
+    seen = []
+    measure = evaluate_module._loss
+
+    def and_signal(*args: Any) -> float:
+        seen.append(1)
+        if len(seen) == num_seen:
+            signal.raise_signal(signal.SIGTERM)
+        return measure(*args)
+
+    settings = ("run.num_epochs=2", "data.eval_split=val")
+    stop = StopRequest()
+    with monkeypatch.context() as patch, stop.listening():
+        patch.setattr(evaluate_module, "_loss", and_signal)
+        patch.setattr(evaluate_module, "_LOOK_EVERY_S", 0.0)
+        stopped = train(tiny_config(tiny, tmp_path, *settings), stop=stop)
+    assert (stopped.outcome, stopped.stop_signal, stopped.global_step) == ("stopped", "SIGTERM", 6)
+    assert len(seen) == num_seen
+    assert read_metrics(tmp_path, "evaluation") == []
+    assert run(tiny, tmp_path, *settings).outcome == "finished"
+    assert_equal_models(tmp_path, whole)
     for event in ("step", "evaluation"):
         mine, theirs = read_metrics(tmp_path, event), read_metrics(whole, event)
         assert [(m["global_step"], m["loss"]) for m in mine] == [
