@@ -1,13 +1,16 @@
-"""What measuring costs a training step: the same run, measured and not, in turns.
+r"""What measuring costs a training step: the same run, measured and not, in turns.
 
     python -m benchmarks.monitor.overhead --output benchmarks/results/monitor_overhead.json
+    python -m benchmarks.monitor.overhead --interval-s 5 --block-s 12 --pairs 6 --models long \
+        --output benchmarks/results/monitor_overhead_default.json
 
 One process, or two that torchrun starts, builds the parts of a run once and trains on: a block of steps with
-``monitor.interval_s = 0``, one with an interval every second (the default is five), the other way round, and
-so on. Both kinds of block share model, loader and processes, so that what differs is the measuring: the
-thread that watches the process, the clock of the step, its hook, and the exchange and line of each interval.
-The overhead is the time of a step of a measured block over that of the block beside it, less 1; the median
-and the quartiles of all pairs are given, and each pair. Quiet: about seven minutes on two cores.
+``monitor.interval_s = 0``, one with an interval every second, the other way round, and so on; the second
+command has the default interval of five seconds. Both kinds of block share model, loader and processes, so
+that what differs is the measuring: the thread that watches the process, the clock of the step, its hook, and
+the exchange and line of each interval. The overhead is the time of a step of a measured block over that of
+the block beside it, less 1; the median and the quartiles of all pairs are given, and each pair. Quiet: about
+seven minutes on two cores, and five.
 """
 
 from __future__ import annotations
@@ -44,7 +47,6 @@ from tests.tiny_runs import make_tiny_input
 
 LIMIT: Final = 0.01
 WAIT: Final = timedelta(seconds=600)
-INTERVAL_S: Final = 1.0
 RUN_IN: Final = 2
 MODELS: Final = {
     "short": ("model.vision_width=32", "model.language_width=32"),
@@ -62,15 +64,15 @@ MODELS: Final = {
 class Blocks:
     """Trains in blocks of steps, measured or not."""
 
-    def __init__(self, parts: RunParts, config: TrainConfig) -> None:
-        self._parts = parts
+    def __init__(self, parts: RunParts, config: TrainConfig, interval_s: float) -> None:
+        self._parts, self._interval_s = parts, interval_s
         self._config = config
         self._progress = LoopProgress()
         self._feed: DeviceFeed | None = None
 
     def run(self, num_steps: int, *, is_measured: bool) -> float:
         """Return the seconds of a step, of all ranks together: each ends with an exchange."""
-        interval_s = INTERVAL_S if is_measured else 0.0
+        interval_s = self._interval_s if is_measured else 0.0
         config = replace(self._config, monitor=replace(self._config.monitor, interval_s=interval_s))
         parts = self._parts
         measures, close = open_measures(
@@ -97,13 +99,15 @@ class Blocks:
         self._progress.global_step += 1
 
 
-def measure(config: TrainConfig, *, num_pairs: int, block_s: float) -> dict[str, Any] | None:
+def measure(
+    config: TrainConfig, *, num_pairs: int, block_s: float, interval_s: float
+) -> dict[str, Any] | None:
     """Run the blocks; every rank calls this, and rank 0 gets the numbers."""
     with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks, ExitStack() as stack:
         first = StartDecision(attempt=1, checkpoint=None, damaged=())
         checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=1)
         parts = prepare_run(config, ranks, checkpoints, first, None, StopRequest(), stack)
-        blocks = Blocks(parts, config)
+        blocks = Blocks(parts, config, interval_s)
         trial_s = blocks.run(10, is_measured=False)
         agreed = ranks.gather_numbers([block_s / trial_s], WAIT)
         num_steps = max(4, int(agreed[0, 0]))
@@ -133,14 +137,15 @@ def measure(config: TrainConfig, *, num_pairs: int, block_s: float) -> dict[str,
     }
 
 
-def run_case(folder: Path, model: str, world_size: int, *, num_pairs: int, block_s: float) -> dict[str, Any]:
+def run_case(folder: Path, model: str, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run one case in processes of its own; returns what rank 0 found."""
     result = folder / "result.json"
     launcher = [sys.executable]
     if world_size > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    case = ["--case", model, "--folder", str(folder), "--pairs", str(num_pairs), "--block-s", str(block_s)]
+    case = ["--case", model, "--folder", str(folder), "--pairs", str(options.pairs)]
+    case += ["--block-s", str(options.block_s), "--interval-s", str(options.interval_s)]
     command = [*launcher, "-m", "benchmarks.monitor.overhead", *case, "--output", str(result)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, env=environment)
@@ -162,6 +167,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the results here as well")
     parser.add_argument("--pairs", type=int, default=12, help="blocks of each kind")
     parser.add_argument("--block-s", type=float, default=4.0, help="seconds of a block, about")
+    parser.add_argument("--interval-s", type=float, default=1.0, help="monitor.interval_s of measured blocks")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--case", choices=list(MODELS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -175,22 +182,24 @@ def main() -> int:
             *MODELS[options.case],
         ]
         config = load_config(TrainConfig, options.folder / "tiny" / "train.toml", settings)
-        found = measure(config, num_pairs=options.pairs, block_s=options.block_s)
+        found = measure(
+            config, num_pairs=options.pairs, block_s=options.block_s, interval_s=options.interval_s
+        )
         if found is not None:
             options.output.write_text(json.dumps(found), encoding="utf-8")
         return 0
     with tempfile.TemporaryDirectory() as text:
         make_input(Path(text))
         cases = [
-            run_case(Path(text), model, world_size, num_pairs=options.pairs, block_s=options.block_s)
-            for model in MODELS
+            run_case(Path(text), model, world_size, options)
+            for model in options.models
             for world_size in (1, 2)
         ]
     report = {
         "command": " ".join(["python -m benchmarks.monitor.overhead", *sys.argv[1:]]),
         "about": about_run(["torch"]),
         "limit": LIMIT,
-        "interval_s": INTERVAL_S,
+        "interval_s": options.interval_s,
         "cases": cases,
     }
     for case in cases:

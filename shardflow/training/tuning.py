@@ -237,7 +237,8 @@ class Tuning:
         _LOGGER.log(level, "tuner: %s", move.text)
         if self._metrics is not None:
             self._metrics.write_move(move)
-        if move.kind == "settle" and self._is_on and self.tuner is not None:
+        # What is kept is written at once: a run that is stopped before it settles goes on from there.
+        if move.kind in {"keep", "settle"} and self._is_on and self.tuner is not None:
             text = tuned_text(configurable(self.tuner.values))
             try:
                 write_atomic(self._config.run.output / TUNED_FILE, [text.encode()], replace=True)

@@ -198,6 +198,18 @@ def test_a_file_that_cannot_be_written_costs_a_warning(
     assert not [path.name for path in tmp_path.iterdir() if is_temporary_name(path.name)]
 
 
+def test_what_is_kept_is_written_before_the_search_is_over(
+    tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(tuner: Scripted) -> None:
+        tuner.values["loader.num_threads"] = 3
+        tuner.report(Move(global_step=1, kind="keep", text="3 threads"))
+
+    scripted(monkeypatch, {2: keep})
+    train(tiny_config(tiny, tmp_path, "tune.mode=on", "run.num_epochs=1"))
+    assert read_tuned(tmp_path / TUNED_FILE)["loader.num_threads"] == 3
+
+
 def test_a_tuner_that_fails_ends_nothing_but_itself(
     tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
