@@ -12,7 +12,7 @@ from typing import Final
 from pipelines.help_text import CommandParser, HelpFormatter
 from pipelines.interrupts import interruptible
 from pipelines.pack_progress import make_progress
-from pipelines.surface import counted
+from pipelines.surface import add_job_settings, counted
 from shardflow.configs import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.logs import configure_logging, describe_exception
@@ -52,15 +52,7 @@ _logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the job."""
-    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the job's settings")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="TABLE.KEY=VALUE",
-        help="change one setting; may be given several times",
-    )
+    add_job_settings(parser)
     parser.add_argument(
         "--engine",
         choices=("local", "ray"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.interrupts import interruptible
 from pipelines.pack_progress import make_progress
-from pipelines.surface import add_json, counted, human_bytes, show_lines
+from pipelines.surface import add_job_settings, add_json, counted, human_bytes, show_lines
 
 if TYPE_CHECKING:
     from shardflow.corpora import CorpusSummary
@@ -43,15 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow pack-text``."""
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the job's settings")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="TABLE.KEY=VALUE",
-        help="change one setting; may be given several times",
-    )
+    add_job_settings(parser)
     parser.add_argument(
         "--append", action="store_true", help="take new files into the dataset's next version"
     )

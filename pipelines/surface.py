@@ -26,6 +26,7 @@ from shardflow.storage import LocalStore, open_store
 
 __all__ = [
     "add_dataset",
+    "add_job_settings",
     "add_json",
     "add_subset",
     "counted",
@@ -51,6 +52,19 @@ def add_dataset(parser: argparse.ArgumentParser) -> None:
         "dataset",
         metavar="DATASET",
         help="folder of a packed dataset, or its address: s3:// gs:// az:// http(s):// file://",
+    )
+
+
+def add_job_settings(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and ``--set``, where a packing job's settings come from."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the job's settings")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="TABLE.KEY=VALUE",
+        help="change one setting; may be given several times",
     )
 
 

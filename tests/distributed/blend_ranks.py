@@ -1,7 +1,8 @@
-"""Two ranks train on a blend of images and texts; ``torchrun --nproc-per-node 2 -m ... INPUT OUTPUT``.
+"""Two ranks train on a blend; ``torchrun --nproc-per-node 2 -m ... INPUT OUTPUT [TABLE.KEY=VALUE ...]``.
 
-Two lanes and two micro-batches a step: in most steps one rank has text alone and the other has images. A run
-that goes through, and one that is stopped and resumed, leave run folders for the test to compare.
+Two lanes and two micro-batches a step: of images and texts, in most steps one rank has text alone and the
+other has images. A run that goes through, and one that is stopped and resumed, leave run folders for the test
+to compare.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ SETTINGS = (
 )
 
 
-def blend_config(source: Path, output: Path) -> TrainConfig:
+def blend_config(source: Path, output: Path, *more: str) -> TrainConfig:
     """Settings of the run."""
-    overrides = [f"data.dataset={source / 'blend.toml'}", f"run.output={output}", *SETTINGS]
+    overrides = [f"data.dataset={source / 'blend.toml'}", f"run.output={output}", *SETTINGS, *more]
     return load_config(TrainConfig, source / "train.toml", overrides)
 
 
 def main() -> None:
     """Run a whole run, and one in two parts."""
-    source, output = Path(sys.argv[1]), Path(sys.argv[2])
+    source, output, more = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
-        whole = train_on(ranks, blend_config(source, output / "whole"))
+        whole = train_on(ranks, blend_config(source, output / "whole", *more))
         stop = StopRequest()
 
         def ask(metrics: StepMetrics, num_steps: int) -> None:
             if metrics.global_step + 1 == num_steps // 2 + 1:  # in the second epoch
                 stop.signal_name = "SIGTERM"
 
-        train_on(ranks, blend_config(source, output / "parts"), on_step=ask, stop=stop)
-        resumed = train_on(ranks, blend_config(source, output / "parts"))
+        train_on(ranks, blend_config(source, output / "parts", *more), on_step=ask, stop=stop)
+        resumed = train_on(ranks, blend_config(source, output / "parts", *more))
         if (whole.outcome, resumed.outcome) != ("finished", "finished") or resumed.resumed_from is None:
             raise SystemExit(f"runs must finish, got {whole} and {resumed}")
 

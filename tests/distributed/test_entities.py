@@ -11,13 +11,15 @@ from shardflow.entities import EntityRules, build_view
 from shardflow.shards.entity_dataset import EntityDataset
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
-from tests.distributed.entity_ranks import entity_config
+from tests.distributed.blend_ranks import blend_config
 from tests.distributed.launcher import job
 from tests.distributed.runs import committed_samples, differing_weights
 from tests.entity_datasets import make_entity_dataset
 from tests.tiny_runs import make_tiny_input
 
 pytestmark = pytest.mark.distributed
+
+SETTINGS = ('image.slice_choice="random"',)
 
 BLEND = (
     '[[component]]\ndataset = "studies"\n[[component]]\ndataset = "studies"\nview = "entity"\nrepeat = 0.5\n'
@@ -29,8 +31,8 @@ def test_studies_and_entities_on_two_ranks(tmp_path: Path) -> None:
     dataset = make_entity_dataset(tmp_path / "studies")
     build_view(dataset, EntityRules())
     (tmp_path / "blend.toml").write_text(BLEND, encoding="utf-8")
-    arguments = [str(tmp_path), str(tmp_path / "out")]
-    with job(tmp_path, "tests.distributed.entity_ranks", arguments, num_ranks=2) as running:
+    arguments = [str(tmp_path), str(tmp_path / "out"), *SETTINGS]
+    with job(tmp_path, "tests.distributed.blend_ranks", arguments, num_ranks=2) as running:
         finished = running.wait(240)
     assert finished.exit_code == 0, finished.text
 
@@ -49,5 +51,5 @@ def test_studies_and_entities_on_two_ranks(tmp_path: Path) -> None:
     assert differing_weights(tmp_path / "out" / "parts", tmp_path / "out" / "whole") == []
 
     # One rank runs the same steps.
-    assert train(entity_config(tmp_path, tmp_path / "out" / "one")).outcome == "finished"
+    assert train(blend_config(tmp_path, tmp_path / "out" / "one", *SETTINGS)).outcome == "finished"
     assert committed_samples(tmp_path / "out" / "one") == committed_samples(tmp_path / "out" / "whole")
