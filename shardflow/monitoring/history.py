@@ -86,11 +86,6 @@ class RunHistory:
         return has_read
 
     @property
-    def last_time_s(self) -> float:
-        """When the newest step was done, seconds since 1970; 0 before the first."""
-        return float(self.steps[-1]["time_s"]) if self.steps else 0.0
-
-    @property
     def next_time_s(self) -> float:
         """Time of the first line that `follow` left for later; infinite where none waits."""
         return math.inf if self._next is None else self._next.time_s

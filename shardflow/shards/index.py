@@ -207,15 +207,6 @@ class ShardIndex:
             f"sample {self.sample_key(row)} must have a field {name!a}, got none ({self.shard}, row {row})."
         )
 
-    def byte_range(self, row: int) -> tuple[int, int]:
-        """Return where a whole sample lies, headers and padding with it: ``(offset, num_bytes)``.
-
-        Of a foreign sample it is the first header, and the size without what may lie between its members.
-        """
-        span = self._span(row)
-        offset = int(self.field_offsets[span.start]) - BLOCK_NUM_BYTES
-        return offset, sum(map(member_num_bytes, self.field_num_bytes[span].tolist()))
-
     def _span(self, row: int) -> slice:
         if not 0 <= row < self.num_samples:
             raise IndexError(f"a row must lie in [0, {self.num_samples}), got {row} ({self.shard}).")

@@ -96,11 +96,6 @@ class SeriesPlan:
     attributes: Mapping[str, str] = field(default_factory=dict)
     """DICOM keyword to text: technical attributes of this series."""
 
-    @property
-    def contrasts(self) -> tuple[str, ...]:
-        """Phases or weightings in the order of the stacks."""
-        return tuple(dict.fromkeys(item.contrast for item in self.slices))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyPlan:

@@ -30,11 +30,6 @@ class Outcome:
     num_hits: int
     fetched_bytes: int
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the reads that were hits."""
-        return self.num_hits / self.num_reads
-
 
 def next_uses(reads: Sequence[int], *, horizon: Sequence[int] | None = None) -> list[float]:
     """Return for each read the place of the next one of the same block, `NEVER` for the last.

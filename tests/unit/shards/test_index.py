@@ -36,12 +36,6 @@ def test_samples_and_fields_come_back() -> None:
     assert index.field_names == ("report.txt", "s000.i0000.b2nd", "study.json")
 
 
-def test_a_sample_is_one_range_of_bytes() -> None:
-    index = _open(ShardIndex.encode("train-000000", END, SAMPLES))
-    assert index.byte_range(0) == (0, 512 + 512 + 512 + 1024)
-    assert index.byte_range(1) == (2560, 1024)
-
-
 def test_a_shard_without_samples_has_an_index() -> None:
     index = _open(ShardIndex.encode("train-000000", 1024, []))
     assert (index.num_samples, index.num_fields, index.field_names) == (0, 0, ())
