@@ -41,7 +41,7 @@ from pipelines import (
     view,
 )
 from pipelines.help_text import CommandParser, HelpFormatter
-from shardflow import __version__
+from shardflow._version import __version__
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.logs import describe_exception
 

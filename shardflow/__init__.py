@@ -3,4 +3,6 @@
 Importing this package imports nothing else; see ARCHITECTURE.md for the way the data takes.
 """
 
-__version__ = "0.1.0"
+from shardflow._version import __version__
+
+__all__ = ["__version__"]

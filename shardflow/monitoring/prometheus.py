@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-from shardflow import __version__
+from shardflow._version import __version__
 from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.exported import METRICS, STEP_BUCKETS_S
 from shardflow.monitoring.lines import check_holds_metrics

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardflow import __version__
+from shardflow._version import __version__
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError
 from shardflow.shards.canonical import canonical_json, sha256_hex
 from shardflow.shards.foreign.grouping import GroupedShard, GroupingPolicy, group_members
