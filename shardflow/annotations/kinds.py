@@ -101,60 +101,60 @@ KINDS: Final = (
     AnnotationKind(
         name="dicom-seg",
         sop_classes=frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"}),
-        describer="dicom_seg:describe_segmentation",
-        reader="dicom_seg:read_segmentation",
+        describer="shardflow.annotations.dicom_seg:describe_segmentation",
+        reader="shardflow.annotations.dicom_seg:read_segmentation",
     ),
     AnnotationKind(
         name="rtstruct",
         sop_classes=frozenset({"1.2.840.10008.5.1.4.1.1.481.3"}),
-        describer="rtstruct:describe_structure_set",
-        reader="rtstruct:read_structure_set",
+        describer="shardflow.annotations.rtstruct:describe_structure_set",
+        reader="shardflow.annotations.rtstruct:read_structure_set",
     ),
     AnnotationKind(
         name="sr-tid1500",
         # Enhanced, comprehensive, comprehensive 3D, mammography, chest and colon CAD: those with coordinates.
         sop_classes=frozenset(_SR + end for end in ("22", "33", "34", "50", "65", "69")),
-        describer="structured_report:describe_report_object",
-        reader="structured_report:read_structured_report",
+        describer="shardflow.annotations.structured_report:describe_report_object",
+        reader="shardflow.annotations.structured_report:read_structured_report",
     ),
     AnnotationKind(
         name="gsps",
         # Grey, colour, pseudo-colour, blending, and those of XA and XRF.
         sop_classes=frozenset(f"1.2.840.10008.5.1.4.1.1.11.{end}" for end in (1, 2, 3, 4, 5)),
-        describer="structured_report:describe_report_object",
-        reader="presentation_state:read_presentation_state",
+        describer="shardflow.annotations.structured_report:describe_report_object",
+        reader="shardflow.annotations.presentation_state:read_presentation_state",
     ),
     AnnotationKind(
         name="ko",
         sop_classes=frozenset({_SR + "59"}),
-        describer="structured_report:describe_report_object",
-        reader="key_objects:read_key_objects",
+        describer="shardflow.annotations.structured_report:describe_report_object",
+        reader="shardflow.annotations.key_objects:read_key_objects",
     ),
     AnnotationKind(
         name="lidc-xml",
-        describer="lidc:describe_lidc",
-        reader="lidc:read_lidc",
-        recogniser="lidc:is_lidc",
+        describer="shardflow.annotations.lidc:describe_lidc",
+        reader="shardflow.annotations.lidc:read_lidc",
+        recogniser="shardflow.annotations.lidc:is_lidc",
     ),
     AnnotationKind(
         name="coco",
-        describer="coco:describe_coco",
-        reader="coco:read_coco",
-        recogniser="coco:is_coco",
+        describer="shardflow.annotations.coco:describe_coco",
+        reader="shardflow.annotations.coco:read_coco",
+        recogniser="shardflow.annotations.coco:is_coco",
         has_items=True,
     ),
     AnnotationKind(
         name="csv",
-        describer="csv_boxes:describe_boxes",
-        reader="csv_boxes:read_boxes",
-        recogniser="csv_boxes:is_box_table",
+        describer="shardflow.annotations.csv_boxes:describe_boxes",
+        reader="shardflow.annotations.csv_boxes:read_boxes",
+        recogniser="shardflow.annotations.csv_boxes:is_box_table",
         has_items=True,
     ),
     AnnotationKind(
         name="nifti",
-        describer="nifti_mask:describe_label_volume",
-        reader="nifti_mask:read_label_volume",
-        recogniser="nifti_mask:is_label_volume",
+        describer="shardflow.annotations.nifti_mask:describe_label_volume",
+        reader="shardflow.annotations.nifti_mask:read_label_volume",
+        recogniser="shardflow.annotations.nifti_mask:is_label_volume",
     ),
 )
 """All kinds, in the order in which files are offered to them, and in which their regions are numbered."""
@@ -162,7 +162,7 @@ KINDS: Final = (
 
 def _function(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(import_module(f"shardflow.annotations.{module}"), name)
+    function: Callable[..., Any] = getattr(import_module(module), name)
     return function
 
 

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["PackConfig", "PackMode", "PackSummary", "Progress", "Share", "SilentProgress", "pack"]
 
 _MODULES: Final = {
-    "PackConfig": "config",
-    "PackMode": "job",
-    "PackSummary": "summary",
-    "Progress": "progress",
-    "Share": "shares",
-    "SilentProgress": "progress",
-    "pack": "job",
+    "PackConfig": "shardflow.packing.config",
+    "PackMode": "shardflow.packing.job",
+    "PackSummary": "shardflow.packing.summary",
+    "Progress": "shardflow.packing.progress",
+    "Share": "shardflow.packing.shares",
+    "SilentProgress": "shardflow.packing.progress",
+    "pack": "shardflow.packing.job",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
