@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 # Every packing process and rank imports the same libraries: where bytecode may not be written, each compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-gpu fuzz images docs check fix golden constraints clean
+.PHONY: help setup demo test test-slow test-gpu fuzz images docs check size fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m fast $(PYTEST_ARGS)
+
+size: $(STAMP) ## Count modules, code lines, public names and words of documents
+	$(BIN)/python -m tests.architecture.size
 
 fix: $(STAMP) ## Format and apply the safe lint fixes
 	$(BIN)/ruff format .
