@@ -17,7 +17,7 @@ from shardflow.epochs.network import MAX_SIZE, MixedRadixNetwork, UInt64Array, m
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
-__all__ = ["Permutation"]
+__all__ = ["Permutation", "shuffled"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -75,8 +75,8 @@ class Permutation:
             raise PlanError(f"positions must be integers, got an array of {positions.dtype} (permutation).")
         if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= self.size):
             raise PlanError(
-                f"positions must lie in [0, {self.size}), got {int(positions.min())} to {int(positions.max())} "
-                f"(permutation)."
+                f"positions must lie in [0, {self.size}), got {int(positions.min())} to "
+                f"{int(positions.max())} (permutation)."
             )
         if self._network is None:
             mapped: Int64Array = self._table[positions]
@@ -87,6 +87,11 @@ class Permutation:
         words = positions.astype(np.uint64).ravel()
         _walk_array(self._network, words, self.size)
         return words.view(np.int64).reshape(positions.shape)
+
+
+def shuffled(size: int, key: int) -> Int64Array:
+    """Return the numbers below ``size`` in the order of a permutation, ``(size,)`` int64."""
+    return Permutation(size, key)(np.arange(size))
 
 
 def _sorted_table(size: int, key: int) -> Int64Array:

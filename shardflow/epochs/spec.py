@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from shardflow.epochs.budget import TokenBudget
-from shardflow.epochs.integers import MAX_COUNTER, checked_int
+from shardflow.epochs.integers import MAX_COUNTER, check_ints, checked_int
 from shardflow.errors import ConfigError
 
 __all__ = ["DEFAULT_WINDOW_BYTES", "MAX_LANES", "MAX_PER_STEP", "TAILS", "BatchSpec", "Tail"]
@@ -68,10 +68,7 @@ class BatchSpec:
             "lanes": (0 if self.budget is None else 1, MAX_LANES),
             "window_bytes": (1, MAX_COUNTER),
         }
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            number = checked_int(name, value, low=low, high=high, where="batch spec", error=ConfigError)
-            object.__setattr__(self, name, number)
+        check_ints(self, bounds, where="batch spec", error=ConfigError)
         if not self.lanes:
             object.__setattr__(self, "window_bytes", DEFAULT_WINDOW_BYTES)
         if self.tail not in TAILS:
