@@ -52,10 +52,10 @@ def s3_server() -> Iterator[str]:
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # a busy machine starts a server late; a dead one is seen at once
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with urllib.request.urlopen(url, timeout=30):
                 return
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:

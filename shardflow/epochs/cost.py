@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 LengthArray = npt.NDArray[np.uint32 | np.int64]
 
 # Bounds that keep a length below 2**36, so that no product leaves 64 bits.
-_BOUNDS = {
+_RULE_BOUNDS = {
     "text_tokens_per_1000_bytes": (0, 2**13),
     "max_text_tokens": (0, 2**31 - 1),
     "image_tokens_per_slice": (0, 2**17),
@@ -85,7 +85,7 @@ class CostRule:
             raise ConfigError("tokenizer must be 64 hexadecimal digits or empty, got another (cost rule).")
         if self.tokenizer:  # no part of the rule, so that one rule has one identity
             object.__setattr__(self, "text_tokens_per_1000_bytes", _ESTIMATED_RATE)
-        check_ints(self, _BOUNDS, where="cost rule", error=ConfigError)
+        check_ints(self, _RULE_BOUNDS, where="cost rule", error=ConfigError)
 
     def _check_images(self) -> None:
         if len(self.buckets) > MAX_BUCKETS:

@@ -15,7 +15,7 @@ __all__ = ["TileRule"]
 
 Int64Array = npt.NDArray[np.int64]
 
-_BOUNDS = {"rows": (1, 2**16), "columns": (1, 2**16), "max_tiles": (1, 2**10)}
+_TILE_BOUNDS = {"rows": (1, 2**16), "columns": (1, 2**16), "max_tiles": (1, 2**10)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class TileRule:
     """Tiles of one image at most, the overview not counted."""
 
     def __post_init__(self) -> None:
-        check_ints(self, _BOUNDS, where="tile rule", error=ConfigError)
+        check_ints(self, _TILE_BOUNDS, where="tile rule", error=ConfigError)
 
     def grids(self, rows: npt.NDArray[Any], columns: npt.NDArray[Any]) -> tuple[Int64Array, Int64Array]:
         """Return the rows and columns of tiles of images, at least 1 each.
