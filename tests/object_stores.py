@@ -65,7 +65,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def s3_bucket(address: str, name: str) -> str:
     """Make an empty bucket; returns its address."""
-    with urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=10):
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=60):
         return f"s3://{name}"
 
 
