@@ -52,10 +52,10 @@ def s3_server() -> Iterator[str]:
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # a busy machine starts a server late; a dead one is seen at once
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with urllib.request.urlopen(url, timeout=30):
                 return
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
@@ -65,7 +65,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def s3_bucket(address: str, name: str) -> str:
     """Make an empty bucket; returns its address."""
-    with urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=10):
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=60):
         return f"s3://{name}"
 
 

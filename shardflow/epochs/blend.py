@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.epochs.component_state import DIGEST_LENGTH, MAX_COMPONENTS, ComponentState
+from shardflow.epochs.integers import sums
 from shardflow.epochs.permutation import Permutation
 from shardflow.epochs.recent import Recent
 from shardflow.epochs.rows import Rows, nth_rows
@@ -86,8 +87,6 @@ class Blend:
         PlanError: There are too many components, or one has no samples or no draws.
     """
 
-    __slots__ = ("_bases", "_draws", "_starts", "components", "digest", "num_draws", "num_samples")
-
     def __init__(self, components: Sequence[BlendComponent]) -> None:
         if not 1 <= len(components) <= MAX_COMPONENTS:
             raise PlanError(
@@ -101,9 +100,9 @@ class Blend:
                     f"and {component.count}; remove it, or raise its repeat, its weight or epoch_samples."
                 )
         self.components = tuple(components)
-        self._starts = _sums([len(component.rows) for component in components])
-        self._bases = _sums([component.num_table_rows for component in components])
-        self._draws = _sums([component.count for component in components])
+        self._starts = sums([len(component.rows) for component in components])
+        self._bases = sums([component.num_table_rows for component in components])
+        self._draws = sums([component.count for component in components])
         self.num_samples, self.num_draws = int(self._starts[-1]), int(self._draws[-1])
         parts = [component.to_json() for component in components]
         self.digest = _digest({"blend_version": _BLEND_VERSION, "components": parts})
@@ -158,8 +157,6 @@ class BlendOrder:
         epoch: Number of the epoch, from 0.
     """
 
-    __slots__ = ("_blend", "_epoch", "_passes", "_permutation", "_seed", "_starts")
-
     def __init__(self, blend: Blend, *, seed: int, epoch: int) -> None:
         self._blend, self._seed, self._epoch = blend, seed, epoch
         self._permutation = Permutation(blend.num_draws, derive(seed, "epoch-order", epoch))
@@ -188,10 +185,6 @@ class BlendOrder:
     def _pass(self, component: int, number: int, size: int) -> Permutation:
         key = derive(self._seed, "blend", component, number)
         return self._passes.get((component, number), lambda: Permutation(size, key))
-
-
-def _sums(values: list[int]) -> Int64Array:
-    return np.concatenate(([0], np.cumsum(np.array(values, np.int64)))).astype(np.int64)
 
 
 def _digest(value: object) -> str:

@@ -23,7 +23,7 @@ from shardflow.epochs.blend import Blend
 from shardflow.epochs.chosen import ChosenColumn, EvenOffsets
 from shardflow.epochs.lanes import LaneMap, LaneWalk, Weigh, weight_of
 from shardflow.epochs.layout import SampleLayout
-from shardflow.epochs.permutation import Permutation
+from shardflow.epochs.permutation import shuffled
 from shardflow.epochs.recent import Recent
 from shardflow.epochs.shares import split_draws
 from shardflow.seeds import derive
@@ -139,8 +139,6 @@ class BlendLanes:
         num_chunks: Chunks of all lanes.
     """
 
-    __slots__ = ("_draws_before", "_layout", "_line_lane", "_spreads", "num_chunks", "num_lanes")
-
     def __init__(
         self,
         layout: BlendLayout,
@@ -195,9 +193,7 @@ class BlendLanes:
         if not rows:
             return LaneWalk(*(np.zeros(0, np.int64) for _ in range(3)))
         first_row, num_samples = np.concatenate(rows), np.concatenate(sizes)
-        order = Permutation(len(first_row), derive(seed, "blend-order", epoch, lane))(
-            np.arange(len(first_row))
-        )
+        order = shuffled(len(first_row), derive(seed, "blend-order", epoch, lane))
         first_row, num_samples = first_row[order], num_samples[order]
         shards = self._layout.shards_of(first_row)
         ends = self._layout.ends_of(first_row + num_samples, shards)
@@ -225,9 +221,7 @@ def _pieces(
     seed, component, lane = key
     found = []
     for number in range(start // total, -(-stop // total)):
-        order = Permutation(len(sizes), derive(seed, "blend-chunks", component, lane, number))(
-            np.arange(len(sizes))
-        )
+        order = shuffled(len(sizes), derive(seed, "blend-chunks", component, lane, number))
         stops = np.cumsum(sizes[order])
         begins = stops - sizes[order]
         low, high = max(start - number * total, 0), min(stop - number * total, total)

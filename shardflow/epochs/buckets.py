@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardflow.epochs.integers import checked_int
+from shardflow.epochs.integers import check_ints
 from shardflow.epochs.network import mix_array
 from shardflow.errors import ConfigError
 from shardflow.seeds import derive
@@ -45,11 +45,7 @@ class ImageBucket:
     tokens_per_slice: int
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _BOUNDS.items():
-            number = checked_int(
-                name, getattr(self, name), low=low, high=high, where="image bucket", error=ConfigError
-            )
-            object.__setattr__(self, name, number)
+        check_ints(self, _BOUNDS, where="image bucket", error=ConfigError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.epochs.cost import CostRule
-from shardflow.epochs.integers import checked_int
+from shardflow.epochs.integers import check_ints
 from shardflow.errors import ConfigError
 
 __all__ = ["OVER_BUDGET", "OverBudget", "TokenBudget", "count_micro_batches", "cut_micro_batches"]
@@ -27,8 +27,7 @@ SumArray = npt.NDArray[np.uint32]
 OverBudget = Literal["alone", "skip", "truncate"]
 OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
 
-_MAX_TOKENS = 2**31 - 2
-_MAX_SAMPLES = 2**24
+_BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
 # How many smaller budgets are tried, on the way from the smallest that could do to the full one.
 _TRIES = 4
 _WORD_BITS = 63
@@ -56,11 +55,7 @@ class TokenBudget:
     """What a sample's length is, and what a length costs."""
 
     def __post_init__(self) -> None:
-        for name, high in (("max_tokens", _MAX_TOKENS), ("max_samples", _MAX_SAMPLES)):
-            number = checked_int(
-                name, getattr(self, name), low=1, high=high, where="token budget", error=ConfigError
-            )
-            object.__setattr__(self, name, number)
+        check_ints(self, _BOUNDS, where="token budget", error=ConfigError)
         if not isinstance(self.padded, bool):
             raise ConfigError(f"padded must be true or false, got {self.padded!r} (token budget).")
         if self.over_budget not in OVER_BUDGET:

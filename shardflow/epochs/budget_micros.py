@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.epochs.budget_windows import BudgetWindow, BudgetWindows
-from shardflow.epochs.micros import PADDING_ROW, MicroBatch, frozen, padding
-from shardflow.epochs.permutation import Permutation
+from shardflow.epochs.integers import sums
+from shardflow.epochs.micros import PADDING_ROW, MicroBatch, MicroBatches, frozen
+from shardflow.epochs.permutation import shuffled
 from shardflow.epochs.recent import Recent
 from shardflow.epochs.rounds import Rounds
 from shardflow.epochs.spec import BatchSpec
@@ -23,10 +24,9 @@ from shardflow.seeds import derive
 __all__ = ["BudgetMicroBatches"]
 
 Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 
-class BudgetMicroBatches:
+class BudgetMicroBatches(MicroBatches):
     """The micro-batches of an epoch in the order of its steps. Safe to share between threads.
 
     Args:
@@ -45,28 +45,13 @@ class BudgetMicroBatches:
         PlanError: No step can be formed.
     """
 
-    __slots__ = (
-        "_before",
-        "_epoch",
-        "_filled",
-        "_lane_windows",
-        "_orders",
-        "_pool_bounds",
-        "_seed",
-        "_spec",
-        "num_micros",
-        "num_padding_micros",
-        "num_steps",
-        "rounds",
-    )
-
     def __init__(
         self, windows: LaneWindows, filled: BudgetWindows, spec: BatchSpec, *, seed: int, epoch: int
     ) -> None:
         self._filled, self._spec, self._seed, self._epoch = filled, spec, seed, epoch
         self._lane_windows = windows.lane_windows
         # Micro-batches before each window, over all lanes.
-        self._before = np.concatenate(([0], np.cumsum(filled.num_micros))).astype(np.int64)
+        self._before = sums(filled.num_micros)
         per_lane = np.diff(self._before[self._lane_windows])
         self.num_micros = int(self._before[-1])
         mean = max(1, self.num_micros // max(1, windows.num_windows))
@@ -83,10 +68,6 @@ class BudgetMicroBatches:
             )
         self._pool_bounds = self._cut_pool(mean)
         self._orders: Recent[Int64Array] = Recent(2 * self.rounds.num_lanes + 8)
-
-    def filler(self) -> MicroBatch:
-        """Return a micro-batch of padding: one slot."""
-        return MicroBatch(*frozen(*padding((1,))))
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
@@ -106,16 +87,6 @@ class BudgetMicroBatches:
             number %= self.num_micros
         window, place = self._find(number)
         return int(window.costs[place]), int(window.tokens[place]), int(window.used_tokens[place])
-
-    def span(self, start: int, stop: int) -> tuple[Int64Array, UInt8Array]:
-        """Return micro-batches ``[start, stop)`` of the epoch, padded to the longest of them, read-only."""
-        micros = [self.micro_batch(number) for number in range(start, stop)]
-        longest = max(len(micro.rows) for micro in micros)
-        rows, weights = padding((stop - start, longest))
-        for place, micro in enumerate(micros):
-            rows[place, : len(micro.rows)] = micro.rows
-            weights[place, : len(micro.rows)] = micro.weights
-        return frozen(rows, weights)
 
     def num_samples(self, start: int, stop: int) -> int:
         """Return the samples of the micro-batches ``[start, stop)`` of the epoch."""
@@ -141,7 +112,7 @@ class BudgetMicroBatches:
     def _lane_place(self, step: int, micro: int) -> tuple[int, int]:
         number, inside, num_steps = self.rounds.round_of(step)
         key = derive(self._seed, "round-steps", self._epoch, number)
-        order = self._orders.get(("steps", number), lambda: Permutation(num_steps, key)(np.arange(num_steps)))
+        order = self._orders.get(("steps", number), lambda: shuffled(num_steps, key))
         place = int(order[inside]) * self._spec.micro_batches_per_step + micro
         rank, lane = divmod(place, self.rounds.num_lanes)
         start, stop = self.rounds.bounds[number : number + 2].tolist()
@@ -190,7 +161,7 @@ class BudgetMicroBatches:
         """
         per_step, size = self._spec.micro_batches_per_step, stop - start
         key = derive(self._seed, "pool-order", self._epoch, number)
-        mixed = self._pool_order()[start:stop][Permutation(size, key)(np.arange(size))]
+        mixed = self._pool_order()[start:stop][shuffled(size, key)]
         num_steps = size // per_step
         if not num_steps:
             return mixed
@@ -202,8 +173,7 @@ class BudgetMicroBatches:
             costs[at] = window.costs[place]
         ranked = whole[np.argsort(costs, kind="stable")].reshape(num_steps, per_step)
         key = derive(self._seed, "pool-steps", self._epoch, number)
-        steps = Permutation(num_steps, key)(np.arange(num_steps))
-        return np.concatenate([ranked[steps].reshape(-1), rest])
+        return np.concatenate([ranked[shuffled(num_steps, key)].reshape(-1), rest])
 
     def _pool_order(self) -> Int64Array:
         """Return all entries of the pool, the lanes side by side, so that a round opens few windows."""

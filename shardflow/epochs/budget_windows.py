@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from shardflow.epochs.buckets import BucketDraw
 from shardflow.epochs.budget import LengthArray, TokenBudget, count_micro_batches, cut_micro_batches
-from shardflow.epochs.lanes import LaneMap, Weigh
+from shardflow.epochs.lanes import Weigh
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.recent import Recent
 from shardflow.epochs.windows import LaneWindows
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
-__all__ = ["BudgetWindow", "BudgetWindows", "lane_map", "weigh_tokens"]
+__all__ = ["BudgetWindow", "BudgetWindows", "weigh_tokens"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -65,20 +65,6 @@ class BudgetWindows:
     Raises:
         PlanError: A fact is missing.
     """
-
-    __slots__ = (
-        "_budget",
-        "_draw",
-        "_epoch",
-        "_layout",
-        "_max_samples",
-        "_max_tokens",
-        "_open",
-        "_seed",
-        "_windows",
-        "num_micros",
-        "num_over_budget",
-    )
 
     def __init__(
         self, layout: SampleLayout, windows: LaneWindows, budget: TokenBudget, *, seed: int, epoch: int
@@ -199,14 +185,6 @@ def _longest_first(lengths: Int64Array) -> Int64Array:
     words.sort()
     order: Int64Array = words & ((1 << bits) - 1)
     return order
-
-
-def lane_map(layout: SampleLayout, budget: TokenBudget | None, num_lanes: int, *, seed: int) -> LaneMap:
-    """Cut a layout into lanes of equally many samples, or tokens where there is a budget."""
-    if budget is None:
-        return LaneMap.of(layout, num_lanes, seed=seed)
-
-    return LaneMap.of(layout, num_lanes, seed=seed, weigh=weigh_tokens(layout, budget))
 
 
 def weigh_tokens(layout: SampleLayout, budget: TokenBudget) -> Weigh:

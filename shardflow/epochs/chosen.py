@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardflow.epochs.integers import sums
 from shardflow.epochs.layout import SampleLayout
-from shardflow.epochs.rows import Rows, RowSet
+from shardflow.epochs.rows import Rows, RowSet, nth_rows
 
 __all__ = ["ChosenColumn", "EvenOffsets", "chosen_layout"]
 
@@ -73,9 +74,7 @@ class ChosenColumn:
             if isinstance(rows, range):
                 return self._column[rows.start + start : rows.start + stop]
             return self._column[rows.span(start, stop)]
-        if isinstance(rows, range):
-            return self._column[np.asarray(key) + rows.start]
-        return self._column[rows.take(np.asarray(key))]
+        return self._column[nth_rows(rows, np.asarray(key))]
 
 
 def chosen_layout(
@@ -106,7 +105,7 @@ def chosen_layout(
         numbers.append(number)
         counts.append(count)
         sizes.append(size)
-    shard_rows = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    shard_rows = sums(counts)
     shard_bytes = np.array(sizes, np.int64)
     return SampleLayout(
         dataset_id=dataset_id,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.epochs.buckets import MAX_BUCKETS, BucketDraw, ImageBucket
-from shardflow.epochs.integers import checked_int
+from shardflow.epochs.integers import check_ints
 from shardflow.epochs.tiles import TileRule
 from shardflow.errors import ConfigError, PlanError
 
@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 LengthArray = npt.NDArray[np.uint32 | np.int64]
 
 # Bounds that keep a length below 2**36, so that no product leaves 64 bits.
-_BOUNDS = {
+_RULE_BOUNDS = {
     "text_tokens_per_1000_bytes": (0, 2**13),
     "max_text_tokens": (0, 2**31 - 1),
     "image_tokens_per_slice": (0, 2**17),
@@ -85,11 +85,7 @@ class CostRule:
             raise ConfigError("tokenizer must be 64 hexadecimal digits or empty, got another (cost rule).")
         if self.tokenizer:  # no part of the rule, so that one rule has one identity
             object.__setattr__(self, "text_tokens_per_1000_bytes", _ESTIMATED_RATE)
-        for name, (low, high) in _BOUNDS.items():
-            number = checked_int(
-                name, getattr(self, name), low=low, high=high, where="cost rule", error=ConfigError
-            )
-            object.__setattr__(self, name, number)
+        check_ints(self, _RULE_BOUNDS, where="cost rule", error=ConfigError)
 
     def _check_images(self) -> None:
         if len(self.buckets) > MAX_BUCKETS:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from shardflow.epochs.integers import checked_int
+from shardflow.epochs.integers import check_ints, checked_int
 from shardflow.epochs.spec import MAX_PER_STEP
 from shardflow.errors import PlanError
 
@@ -49,14 +49,9 @@ class RankSchedule:
 
     def __post_init__(self) -> None:
         where = "rank schedule"
-        for name in ("lanes", "ranks_per_node"):
-            value = getattr(self, name)
-            number = checked_int(name, value, low=0, high=MAX_PER_STEP, where=where, error=PlanError)
-            object.__setattr__(self, name, number)
-        for name in ("micro_batches_per_step", "world_size"):
-            value = getattr(self, name)
-            number = checked_int(name, value, low=1, high=MAX_PER_STEP, where=where, error=PlanError)
-            object.__setattr__(self, name, number)
+        bounds = dict.fromkeys(("lanes", "ranks_per_node"), (0, MAX_PER_STEP))
+        bounds |= dict.fromkeys(("micro_batches_per_step", "world_size"), (1, MAX_PER_STEP))
+        check_ints(self, bounds, where=where, error=PlanError)
         if self.world_size > self.micro_batches_per_step:
             raise PlanError(
                 f"world_size must be at most micro_batches_per_step ({self.micro_batches_per_step}), got "

@@ -6,11 +6,15 @@ number that leaves the plan (a summary, a state) can be written as JSON and no p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import index
+
+import numpy as np
+import numpy.typing as npt
 
 from shardflow.errors import ShardflowError
 
-__all__ = ["MAX_COUNTER", "checked_int"]
+__all__ = ["MAX_COUNTER", "check_ints", "checked_int", "sums"]
 
 MAX_COUNTER = 2**63 - 1
 """Largest seed, epoch or step: what other languages too can hold in a signed 64-bit integer."""
@@ -41,6 +45,20 @@ def checked_int(
     # Text is not repeated: a state or a config may hold anything where a number should be.
     found = f"{value!r}" if number is not None or isinstance(value, bool | float) else type(value).__name__
     raise error(f"{name} must be an integer {bounds}, got {found} ({where}).")
+
+
+def check_ints(
+    owner: object, bounds: Mapping[str, tuple[int, int]], *, where: str, error: type[ShardflowError]
+) -> None:
+    """Check the attributes of a frozen dataclass, and make them exact Python integers; see `checked_int`."""
+    for name, (low, high) in bounds.items():
+        number = checked_int(name, getattr(owner, name), low=low, high=high, where=where, error=error)
+        object.__setattr__(owner, name, number)
+
+
+def sums(values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Return the sums of the values before each one, and the sum of all: ``(n + 1,)`` int64."""
+    return np.concatenate(([0], np.cumsum(np.asarray(values, np.int64)))).astype(np.int64)
 
 
 def _as_int(value: object) -> int | None:

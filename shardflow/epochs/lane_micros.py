@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shardflow.epochs.micros import MicroBatch, frozen, padding
+from shardflow.epochs.integers import sums
+from shardflow.epochs.micros import MicroBatch, MicroBatches, frozen, padding
 from shardflow.epochs.permutation import Permutation
 from shardflow.epochs.rounds import Rounds
 from shardflow.epochs.slots import EpochSlots
@@ -19,10 +20,9 @@ from shardflow.seeds import derive
 __all__ = ["LaneMicroBatches"]
 
 Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 
-class LaneMicroBatches:
+class LaneMicroBatches(MicroBatches):
     """Micro-batch g of the epoch is number ``g // L`` of lane ``g mod L``, as long as all lanes have one.
 
     Safe to share between threads. A micro-batch opens the windows of its own lane only.
@@ -36,8 +36,6 @@ class LaneMicroBatches:
         epoch: Number of the epoch.
     """
 
-    __slots__ = ("_num_main", "_pool", "_pool_before", "_size", "_slots", "_windows", "rounds")
-
     def __init__(
         self, windows: LaneWindows, slots: EpochSlots, *, size: int, per_step: int, seed: int, epoch: int
     ) -> None:
@@ -45,7 +43,7 @@ class LaneMicroBatches:
         self.rounds = Rounds.of(windows.num_samples // size, per_step, round_micros=2**62)
         self._num_main = self.rounds.num_common * self.rounds.num_lanes * size
         left = windows.num_samples - self.rounds.num_common * size
-        self._pool_before = np.concatenate(([0], np.cumsum(left))).astype(np.int64)
+        self._pool_before = sums(left)
         num_pooled = int(self._pool_before[-1])
         self._pool = Permutation(num_pooled, derive(seed, "pool-order", epoch)) if num_pooled else None
 
@@ -53,10 +51,6 @@ class LaneMicroBatches:
     def num_pooled_samples(self) -> int:
         """Samples of the lanes' uneven ends."""
         return int(self._pool_before[-1])
-
-    def filler(self) -> MicroBatch:
-        """Return a micro-batch of padding."""
-        return MicroBatch(*frozen(*padding((self._size,))))
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
@@ -70,11 +64,6 @@ class LaneMicroBatches:
         rows[: found.size] = found
         weights[: found.size] = 1
         return MicroBatch(*frozen(rows, weights))
-
-    def span(self, start: int, stop: int) -> tuple[Int64Array, UInt8Array]:
-        """Return micro-batches ``[start, stop)`` of the epoch, ``(stop - start, B)`` each, read-only."""
-        micros = [self.micro_batch(number) for number in range(start, stop)]
-        return frozen(np.stack([m.rows for m in micros]), np.stack([m.weights for m in micros]))
 
     def _rows(self, positions: Int64Array) -> Int64Array:
         """Return the rows at some positions of the epoch's order, in the lanes or in the pool."""

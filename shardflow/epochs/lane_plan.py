@@ -18,9 +18,9 @@ import numpy as np
 
 from shardflow.epochs.blend_lanes import BlendLanes, BlendLayout
 from shardflow.epochs.budget_micros import BudgetMicroBatches
-from shardflow.epochs.budget_windows import BudgetWindows, lane_map, weigh_tokens
+from shardflow.epochs.budget_windows import BudgetWindows, weigh_tokens
 from shardflow.epochs.lane_micros import LaneMicroBatches
-from shardflow.epochs.lanes import Lanes
+from shardflow.epochs.lanes import LaneMap, Lanes
 from shardflow.epochs.layout import SampleLayout
 from shardflow.epochs.slots import EpochSlots
 from shardflow.epochs.spec import BatchSpec
@@ -68,18 +68,19 @@ class BudgetSlots:
 
     Args:
         micros: The micro-batches.
+        spec: The batch spec, with a budget.
         num_samples: Samples of the population.
         num_skipped: Those that are over the budget and skipped by rule.
-        per_step: M.
     """
 
     def __init__(
-        self, micros: BudgetMicroBatches, *, num_samples: int, num_skipped: int, per_step: int, tail: str
+        self, micros: BudgetMicroBatches, spec: BatchSpec, *, num_samples: int, num_skipped: int
     ) -> None:
         self.num_samples, self.num_skipped = num_samples, num_skipped
         self.num_steps = micros.num_steps
         self.num_padding_slots = micros.num_padding_micros
-        self._micros, self._end, self._tail = micros, micros.num_steps * per_step, tail
+        self._micros, self._tail = micros, spec.tail
+        self._end = micros.num_steps * spec.micro_batches_per_step
 
     @property
     def num_dropped(self) -> int:
@@ -112,8 +113,6 @@ class LanePlan:
         PlanError: No step can be formed, or a fact is missing.
     """
 
-    __slots__ = ("_seed", "filled", "lanes", "layout", "micros", "slots", "spec", "windows")
-
     slots: EpochSlots | BudgetSlots
     micros: LaneMicroBatches | BudgetMicroBatches
 
@@ -134,22 +133,20 @@ class LanePlan:
         self.micros = BudgetMicroBatches(windows, filled, spec, seed=seed, epoch=epoch)
         self.slots = BudgetSlots(
             self.micros,
+            spec,
             num_samples=int(windows.num_samples.sum()),
             num_skipped=filled.num_over_budget if spec.budget.over_budget == "skip" else 0,
-            per_step=per_step,
-            tail=spec.tail,
         )
 
     @classmethod
     def first(cls, layout: SampleLayout, spec: BatchSpec, *, seed: int, epoch: int) -> LanePlan:
         """Deal the lanes of a run, and plan an epoch of it."""
         lanes: Lanes
+        weigh = None if spec.budget is None else partial(weigh_tokens, budget=spec.budget)
         if isinstance(layout, BlendLayout):
-            budget = spec.budget
-            weigh = None if budget is None else partial(weigh_tokens, budget=budget)
             lanes = BlendLanes(layout, spec.lanes, seed=seed, weigh=weigh)
         else:
-            lanes = lane_map(layout, spec.budget, spec.lanes, seed=seed)
+            lanes = LaneMap.of(layout, spec.lanes, seed=seed, weigh=weigh(layout) if weigh else None)
         return cls(layout, lanes, spec, seed=seed, epoch=epoch)
 
     def for_epoch(self, epoch: int) -> LanePlan:

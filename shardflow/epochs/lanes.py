@@ -17,8 +17,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardflow.epochs.integers import sums
 from shardflow.epochs.layout import SampleLayout
-from shardflow.epochs.permutation import Permutation
+from shardflow.epochs.permutation import shuffled
 from shardflow.errors import PlanError
 from shardflow.seeds import derive
 
@@ -104,9 +105,9 @@ class LaneMap:
         """
         num_shards, num_samples = layout.num_shards, layout.num_samples
         key = derive(seed, "lane-shards", int(layout.dataset_id, 16))
-        order = Permutation(num_shards, key)(np.arange(num_shards))
+        order = shuffled(num_shards, key)
         sizes = np.diff(layout.shard_rows)
-        line = np.concatenate(([0], np.cumsum(sizes[order]))).astype(np.int64)
+        line = sums(sizes[order])
         if weigh is None:
             equal = [lane * num_samples // num_lanes for lane in range(1, num_lanes)]
             cuts = np.array(equal if targets is None else targets, np.int64)
@@ -139,13 +140,12 @@ class LaneMap:
             num_samples=last - first,
             num_bytes=num_bytes,
             shard=shard,
-            lane_chunks=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+            lane_chunks=sums(counts),
         )
 
     def lane_samples(self) -> Int64Array:
         """Return the samples of each lane, ``(L,)`` int64."""
-        sums = np.concatenate(([0], np.cumsum(self.num_samples)))
-        return np.diff(sums[self.lane_chunks])
+        return np.diff(sums(self.num_samples)[self.lane_chunks])
 
     @property
     def num_chunks(self) -> int:
@@ -158,7 +158,7 @@ class LaneMap:
         found = self.first_row[chunks], self.num_samples[chunks], self.num_bytes[chunks]
         if not len(found[0]):
             return LaneWalk(*found)
-        order = Permutation(len(found[0]), derive(seed, "chunk-order", epoch, lane))(np.arange(len(found[0])))
+        order = shuffled(len(found[0]), derive(seed, "chunk-order", epoch, lane))
         return LaneWalk(*(column[order] for column in found))
 
     def chunks(self, lane: int) -> slice:
@@ -177,7 +177,7 @@ def _weighed_cuts(
     """Return the places of the line, in samples, where the sum of weights reaches the targets."""
     rows = layout.shard_rows.tolist()
     weights = np.array([int(weigh(rows[shard], rows[shard + 1]).sum()) for shard in order.tolist()], np.int64)
-    before = np.concatenate(([0], np.cumsum(weights)))
+    before = sums(weights)
     total = int(before[-1])
     cuts = []
     if targets is None:

@@ -6,6 +6,7 @@ window of a lane) is another class with the same members, and keeps what it has 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +14,10 @@ import numpy.typing as npt
 
 from shardflow.epochs.blend import BlendOrder
 from shardflow.epochs.order import EpochOrder
+from shardflow.epochs.recent import Recent
 from shardflow.epochs.slots import EpochSlots
 
-__all__ = ["PADDING_ROW", "FixedMicroBatches", "MicroBatch", "frozen", "padding"]
+__all__ = ["PADDING_ROW", "FixedMicroBatches", "MicroBatch", "MicroBatches", "frozen", "padding"]
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
@@ -42,7 +44,31 @@ class MicroBatch:
         return int(np.count_nonzero(self.weights))
 
 
-class FixedMicroBatches:
+class MicroBatches(ABC):
+    """The micro-batches of an epoch, by their number."""
+
+    _size = 1
+    """Slots of a micro-batch of padding."""
+
+    @abstractmethod
+    def micro_batch(self, number: int) -> MicroBatch:
+        """Return micro-batch ``number`` of the epoch."""
+
+    def filler(self) -> MicroBatch:
+        """Return a micro-batch of padding."""
+        return MicroBatch(*frozen(*padding((self._size,))))
+
+    def span(self, start: int, stop: int) -> tuple[Int64Array, UInt8Array]:
+        """Return micro-batches ``[start, stop)`` of the epoch, padded to the longest of them, read-only."""
+        micros = [self.micro_batch(number) for number in range(start, stop)]
+        rows, weights = padding((stop - start, max(len(micro.rows) for micro in micros)))
+        for place, micro in enumerate(micros):
+            rows[place, : len(micro.rows)] = micro.rows
+            weights[place, : len(micro.rows)] = micro.weights
+        return frozen(rows, weights)
+
+
+class FixedMicroBatches(MicroBatches):
     """Micro-batch j holds the sample slots ``[j * size, (j + 1) * size)``.
 
     Safe to share between threads.
@@ -53,18 +79,13 @@ class FixedMicroBatches:
         size: Slots of a micro-batch; ``slots.num_slots`` is a multiple of it.
     """
 
-    __slots__ = ("_blocks", "_micros_per_block", "_order", "_size", "_slots")
-
     def __init__(self, order: EpochOrder | BlendOrder, slots: EpochSlots, *, size: int) -> None:
         self._order = order
         self._slots = slots
         self._size = size
         self._micros_per_block = max(1, _BLOCK_ROWS // size)
-        self._blocks: tuple[tuple[int, Int64Array, UInt8Array], ...] = ()
-
-    def filler(self) -> MicroBatch:
-        """Return a micro-batch of padding."""
-        return MicroBatch(*frozen(*padding((self._size,))))
+        # Threads may compute a block twice; they never see half of one.
+        self._blocks: Recent[tuple[Int64Array, UInt8Array]] = Recent(2)
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
@@ -85,15 +106,8 @@ class FixedMicroBatches:
         return rows[offset : offset + stop - start], weights[offset : offset + stop - start]
 
     def _block(self, block: int) -> tuple[Int64Array, UInt8Array]:
-        # One read and one assignment of a tuple: threads may compute a block twice, never see half of one.
-        blocks = self._blocks
-        for number, rows, weights in blocks:
-            if number == block:
-                return rows, weights
         first = block * self._micros_per_block
-        rows, weights = self._compute(first, first + self._micros_per_block)
-        self._blocks = ((block, rows, weights), *blocks[:1])
-        return rows, weights
+        return self._blocks.get(block, lambda: self._compute(first, first + self._micros_per_block))
 
     def _compute(self, start: int, stop: int) -> tuple[Int64Array, UInt8Array]:
         positions = self._slots.positions(start * self._size, stop * self._size)

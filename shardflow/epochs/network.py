@@ -59,7 +59,7 @@ def mix_array(words: UInt64Array, scratch: UInt64Array) -> None:
 class MixedRadixNetwork:
     """The bijection on ``[0, left * right)``, a near-square rectangle that holds ``size`` numbers.
 
-    Each method exists for one Python integer and for an array; both compute the same.
+    For one Python integer and for an array; both compute the same.
 
     Args:
         size: 1 to :data:`MAX_SIZE`.
@@ -86,24 +86,8 @@ class MixedRadixNetwork:
             right = (right + _below(self.right, left + keys[i + 1])) % self.right
         return left * self.right + right
 
-    def inverse_int(self, number: int) -> int:
-        """Undo :meth:`forward_int`."""
-        left, right = divmod(number, self.right)
-        keys = self._round_keys
-        for i in range(_NUM_ROUNDS - 2, -1, -2):
-            right = (right - _below(self.right, left + keys[i + 1])) % self.right
-            left = (left - _below(self.left, right + keys[i])) % self.left
-        return left * self.right + right
-
     def forward_array(self, numbers: UInt64Array) -> None:
         """Map a one-dimensional array of numbers of the domain, in place."""
-        self._apply(numbers, inverse=False)
-
-    def inverse_array(self, numbers: UInt64Array) -> None:
-        """Undo :meth:`forward_array`, in place."""
-        self._apply(numbers, inverse=True)
-
-    def _apply(self, numbers: UInt64Array, *, inverse: bool) -> None:
         work = np.empty((4, min(_BLOCK, numbers.size)), np.uint64)
         for start in range(0, numbers.size, _BLOCK):
             block = numbers[start : start + _BLOCK]
@@ -111,7 +95,7 @@ class MixedRadixNetwork:
             np.floor_divide(block, self.right, out=left)
             np.multiply(left, self.right, out=scratch)
             np.subtract(block, scratch, out=right)
-            for i in reversed(range(_NUM_ROUNDS)) if inverse else range(_NUM_ROUNDS):
+            for i in range(_NUM_ROUNDS):
                 half, other, radix = (right, left, self.right) if i % 2 else (left, right, self.left)
                 np.add(other, self._round_keys[i], out=hashed)
                 mix_array(hashed, scratch)
@@ -119,12 +103,8 @@ class MixedRadixNetwork:
                 np.multiply(hashed, radix, out=hashed)
                 np.right_shift(hashed, 40, out=hashed)
                 # Of the two candidates for the residue the wrong one has wrapped to a huge number.
-                if inverse:
-                    np.subtract(half, hashed, out=half)
-                    np.add(half, radix, out=scratch)
-                else:
-                    np.add(half, hashed, out=half)
-                    np.subtract(half, radix, out=scratch)
+                np.add(half, hashed, out=half)
+                np.subtract(half, radix, out=scratch)
                 np.minimum(half, scratch, out=half)
             np.multiply(left, self.right, out=left)
             np.add(left, right, out=block)

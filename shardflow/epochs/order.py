@@ -23,8 +23,6 @@ class EpochOrder:
         epoch: Number of the epoch, from 0.
     """
 
-    __slots__ = ("_permutation", "_population")
-
     def __init__(self, population: range, *, seed: int, epoch: int) -> None:
         self._population = population
         self._permutation = Permutation(len(population), derive(seed, "epoch-order", epoch))

@@ -70,21 +70,6 @@ class EpochPlan:
         ((2, 2), 1)
     """
 
-    __slots__ = (
-        "_filler",
-        "_micros",
-        "_numbers",
-        "_slots",
-        "epoch",
-        "lane_plan",
-        "layout",
-        "num_samples",
-        "num_steps",
-        "population",
-        "seed",
-        "spec",
-    )
-
     _slots: EpochSlots | BudgetSlots
     _micros: FixedMicroBatches | LaneMicroBatches | BudgetMicroBatches
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardflow.epochs.integers import MAX_COUNTER, checked_int
+from shardflow.epochs.integers import MAX_COUNTER, check_ints, checked_int
 from shardflow.errors import StateError
 
 __all__ = ["Position"]
@@ -27,10 +27,9 @@ class Position:
     step: int
 
     def __post_init__(self) -> None:
-        for name in ("epoch", "step"):
-            value = getattr(self, name)
-            number = checked_int(name, value, low=0, high=MAX_COUNTER, where="position", error=StateError)
-            object.__setattr__(self, name, number)
+        check_ints(
+            self, dict.fromkeys(("epoch", "step"), (0, MAX_COUNTER)), where="position", error=StateError
+        )
 
     @classmethod
     def after(

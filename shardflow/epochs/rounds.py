@@ -12,6 +12,8 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
+from shardflow.epochs.integers import sums
+
 __all__ = ["Rounds"]
 
 Int64Array = npt.NDArray[np.int64]
@@ -55,7 +57,7 @@ class Rounds:
             per_step=per_step,
             num_common=num_units * unit,
             bounds=unit * (numbers * num_units // num_rounds),
-            pool_before=np.concatenate(([0], np.cumsum(num_micros - num_units * unit))).astype(np.int64),
+            pool_before=sums(num_micros - num_units * unit),
         )
 
     @property

@@ -34,8 +34,6 @@ class RowSet:
         words: ``(W,)`` uint64; bit ``i`` of word ``w`` is set where row ``start + 64 w + i`` is chosen.
     """
 
-    __slots__ = ("_before", "_start", "_words", "num_rows")
-
     def __init__(self, start: int, words: npt.NDArray[np.uint64]) -> None:
         self._start = start
         # A word without bits behind the end, so that the end has a word too.

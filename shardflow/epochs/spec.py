@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from shardflow.epochs.budget import TokenBudget
-from shardflow.epochs.integers import MAX_COUNTER, checked_int
+from shardflow.epochs.integers import MAX_COUNTER, check_ints, checked_int
 from shardflow.errors import ConfigError
 
 __all__ = ["DEFAULT_WINDOW_BYTES", "MAX_LANES", "MAX_PER_STEP", "TAILS", "BatchSpec", "Tail"]
@@ -68,14 +68,43 @@ class BatchSpec:
             "lanes": (0 if self.budget is None else 1, MAX_LANES),
             "window_bytes": (1, MAX_COUNTER),
         }
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            number = checked_int(name, value, low=low, high=high, where="batch spec", error=ConfigError)
-            object.__setattr__(self, name, number)
+        check_ints(self, bounds, where="batch spec", error=ConfigError)
         if not self.lanes:
             object.__setattr__(self, "window_bytes", DEFAULT_WINDOW_BYTES)
         if self.tail not in TAILS:
             raise ConfigError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r} (batch spec).")
+
+    @classmethod
+    def simple(cls, *, global_batch_size: int, micro_batch_size: int, tail: Tail = "drop") -> BatchSpec:
+        """Make the spec of a plain run: so many samples a step, so many in each forward/backward.
+
+        Args:
+            global_batch_size: Samples of one optimizer step, over all ranks.
+            micro_batch_size: Samples in one forward/backward of one rank.
+            tail: What happens to the samples that do not fill the last step.
+
+        Raises:
+            ConfigError: The micro-batch size does not divide the global batch size, or a number is out of
+                range.
+
+        Example:
+            >>> BatchSpec.simple(global_batch_size=256, micro_batch_size=4).micro_batches_per_step
+            64
+        """
+        where = "batch spec"
+        size = checked_int(
+            "micro_batch_size", micro_batch_size, low=1, high=MAX_PER_STEP, where=where, error=ConfigError
+        )
+        total = checked_int(
+            "global_batch_size", global_batch_size, low=size, high=MAX_COUNTER, where=where, error=ConfigError
+        )
+        per_step, rest = divmod(total, size)
+        if rest:
+            raise ConfigError(
+                f"global_batch_size must be a multiple of micro_batch_size ({size}), got {total} ({where}); "
+                f"take {total - rest} or {total - rest + size}."
+            )
+        return cls(micro_batch_size=size, micro_batches_per_step=per_step, tail=tail)
 
     @property
     def kind(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardflow.epochs.component_state import ComponentState, check_components, components_from_json
 from shardflow.epochs.identity import DEFAULT_VIEW, plan_id
-from shardflow.epochs.integers import MAX_COUNTER, checked_int
+from shardflow.epochs.integers import MAX_COUNTER, check_ints
 from shardflow.epochs.position import Position
 from shardflow.epochs.spec import BatchSpec
 from shardflow.errors import ConfigError, StateError
@@ -67,11 +67,7 @@ class LoaderState:
     """Identity of the plan; computed from the other fields where it is not given."""
 
     def __post_init__(self) -> None:
-        where = "loader state"
-        for name in _COUNTERS:
-            value = getattr(self, name)
-            number = checked_int(name, value, low=0, high=MAX_COUNTER, where=where, error=StateError)
-            object.__setattr__(self, name, number)
+        check_ints(self, dict.fromkeys(_COUNTERS, (0, MAX_COUNTER)), where="loader state", error=StateError)
         _check_text("dataset_id", self.dataset_id, _DIGEST, "64 hexadecimal digits")
         for name in _NAMES:
             _check_text(name, getattr(self, name), _NAME, "1 to 64 printable ASCII characters")

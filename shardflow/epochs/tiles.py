@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardflow.epochs.integers import checked_int
+from shardflow.epochs.integers import check_ints
 from shardflow.errors import ConfigError
 
 __all__ = ["TileRule"]
 
 Int64Array = npt.NDArray[np.int64]
 
-_BOUNDS = {"rows": (1, 2**16), "columns": (1, 2**16), "max_tiles": (1, 2**10)}
+_TILE_BOUNDS = {"rows": (1, 2**16), "columns": (1, 2**16), "max_tiles": (1, 2**10)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,7 @@ class TileRule:
     """Tiles of one image at most, the overview not counted."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _BOUNDS.items():
-            number = checked_int(
-                name, getattr(self, name), low=low, high=high, where="tile rule", error=ConfigError
-            )
-            object.__setattr__(self, name, number)
+        check_ints(self, _TILE_BOUNDS, where="tile rule", error=ConfigError)
 
     def grids(self, rows: npt.NDArray[Any], columns: npt.NDArray[Any]) -> tuple[Int64Array, Int64Array]:
         """Return the rows and columns of tiles of images, at least 1 each.

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from shardflow.epochs.integers import sums
 from shardflow.epochs.lanes import Lanes
 from shardflow.epochs.layout import SampleLayout
-from shardflow.epochs.permutation import Permutation
+from shardflow.epochs.permutation import shuffled
 from shardflow.epochs.recent import Recent
 from shardflow.seeds import derive
 
@@ -37,20 +38,6 @@ class LaneWindows:
         lane_windows: ``(L + 1,)`` int64: lane l has the windows ``[lane_windows[l], lane_windows[l + 1])``.
     """
 
-    __slots__ = (
-        "_cuts",
-        "_epoch",
-        "_first_row",
-        "_lanes",
-        "_layout",
-        "_open",
-        "_samples_before",
-        "_seed",
-        "lane_windows",
-        "num_samples",
-        "num_windows",
-    )
-
     def __init__(
         self, layout: SampleLayout, lanes: Lanes, *, window_bytes: int, seed: int, epoch: int
     ) -> None:
@@ -62,13 +49,13 @@ class LaneWindows:
             self._open_lane(lane, window_bytes)
         self.num_samples = np.array([int(cuts[-1]) for cuts in self._cuts], np.int64)
         counts = [len(cuts) - 1 for cuts in self._cuts]
-        self.lane_windows = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        self.lane_windows = sums(counts)
         self.num_windows = int(self.lane_windows[-1])
         self._open: Recent[Int64Array] = Recent(2 * lanes.num_lanes + 8)
 
     def _open_lane(self, lane: int, window_bytes: int) -> None:
         walk = self._lanes.walk(lane, seed=self._seed, epoch=self._epoch)
-        samples_before = np.concatenate(([0], np.cumsum(walk.num_samples))).astype(np.int64)
+        samples_before = sums(walk.num_samples)
         self._first_row.append(walk.first_row)
         self._samples_before.append(samples_before)
         self._cuts.append(self._cut(walk.first_row, samples_before, walk.num_bytes, window_bytes))
@@ -79,7 +66,7 @@ class LaneWindows:
         """Return the cuts of a lane as positions in it: ascending, the first 0, the last its end."""
         if not len(first_row):
             return np.zeros(1, np.int64)
-        bytes_before = np.concatenate(([0], np.cumsum(num_bytes)))
+        bytes_before = sums(num_bytes)
         total = int(bytes_before[-1])
         num_windows = max(1, (2 * total + window_bytes) // (2 * window_bytes))
         num_windows = min(num_windows, int(samples_before[-1]))
@@ -124,7 +111,7 @@ class LaneWindows:
         """Return the rows of a window in the order of the epoch."""
         rows = self.rows(lane, window)
         key = derive(self._seed, "window-order", self._epoch, lane, window)
-        mixed: Int64Array = rows[Permutation(len(rows), key)(np.arange(len(rows)))]
+        mixed: Int64Array = rows[shuffled(len(rows), key)]
         return mixed
 
     def take(self, lane: int, positions: Int64Array) -> Int64Array:

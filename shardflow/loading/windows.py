@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from shardflow.epochs import Permutation
 from shardflow.errors import ConfigError
 from shardflow.seeds import derive
@@ -56,4 +58,4 @@ def choose_window(
     if len(names) == 1:
         return WINDOWS[names[0]]
     order = Permutation(len(names), derive(seed, "window-choice", epoch, row, *place))
-    return WINDOWS[names[int(order(0))]]
+    return WINDOWS[names[int(order(np.array([0]))[0])]]

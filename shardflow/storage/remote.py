@@ -65,17 +65,12 @@ class RemoteStore:
         return self._url
 
     @property
-    def max_answer_bytes(self) -> int:
-        """Most bytes of answers that are in memory at once, before they go where they belong."""
-        return self.answer_bytes()
-
-    @property
     def max_concurrency(self) -> int:
         """Reading requests of this process under way at once, in health."""
         return self._options.max_concurrency
 
     def answer_bytes(self, max_concurrency: int | None = None) -> int:
-        """Return `max_answer_bytes` as it would be with so many requests at once."""
+        """Return the most bytes of responses in memory at once, with so many concurrent requests."""
         return (max_concurrency or self.max_concurrency) * self._options.request_bytes
 
     def bound(self, max_concurrency: int) -> None:
@@ -93,11 +88,6 @@ class RemoteStore:
                 self._reads = RangedReads(self._client, self._versions, self._retrying, self._options)
         if thread is not None:
             thread.run(self._reads.bound(max_concurrency))
-
-    @property
-    def num_retries(self) -> int:
-        """Requests that were tried again, of this process."""
-        return self._retrying.num_retries
 
     @property
     def counts(self) -> RemoteCounts:

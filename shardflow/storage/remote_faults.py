@@ -31,6 +31,10 @@ _OTHER_ANSWER: Final = re.compile(
 )
 # An error page of something between may come once or twice; a server without ranges answers so for ever.
 _FEW_ATTEMPTS: Final = 3
+# The client builds no request for an endpoint of plain HTTP that the environment names for a cloud.
+_PLAIN_HTTP: Final = "builder error"
+# Asked for the role of the machine, as the last place where credentials may be found.
+_METADATA_SERVERS: Final = ("169.254.169.254", "metadata.google.internal")
 _NO_SUCH_RANGE: Final = "416"
 _NOT_IMPLEMENTED: Final = "501"
 _LENGTH_REQUIRED: Final = "411"
@@ -97,6 +101,17 @@ def changed(path: str) -> ObjectChangedError:
 def _of_text(text: str, action: str, path: str) -> StorageError:
     found = _STATUS.search(text)
     status = found[1] if found else ""
+    if _PLAIN_HTTP in text:
+        return StorageError(
+            f"{action} {path} must go to an https:// endpoint, got one of plain HTTP, which is refused for "
+            "gs:// and az://; correct the endpoint in GOOGLE_* or AZURE_*."
+        )
+    if any(server in text for server in _METADATA_SERVERS):
+        return PassingFaultError(
+            "no credentials (none in the environment or a profile, and no role of this machine; set AWS_*, "
+            "GOOGLE_* or AZURE_*)",
+            max_attempts=_FEW_ATTEMPTS,
+        )
     if status == _NO_SUCH_RANGE:
         return ShortReadError(
             f"{path} must hold the range asked for, got the end of the object; verify the dataset."

@@ -128,23 +128,18 @@ class Retrying:
         policy = self._policy
         passed_s = time.monotonic() - start
         wait_s = _RANDOM.uniform(0, min(policy.max_wait_s, policy.first_wait_s * 2**number))
-        limit = self._limit(fault, number, passed_s + wait_s)
-        if limit:
-            raise StorageError(
-                f"{what} must succeed, got {fault.message} in the last of {number + 1} tries "
-                f"({passed_s:.1f} s; {limit}); is the store up and reachable?"
-            ) from None
-        return wait_s
-
-    def _limit(self, fault: PassingFaultError, number: int, next_s: float) -> str:
-        """Name the limit that forbids another try, or take one from the budget."""
-        if number + 1 >= min(self._policy.max_attempts, fault.max_attempts or self._policy.max_attempts):
-            return "no tries left"
-        if next_s >= self._policy.deadline_s:
-            return f"deadline {self._policy.deadline_s:g} s"
         with self._lock:
-            if self._budget < _COST:
-                return "the store's retry budget is spent"
-            self._budget -= _COST
-            self.num_retries += 1
-        return ""
+            if number + 1 >= min(policy.max_attempts, fault.max_attempts or policy.max_attempts):
+                limit = "no tries left"
+            elif passed_s + wait_s >= policy.deadline_s:
+                limit = f"deadline {policy.deadline_s:g} s"
+            elif self._budget < _COST:
+                limit = "the store's retry budget is spent"
+            else:
+                self._budget -= _COST
+                self.num_retries += 1
+                return wait_s
+        raise StorageError(
+            f"{what} must succeed, got {fault.message} in the last of {number + 1} tries "
+            f"({passed_s:.1f} s; {limit}); is the store up and reachable?"
+        ) from None

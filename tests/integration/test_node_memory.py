@@ -119,4 +119,4 @@ def test_workers_have_a_cache_each_and_a_store_its_answers(url: str) -> None:
     assert parts["ram_bytes of the cache"] == 3 * CACHE.ram_bytes
     assert parts["read_ahead_bytes of the cache"] == 3 * CACHE.read_ahead_bytes
     assert parts["answers of the store"] == 0
-    assert RemoteStore("http://127.0.0.1:9/a").max_answer_bytes == 16 * (8 << 20)
+    assert RemoteStore("http://127.0.0.1:9/a").answer_bytes() == 16 * (8 << 20)

@@ -135,7 +135,7 @@ class TestCeph(StoreConformance):
         with pytest.raises(StorageError, match="must be permitted") as caught:
             stranger.read("a")
         assert "another-secret" not in str(caught.value)
-        assert stranger.num_retries == 0
+        assert stranger.counts.num_retries == 0
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_what_passes_is_retried_and_never_masked(local: str, fault: str) -> None
         proxy.faults = ["", "", fault] * 1000
         loader = _loader(Dataset(store, manifest))
         _assert_equal(list(loader), list(_loader(Dataset.open(local))))
-        assert store.num_retries > 3
+        assert store.counts.num_retries > 3
         assert loader.quarantined == []
 
 

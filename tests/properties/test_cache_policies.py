@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.stream.cache_simulation import Outcome, next_uses, simulate
 from shardflow.storage.cache.config import EvictionPolicy
 from shardflow.storage.cache.policy import NEVER, decayed, eviction_order, is_worth_keeping
-from shardflow.storage.cache.simulation import Outcome, next_uses, simulate
 
 pytestmark = pytest.mark.fast
 

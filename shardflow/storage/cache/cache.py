@@ -68,13 +68,8 @@ class Cache:
     @property
     def named_tiers(self) -> list[tuple[str, Tier]]:
         """The tiers, the nearest first, with the stage that their hits are counted in."""
-        tiers: list[tuple[str, Tier]] = []
-        memory, disk = self.memory, self.disk
-        if memory is not None:
-            tiers.append(("cache_ram", memory))
-        if disk is not None:
-            tiers.append(("cache_disk", disk))
-        return tiers
+        tiers: dict[str, Tier | None] = {"cache_ram": self.memory, "cache_disk": self.disk}
+        return [(name, tier) for name, tier in tiers.items() if tier is not None]
 
     @property
     def tiers(self) -> list[Tier]:

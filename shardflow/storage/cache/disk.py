@@ -13,9 +13,9 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.catalog import (
@@ -29,7 +29,7 @@ from shardflow.storage.cache.catalog import (
     pages_of,
 )
 from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.eviction import Evictor
+from shardflow.storage.cache.eviction import Evictor, incoming_name
 from shardflow.storage.cache.folder import BlockDamagedError, CacheFolder
 from shardflow.storage.cache.outlook import Outlook
 from shardflow.storage.cache.policy import decayed
@@ -72,9 +72,7 @@ class DiskTier:
         try:
             self._catalog = Catalog(self._folder)
             self.outlook = Outlook(self._folder, self._slot)
-            self._evictor = Evictor(
-                config, self._folder, self._catalog, self.outlook, counters, settle=self._settle
-            )
+            self._evictor = Evictor(config, self._folder, self._catalog, self.outlook, counters)
             self.shrinker = Shrinker(self._catalog, self._evictor, self._fail)
             self._recover()
         except BaseException:
@@ -107,36 +105,24 @@ class DiskTier:
 
     def read(self, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> bool:
         """Fill pieces of a block from its file; see `Tier.read`."""
-        if self._is_off:
+        descriptor = self._open(blocks, number)
+        if descriptor is None:
             return False
         try:
-            descriptor = self._folder.open_block(blocks.name, number, blocks.span(number).num_bytes)
-        except FileNotFoundError:
-            return False
-        except BlockDamagedError:
-            self.drop(blocks, number)
-            return False
-        except OSError as error:
-            self._fail(error)
-            return False
-        try:
-            read_pieces(descriptor, pieces)
-            self._note_use(blocks, number)
-        except EOFError:
-            return False  # cut while we read
-        except OSError as error:
-            self._fail(error)
-            return False
+            with self._guarded(), suppress(EOFError):  # cut while it is read
+                read_pieces(descriptor, pieces)
+                self._note_use(blocks, number)
+                return True
         finally:
             os.close(descriptor)
-        return True
+        return False
 
     def claim(self, blocks: ObjectBlocks, numbers: Sequence[int], *, is_ahead: bool) -> list[Claim]:
         """Ask to fetch blocks; see `Tier.claim`."""
-        refused = [Claim.REFUSED] * len(numbers)
+        claims = [Claim.REFUSED] * len(numbers)
         if self._is_off or time.monotonic() < self._paused_until:
-            return refused
-        try:
+            return claims
+        with self._guarded():
             known = self._catalog.object_of(blocks)
             first, stop = blocks.unit_first[list(numbers)], blocks.unit_stop[list(numbers)]
             distances = self.outlook.distances(blocks.space, first, stop, is_scan=is_ahead).tolist()
@@ -148,23 +134,18 @@ class DiskTier:
                 ]
                 self._catalog.write_header(header)
                 self._clock = header.clock
-        except (OSError, ValueError) as error:
-            self._fail(error)
-            return refused
         return claims
 
     def keep(self, blocks: ObjectBlocks, payloads: Mapping[int, memoryview]) -> None:
         """Publish blocks; see `Tier.keep`."""
         states: dict[int, int] = {}
         for number, payload in payloads.items():
-            try:
+            states[number] = ABSENT
+            with self._guarded():
                 known = self._catalog.object_of(blocks)
-                incoming = _incoming(known.first_row + number, self._slot)
+                incoming = incoming_name(known.first_row + number, self._slot)
                 is_kept = self._folder.publish(blocks.name, number, incoming, payload)
                 states[number] = READY if is_kept else BLOCKED
-            except (OSError, ValueError, BlockDamagedError) as error:
-                states[number] = ABSENT
-                self._fail(error)
         self._finish(blocks, states)
 
     def release(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> None:
@@ -175,30 +156,28 @@ class DiskTier:
         """Wait for another thread or process; see `Tier.wait`."""
         deadline = time.monotonic() + timeout_s
         pause_s, look_at = 0.0005, time.monotonic() + _LOOK_AT_HOLDER_S
-        try:
+        with self._guarded():
             row = self._catalog.object_of(blocks).first_row + number
             while True:
                 state, _, owner = self._catalog.rows(row, 1)[0].tolist()[:3]
                 if state != CLAIMED:
-                    return True
+                    break
                 now = time.monotonic()
                 if now >= look_at:
                     look_at = now + _LOOK_AT_HOLDER_S
                     if not self._folder.is_slot_held(owner):
-                        return True
+                        break
                 if now >= deadline:
                     return False
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.01)
-        except (OSError, ValueError) as error:
-            self._fail(error)
-            return True
+        return True
 
     def drop(self, blocks: ObjectBlocks, number: int) -> None:
         """Delete a block whose bytes are wrong; see `Tier.drop`."""
         if self._is_off:
             return
-        try:
+        with self._guarded():
             if not self._is_there(blocks.name, number):
                 return
             self._counters.add("cache_poisoned", num_bytes=blocks.span(number).num_bytes, num_items=1)
@@ -214,8 +193,6 @@ class DiskTier:
                 rows["state"], rows["pages"] = (ABSENT if is_gone else BLOCKED), 0
                 self._catalog.write_rows(row, rows)
                 self._catalog.write_header(header)
-        except (OSError, ValueError) as error:
-            self._fail(error)
 
     def map(self, blocks: ObjectBlocks) -> memoryview | None:
         """Return a read-only map of an object that is one block; None where it is not kept.
@@ -223,17 +200,8 @@ class DiskTier:
         The bytes stay readable when the block goes.
         """
         num_bytes = blocks.span(0).num_bytes
-        if self._is_off or not num_bytes:
-            return None
-        try:
-            descriptor = self._folder.open_block(blocks.name, 0, num_bytes)
-        except FileNotFoundError:
-            return None
-        except BlockDamagedError:
-            self.drop(blocks, 0)
-            return None
-        except OSError as error:
-            self._fail(error)
+        descriptor = self._open(blocks, 0) if num_bytes else None
+        if descriptor is None:
             return None
         try:
             found = memoryview(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
@@ -275,7 +243,7 @@ class DiskTier:
         if state == CLAIMED:
             if self._folder.is_slot_held(owner):
                 return Claim.BUSY
-            self._settle(header, known, number, rows)
+            self._evictor.settle(header, known, number, rows)
             state = int(rows["state"][0])
         if state == READY:
             if self._folder.has_block(known.name, number, num_bytes):
@@ -297,19 +265,6 @@ class DiskTier:
         self._catalog.write_rows(row, rows)
         return Claim.OURS
 
-    def _settle(self, header: Header, known: CatalogObject, number: int, rows: Any) -> None:
-        """Settle the claim of a process that died; under the lock."""
-        pages = int(rows["pages"][0])
-        header.claimed_pages -= min(header.claimed_pages, pages)
-        self._folder.remove("incoming", _incoming(known.first_row + number, int(rows["owner"][0])))
-        # A link is made of a finished file only, so what stands is whole.
-        if self._folder.has_block(known.name, number):
-            rows["state"] = READY
-        else:
-            header.used_pages -= min(header.used_pages, pages)
-            rows["state"] = ABSENT
-        self._catalog.write_rows(known.first_row + number, rows)
-
     def _is_there(self, name: str, number: int) -> bool:
         """Tell whether anything stands in a block's place, ours or not."""
         try:
@@ -324,7 +279,7 @@ class DiskTier:
         """Note what became of claims of ours."""
         if not states:
             return
-        try:
+        with self._guarded():
             known = self._catalog.object_of(blocks)
             with self._catalog.locked():
                 header = self._catalog.header()
@@ -340,8 +295,6 @@ class DiskTier:
                     rows["state"] = state
                     self._catalog.write_rows(row, rows)
                 self._catalog.write_header(header)
-        except (OSError, ValueError) as error:
-            self._fail(error)
 
     def _note_use(self, blocks: ObjectBlocks, number: int) -> None:
         """Note that a block was read; not again before the clock has moved on by a part of a turn-over."""
@@ -367,11 +320,32 @@ class DiskTier:
                 header = self._catalog.header()
                 self._evictor.scan(header, dead_slot=self._slot)
                 self._catalog.write_header(header)
-            suffix = _incoming(0, self._slot).partition("-")[2]
+            suffix = incoming_name(0, self._slot).partition("-")[2]
             for name in self._folder.names("incoming"):
                 if name.endswith(f"-{suffix}"):
                     self._folder.remove("incoming", name)
         os.pwrite(self._slot_file, _DIRTY, 0)
+
+    def _open(self, blocks: ObjectBlocks, number: int) -> int | None:
+        """Open a block that is kept; one that is damaged is dropped."""
+        if self._is_off:
+            return None
+        with self._guarded():
+            try:
+                return self._folder.open_block(blocks.name, number, blocks.span(number).num_bytes)
+            except FileNotFoundError:
+                return None
+            except BlockDamagedError:
+                self.drop(blocks, number)
+        return None
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Do without the folder where something is wrong with it."""
+        try:
+            yield
+        except (OSError, ValueError, BlockDamagedError) as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Count a fault, say it once, and do without the folder: for a while where the disk is full."""
@@ -394,7 +368,3 @@ class DiskTier:
                 "is there and writable, and start again",
                 name,
             )
-
-
-def _incoming(row: int, slot: int) -> str:
-    return f"{row:x}-{slot:04x}"

@@ -7,7 +7,6 @@ time from a scan of the catalog, which also sets its totals right.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +30,7 @@ from shardflow.storage.cache.outlook import Outlook
 from shardflow.storage.cache.policy import NEVER, eviction_order, is_worth_keeping
 from shardflow.telemetry import StageCounters
 
-__all__ = ["Evictor"]
-
-Settle = Callable[[Header, CatalogObject, int, Any], None]
+__all__ = ["Evictor", "incoming_name"]
 
 # Work out as many victims at once as make up this share of the cache.
 _BATCH_SHARE = 64
@@ -59,7 +56,6 @@ class Evictor:
         catalog: Its catalog.
         outlook: When blocks are needed.
         counters: Gets ``cache_disk_evicted``.
-        settle: Settles the claim of a dead process.
     """
 
     def __init__(
@@ -69,11 +65,9 @@ class Evictor:
         catalog: Catalog,
         outlook: Outlook,
         counters: StageCounters,
-        *,
-        settle: Settle,
     ) -> None:
         self._folder, self._catalog, self._outlook = folder, catalog, outlook
-        self._counters, self._settle = counters, settle
+        self._counters = counters
         self._policy = config.policy
         self._max_pages = config.max_bytes // PAGE_NUM_BYTES
         self._min_free_pages = -(-config.min_free_bytes // PAGE_NUM_BYTES)
@@ -159,6 +153,19 @@ class Evictor:
         self._scanned_at = header.clock
         self._choose(header, objects, rows, np.flatnonzero(is_ready), missing)
 
+    def settle(self, header: Header, known: CatalogObject, number: int, rows: Any) -> None:
+        """Settle the claim of a process that died; under the lock."""
+        pages = int(rows["pages"][0])
+        header.claimed_pages -= min(header.claimed_pages, pages)
+        self._folder.remove("incoming", incoming_name(known.first_row + number, int(rows["owner"][0])))
+        # A link is made of a finished file only, so what stands is whole.
+        if self._folder.has_block(known.name, number):
+            rows["state"] = READY
+        else:
+            header.used_pages -= min(header.used_pages, pages)
+            rows["state"] = ABSENT
+        self._catalog.write_rows(known.first_row + number, rows)
+
     # ---- inside ----------------------------------------------------------------------------------
 
     def _missing(self, header: Header, num_pages: int) -> int:
@@ -220,7 +227,7 @@ class Evictor:
         for place in claimed.tolist():
             if is_dead[int(rows["owner"][place])]:
                 owner = _owner(objects, place)
-                self._settle(header, owner, place - owner.first_row, rows[place : place + 1])
+                self.settle(header, owner, place - owner.first_row, rows[place : place + 1])
         return rows
 
     def _choose(
@@ -264,3 +271,8 @@ def _owner(objects: list[CatalogObject], row: int) -> CatalogObject:
     """Return the object that a row belongs to."""
     firsts = [entry.first_row for entry in objects]
     return objects[int(np.searchsorted(firsts, row, side="right")) - 1]
+
+
+def incoming_name(row: int, slot: int) -> str:
+    """Name the unfinished file of a block: by its row, and the slot of the process that writes it."""
+    return f"{row:x}-{slot:04x}"

@@ -10,7 +10,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -162,17 +163,13 @@ class CachedStore:
         ours = [number for number, claim in zip(numbers, claims, strict=True) if claim is Claim.OURS]
         if not ours:
             return None
-        is_read = False
         try:
-            memory = {number: _memory(blocks, number, ()) for number in ours}
-            parts = [(blocks.span(number).start, payload) for number, payload in memory.items()]
-            self._read_origin(path, parts, len(ours))
-            is_read = True
+            with _released_on_error(home, blocks, ours):
+                memory = {number: _memory(blocks, number, ()) for number in ours}
+                parts = [(blocks.span(number).start, payload) for number, payload in memory.items()]
+                self._read_origin(path, parts, len(ours))
         except ShortReadError:
             return None  # whoever reads it says so
-        finally:
-            if not is_read:
-                home.release(blocks, ours)
         return partial(self._settle, home, path, blocks, memory)
 
     def drop(self, path: str, ranges: Sequence[ByteRange]) -> None:
@@ -278,10 +275,9 @@ class CachedStore:
         for number in passing:
             start = blocks.span(number).start
             parts += [(start + piece.start, piece.buffer) for piece in wanted[number]]
-        is_read = False
         try:
-            self._read_origin(path, parts, len(ours) + len(passing))
-            is_read = True
+            with _released_on_error(home, blocks, ours):
+                self._read_origin(path, parts, len(ours) + len(passing))
         except ShortReadError:
             # The object ends inside a block: read no more than what was asked for, if it was.
             parts = [
@@ -291,9 +287,6 @@ class CachedStore:
             ]
             self._read_origin(path, parts, 0)
             return
-        finally:
-            if not is_read:
-                home.release(blocks, ours)
         self._settle(home, path, blocks, memory)
         for number, payload in memory.items():
             pieces = wanted[number]
@@ -302,19 +295,14 @@ class CachedStore:
 
     def _settle(self, home: Tier, path: str, blocks: ObjectBlocks, memory: Mapping[int, memoryview]) -> None:
         """Check blocks that are ours and were read, and keep those that are right."""
-        is_settled = False
-        try:
+        with _released_on_error(home, blocks, list(memory)):
             sound = {
                 number: payload
                 for number, payload in memory.items()
                 if self._is_sound(path, blocks, number, payload)
             }
             self._keep(home, blocks, sound)
-            is_settled = True
-            home.release(blocks, [number for number in memory if number not in sound])
-        finally:
-            if not is_settled:
-                home.release(blocks, list(memory))
+        home.release(blocks, [number for number in memory if number not in sound])
 
     def _read_origin(self, path: str, parts: Sequence[tuple[int, memoryview]], num_blocks: int) -> None:
         if not parts:
@@ -343,6 +331,16 @@ class CachedStore:
             claims = memory.claim(blocks, numbers, is_ahead=False)
             ours = [number for number, claim in zip(numbers, claims, strict=True) if claim is Claim.OURS]
             memory.keep(blocks, {number: payloads[number] for number in ours})
+
+
+@contextmanager
+def _released_on_error(home: Tier, blocks: ObjectBlocks, numbers: Sequence[int]) -> Iterator[None]:
+    """Give claims back where fetching or keeping their blocks fails, so that nobody waits for them."""
+    try:
+        yield
+    except BaseException:
+        home.release(blocks, numbers)
+        raise
 
 
 def _memory(blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> memoryview:

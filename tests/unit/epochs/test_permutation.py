@@ -24,26 +24,21 @@ SIZES = [1, 2, 3, 4, 5, 16, 17, 1000, TABLE - 1, TABLE, TABLE + 1, TABLE + 2, 50
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_value_once_and_back(size: int) -> None:
+def test_every_value_once(size: int) -> None:
     permutation = Permutation(size, key=size)
     positions = np.arange(size)
     values = permutation(positions)
     assert values.dtype == np.int64
     assert np.array_equal(np.sort(values), positions)
-    assert np.array_equal(permutation.inverse(values), positions)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, TABLE, TABLE + 1, 2**31 + 1, 2**40, 2**40 - 1, MAX_SIZE])
-def test_one_position_few_and_many_agree(size: int) -> None:
+def test_few_and_many_positions_agree(size: int) -> None:
     permutation = Permutation(size, key=9)
     many = np.linspace(0, size - 1, 40, dtype=np.int64)
     values = permutation(many)
-    assert values.tolist() == [permutation(position) for position in many.tolist()]
+    assert values.tolist() == [int(permutation(position)[0]) for position in many.reshape(-1, 1)]
     assert np.array_equal(permutation(many[:5]), values[:5])
-    assert permutation.inverse(values).tolist() == many.tolist()
-    assert permutation.inverse(values[3:7]).tolist() == many[3:7].tolist()
-    assert type(permutation(0)) is int
-    assert type(permutation.inverse(0)) is int
 
 
 def test_walks_stay_inside_where_they_start_again_most_often() -> None:
@@ -51,11 +46,10 @@ def test_walks_stay_inside_where_they_start_again_most_often() -> None:
     for size in range(1, 60):
         for key in range(8):
             network = MixedRadixNetwork(size, key)
-            for inverse in (False, True):
-                words = np.arange(size, dtype=np.uint64)
-                _walk_array(network, words, size, inverse=inverse)
-                assert sorted(words.tolist()) == list(range(size))
-                assert words.tolist() == [_walk_int(network, i, size, inverse=inverse) for i in range(size)]
+            words = np.arange(size, dtype=np.uint64)
+            _walk_array(network, words, size)
+            assert sorted(words.tolist()) == list(range(size))
+            assert words.tolist() == [_walk_int(network, i, size) for i in range(size)]
 
 
 def test_shapes_and_other_integer_types_are_kept() -> None:
@@ -83,21 +77,10 @@ def test_result_is_the_callers_own() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 10_000])
-@pytest.mark.parametrize("position", [-1, 10_000, 2**63, True, 1.0, "0", None])
-def test_positions_outside_are_refused(size: int, position: Any) -> None:
-    permutation = Permutation(size, key=1)
-    for call in (permutation, permutation.inverse):
-        with pytest.raises(PlanError):
-            call(position)
-
-
-@pytest.mark.parametrize("size", [10, 10_000])
 @pytest.mark.parametrize("positions", [[-1, 0], [0, 10_000], [0.0, 1.0], [True]])
 def test_arrays_outside_are_refused(size: int, positions: list[Any]) -> None:
-    permutation = Permutation(size, key=1)
-    for call in (permutation, permutation.inverse):
-        with pytest.raises(PlanError):
-            call(np.array(positions))
+    with pytest.raises(PlanError):
+        Permutation(size, key=1)(np.array(positions))
 
 
 @pytest.mark.parametrize(

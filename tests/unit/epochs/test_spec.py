@@ -23,6 +23,25 @@ def test_json_there_and_back() -> None:
     assert SPEC.samples_per_step == 32
 
 
+def test_simple_counts_the_micro_batches_of_a_step() -> None:
+    assert BatchSpec.simple(global_batch_size=32, micro_batch_size=4, tail="mask") == SPEC
+    assert BatchSpec.simple(global_batch_size=3, micro_batch_size=3).micro_batches_per_step == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "message"),
+    [
+        (30, 4, r"^global_batch_size must be a multiple of micro_batch_size \(4\), got 30 .*take 28 or 32\."),
+        (3, 4, r"^global_batch_size must be an integer of at least 4, got 3 "),
+        (4, 0, r"^micro_batch_size must be an integer in \[1, "),
+        (4.0, 4, r"^global_batch_size must be an integer"),
+    ],
+)
+def test_simple_refuses_sizes_that_do_not_divide(total: Any, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BatchSpec.simple(global_batch_size=total, micro_batch_size=size)
+
+
 def test_numpy_integers_become_json() -> None:
     spec = BatchSpec(micro_batch_size=np.int64(4), micro_batches_per_step=np.uint8(8), tail="mask")  # type: ignore[arg-type]
     assert json.dumps(spec.to_json()) == json.dumps(SPEC.to_json())

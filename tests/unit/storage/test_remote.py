@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.exceptions import GenericError
 
 import shardflow.storage.opening
 from shardflow.errors import (
@@ -34,7 +35,8 @@ from shardflow.storage import (
     RetryPolicy,
     open_store,
 )
-from shardflow.storage.retrying import Retrying
+from shardflow.storage.remote_faults import translated
+from shardflow.storage.retrying import PassingFaultError, Retrying
 from tests.conformance.stores import CONTENT, StoreConformance
 from tests.fault_proxy import FaultProxy
 from tests.object_stores import WebServer, s3_bucket
@@ -135,13 +137,40 @@ def test_a_store_that_overwrites_is_refused(s3: str, monkeypatch: pytest.MonkeyP
         RemoteStore(_bucket(s3), QUICK).put_new("a", b"1")
 
 
+@pytest.mark.parametrize(
+    ("url", "endpoint"), [("gs://b/x", "GOOGLE_BASE_URL"), ("az://b/x", "AZURE_STORAGE_ENDPOINT")]
+)
+def test_a_plain_http_endpoint_of_a_cloud_is_refused_at_once(
+    url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        endpoint: "http://127.0.0.1:9",
+        "GOOGLE_SKIP_SIGNATURE": "true",
+        "AZURE_SKIP_SIGNATURE": "true",
+        "AZURE_STORAGE_ACCOUNT_NAME": "a",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    store = RemoteStore(url)
+    with pytest.raises(StorageError, match=r"must go to an https:// endpoint, got one of plain HTTP"):
+        store.read("a")
+    assert store.counts.num_retries == 0
+
+
+def test_missing_credentials_are_named_after_few_tries() -> None:
+    text = "Error performing PUT http://169.254.169.254/latest/api/token in 2ms - HTTP error: no answer"
+    with pytest.raises(PassingFaultError, match="no credentials") as caught, translated("reading", "a"):
+        raise GenericError(text)
+    assert caught.value.max_attempts == 3
+
+
 def test_a_wrong_bucket_is_told_at_once(s3: str) -> None:
     store = RemoteStore("s3://no-such-bucket-here", QUICK)
     with pytest.raises(NotFoundError, match="manifest"):
         store.read("manifest-000001.json")
     with pytest.raises(StorageError, match="404"):
         store.list("")
-    assert store.num_retries == 0
+    assert store.counts.num_retries == 0
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -153,7 +182,7 @@ def test_a_refusal_is_not_tried_again(s3: str, monkeypatch: pytest.MonkeyPatch, 
         proxy.faults = [f"status:{status}"]
         with pytest.raises(StorageError, match=r"reading a must be permitted.*credentials"):
             store.read("a")
-    assert store.num_retries == 0
+    assert store.counts.num_retries == 0
 
 
 def test_a_write_whose_answer_was_lost_is_done(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +193,7 @@ def test_a_write_whose_answer_was_lost_is_done(s3: str, monkeypatch: pytest.Monk
         # The object is written, the answer is cut: the next try meets it.
         proxy.faults = ["lost"]
         store.put_new("a", CONTENT)
-        assert store.num_retries == 1
+        assert store.counts.num_retries == 1
         assert store.read("a") == CONTENT
         proxy.faults = ["lost"]
         with pytest.raises(AlreadyExistsError):
@@ -195,7 +224,7 @@ def test_a_fault_that_passes_is_tried_again(proxy: FaultProxy, fault: str) -> No
     store = RemoteStore(proxy.url, QUICK)
     proxy.faults = [fault] * 3
     assert _read(store, "shards/a.tar", 100, 4000) == CONTENT[100:4100]
-    assert store.num_retries == 3
+    assert store.counts.num_retries == 3
 
 
 def test_a_fault_that_stays_is_an_error_within_tries(proxy: FaultProxy) -> None:
@@ -254,7 +283,7 @@ def test_a_server_without_ranges_is_refused(web: WebServer) -> None:
     store = RemoteStore(web.url, QUICK)
     with pytest.raises(StorageError, match=r"server without ranges.*3 tries"):
         _read(store, "shards/a.tar", 100, 10)
-    assert store.num_retries == 2
+    assert store.counts.num_retries == 2
 
 
 def test_plain_http_reads_and_neither_writes_nor_lists(web: WebServer) -> None:

@@ -1,6 +1,7 @@
-"""What a policy would do with a line of reads: hits and bytes, without a byte read.
+"""Simulation of an eviction policy over a sequence of reads: hits and bytes, without reading any.
 
-The rules are those of `policy`, kept in order by heaps instead of being sorted anew each time.
+The rules are those of `shardflow.storage.cache.policy`, kept in order by heaps instead of being
+sorted anew each time.
 """
 
 from __future__ import annotations

@@ -1,32 +1,166 @@
-"""Bind a TOML file and overrides to a dataclass; every mistake is named with its place."""
+"""Settings: a strict TOML file becomes a frozen dataclass, or an error that names the mistake.
+
+Owns reading, overriding, checking and writing of settings for every job. Knows no particular setting: each
+package has its own dataclasses and passes them in. Invariant: an unknown key is never ignored, and nothing is
+read from the environment.
+
+Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T | None``,
+nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an integer),
+:data:`PLACE` (a path or an address), :class:`Bounds`, or, for a table that may be written in two places,
+:class:`Inside` or :data:`SPREAD`. Relative paths in the file are taken from the file's
+folder, relative paths of ``--set`` from the current folder; ``~`` is the home folder.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
-from shardflow.configs.fields import (
-    BYTE_SIZE,
-    PLACE,
-    SPREAD,
-    Bounds,
-    Inside,
-    one_of,
-    parse_byte_size,
-    split_annotated,
-    type_hints,
-)
 from shardflow.errors import ConfigError
 
-__all__ = ["load_config"]
+__all__ = [
+    "BYTE_SIZE",
+    "PLACE",
+    "SPREAD",
+    "Bounds",
+    "ByteSize",
+    "Inside",
+    "Place",
+    "check_fields",
+    "dump_config",
+    "load_config",
+    "parse_byte_size",
+]
+
+BYTE_SIZE: Final = "byte size"
+"""Marks an integer that the file may write as ``"512MiB"``."""
+
+ByteSize = Annotated[int, BYTE_SIZE]
+"""An integer number of bytes that the file may write with a unit, such as ``"512MiB"``."""
+
+PLACE: Final = "place"
+"""Marks a text that is a path or an address."""
+
+Place = Annotated[str, PLACE]
+"""A path, relative ones as those of `Path` fields, or an address such as ``s3://bucket/prefix``."""
+
+SPREAD: Final = "spread"
+"""Marks a table of integers whose entries may stand beside it, in the table that it is part of."""
+
+_SIZE_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)?\s*")
+_SIZE_FACTORS: Final = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    "KB": 1000,
+    "kiB": 1024,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Marks a table whose entries may stand one level deeper, in a table of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The closed range that a number must lie in; ``None`` is no bound."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def describe(self) -> str:
+        """Say the range in words for an error message."""
+        if self.minimum is None:
+            return f"at most {_bound_text(self.maximum)}"
+        if self.maximum is None:
+            return f"at least {_bound_text(self.minimum)}"
+        return f"from {_bound_text(self.minimum)} to {_bound_text(self.maximum)}"
+
+    def holds(self, value: float) -> bool:
+        """Say whether ``value`` lies in the range."""
+        return (self.minimum is None or value >= self.minimum) and (
+            self.maximum is None or value <= self.maximum
+        )
+
+
+def parse_byte_size(text: str) -> int:
+    """Parse ``"512MiB"``, ``"1.5 GB"`` or ``"4096"`` into bytes.
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    match = _SIZE_PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"a size must be a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, got {text!r}."
+        )
+    return int(float(match[1]) * _SIZE_FACTORS[match[2] or "B"])
+
+
+_NO_TEXT = {int: "a number", float: "a number", Path: "a pathlib.Path"}  # as a caller's slip
+
+
+def check_fields(config: object) -> None:
+    """Check every :class:`Bounds` and ``Literal`` of a dataclass instance; for ``__post_init__``.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    hints = _type_hints(type(config))
+    for field in dataclasses.fields(typing.cast("Any", config)):
+        hint = hints[field.name]
+        value = getattr(config, field.name)
+        base, marks = _split_annotated(hint)
+        arms = get_args(base) if get_origin(base) in {Union, types.UnionType} else (base,)
+        if isinstance(value, str) and str not in arms and arms[0] in _NO_TEXT:
+            raise ConfigError(f"{field.name} must be {_NO_TEXT[arms[0]]}, got text; correct it.")
+        if value is None or (isinstance(value, str) and base is not str and get_origin(base) is not Literal):
+            continue
+        if get_origin(base) is Literal and value not in get_args(base):
+            raise ConfigError(f"{field.name} must be {_one_of(get_args(base))}, got {value!r}; correct it.")
+        for mark in marks:
+            if isinstance(mark, Bounds) and not mark.holds(value):
+                raise ConfigError(f"{field.name} must be {mark.describe()}, got {value!r}; correct it.")
+
+
+def _type_hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, with their marks."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type and its marks."""
+    if get_origin(hint) is Annotated:
+        base, *marks = get_args(hint)
+        return base, tuple(marks)
+    return hint, ()
+
+
+def _one_of(choices: Sequence[Any]) -> str:
+    """Say a choice in words."""
+    return "one of " + ", ".join(repr(choice) for choice in choices)
+
+
+def _bound_text(number: float | None) -> str:
+    """Write a bound as people do: a whole number with all its digits."""
+    whole = number is not None and float(number).is_integer() and abs(number) < 2**63
+    return f"{number:.0f}" if whole else f"{number:g}"
+
+
+# ---- reading -------------------------------------------------------------------------------------
 
 _T = TypeVar("_T")
 
@@ -124,9 +258,9 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
     if not isinstance(tree, dict):
         raise place.error("a table", _kind(tree), f"write [{place.name}]")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    hints = type_hints(cls)
+    hints = _type_hints(cls)
     for name in fields:
-        if SPREAD in split_annotated(hints[name])[1]:
+        if SPREAD in _split_annotated(hints[name])[1]:
             tree = _gathered(tree, name, fields, place)
     for key in tree:
         if key not in fields:
@@ -191,7 +325,7 @@ def _unknown_key(key: str, value: Any, known: list[str], place: _Place) -> Confi
 
 def _bind(hint: Any, value: Any, place: _Place) -> Any:
     """Turn a TOML value into the type that ``hint`` asks for."""
-    base, marks = split_annotated(hint)
+    base, marks = _split_annotated(hint)
     if isinstance(value, _Override):
         place = dataclasses.replace(place, folder=Path.cwd(), file_name="--set")
         takes_text = base in {str, Path} or get_origin(base) is Literal or BYTE_SIZE in marks
@@ -208,7 +342,7 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
         return _bind_table(get_args(base)[1], marks, value, place)
     if origin is Literal:
         if value not in get_args(base):
-            raise place.error(one_of(get_args(base)), repr(value), "take one of these")
+            raise place.error(_one_of(get_args(base)), repr(value), "take one of these")
         return value
     value = _bind_scalar(base, marks, value, place)
     for mark in marks:
@@ -270,3 +404,63 @@ def _kind(value: Any) -> str:
         dict: "a table",
     }
     return names.get(type(value), type(value).__name__)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def dump_config(config: object) -> str:
+    """Write a dataclass as TOML that :func:`load_config` reads back to an equal instance.
+
+    Keys whose value is ``None`` are left out; paths are written as they are (absolute after loading).
+    """
+    lines: list[str] = []
+    _dump_table(_as_tree(config), (), lines)
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def _as_tree(config: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not None:
+            tree[field.name] = _as_tree(value) if dataclasses.is_dataclass(value) else value
+    return tree
+
+
+def _dump_table(tree: Mapping[str, Any], keys: tuple[str, ...], lines: list[str]) -> None:
+    scalars = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
+    if keys:
+        lines.extend(["", f"[{'.'.join(map(_toml_key, keys))}]"])
+    lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in scalars.items())
+    for key, value in tree.items():
+        if key not in scalars:
+            _dump_table(value, (*keys, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_text(key)
+
+
+def _toml_text(text: str) -> str:
+    # JSON's escapes are TOML's basic-string escapes, but for DEL, which TOML wants escaped, and for surrogate
+    # pairs.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        return _toml_text(str(value))
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    # Tables inside a list stand on one line.
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = _as_tree(value)
+    if isinstance(value, dict):
+        pairs = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    raise ConfigError(f"a setting must be a TOML value, got {type(value).__name__}; this is a bug.")
