@@ -6,31 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from shardflow.monitoring.lines import damage_note
-from shardflow.monitoring.run_page.page import (
-    GOODPUT_PARTS,
-    LOOP_STAGES,
-    READY_TITLE,
-    bytes_per_s,
-    column,
-    document,
-    downsampled,
-    end_of,
-    evaluations,
-    facts,
-    goodput_bars,
-    goodput_row,
-    loader_stages,
-    most_of_ranks,
-    note,
-    over,
-    ready_batches,
-    section,
-    span,
-    table,
-)
+from shardflow.monitoring.run_page import page
+from shardflow.monitoring.run_page.page import column, note, section, table
 from shardflow.monitoring.run_page.reading import RunNumbers, Summary, mean_of, shown
 from shardflow.monitoring.run_page.svg import Chart, Series, figure
 from shardflow.monitoring.units import show
@@ -78,7 +58,7 @@ class _Difference:
 def render_comparison(runs: Runs) -> str:
     """Render the page about two runs; equal runs give equal HTML."""
     charts, found, settings = _charts(runs), _differences(runs), _different_settings(runs)
-    end = end_of(runs)
+    end = page.end_of(runs)
     drawn = "".join(figure(chart, end) for chart in charts)
     heads = [
         f'<b class="{letter}">{letter.upper()}</b> {escape(run.name)}'
@@ -89,7 +69,7 @@ def render_comparison(runs: Runs) -> str:
     body = [
         "<header class=two><p class=kind>Two training runs</p>",
         f"<h1>{escape(runs[0].name)} and {escape(runs[1].name)}</h1>",
-        *(f"<p>{head} <em>{span(run)}</em></p>" for run, head in zip(runs, heads, strict=True)),
+        *(f"<p>{head} <em>{page.span(run)}</em></p>" for run, head in zip(runs, heads, strict=True)),
         "</header>",
         *(
             f"<p class=warning>{letter.upper()}: {damage_note(run.num_damaged)}</p>"
@@ -97,18 +77,18 @@ def render_comparison(runs: Runs) -> str:
             if run.num_damaged
         ),
         section("differences", "What differs", changes + (note(escape(caution)) if caution else "")),
-        section("charts", "Overlaid", drawn and drawn + downsampled(runs)),
+        section("charts", "Overlaid", drawn and drawn + page.downsampled(runs)),
         section("stages", "Stages", _stages(runs)),
-        section("goodput", "Goodput", _goodput(runs)),
+        section("goodput", "Goodput", page.goodput({"A": runs[0].goodput, "B": runs[1].goodput})),
         section("verdicts", "What they were bound by", _verdicts(runs)),
         section("settings", "Settings that differ", _settings(runs, settings)),
     ]
     numbers = {
-        "runs": [facts(run) for run in runs],
+        "runs": [page.facts(run) for run in runs],
         "differences": [{"key": one.key, "a": one.a, "b": one.b, "change": one.change} for one in found],
         "settings": {name: list(values) for name, values in settings.items()},
     }
-    return document(f"Runs {runs[0].name} and {runs[1].name}", "".join(body), charts, numbers)
+    return page.document(f"Runs {runs[0].name} and {runs[1].name}", "".join(body), charts, numbers)
 
 
 def _charts(runs: Runs) -> list[Chart]:
@@ -118,35 +98,32 @@ def _charts(runs: Runs) -> list[Chart]:
             for run, letter in zip(runs, _LETTERS, strict=True)
         ]
 
-    def chart(key: str, title: str, unit: str, series: list[Series], **more: Any) -> Chart:
-        return Chart(key=key, title=title, unit=unit, series=series, **more)
-
     def steps(name: str) -> list[Series]:
         return both(lambda run, label, color: column(run, name, label, color))
 
     def summaries(value: Callable[[Summary], float | None]) -> list[Series]:
-        return both(lambda run, label, color: over(run, label, color, value))
+        return both(lambda run, label, color: page.over(run, label, color, value))
 
-    checks = [replace(one, label=f"{one.label}, evaluation") for one in both(evaluations)]
+    checks = [replace(one, label=f"{one.label}, evaluation") for one in both(page.evaluations)]
     return [
-        chart("step_time", "Time of a step", "s", steps("step_s"), height=200, is_clipped=True),
-        chart("data_wait", "Waiting for data in a step", "s", steps("data_wait_s"), is_clipped=True),
-        chart("throughput", "Throughput in steps", "samples/s", steps("samples_per_s")),
-        chart("loss", "Loss", "nats", steps("loss") + checks, height=200, is_from_zero=False),
-        chart("learning_rate", "Learning rate", "", steps("learning_rate")),
-        chart("queue", READY_TITLE, "", both(ready_batches)),
-        chart("origin", "Bytes from the store, all ranks", "bytes/s", summaries(_origin)),
-        chart("memory", "Processes of a rank (PSS), most of a rank", "bytes", summaries(_pss)),
+        Chart("step_time", "Time of a step", "s", steps("step_s"), height=200, is_clipped=True),
+        Chart("data_wait", "Waiting for data in a step", "s", steps("data_wait_s"), is_clipped=True),
+        Chart("throughput", "Throughput in steps", "samples/s", steps("samples_per_s")),
+        Chart("loss", "Loss", "nats", steps("loss") + checks, height=200, is_from_zero=False),
+        Chart("learning_rate", "Learning rate", "", steps("learning_rate")),
+        Chart("queue", page.READY_TITLE, "", both(page.ready_batches)),
+        Chart("origin", "Bytes from the store, all ranks", "bytes/s", summaries(_origin)),
+        Chart("memory", "Processes of a rank (PSS), most of a rank", "bytes", summaries(_pss)),
     ]
 
 
 def _origin(row: Summary) -> float | None:
     # Without a cache all bytes come from where the dataset is.
-    return bytes_per_s(row, "cache_origin" if "cache_origin" in row.stage_bytes else "read")
+    return page.bytes_per_s(row, "cache_origin" if "cache_origin" in row.stage_bytes else "read")
 
 
 def _pss(row: Summary) -> float | None:
-    return most_of_ranks(row, "pss_bytes")
+    return page.most_of_ranks(row, "pss_bytes")
 
 
 def _differences(runs: Runs) -> list[_Difference]:
@@ -173,13 +150,6 @@ def _differences(runs: Runs) -> list[_Difference]:
             "samples a second, in steps",
             "",
             lambda run: ratio(run.total_samples, step_s(run)),
-            1,
-        ),
-        (
-            "wall_samples_per_s",
-            "samples a second of all its time",
-            "",
-            lambda run: ratio(run.total_samples, run.goodput.wall_s),
             1,
         ),
         ("step_s", "time of a step, median", "s", middle, -1),
@@ -274,22 +244,15 @@ def _stages(runs: Runs) -> str:
         total = sum(row.rank_wall_s for row in run.summaries)
         return sum(row.stage_s.get(name, 0.0) for row in run.summaries) / total if total else None
 
-    loader = dict.fromkeys(name for run in runs for name in loader_stages(run))
+    loader = dict.fromkeys(name for run in runs for name in page.loader_stages(run))
     rows = [
         (name.replace("_", " "), *(show(value, unit) for value in values))
-        for names, unit in ((LOOP_STAGES, "share"), (loader, "threads"))
+        for names, unit in ((page.LOOP_STAGES, "share"), (loader, "threads"))
         for name in names
         if any(values := [mean(run, name) for run in runs])
     ]
     remark = note("Of the loop shares of all ranks' time, of the loader busy threads of a rank.")
     return table(("", "#A", "#B"), rows, "narrow") + remark if rows else ""
-
-
-def _goodput(runs: Runs) -> str:
-    good = [run.goodput for run in runs]
-    drawn = goodput_bars([(letter.upper(), one) for letter, one in zip(_LETTERS, good, strict=True)])
-    rows = [goodput_row(part, good) for part in GOODPUT_PARTS]
-    return drawn and drawn + table(("", "#A", "#", "#B", "#"), rows, "narrow")
 
 
 def _verdicts(runs: Runs) -> str:

@@ -16,13 +16,13 @@ from typing import Any, Final
 
 from shardflow.monitoring.goodput import Goodput
 from shardflow.monitoring.lines import damage_note
-from shardflow.monitoring.run_page.reading import Mark, RankSums, RunNumbers, Summary, shown
-from shardflow.monitoring.run_page.svg import Chart, Series, Values, bars, figure, legend
+from shardflow.monitoring.run_page.reading import Mark, RunNumbers, Summary, shown
+from shardflow.monitoring.run_page.svg import Chart, Series, bars, figure, legend
 from shardflow.monitoring.units import compact, duration, show
 from shardflow.telemetry import STAGES, Advice
 from shardflow.telemetry.knobs import setting_text
 
-GOODPUT_PARTS: Final = (
+_GOODPUT: Final = (
     ("useful_s", "useful steps", "useful"),
     ("data_wait_s", "waiting for data in them", "wait"),
     ("checkpoint_s", "paused for checkpoints", "saved"),
@@ -35,13 +35,25 @@ LOOP_STAGES: Final = (
     *("data_wait", "forward", "backward", "exchange", "optimizer", "agree", "checkpoint", "evaluate"),
 )
 """In the order of the stack."""
-_TIERS: Final = (("cache_ram", "memory"), ("cache_disk", "node's disk"), ("cache_origin", "store"))
+_TIERS: Final = {
+    "cache_ram": "from memory",
+    "cache_disk": "from node's disk",
+    "cache_origin": "from store",
+}
+_MEMORY: Final = (
+    ("processes (PSS)", "pss_bytes", "forward"),
+    ("pinned", "pinned_bytes", "wait"),
+    ("device", "device_bytes", "exchange"),
+    ("cache in memory", "cache_ram_bytes", "optimizer"),
+    ("cache on disk", "cache_disk_bytes", "checkpoint"),
+)
 _RANK_PARTS: Final = (
-    ("computing", "compute_s", "forward"),
-    ("waiting for data", "data_wait_s", "wait"),
-    ("waiting for gradients of others", "exchange_s", "exchange"),
+    ("compute_s", "computing", "forward"),
+    ("data_wait_s", "waiting for data", "wait"),
+    ("exchange_s", "waiting for gradients of others", "exchange"),
 )
 _MOST_RANKS: Final = 32
+READY_TITLE: Final = "Micro-batches ready when the loop takes one"
 _NUM_CODE_COLORS: Final = 8
 
 
@@ -50,7 +62,6 @@ def render_run_page(run: RunNumbers) -> str:
     charts = _charts(run) if run.num_steps or run.summaries else {}
     end = end_of([run])
     drawn = {key: "".join(figure(chart, end) for chart in found) for key, found in charts.items()}
-    good = run.goodput
     body = [
         f"<header><p class=kind>Training run</p><h1>{escape(run.name)}</h1><p>{span(run)}</p></header>",
         _cards(run),
@@ -61,57 +72,45 @@ def render_run_page(run: RunNumbers) -> str:
         section("stages", "Stages", drawn.get("stages", "")),
         section("ranks", "Ranks", _ranks(run) + drawn.get("ranks", "")),
         section("memory", "Memory", drawn.get("memory", "")),
-        section("goodput", "Goodput", goodput_bars([("", good)]) + _goodput_table(good)),
+        section("goodput", "Goodput", goodput({"time": run.goodput})),
         section("restarts", "Starts", _restarts(run)),
         section("tuner", "What the tuner did", _moves(run)),
         section("settings", "Settings", _settings(run)),
         section("surroundings", "Where it ran", _surroundings(run)),
     ]
     found = [chart for group in charts.values() for chart in group]
-    return document(
-        f"Run {run.name}", "".join(body), found, {"runs": [facts(run)], "ranks": _rank_shares(run)}
-    )
+    numbers = {"runs": [facts(run)], "ranks": _rank_shares(run)}
+    return document(f"Run {run.name}", "".join(body), found, numbers)
 
 
 def facts(run: RunNumbers) -> dict[str, Any]:
     """Return the numbers of a run that are no series, for tools that read the page."""
-    return {
-        "name": run.name,
-        "num_steps": run.num_steps,
-        "wall_s": run.wall_s,
-        "total_samples": run.total_samples,
-        "total_tokens": run.total_tokens,
-        "goodput": run.goodput.to_json(),
-        "restarts": [
-            {"step": one.step, "reached": one.reached, "num_lost_steps": one.num_lost_steps}
-            for one in run.restarts
-        ],
-        "verdicts": [
-            {"code": one.code, "num_steps": one.num_steps, "number": one.number} for one in run.verdicts
-        ],
-        "num_moves": run.num_moves,
-        "num_checkpoints": run.num_checkpoints,
-        "steps_per_row": run.steps_per_row,
-    }
+    names = ("name", "num_steps", "wall_s", "total_samples", "total_tokens", "num_moves", "num_checkpoints")
+    verdicts = [{"code": one.code, "num_steps": one.num_steps, "number": one.number} for one in run.verdicts]
+    restarts = [
+        {"step": one.step, "reached": one.reached, "num_lost_steps": one.num_lost_steps}
+        for one in run.restarts
+    ]
+    found = {name: getattr(run, name) for name in names}
+    return {**found, "goodput": run.goodput.to_json(), "restarts": restarts, "verdicts": verdicts}
 
 
 def end_of(runs: Sequence[RunNumbers]) -> float:
     """Return where the axes of steps end."""
-    return float(
-        max([1, *(run.num_steps for run in runs), *(one.reached for run in runs for one in run.restarts)])
-    )
+    reached = [one.reached for run in runs for one in run.restarts]
+    return float(max([1, *reached, *(run.num_steps for run in runs)]))
 
 
 def column(run: RunNumbers, name: str, label: str, color: str, **more: Any) -> Series:
     """Return a column of the steps as a series; one with an envelope as its median in it."""
     steps = [(value or 0.0) + 1 for value in run.steps["last"]]
     if name in run.steps:
-        return Series(label=label, color=color, steps=steps, values=run.steps[name], **more)
+        return Series(label, color, steps, run.steps[name], **more)
     values = run.steps[f"{name}_median"]
     if run.steps_per_row == 1:
-        return Series(label=label, color=color, steps=steps, values=values)
+        return Series(label, color, steps, values)
     least, most = run.steps[f"{name}_least"], run.steps[f"{name}_most"]
-    return Series(label=f"{label}, median", color=color, steps=steps, values=values, least=least, most=most)
+    return Series(f"{label}, median", color, steps, values, least, most)
 
 
 def over(
@@ -119,28 +118,24 @@ def over(
 ) -> Series:
     """Return a number of each interval summary as a series."""
     steps = [row.last + 1.0 for row in run.summaries]
-    values = [value(row) for row in run.summaries]
-    return Series(label=label, color=color, steps=steps, values=values, **more)
+    return Series(label, color, steps, [value(row) for row in run.summaries], **more)
 
 
 def evaluations(run: RunNumbers, label: str, color: str) -> Series:
     """Return the losses of evaluations as points."""
-    found = list(run.evaluations.values())
-    steps, losses = [float(step) for step, _ in found], [loss for _, loss in found]
-    return Series(label=label, color=color, steps=steps, values=losses, kind="points")
+    found = run.evaluations.values()
+    return Series(label, color, [step for step, _ in found], [loss for _, loss in found], kind="points")
 
 
 def ready_batches(run: RunNumbers, label: str, color: str) -> Series:
     """Return how far the loader is ahead, with its envelope."""
     found = [row.ready or (None, None, None) for row in run.summaries]
-    means: Values = [
-        total / row.num_steps if total is not None and row.num_steps else None
+    means = [
+        None if total is None else total / max(1, row.num_steps)
         for row, (total, _, _) in zip(run.summaries, found, strict=True)
     ]
-    series = over(
-        run, label, color, lambda _: None, least=[one[1] for one in found], most=[one[2] for one in found]
-    )
-    return replace(series, values=means)
+    steps = [row.last + 1.0 for row in run.summaries]
+    return Series(label, color, steps, means, [one[1] for one in found], [one[2] for one in found])
 
 
 def loader_stages(run: RunNumbers) -> list[str]:
@@ -162,93 +157,60 @@ def most_of_ranks(row: Summary, name: str) -> float | None:
 def _charts(run: RunNumbers) -> dict[str, list[Chart]]:
     """Return the charts by section."""
     rows = run.summaries
-    waits = run.steps["data_wait_s_mean"]
+
+    def stack(names: Mapping[str, str], value: Callable[..., float | None]) -> list[Series]:
+        return [
+            over(run, label, name, partial(value, stage=name), kind="stack") for name, label in names.items()
+        ]
+
+    def single(key: str, title: str, unit: str, name: str, color: str, **more: Any) -> Chart:
+        return Chart(key, title, unit, [column(run, name, title, color)], **more)
+
+    waits = column(run, "data_wait_s_mean", "waiting for data", "wait", kind="stack")
     rest = [
         None if step is None else max(0.0, step - (wait or 0.0))
-        for step, wait in zip(run.steps["step_s_mean"], waits, strict=True)
+        for step, wait in zip(run.steps["step_s_mean"], waits.values, strict=True)
     ]
-    step_time = [
-        column(run, "data_wait_s_mean", "waiting for data", "wait", kind="stack"),
-        replace(column(run, "data_wait_s_mean", "everything else", "rest", kind="stack"), values=rest),
-        *([column(run, "step_s", "step", "step")] if run.steps_per_row > 1 else []),
-    ]
+    step_time = [waits, replace(waits, label="everything else", color="rest", values=rest)]
+    if run.steps_per_row > 1:
+        step_time.append(column(run, "step_s", "step", "step"))
     used = [name for name in LOOP_STAGES if any(row.stage_s.get(name) for row in rows)]
-    loop = [over(run, _words(name), name, partial(Summary.busy, stage=name), kind="stack") for name in used]
+    loop = stack({name: name.replace("_", " ") for name in used}, Summary.busy)
     if rows:
         loop.append(over(run, "everything else", "rest", _outside, kind="stack"))
-    loader = [
-        over(run, _words(name), name, partial(Summary.busy, stage=name), kind="stack")
-        for name in loader_stages(run)
-    ]
-    tiers = [one for one in _TIERS if any(row.stage_bytes.get(one[0]) for row in rows)] or [
-        ("read", "dataset")
-    ]
-    read = [
-        over(run, f"from {label}", name, partial(bytes_per_s, stage=name), kind="stack")
-        for name, label in tiers
-    ]
+    loader = stack({name: name.replace("_", " ") for name in loader_stages(run)}, Summary.busy)
+    tiers = {name: label for name, label in _TIERS.items() if any(row.stage_bytes.get(name) for row in rows)}
+    read = stack(tiers or {"read": "from the dataset"}, bytes_per_s)
     memory = [
         over(run, label, color, partial(most_of_ranks, name=name))
-        for label, name, color in (
-            ("processes (PSS)", "pss_bytes", "forward"),
-            ("pinned", "pinned_bytes", "wait"),
-            ("device", "device_bytes", "exchange"),
-            ("cache in memory", "cache_ram_bytes", "optimizer"),
-            ("cache on disk", "cache_disk_bytes", "checkpoint"),
-        )
+        for label, name, color in _MEMORY
         if any(most_of_ranks(row, name) for row in rows)
     ]
     available = over(run, "available", "rate", lambda row: row.available_bytes or None)
     loss = [column(run, "loss", "training", "loss"), evaluations(run, "evaluation", "checked")]
-    norm = column(run, "gradient_norm", "gradient norm", "loss")
+    title, marks = "Time of a step, on the slowest rank", _marks(run)
     return {
         "timeline": [
-            Chart(
-                key="step_time",
-                title="Time of a step, on the slowest rank",
-                unit="s",
-                series=step_time,
-                height=230,
-                is_clipped=True,
-                marks=_marks(run),
-            ),
-            _line(
-                "throughput",
-                "Throughput in steps",
-                "samples/s",
-                [column(run, "samples_per_s", "samples/s", "rate")],
-            ),
+            Chart("step_time", title, "s", step_time, height=230, is_clipped=True, marks=marks),
+            single("throughput", "Throughput in steps", "samples/s", "samples_per_s", "rate"),
         ],
         "learning": [
-            _line("loss", "Loss", "nats", loss, height=200, is_from_zero=False),
-            _line(
-                "learning_rate", "Learning rate", "", [column(run, "learning_rate", "learning rate", "rate")]
-            ),
-            _line("gradient_norm", "Gradient norm before clipping", "", [norm], is_clipped=True),
+            Chart("loss", "Loss", "nats", loss, height=200, is_from_zero=False),
+            single("learning_rate", "Learning rate", "", "learning_rate", "rate"),
+            single("gradient_norm", "Gradient norm", "", "gradient_norm", "loss", is_clipped=True),
         ],
         "stages": [
-            _line("loop", "The training loop, shares of all ranks' time", "share", loop, height=200, top=1.0),
-            _line("loader", "The loader, busy threads of a rank", "threads", loader),
-            _line("queue", READY_TITLE, "", [ready_batches(run, "micro-batches ready", "rate")]),
-            _line("tier_bytes", "Bytes read, all ranks", "bytes/s", read),
+            Chart("loop", "The training loop, shares of all ranks' time", "share", loop, height=200, top=1.0),
+            Chart("loader", "The loader, busy threads of a rank", "threads", loader),
+            Chart("queue", READY_TITLE, "", [ready_batches(run, "micro-batches ready", "rate")]),
+            Chart("tier_bytes", "Bytes read, all ranks", "bytes/s", read),
         ],
         "ranks": [_spread(run)],
         "memory": [
-            _line("memory", "Memory of a rank, largest of the ranks", "bytes", memory),
-            _line("available", "Memory that a node has left, least of the nodes", "bytes", [available]),
+            Chart("memory", "Memory of a rank, largest of the ranks", "bytes", memory),
+            Chart("available", "Memory that a node has left, least of the nodes", "bytes", [available]),
         ],
     }
-
-
-READY_TITLE: Final = "Micro-batches ready when the loop takes one"
-
-
-def _line(key: str, title: str, unit: str, series: Sequence[Series], **more: Any) -> Chart:
-    return Chart(key=key, title=title, unit=unit, series=series, **more)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _outside(row: Summary) -> float:
@@ -263,24 +225,20 @@ def bytes_per_s(row: Summary, stage: str) -> float | None:
 def _spread(run: RunNumbers) -> Chart:
     """Return how far apart the ranks are."""
     series = []
-    for label, name, color in _RANK_PARTS:
+    for name, label, color in _RANK_PARTS:
         found = [
-            sorted(getattr(one, name) / one.step_s for one in row.ranks.values() if one.step_s)
+            [getattr(one, name) / one.step_s for one in row.ranks.values() if one.step_s]
             for row in run.summaries
         ]
-        least, most = ([one[place] if one else None for one in found] for place in (0, -1))
-        values = [median(one) if one else None for one in found]
-        series.append(replace(over(run, label, color, lambda _: None, least=least, most=most), values=values))
-    return _line("spread", "Least, median and most of the ranks, shares of the steps' time", "share", series)
+        least, middle, most = ([pick(one) if one else None for one in found] for pick in (min, median, max))
+        steps = [row.last + 1.0 for row in run.summaries]
+        series.append(Series(label, color, steps, middle, least, most))
+    return Chart("spread", "Least, median and most of the ranks, shares of the steps' time", "share", series)
 
 
 def _marks(run: RunNumbers) -> list[Mark]:
     restarts = [
-        Mark(
-            "lost",
-            one.step,
-            f"restarted at step {one.step} after {one.reached} steps: {one.num_lost_steps} done again",
-        )
+        Mark("lost", one.step, f"restarted after {one.reached} steps: {one.num_lost_steps} done again")
         for one in run.restarts
     ]
     moves = [
@@ -349,29 +307,20 @@ def _verdicts(run: RunNumbers) -> str:
     colors = {code: f"code-{place % _NUM_CODE_COLORS}" for place, code in enumerate(codes)}
     judged = sum(one.num_steps for one in run.verdicts) or 1
     parts = [
-        (
-            (one.last - one.first + 1) / judged,
-            colors[one.code],
-            f"{one.code}: steps {one.first} to {one.last}",
-        )
+        ((one.last - one.first + 1) / judged, colors[one.code], f"{one.code}: {one.first} to {one.last}")
         for one in run.verdict_spans
     ]
     rows = []
     for one in run.verdicts:
         advice = "".join(map(_advice, one.last.advice if one.last else ()))
-        words = escape(one.last.text if one.last else "") + (
-            f"<ul class=advice>{advice}</ul>" if advice else ""
-        )
+        words = escape(one.last.text if one.last else "") + (advice and f"<ul class=advice>{advice}</ul>")
         share = show(one.num_steps / judged, "share") if one.num_steps else "never first"
         last = f"{one.last.global_step:,}" if one.last else ""
         rows.append((f'<i class="{colors[one.code]}"></i><b>{escape(one.code)}</b>', share, last, words))
     columns = ("verdict", "#of all steps", "#last at step", "in words, the last time")
     remark = "The run wrote no verdicts; these are derived from its intervals."
-    return (
-        bars("Most important verdict", [("steps", parts)])
-        + table(columns, rows)
-        + (note(remark) if run.is_judged_here else "")
-    )
+    drawn = bars("Most important verdict", [("steps", parts)]) + table(columns, rows)
+    return drawn + (note(remark) if run.is_judged_here else "")
 
 
 def _advice(advice: Advice) -> str:
@@ -379,80 +328,56 @@ def _advice(advice: Advice) -> str:
     return f"<li>{escape(advice.text)}{gain}</li>"
 
 
-def _slowest(run: RunNumbers) -> list[tuple[int, RankSums]]:
-    """Return up to 32 ranks in order: all, or those that computed and waited for data most."""
+def _rank_shares(run: RunNumbers) -> dict[str, list[float]]:
+    """Return the parts of the steps' time by rank: of all, or of the 32 that computed and waited most."""
     found = [one for one in run.ranks.items() if one[1].step_s]
     found.sort(key=lambda one: -(one[1].compute_s + one[1].data_wait_s))
-    return sorted(found[:_MOST_RANKS], key=lambda one: one[0])
-
-
-def _rank_shares(run: RunNumbers) -> dict[str, Any]:
-    ranks = _slowest(run)
     return {
-        "names": [f"rank {rank}" + (f" \u00b7 {sums.host}" if sums.host else "") for rank, sums in ranks],
-        **{name: [getattr(sums, name) / sums.step_s for _, sums in ranks] for _, name, _ in _RANK_PARTS},
+        f"rank {rank}" + (f" \u00b7 {sums.host}" if sums.host else ""): [
+            getattr(sums, name) / sums.step_s for name, _, _ in _RANK_PARTS
+        ]
+        for rank, sums in sorted(found[:_MOST_RANKS], key=lambda one: one[0])
     }
 
 
 def _ranks(run: RunNumbers) -> str:
     shares = _rank_shares(run)
-    names = shares["names"]
-    if not names:
-        return ""
+    world_size = run.latest.world_size if run.latest else 0
+    text = f"The {len(shares)} of {world_size:,} ranks that computed and waited for data most."
+    colors = legend((color, label) for _, label, color in _RANK_PARTS)
+    drawn = _part_bars("Shares of the steps' time, whole run", shares, _RANK_PARTS)
+    return colors + drawn + (note(text) if world_size > len(shares) else "") if shares else ""
+
+
+def _part_bars(
+    title: str, shares: Mapping[str, Sequence[float]], parts: Sequence[tuple[str, str, str]]
+) -> str:
+    """Return a stacked bar for each name."""
     rows = [
         (
             name.partition(" \u00b7 ")[0],
             [
-                (shares[key][place], color, f"{name}: {label} {show(shares[key][place], 'share')}")
-                for label, key, color in _RANK_PARTS
+                (share, color, f"{name} {label}: {show(share, 'share')}")
+                for share, (_, label, color) in zip(values, parts, strict=True)
             ],
         )
-        for place, name in enumerate(names)
+        for name, values in shares.items()
     ]
-    world_size = run.latest.world_size if run.latest else 0
-    text = f"The {len(names)} of {world_size:,} ranks that computed and waited for data most."
+    return f"<h3>{title}</h3>{bars(title, rows)}"
+
+
+def goodput(runs: Mapping[str, Goodput]) -> str:
+    """Return where the time of runs went: a bar and two columns for each."""
+    runs = {name: good for name, good in runs.items() if good.wall_s}
+    shares = {name: [good.share(key) for key, _, _ in _GOODPUT] for name, good in runs.items()}
+    rows = []
+    for key, label, color in _GOODPUT:
+        cells = [(duration(getattr(good, key)), show(good.share(key), "share")) for good in runs.values()]
+        rows.append([f'<i class="{color}"></i>{label}', *(escape(cell) for pair in cells for cell in pair)])
+    columns = ["", *(head for name in runs for head in (f"#{name}", "#"))]
     return (
-        "<figure><figcaption>Shares of the steps' time, whole run</figcaption>"
-        + legend((color, label) for label, _, color in _RANK_PARTS)
-        + bars("Shares of each rank", rows)
-        + (note(text) if world_size > len(names) else "")
-        + "</figure>"
+        _part_bars("Where the time went", shares, _GOODPUT) + table(columns, rows, "narrow") if runs else ""
     )
-
-
-def goodput_bars(runs: Sequence[tuple[str, Goodput]]) -> str:
-    """Return where the time of runs went, a bar each."""
-    rows = [
-        (
-            name,
-            [
-                (getattr(good, key) / good.wall_s, color, f"{label}: {duration(getattr(good, key))}")
-                for key, label, color in GOODPUT_PARTS
-            ],
-        )
-        for name, good in runs
-        if good.wall_s
-    ]
-    return bars("Where the time went", rows) if rows else ""
-
-
-def _goodput_table(good: Goodput) -> str:
-    rows = [goodput_row(part, [good]) for part in GOODPUT_PARTS]
-    rows.append(("all", escape(duration(good.wall_s)), "100 %"))
-    return table(("", "#time", "#share"), rows, "narrow") if good.wall_s else ""
-
-
-def goodput_row(part: tuple[str, str, str], runs: Sequence[Goodput]) -> tuple[str, ...]:
-    """Return the time and the share that a part took of each run."""
-    key, label, color = part
-    cells = [
-        (
-            escape(duration(getattr(good, key))),
-            show(getattr(good, key) / good.wall_s if good.wall_s else None, "share"),
-        )
-        for good in runs
-    ]
-    return (f'<i class="{color}"></i>{label}', *(cell for pair in cells for cell in pair))
 
 
 def _restarts(run: RunNumbers) -> str:
@@ -466,13 +391,7 @@ def _restarts(run: RunNumbers) -> str:
         )
         for one in run.restarts
     ]
-    columns = (
-        "stopped after",
-        "#steps done",
-        "#resumed at step",
-        "#steps done again",
-        "#until its first step",
-    )
+    columns = ("stopped after", "#steps done", "#resumed at", "#steps done again", "#until its first step")
     return (table(columns, rows) if rows else "") + _left_out(run.num_restarts - len(rows))
 
 

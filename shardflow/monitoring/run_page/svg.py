@@ -17,6 +17,8 @@ PLOT_WIDTH: Final = WIDTH - LEFT - 24
 TOP: Final = 8
 _TICKS_HEIGHT: Final = 22
 _MARKS_HEIGHT: Final = 16
+_MARKS: Final = {"saved": "checkpoint", "evaluated": "evaluation", "lost": "restart", "tuned": "tuner"}
+"""Kinds of marks, which are classes of the style sheet, and what they mean."""
 _MOST_X_TICKS: Final = 10
 _MOST_Y_TICKS: Final = 4
 _BAR_HEIGHT: Final = 16
@@ -28,7 +30,7 @@ _SECOND_STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600,
 Values = Sequence[float | None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Series:
     """One line, one layer of a stack, or points."""
 
@@ -55,7 +57,7 @@ class Series:
         return {"label": self.label, "color": self.color, **found}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     """A chart."""
 
@@ -100,6 +102,7 @@ def figure(chart: Chart, end: float) -> str:
         return ""
     low, high = _range(chart, series)
     entries = [(f"{one.color} {one.kind}", one.label) for one in series] if len(series) > 1 else []
+    entries += [(mark.kind, _MARKS[mark.kind]) for mark in chart.marks]
     above = [
         value for one in series for value in (one.most or one.values) if value is not None and value > high
     ]
