@@ -7,7 +7,6 @@ trains is never asked, and waits for nothing. Only numbers are served, under the
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -182,11 +181,6 @@ class MetricsServer:
         host, port = self._server.server_address[:2]
         name = f"[{host!s}]" if ":" in str(host) else host
         return f"http://{name!s}:{port}{_PATH}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can read."""
-        return ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
 
     def close(self) -> None:
         """Stop serving; closing twice is harmless."""
