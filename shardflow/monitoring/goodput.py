@@ -48,10 +48,14 @@ class Goodput:
     """Steps that count."""
     num_lost_steps: int
 
+    def share(self, part: str) -> float:
+        """Return a part, such as ``lost_s``, of ``wall_s``; 0 for a run without time."""
+        return min(1.0, getattr(self, part) / self.wall_s) if self.wall_s else 0.0
+
     @property
     def useful_share(self) -> float:
         """``useful_s`` of ``wall_s``, 0 to 1; 0 for a run without time."""
-        return min(1.0, self.useful_s / self.wall_s) if self.wall_s else 0.0
+        return self.share("useful_s")
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers and the share."""

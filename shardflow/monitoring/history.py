@@ -6,8 +6,7 @@ Each step is held once, as its latest start measured it; what a later start did 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,39 +55,23 @@ class RunHistory:
         self._tail = EventTail(run)
         self._keep = keep
         self._on_line = on_line
-        self._unread: Iterator[MetricsLine] = iter(())
-        self._next: MetricsLine | None = None
 
-    def follow(self, until_s: float = math.inf) -> bool:
+    def follow(self) -> bool:
         """Read what was written since the last call; True if there was anything.
 
         A line that is not written whole yet waits for the next call; damaged ones are left out.
-
-        Args:
-            until_s: Stop before the first line of a later time, which waits for a later call.
 
         Raises:
             ConfigError: The folder holds no metrics.
             StorageError: They cannot be read.
         """
         has_read = False
-        if self._next is None:
-            self._unread = self._tail.read()
-            self._next = next(self._unread, None)
-        while self._next is not None and self.next_time_s <= until_s:
+        for line in self._tail.read():
             has_read = True
-            # Taken first: reading on may fail, and a later call must not take it again.
-            line, self._next = self._next, None
             if self._on_line is not None:
                 self._on_line(line)
             self._add(line)
-            self._next = next(self._unread, None)
         return has_read
-
-    @property
-    def next_time_s(self) -> float:
-        """Time of the first line that `follow` left for later; infinite where none waits."""
-        return math.inf if self._next is None else self._next.time_s
 
     @property
     def num_damaged(self) -> int:
@@ -138,10 +121,9 @@ class RunHistory:
         self.steps = [line for line in self.steps if line["global_step"] < start]
         for lines in (self.checkpoints, self.evaluations):
             lines[:] = [line for line in lines if line["global_step"] <= start]
-        keep: Callable[[Any], bool] = lambda found: found[1].global_step < start  # noqa: E731
-        self.intervals = [one for one in self.intervals if keep(one)]
-        self.verdicts = [one for one in self.verdicts if keep(one)]
-        self.moves = [one for one in self.moves if keep(one)]
+        records: list[list[tuple[float, Any]]] = [self.intervals, self.verdicts, self.moves]
+        for held in records:
+            held[:] = [one for one in held if one[1].global_step < start]
 
 
 def read_history(run: Path) -> RunHistory:

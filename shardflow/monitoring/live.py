@@ -1,7 +1,6 @@
-"""A run at an instant, in bounded memory: what a live view draws, and what a replay draws again.
+"""Live state of a run, in bounded memory: the numbers that ``shardflow top`` draws.
 
-Owns which numbers are shown and how they are condensed; nothing here knows a terminal. Invariant: a view
-follows from the lines written by its time, and from nothing else, so that a replay shows what was seen.
+Owns which numbers are shown and how they are condensed; nothing here knows a terminal.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.goodput import Goodput, GoodputMeter
 from shardflow.monitoring.history import RunHistory
 from shardflow.monitoring.lines import MetricsLine, run_name
-from shardflow.monitoring.live_curve import Curve
 from shardflow.telemetry import Interval, Move, Verdict
-
-__all__ = ["LiveRun", "LiveView", "RunState", "StepPoint"]
 
 RunState = Literal["waiting", "starting", "running", "silent", "finished", "stopped"]
 """``waiting``: nothing is written yet. ``silent``: nothing new came for long: it hangs, or was killed."""
+
+Step = Mapping[str, Any]
+"""The line of a step."""
 
 _NUM_KEPT: Final = 512
 _RECENT_S: Final = 15.0
@@ -33,17 +32,6 @@ _SILENT_STEPS: Final = 10
 _STARTING_S: Final = 900.0
 _SKEW_S: Final = 5.0
 """Clocks of machines, and folders that they share, lag by less; more is taken off the age of lines."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPoint:
-    """A step as curves need it."""
-
-    time_s: float
-    step_s: float
-    data_wait_s: float
-    num_samples: float
-    num_tokens: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +51,11 @@ class LiveView:
     """Of the whole run; 0 while it is not known."""
     epoch: int = 0
     num_starts: int = 0
-    started_s: float = 0.0
-    """The first start."""
     ended_s: float = 0.0
     """When it finished or was stopped; 0 else."""
     left_s: float | None = None
     """Time to the end at the pace of the last steps, checkpoints and evaluations counted; None if unknown."""
-    recent: tuple[StepPoint, ...] = ()
+    recent: tuple[Step, ...] = ()
     """The newest steps of this start, at most 512."""
     steps_per_s: float = 0.0
     """Over the last 15 seconds, and at least eight steps."""
@@ -77,11 +63,10 @@ class LiveView:
     tokens_per_s: float = 0.0
     wait_share: float = 0.0
     """Of these steps' time, the wait for data of the rank that waited longest."""
-    step: Mapping[str, Any] | None = None
+    step: Step | None = None
     """The newest line of a step."""
     losses: tuple[float, ...] = ()
     """Over the whole run, condensed."""
-    evaluations: tuple[float, ...] = ()
     evaluation: Mapping[str, Any] | None = None
     checkpoint: Mapping[str, Any] | None = None
     interval: Interval | None = None
@@ -97,11 +82,51 @@ class LiveView:
     """Lines that were left out, see `shardflow.monitoring.lines`."""
 
 
-class LiveRun:
-    """Follows a run, or plays one back.
+class Curve:
+    """A curve over a run of any length in bounded memory: means over ever longer groups of steps.
 
     Args:
-        run: The run folder; it need not be there yet.
+        most: Groups that are held; when there are more, each two neighbors become one.
+    """
+
+    def __init__(self, most: int = _NUM_KEPT) -> None:
+        self._most = most
+        self._steps_each = 1
+        self._groups: dict[int, tuple[float, int]] = {}
+
+    def add(self, step: int, value: float | None) -> None:
+        """Add the value of a step; None is ignored. Steps arrive in order."""
+        if value is None:
+            return
+        _add(self._groups, step // self._steps_each, value, 1)
+        if len(self._groups) > self._most:
+            self._steps_each *= 2
+            joined: dict[int, tuple[float, int]] = {}
+            for number, (total, count) in self._groups.items():
+                _add(joined, number // 2, total, count)
+            self._groups = joined
+
+    def go_back_to(self, step: int) -> None:
+        """Drop the values of this step and later ones, and of the group that holds it."""
+        self._groups = {
+            number: held for number, held in self._groups.items() if (number + 1) * self._steps_each <= step
+        }
+
+    def values(self) -> tuple[float, ...]:
+        """Return the mean of each group, in order."""
+        return tuple(total / count for total, count in self._groups.values())
+
+
+def _add(groups: dict[int, tuple[float, int]], number: int, total: float, count: int) -> None:
+    before, held = groups.get(number, (0.0, 0))
+    groups[number] = (before + total, held + count)
+
+
+class LiveRun:
+    """Follows a run.
+
+    Args:
+        run: The run folder; it need not exist yet.
     """
 
     def __init__(self, run: Path) -> None:
@@ -112,53 +137,42 @@ class LiveRun:
         self._history = RunHistory(self._run, keep=_NUM_KEPT, on_line=self._take)
         self._meter = GoodputMeter()
         self._losses = Curve()
-        self._evaluations = Curve()
         self._attempt_start = 0
         self._skew_s = math.inf
 
-    def follow(self, now_s: float, *, until_s: float = math.inf) -> LiveView:
-        """Read what is new and return what is known.
+    def follow(self, now_s: float) -> LiveView:
+        """Read the new lines and return the state of the run.
 
         Args:
-            now_s: The time that it is, seconds since 1970.
-            until_s: Leave lines of a later time for later; it must not fall from call to call.
+            now_s: The current time, seconds since 1970.
         """
         if self._history.is_of_another_run:
             self._begin()
         was_known = self._history.last_event_s > 0
         try:
-            if self._history.follow(until_s) and was_known:
+            if self._history.follow() and was_known:
                 self._skew_s = min(self._skew_s, now_s - self._history.last_event_s)
         except ConfigError:  # not there yet, or gone, which may be for a moment only
             return LiveView(name=run_name(self._run), state="waiting", now_s=now_s)
         except StorageError:
-            pass  # what was read last stands until it can be read again
+            pass  # what was read last is shown until the file can be read again
         return self._view(now_s)
-
-    @property
-    def next_time_s(self) -> float:
-        """Time of the first line that was left for later; infinite where none waits."""
-        return self._history.next_time_s
 
     def _take(self, line: MetricsLine) -> None:
         self._meter.add(line)
-        match line.event:
-            case "attempt":
-                self._attempt_start = line.values["start"]
-                self._losses.go_back_to(self._attempt_start)
-                self._evaluations.go_back_to(self._attempt_start + 1)
-            case "step":
-                self._losses.add(line.values["global_step"], line.values.get("loss"))
-            case "evaluation":
-                self._evaluations.add(line.values["global_step"], line.values.get("loss"))
+        if line.event == "attempt":
+            self._attempt_start = line.values["start"]
+            self._losses.go_back_to(self._attempt_start)
+        elif line.event == "step":
+            self._losses.add(line.values["global_step"], line.values.get("loss"))
 
     def _view(self, now_s: float) -> LiveView:
         history = self._history
         name = run_name(self._run)
         if not history.last_event_s:
             return LiveView(name=name, state="waiting", now_s=now_s)
-        steps = [line for line in history.steps[-_NUM_KEPT:] if line["attempt"] == self._attempt]
-        recent = tuple(_point(line) for line in steps)
+        attempt = history.attempts[-1]["attempt"] if history.attempts else 1
+        recent = tuple(line for line in history.steps[-_NUM_KEPT:] if line["attempt"] == attempt)
         pace_s = _pace_s(recent)
         age_s = self._age_s(now_s)
         state = self._state(age_s, pace_s, has_steps=bool(recent))
@@ -177,7 +191,6 @@ class LiveRun:
             num_steps=history.num_planned_steps,
             epoch=last["epoch"] if last is not None else 0,
             num_starts=goodput.num_starts,
-            started_s=history.last_event_s - goodput.wall_s,
             ended_s=history.end["time_s"] if history.end is not None else 0.0,
             left_s=max(0.0, num_left * pace_s - age_s)
             if pace_s and num_left > 0 and state == "running"
@@ -189,7 +202,6 @@ class LiveRun:
             wait_share=_wait_share(_newest(recent)),
             step=last,
             losses=self._losses.values(),
-            evaluations=self._evaluations.values(),
             evaluation=history.evaluations[-1] if history.evaluations else None,
             checkpoint=history.checkpoints[-1] if history.checkpoints else None,
             interval=_newest_interval([one for _, one in history.intervals[-2:]]),
@@ -199,11 +211,6 @@ class LiveRun:
             goodput=goodput,
             num_damaged=history.num_damaged,
         )
-
-    @property
-    def _attempt(self) -> int:
-        attempts = self._history.attempts
-        return attempts[-1]["attempt"] if attempts else 1
 
     def _age_s(self, now_s: float) -> float:
         age_s = now_s - self._history.last_event_s
@@ -221,53 +228,43 @@ class LiveRun:
         return "silent" if age_s > max(_SILENT_S, _SILENT_STEPS * pace_s) else "running"
 
 
-def _point(line: Mapping[str, Any]) -> StepPoint:
-    return StepPoint(
-        time_s=float(line["time_s"]),
-        step_s=float(line["step_s"]),
-        data_wait_s=float(line["data_wait_s"]),
-        num_samples=float(line["num_samples"]),
-        num_tokens=float(line["num_tokens"]),
-    )
-
-
-def _newest(recent: tuple[StepPoint, ...]) -> tuple[StepPoint, ...]:
+def _newest(recent: tuple[Step, ...]) -> tuple[Step, ...]:
     """The steps that rates of the moment are made of."""
     if not recent:
         return ()
-    since_s = recent[-1].time_s - _RECENT_S
+    since_s = recent[-1]["time_s"] - _RECENT_S
     first = len(recent)
-    while first and (recent[first - 1].time_s > since_s or len(recent) - first < _LEAST_RECENT):
+    while first and (recent[first - 1]["time_s"] > since_s or len(recent) - first < _LEAST_RECENT):
         first -= 1
     return recent[first:]
 
 
-def _began_s(points: tuple[StepPoint, ...]) -> float:
+def _began_s(points: tuple[Step, ...]) -> float:
     """When the first of some steps began."""
-    return points[0].time_s - points[0].step_s
+    return float(points[0]["time_s"] - points[0]["step_s"])
 
 
-def _pace_s(recent: tuple[StepPoint, ...]) -> float:
+def _pace_s(recent: tuple[Step, ...]) -> float:
     """Wall time of a step, with what comes between steps; 0 before the first."""
     # The first step builds connections, and may compile.
     points = recent[1:] or recent
-    return max(0.0, points[-1].time_s - _began_s(points)) / len(points) if points else 0.0
+    return max(0.0, points[-1]["time_s"] - _began_s(points)) / len(points) if points else 0.0
 
 
-def _rates(recent: tuple[StepPoint, ...]) -> tuple[float, float, float]:
+def _rates(recent: tuple[Step, ...]) -> tuple[float, float, float]:
     """Samples, tokens and steps a second."""
     points = _newest(recent)
-    span_s = points[-1].time_s - _began_s(points) if points else 0.0
+    span_s = points[-1]["time_s"] - _began_s(points) if points else 0.0
     if span_s <= 0:
         return 0.0, 0.0, 0.0
-    samples = math.fsum(point.num_samples for point in points)
-    tokens = math.fsum(point.num_tokens for point in points)
+    samples = math.fsum(point["num_samples"] for point in points)
+    tokens = math.fsum(point["num_tokens"] for point in points)
     return samples / span_s, tokens / span_s, len(points) / span_s
 
 
-def _wait_share(points: tuple[StepPoint, ...]) -> float:
-    total_s = math.fsum(point.step_s for point in points)
-    return min(1.0, math.fsum(point.data_wait_s for point in points) / total_s) if total_s else 0.0
+def _wait_share(points: tuple[Step, ...]) -> float:
+    total_s = math.fsum(point["step_s"] for point in points)
+    return min(1.0, math.fsum(point["data_wait_s"] for point in points) / total_s) if total_s else 0.0
 
 
 def _newest_interval(intervals: list[Interval]) -> Interval | None:

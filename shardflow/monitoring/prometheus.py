@@ -7,19 +7,12 @@ trains is never asked, and waits for nothing. Only numbers are served, under the
 
 from __future__ import annotations
 
-import ipaddress
-import logging
-import socket
-import socketserver
 import threading
-from collections.abc import Callable, Iterator
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 from shardflow._version import __version__
 from shardflow.errors import ConfigError, StorageError
@@ -30,12 +23,7 @@ from shardflow.monitoring.tail import EventTail
 
 __all__ = ["MetricsServer", "RunCollector", "parse_address", "read_metrics_text", "require_prometheus"]
 
-_LOGGER = logging.getLogger(__name__)
-
 _PATH: Final = "/metrics"
-_IDLE_S: Final = 30.0
-_MOST_REQUESTS: Final = 16
-"""At once: each has a thread in the process that trains, and who needs more of them is no scraper."""
 _MOST_PORT: Final = 65535
 
 
@@ -175,30 +163,17 @@ class MetricsServer:
     def __init__(self, run: Path, address: str, *, asked_by: str = "the address to listen on") -> None:
         require_prometheus(asked_by)
         host, port = parse_address(address, asked_by)
-        from prometheus_client import CollectorRegistry
-        from prometheus_client.exposition import choose_encoder
+        from prometheus_client import CollectorRegistry, start_http_server
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RunCollector(run))
-
-        def answer(accept: str) -> tuple[bytes, str]:
-            encode, content_type = choose_encoder(accept)
-            return encode(registry), content_type
-
         try:
-            self._server = _Server(host, port, answer)
+            self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(
                 f"{asked_by} must be an address of this machine with a free port, got {error.strerror} "
                 f"({host}, port {port}); choose others."
             ) from None
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},
-            name="shardflow-metrics-server",
-            daemon=True,
-        )
-        self._thread.start()
 
     @property
     def url(self) -> str:
@@ -206,11 +181,6 @@ class MetricsServer:
         host, port = self._server.server_address[:2]
         name = f"[{host!s}]" if ":" in str(host) else host
         return f"http://{name!s}:{port}{_PATH}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can read."""
-        return ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
 
     def close(self) -> None:
         """Stop serving; closing twice is harmless."""
@@ -225,60 +195,3 @@ class MetricsServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Server(ThreadingHTTPServer):
-    # A scrape that hangs keeps no process alive.
-    daemon_threads = True
-
-    def __init__(self, host: str, port: int, answer: Callable[[str], tuple[bytes, str]]) -> None:
-        self.answer = answer
-        self._room = threading.BoundedSemaphore(_MOST_REQUESTS)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, *_, address = found[0]
-        super().__init__((str(address[0]), port), _Handler)
-
-    def server_bind(self) -> None:
-        # The one of HTTPServer looks up the machine's name, which may take seconds where no server knows it.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, *_: object) -> None:
-        # Of a client that went away there is nothing to say; standard error belongs to the run.
-        _LOGGER.debug("a request for metrics was not answered")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    server_version = "shardflow"
-    sys_version = ""
-    timeout = _IDLE_S
-
-    def do_GET(self) -> None:
-        if urlsplit(self.path).path != _PATH:
-            self._send(HTTPStatus.NOT_FOUND, b"the numbers are at /metrics\n", "text/plain; charset=utf-8")
-            return
-        body, content_type = self.server.answer(self.headers.get("Accept", ""))
-        self._send(HTTPStatus.OK, body, content_type)
-
-    def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the library's
-        """Say nothing: the log is that of the run."""

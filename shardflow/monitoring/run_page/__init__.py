@@ -1,7 +1,6 @@
-"""The page about a training run, and the page that compares two.
+"""HTML pages about one training run and about two, each a single file that works offline.
 
-From the lines of a run (`reading`) come numbers in bounded memory (`columns`), from these charts
-(`run_charts`, `stretch_charts`, `heat`), which `svg` draws, and `page` and `compare` put together.
+`reading` condenses a run to bounded size, `svg` draws charts, `page` and `compare` assemble the pages.
 """
 
 from __future__ import annotations

@@ -1,224 +1,294 @@
-"""The page that compares two runs: a table of what differs, and the same charts overlaid."""
+"""The page that compares two runs: a table of differences, and overlaid charts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from html import escape
+from statistics import median
 from typing import Final
 
 from shardflow.monitoring.lines import damage_note
-from shardflow.monitoring.run_page import sections
-from shardflow.monitoring.run_page.chart import Places, chart_json, has_values, places_json
-from shardflow.monitoring.run_page.compare_charts import LETTERS, comparison_charts
-from shardflow.monitoring.run_page.differences import (
-    Difference,
-    differences,
-    different_settings,
-    loss_caution,
-)
-from shardflow.monitoring.run_page.html import document, figure, note, section, table, toolbar
-from shardflow.monitoring.run_page.page import facts
-from shardflow.monitoring.run_page.reading import RunNumbers
-from shardflow.monitoring.run_page.run_charts import run_places
-from shardflow.monitoring.run_page.scales import show
-from shardflow.monitoring.run_page.stretch_charts import LOOP_STAGES, loader_stages
-from shardflow.monitoring.run_page.svg import WIDTH
+from shardflow.monitoring.run_page import page
+from shardflow.monitoring.run_page.page import column, note, section, table
+from shardflow.monitoring.run_page.reading import RunNumbers, Summary, mean_of, shown
+from shardflow.monitoring.run_page.svg import Chart, Series, figure
+from shardflow.monitoring.units import show
 
-__all__ = ["render_comparison"]
-
-_TITLES: Final = {
-    "timeline": "Timeline",
-    "learning": "Learning",
-    "loading": "Loading",
-    "ranks": "Ranks",
-    "memory": "Memory",
-}
-_BAR_ROW: Final = 26
+Runs = tuple[RunNumbers, RunNumbers]
+_LETTERS: Final = ("a", "b")
+"""Classes of the style sheet, and the runs' names in capitals."""
+_WINDOW: Final = 20
+"""A loss is a mean over so many steps: one step alone is mostly noise."""
+_SAME_RATE: Final = 0.01
 
 
-def render_comparison(runs: tuple[RunNumbers, RunNumbers]) -> str:
-    """Write the page about two runs.
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """One number of both runs."""
 
-    Returns:
-        HTML. Equal runs give equal text.
-    """
-    places: dict[str, Places] = {}
-    for run, letter in zip(runs, LETTERS, strict=True):
-        places |= run_places(run, f"{letter}.")
-    ends = sections.ends_of(runs, [places])
-    charts = comparison_charts(runs)
-    figures = {key: "".join(figure(one, places, ends) for one in found) for key, found in charts.items()}
-    found = differences(runs)
-    parts = [
-        _head(runs),
-        section("differences", "What differs", _differences(runs, found)),
-        toolbar(),
-        section("timeline", _TITLES["timeline"], figures["timeline"] + _downsampled(runs)),
-        section("learning", _TITLES["learning"], figures["learning"]),
+    key: str
+    name: str
+    unit: str
+    a: float | None
+    b: float | None
+    better: int = 0
+    """1 if more is better, -1 if less is, 0 if neither."""
+
+    @property
+    def change(self) -> float | None:
+        """How much more B is, relative to A; the plain difference of shares. None if one is missing."""
+        if self.a is None or self.b is None:
+            return None
+        if self.unit == "share":
+            return self.b - self.a
+        return self.b / self.a - 1.0 if self.a else None
+
+    def to_html(self) -> tuple[str, ...]:
+        """Return the cells of a row."""
+        kind, text = "", ""
+        if self.change is not None:
+            text = f"{100 * self.change:+.1f} {'points' if self.unit == 'share' else '%'}"
+            if self.better and abs(self.change) >= 0.01:
+                kind = "better" if (self.change > 0) == (self.better > 0) else "worse"
+        values = (escape(show(value, self.unit)) for value in (self.a, self.b))
+        return (escape(self.name), *values, f'<span class="{kind}">{text}</span>')
+
+
+def render_comparison(runs: Runs) -> str:
+    """Render the page about two runs; equal runs give equal HTML."""
+    charts, found, settings = _charts(runs), _differences(runs), _different_settings(runs)
+    end = page.end_of(runs)
+    drawn = "".join(figure(chart, end) for chart in charts)
+    heads = [
+        f'<b class="{letter}">{letter.upper()}</b> {escape(run.name)}'
+        for run, letter in zip(runs, _LETTERS, strict=True)
+    ]
+    caution = _loss_caution(runs)
+    changes = table(("", *(f"#{head}" for head in heads), "#B against A"), [one.to_html() for one in found])
+    body = [
+        "<header class=two><p class=kind>Two training runs</p>",
+        f"<h1>{escape(runs[0].name)} and {escape(runs[1].name)}</h1>",
+        *(f"<p>{head} <em>{page.span(run)}</em></p>" for run, head in zip(runs, heads, strict=True)),
+        "</header>",
+        *(
+            f"<p class=warning>{letter.upper()}: {damage_note(run.num_damaged)}</p>"
+            for run, letter in zip(runs, _LETTERS, strict=True)
+            if run.num_damaged
+        ),
+        section("differences", "What differs", changes + (note(escape(caution)) if caution else "")),
+        section("charts", "Overlaid", drawn and drawn + page.downsampled(runs)),
         section("stages", "Stages", _stages(runs)),
-        *(section(key, _TITLES[key], figures[key]) for key in ("loading", "ranks", "memory")),
-        section("goodput", "Goodput", _goodput(runs)),
+        section("goodput", "Goodput", page.goodput({"A": runs[0].goodput, "B": runs[1].goodput})),
         section("verdicts", "What they were bound by", _verdicts(runs)),
-        section("settings", "Settings that differ", _settings(runs)),
+        section("settings", "Settings that differ", _settings(runs, settings)),
     ]
     numbers = {
-        "runs": [facts(run) for run in runs],
-        "differences": [one.to_json() for one in found],
-        "settings": {name: list(values) for name, values in different_settings(runs).items()},
-        "ends": ends,
-        "places": places_json(places),
-        "charts": {
-            chart.key: chart_json(chart)
-            for group in charts.values()
-            for chart in group
-            if any(map(has_values, chart.series))
-        },
-        "heat": {"begins": {}, "stops": {}, "maps": {}},
+        "runs": [page.facts(run) for run in runs],
+        "differences": [{"key": one.key, "a": one.a, "b": one.b, "change": one.change} for one in found],
+        "settings": {name: list(values) for name, values in settings.items()},
     }
-    title = f"Runs {runs[0].name} and {runs[1].name}"
-    return document(title=title, body="".join(parts), numbers=numbers)
+    return page.document(f"Runs {runs[0].name} and {runs[1].name}", "".join(body), charts, numbers)
 
 
-def _head(runs: Sequence[RunNumbers]) -> str:
-    lines = []
-    for run, letter in zip(runs, LETTERS, strict=True):
-        began = sections.when(run.began_at_s) if run.began_at_s else "no measurements yet"
-        state = f"; {escape(run.outcome or 'goes on, or was killed')}" if run.began_at_s else ""
-        lines.append(
-            f'<p><i class="{letter}"></i><b class="{letter}">{letter.upper()}</b> {escape(run.name)} '
-            f"<em>{began}{state}</em></p>"
-        )
-        if run.num_damaged:
-            lines.append(f"<p class=warning>{letter.upper()}: {damage_note(run.num_damaged)}</p>")
-    return (
-        "<header class=two><p class=kind>Two training runs</p>"
-        f"<h1>{escape(runs[0].name)} and {escape(runs[1].name)}</h1>{''.join(lines)}</header>"
-    )
+def _charts(runs: Runs) -> list[Chart]:
+    def both(make: Callable[[RunNumbers, str, str], Series]) -> list[Series]:
+        return [
+            make(run, f"{letter.upper()} {run.name}", letter)
+            for run, letter in zip(runs, _LETTERS, strict=True)
+        ]
+
+    def steps(name: str) -> list[Series]:
+        return both(lambda run, label, color: column(run, name, label, color))
+
+    def summaries(value: Callable[[Summary], float | None]) -> list[Series]:
+        return both(lambda run, label, color: page.over(run, label, color, value))
+
+    checks = [replace(one, label=f"{one.label}, evaluation") for one in both(page.evaluations)]
+    return [
+        Chart("step_time", "Time of a step", "s", steps("step_s"), height=200, is_clipped=True),
+        Chart("data_wait", "Waiting for data in a step", "s", steps("data_wait_s"), is_clipped=True),
+        Chart("throughput", "Throughput in steps", "samples/s", steps("samples_per_s")),
+        Chart("loss", "Loss", "nats", steps("loss") + checks, height=200, is_from_zero=False),
+        Chart("learning_rate", "Learning rate", "", steps("learning_rate")),
+        Chart("queue", page.READY_TITLE, "", both(page.ready_batches)),
+        Chart("origin", "Bytes from the store, all ranks", "bytes/s", summaries(_origin)),
+        Chart("memory", "Processes of a rank (PSS), most of a rank", "bytes", summaries(_pss)),
+    ]
 
 
-def _differences(runs: Sequence[RunNumbers], found: Sequence[Difference]) -> str:
-    rows = []
-    for one in found:
-        change = one.change
-        kind = ""
-        if change is not None and one.is_better is not None and abs(change) >= 0.01:
-            kind = "better" if one.is_better else "worse"
+def _origin(row: Summary) -> float | None:
+    # Without a cache all bytes come from where the dataset is.
+    return page.bytes_per_s(row, "cache_origin" if "cache_origin" in row.stage_bytes else "read")
+
+
+def _pss(row: Summary) -> float | None:
+    return page.most_of_ranks(row, "pss_bytes")
+
+
+def _differences(runs: Runs) -> list[_Difference]:
+    """Return the numbers that people compare, without those that neither run has."""
+
+    def step_s(run: RunNumbers) -> float:
+        return run.goodput.useful_s + run.goodput.data_wait_s
+
+    def ratio(part: float, whole: float) -> float | None:
+        return part / whole if whole else None
+
+    def middle(run: RunNumbers) -> float | None:
+        values = [value for value in run.steps["step_s_median"] if value is not None]
+        return median(values) if values else None
+
+    def pss(run: RunNumbers) -> float | None:
+        return max((float(one.pss_bytes) for one in run.ranks.values()), default=0.0) or None
+
+    rows: list[tuple[str, str, str, Callable[[RunNumbers], float | None], int]] = [
+        ("num_steps", "steps that count", "", lambda run: run.goodput.num_steps, 0),
+        ("wall_s", "time, all starts", "s", lambda run: run.goodput.wall_s or None, 0),
+        (
+            "samples_per_s",
+            "samples a second, in steps",
+            "",
+            lambda run: ratio(run.total_samples, step_s(run)),
+            1,
+        ),
+        ("step_s", "time of a step, median", "s", middle, -1),
+        (
+            "wait_share",
+            "step time that waits for data",
+            "share",
+            lambda run: ratio(run.goodput.data_wait_s, step_s(run)),
+            -1,
+        ),
+        ("useful_share", "useful (goodput)", "share", lambda run: run.goodput.useful_share, 1),
+        ("checkpoint_s", "paused for checkpoints", "s", lambda run: run.goodput.checkpoint_s, -1),
+        ("lost_s", "work done again", "s", lambda run: run.goodput.lost_s, -1),
+        ("restarts", "restarts", "", lambda run: float(run.num_restarts), -1),
+        ("pss_bytes", "memory of a rank, most", "bytes", pss, -1),
+    ]
+    if (window := _loss_window(runs)) is not None:
+        first, last = window
+        name = f"loss, mean of steps {first:,} to {last:,}, which both have taken"
+        # With different schedules neither loss is the better one.
         rows.append(
-            (
-                escape(one.name),
-                *(escape(show(value, one.unit)) for value in (one.a, one.b)),
-                f'<span class="{kind}">{escape(one.shown_change)}</span>',
-            )
+            ("loss", name, "nats", lambda run: _loss_in(run, first, last), 0 if _loss_caution(runs) else -1)
         )
-    heads = tuple(
-        f'#<b class="{letter}">{letter.upper()}</b> {escape(run.name)}'
-        for run, letter in zip(runs, LETTERS, strict=True)
+    found = [
+        (key, name, unit, [value(run) if run.num_steps else None for run in runs], better)
+        for key, name, unit, value, better in rows
+    ]
+    return [
+        _Difference(key, name, unit, a, b, better)
+        for key, name, unit, (a, b), better in found
+        if a is not None or b is not None
+    ]
+
+
+def _loss_window(runs: Runs) -> tuple[int, int] | None:
+    """Return the first and last step that losses are compared over; None if the runs share none.
+
+    Of long runs only groups of steps are known, so the one with the larger groups decides.
+    """
+    coarse = max(runs, key=lambda run: run.steps_per_row)
+    groups = zip(coarse.steps["first"], coarse.steps["last"], strict=True)
+    num_steps = min(run.num_steps for run in runs)
+    taken = [(int(begin or 0), int(end or 0)) for begin, end in groups if (end or 0) < num_steps]
+    if not taken:
+        return None
+    last = taken[-1][1]
+    return next(begin for begin, end in taken if end >= last - _WINDOW), last
+
+
+def _loss_in(run: RunNumbers, first: int, last: int) -> float | None:
+    rows = zip(run.steps["first"], run.steps["last"], run.steps["loss_mean"], strict=True)
+    return mean_of(
+        [
+            loss
+            for begin, end, loss in rows
+            if loss is not None and (end or 0) >= first and (begin or 0) <= last
+        ]
     )
-    caution = loss_caution(runs)
-    return table(("", *heads, "#B against A"), rows) + (note(escape(caution)) if caution else "")
 
 
-def _downsampled(runs: Sequence[RunNumbers]) -> str:
-    most = max(run.steps_per_row for run in runs)
-    if most == 1:
+def _loss_caution(runs: Runs) -> str:
+    """Return why the difference of the losses says little; empty if nothing suggests that.
+
+    In a longer run the learning rate decays later: at the same step the shorter one has a lower rate, and for
+    that alone a lower loss.
+    """
+    window = _loss_window(runs)
+    if window is None:
         return ""
-    return note(f"A place holds up to {most:,} steps: their median, in a band from the least to the most.")
-
-
-def _stages(runs: Sequence[RunNumbers]) -> str:
-    if not any(run.stretches for run in runs):
+    causes = []
+    lengths = [run.num_planned_steps for run in runs]
+    if all(lengths) and lengths[0] != lengths[1]:
+        causes.append(f"A is planned for {lengths[0]:,} steps and B for {lengths[1]:,}")
+    a, b = (_rate_at(run, window[1]) for run in runs)
+    if a is not None and b is not None and abs(a - b) > _SAME_RATE * max(abs(a), abs(b)):
+        causes.append(f"at step {window[1]:,} their learning rates are {a:.2e} and {b:.2e}")
+    if not causes:
         return ""
-    loop = [(name, [_loop_share(run, name) for run in runs]) for name in LOOP_STAGES]
-    names = list(dict.fromkeys(name for run in runs for name in loader_stages(run.stretches)))
-    loader = [(name, [_threads(run, name) for run in runs]) for name in names]
-    return _bars("The training loop, shares of all ranks' time", "share", loop) + _bars(
-        "The loader, threads of a rank at work", "", loader
-    )
-
-
-def _loop_share(run: RunNumbers, name: str) -> float:
-    total = sum(row.rank_wall_s for row in run.stretches)
-    return sum(row.stage_s.get(name, 0.0) for row in run.stretches) / total if total else 0.0
-
-
-_threads = _loop_share
-"""The same quotient: of stages at which threads work it is how many did, as a mean."""
-
-
-def _bars(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    rows = [(name, values) for name, values in rows if any(values)]
-    if not rows:
-        return ""
-    most = max(max(values) for _, values in rows)
-    left, room = 130, WIDTH - 240
-    parts = []
-    for place, (name, values) in enumerate(rows):
-        y = place * _BAR_ROW + 2
-        parts.append(
-            f'<text class="label" x="{left - 8}" y="{y + 14}" text-anchor="end">'
-            f"{escape(name.replace('_', ' '))}</text>"
-        )
-        for number, (value, letter) in enumerate(zip(values, LETTERS, strict=True)):
-            width, top, text = value / most * room, y + 10 * number, escape(show(value, unit))
-            parts.append(
-                f'<rect class="fill {letter}" x="{left}" y="{top}" width="{max(width, 0.5):.1f}" height="9">'
-                f"<title>{letter.upper()}: {text}</title></rect>"
-                f'<text class="value" x="{left + width + 6:.1f}" y="{top + 8.5}">{text}</text>'
-            )
-    height = len(rows) * _BAR_ROW + 4
     return (
-        f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg class=bars viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}</svg></figure>"
+        f"Losses at the same step compare little here: {', and '.join(causes)}. A run whose rate has decayed "
+        "further has a lower loss for that alone; compare runs of one schedule, or both at their ends."
     )
 
 
-def _goodput(runs: Sequence[RunNumbers]) -> str:
-    bars = "".join(
-        f'<p class=splitname><b class="{letter}">{letter.upper()}</b> {escape(run.name)}</p>'
-        f"{sections.goodput(run.goodput)}"
-        for run, letter in zip(runs, LETTERS, strict=True)
-        if run.goodput.wall_s
-    )
-    if not bars:
-        return ""
+def _rate_at(run: RunNumbers, step: int) -> float | None:
+    rows = zip(run.steps["last"], run.steps["learning_rate"], strict=True)
+    return next((rate for end, rate in rows if end is not None and end >= step), None)
+
+
+def _stages(runs: Runs) -> str:
+    def mean(run: RunNumbers, name: str) -> float | None:
+        total = sum(row.rank_wall_s for row in run.summaries)
+        return sum(row.stage_s.get(name, 0.0) for row in run.summaries) / total if total else None
+
+    loader = dict.fromkeys(name for run in runs for name in page.loader_stages(run))
     rows = [
-        (f'<i class="{colour}"></i>{label}', *(cell for run in runs for cell in _part(run, key)))
-        for key, label, colour in sections.GOODPUT_PARTS
+        (name.replace("_", " "), *(show(value, unit) for value in values))
+        for names, unit in ((page.LOOP_STAGES, "share"), (loader, "threads"))
+        for name in names
+        if any(values := [mean(run, name) for run in runs])
     ]
-    return bars + table(("", "#A", "#", "#B", "#"), rows, "narrow")
+    remark = note("Of the loop shares of all ranks' time, of the loader busy threads of a rank.")
+    return table(("", "#A", "#B"), rows, "narrow") + remark if rows else ""
 
 
-def _part(run: RunNumbers, key: str) -> tuple[str, str]:
-    seconds, wall_s = getattr(run.goodput, key), run.goodput.wall_s
-    return escape(show(seconds, "s")), show(seconds / wall_s if wall_s else None, "share")
+def _verdicts(runs: Runs) -> str:
+    shares: list[Mapping[str, float]] = []
+    for run in runs:
+        total = sum(one.num_steps for one in run.verdicts) or 1
+        shares.append({one.code: one.num_steps / total for one in run.verdicts if one.num_steps})
+    codes = sorted({code for one in shares for code in one})
+    codes.sort(key=lambda code: -max(one.get(code, 0.0) for one in shares))
+    rows = [(escape(code), *(show(one.get(code), "share") for one in shares)) for code in codes]
+    columns = ("most important verdict", "#A, of all steps", "#B, of all steps")
+    return table(columns, rows, "narrow") if rows else ""
 
 
-def _verdicts(runs: Sequence[RunNumbers]) -> str:
-    found = [_verdict_shares(run) for run in runs]
-    codes = sorted(
-        {code for one in found for code in one}, key=lambda code: -max(one.get(code, 0.0) for one in found)
+def _different_settings(runs: Runs) -> dict[str, tuple[str, str]]:
+    """Return the settings that differ, and the tunables as they were at the end.
+
+    A setting that only one run has is an empty text in the other one.
+    """
+    a, b = (
+        {
+            **run.settings,
+            **{
+                f"{name} (at the end)": shown(value)
+                for name, value in (run.latest.settings if run.latest else {}).items()
+            },
+        }
+        for run in runs
     )
-    rows = [
-        (escape(code), *(show(one[code], "share") if code in one else "" for one in found)) for code in codes
-    ]
-    return (
-        table(("most important verdict", "#A, of all steps", "#B, of all steps"), rows, "narrow")
-        if rows
-        else ""
-    )
+    # What only one run recorded is no difference between them.
+    names = a.keys() | b.keys() if runs[0].settings and runs[1].settings else a.keys() & b.keys()
+    return {name: (a.get(name, ""), b.get(name, "")) for name in sorted(names) if a.get(name) != b.get(name)}
 
 
-def _verdict_shares(run: RunNumbers) -> Mapping[str, float]:
-    total = sum(one.num_steps for one in run.verdicts) or 1
-    return {one.code: one.num_steps / total for one in run.verdicts if one.num_steps}
-
-
-def _settings(runs: tuple[RunNumbers, RunNumbers]) -> str:
-    rows = [
-        (f"<code>{escape(name)}</code>", escape(a), escape(b))
-        for name, (a, b) in different_settings(runs).items()
-    ]
+def _settings(runs: Runs, different: Mapping[str, tuple[str, str]]) -> str:
+    rows = [(f"<code>{escape(name)}</code>", escape(a), escape(b)) for name, (a, b) in different.items()]
     if rows:
         return table(("setting", "A", "B"), rows) + note("Paths and addresses are cut to their last part.")
     return note("None, as far as the run folders tell.") if any(run.settings for run in runs) else ""

@@ -1,134 +1,178 @@
-"""Charts as inline SVG, along steps or along time; colours are classes of the page's style sheet.
-
-The plot is an SVG of its own inside the chart: its horizontal unit is a 10,000th of the run, and the page
-zooms by changing its viewBox, so that nothing has to be drawn again.
-"""
+"""Charts along the steps of a run, as inline SVG; colors are classes of the page's style sheet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Final
+from typing import Any, Final, Literal
 
-from shardflow.monitoring.run_page.chart import Chart, Mark, Places, Series, has_values
-from shardflow.monitoring.run_page.scales import BY_STEP, show, ticks
-
-__all__ = ["LEFT", "PLOT_WIDTH", "TOP", "WIDTH", "X_UNITS", "draw", "frame", "x_axis"]
+from shardflow.monitoring.run_page.reading import Mark
+from shardflow.monitoring.units import show
 
 WIDTH: Final = 960
 LEFT: Final = 86
 PLOT_WIDTH: Final = WIDTH - LEFT - 24
 TOP: Final = 8
-X_UNITS: Final = 10_000
 _TICKS_HEIGHT: Final = 22
-_LANE_HEIGHT: Final = 16
-_LANES_GAP: Final = 6
-_GAP: Final = 0.004
-"""Part of the axis; what is shorter between two stretches is not seen, and is none."""
+_MARKS_HEIGHT: Final = 16
+_MARKS: Final = {"saved": "checkpoint", "evaluated": "evaluation", "lost": "restart", "tuned": "tuner"}
+"""Kinds of marks, which are classes of the style sheet, and what they mean."""
 _MOST_X_TICKS: Final = 10
 _MOST_Y_TICKS: Final = 4
-_TALL: Final = 150
+_BAR_HEIGHT: Final = 16
 _TYPICAL: Final = 0.99
-"""Share of the places that stay in a plot that is clipped."""
+"""Share of the points that stay inside a clipped plot."""
 _MARGIN: Final = 1.25
-_UNITS: Final = ("s", "bytes", "bytes/s")
-"""Units that an axis repeats at each number; of others the title tells."""
+_SECOND_STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
+
+Values = Sequence[float | None]
 
 
-def draw(chart: Chart, places: Mapping[str, Places], *, by: str, end: float) -> str:
-    """Draw a chart.
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line, one layer of a stack, or points."""
+
+    label: str
+    color: str
+    """A class of the style sheet."""
+    steps: Sequence[float]
+    """Steps done, of each value; in a stack a value holds since the one before."""
+    values: Values
+    least: Values | None = None
+    """With ``most``: the envelope around the values."""
+    most: Values | None = None
+    kind: Literal["line", "dashed", "stack", "points"] = "line"
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is anything to draw."""
+        return any(value is not None for value in self.values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the page's read-out needs."""
+        columns = {"steps": self.steps, "values": self.values, "least": self.least, "most": self.most}
+        found = {name: rounded(values) for name, values in columns.items() if values is not None}
+        return {"label": self.label, "color": self.color, **found}
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart."""
+
+    key: str
+    title: str
+    unit: str
+    """See `units.show`."""
+    series: Sequence[Series]
+    height: int = 130
+    top: float | None = None
+    """Of the axis; by default the largest value."""
+    is_from_zero: bool = True
+    is_clipped: bool = False
+    """Whether rare values far above the others are cut off at the top, and counted below the plot."""
+    marks: Sequence[Mark] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the page's read-out needs."""
+        return {"unit": self.unit, "series": [one.to_json() for one in self.series]}
+
+
+def rounded(values: Iterable[float | None]) -> list[float | int | None]:
+    """Return numbers with six digits, whole ones as integers of all their digits."""
+    found: list[float | int | None] = []
+    for value in values:
+        if value is None or value == int(value):
+            found.append(None if value is None else int(value))
+        else:
+            found.append(float(f"{value:.6g}") if abs(value) < 1e6 else round(value))
+    return found
+
+
+def figure(chart: Chart, end: float) -> str:
+    """Draw a chart with its title and legend; nothing for one without values.
 
     Args:
-        chart: With at least one series that has values.
-        places: By name, what its series stand at.
-        by: ``step`` or ``time``.
-        end: Where the axis ends; it begins at 0.
+        chart: The chart.
+        end: Where the axis of steps ends; it begins at 0.
     """
-    series = [one for one in chart.series if has_values(one)]
+    series = [one for one in chart.series if one.has_values]
+    if not series:
+        return ""
     low, high = _range(chart, series)
-    lanes = list(dict.fromkeys(mark.lane for mark in chart.marks))
-    height = chart.height
-    above = TOP + height + (_LANES_GAP if lanes else 0)
-    bottom = above + _LANE_HEIGHT * len(lanes)
-    parts = [_y_axis(low, high, height, chart.unit)]
-    inside = [_bands(chart, by, end, height)]
-    scale = _Scale(end=end, low=low, high=high, height=height)
-    inside += _series(series, places, by, scale)
-    parts.append(frame("".join(inside), top=TOP, height=height))
-    for row, lane in enumerate(lanes):
-        marks = (mark for mark in chart.marks if mark.lane == lane)
-        parts.append(_lane(lane, marks, by, end, above + _LANE_HEIGHT * row))
-    parts.append(x_axis(by, end, bottom))
-    return (
-        f'<svg class="chart by-{by}" viewBox="0 0 {WIDTH} {bottom + _TICKS_HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{escape(chart.title)} by {by}" data-end="{end:g}" data-bottom="{bottom}">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def frame(content: str, *, top: float, height: float, rows: float | None = None) -> str:
-    """Wrap what is drawn in 10,000ths of the run; ``rows`` are its vertical units, pixels by default."""
-    return (
-        f'<svg class="plot" x="{LEFT}" y="{top}" width="{PLOT_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {X_UNITS} {rows or height}" preserveAspectRatio="none">{content}</svg>'
-    )
-
-
-def x_axis(by: str, end: float, bottom: float) -> str:
-    """Draw round numbers below a plot that ends at ``bottom``."""
-    unit = "steps" if by == BY_STEP else "s"
-    parts = []
-    for value in ticks(0.0, end, _MOST_X_TICKS, unit):
-        x = LEFT + (value / end if end else 0.0) * PLOT_WIDTH
-        text = f"{value:,.0f}" if by == BY_STEP else show(value, "s")
-        parts.append(
-            f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
-            f'<text class="label" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{text}</text>'
-        )
-    return f'<g class="x">{"".join(parts)}</g>'
-
-
-def outliers(chart: Chart) -> tuple[int, float]:
-    """Return how many places of a clipped chart leave it, and the largest value."""
-    if not chart.is_clipped:
-        return 0, 0.0
-    _, high = _range(chart, chart.series)
+    entries = [(f"{one.color} {one.kind}", one.label) for one in series] if len(series) > 1 else []
+    entries += [(mark.kind, _MARKS[mark.kind]) for mark in chart.marks]
     above = [
-        value
-        for one in chart.series
-        for value in (one.most or one.values)
-        if value is not None and value > high
+        value for one in series for value in (one.most or one.values) if value is not None and value > high
     ]
-    return len(above), max(above, default=0.0)
+    remark = ""
+    if above:
+        what = "point is" if len(above) == 1 else "points are"
+        largest = escape(show(max(above), chart.unit))
+        remark = f"<p class=note>{len(above)} {what} above the plot, up to {largest}.</p>"
+    return (
+        f'<figure data-chart="{chart.key}"><figcaption>{escape(chart.title)}</figcaption>{legend(entries)}'
+        f"{_draw(chart, series, low, high, end)}{remark}</figure>"
+    )
 
 
-class _Scale:
-    def __init__(self, *, end: float, low: float, high: float, height: float) -> None:
-        self._x = X_UNITS / end if end else 0.0
-        self.end = end
-        self._low, self._span, self._height = low, high - low, height
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """List colors and what they mean, each pair once."""
+    items = "".join(
+        f'<li><i class="{color}"></i>{escape(label)}</li>' for color, label in dict.fromkeys(entries)
+    )
+    return f"<ul class=legend>{items}</ul>" if items else ""
 
-    def x(self, place: float) -> str:
-        return f"{place * self._x:.1f}".removesuffix(".0")
 
-    def y(self, value: float) -> str:
-        # Far outside is outside: the plot cuts it off.
-        share = min(3.0, max(-2.0, (value - self._low) / self._span))
-        return f"{self._height * (1 - share):.1f}".removesuffix(".0")
+def bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
+    """Draw a stacked bar for each row: its label, and of each part the length (0 to 1), color and text."""
+    drawn = []
+    for place, (label, parts) in enumerate(rows):
+        y, x = TOP + place * (_BAR_HEIGHT + 4), float(LEFT)
+        drawn.append(_label(LEFT - 6, y + 12, "end", label))
+        for share, color, text in parts:
+            width = max(0.0, share) * PLOT_WIDTH
+            drawn.append(
+                f'<rect class="fill {color}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}">'
+                f"<title>{escape(text)}</title></rect>"
+            )
+            x += width
+    height = TOP + len(rows) * (_BAR_HEIGHT + 4)
+    return (
+        f'<svg class=bars viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(drawn)}</svg>"
+    )
+
+
+def ticks(low: float, high: float, most: int, unit: str) -> list[float]:
+    """Return round numbers from low to high, at most so many and one."""
+    if not high > low:
+        return [low]
+    wanted = (high - low) / most
+    if unit == "s" and 1 < wanted <= _SECOND_STEPS[-1]:
+        step = float(next(one for one in _SECOND_STEPS if one >= wanted))
+    else:
+        base = 1024.0 ** max(0, int(math.log(wanted, 1024))) if unit.startswith("bytes") else 1.0
+        power = 10.0 ** math.floor(math.log10(wanted / base)) * base
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wanted * (1 - 1e-9))
+        step = max(1.0, step) if unit in ("steps", "bytes") else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)]
 
 
 def _range(chart: Chart, series: Sequence[Series]) -> tuple[float, float]:
+    """Return where the vertical axis begins and ends."""
     if chart.top is not None:
         return 0.0, chart.top
     lows = [value for one in series for value in (one.least or one.values) if value is not None]
     highs = [value for one in series for value in (one.most or one.values) if value is not None]
     stacks = [one.values for one in series if one.kind == "stack"]
     totals = [sum(value or 0.0 for value in row) for row in zip(*stacks, strict=True)] if stacks else []
-    low = 0.0 if chart.is_from_zero else min(lows, default=0.0)
-    high = max([*highs, *totals], default=0.0)
+    low, high = (0.0 if chart.is_from_zero else min(lows)), max([*highs, *totals])
     if chart.is_clipped:
         middles = sorted(totals or [value for one in series for value in one.values if value is not None])
-        typical = middles[int(_TYPICAL * (len(middles) - 1))] * _MARGIN if middles else 0.0
+        typical = middles[int(_TYPICAL * (len(middles) - 1))] * _MARGIN
         high = high if high <= 2 * typical else typical
     if not high > low:
         return (low, low + 1.0) if low == 0 else (low - abs(low) / 2, low + abs(low) / 2)
@@ -136,142 +180,95 @@ def _range(chart: Chart, series: Sequence[Series]) -> tuple[float, float]:
     return low - (0.0 if chart.is_from_zero else margin), high + margin
 
 
-def _y_axis(low: float, high: float, height: float, unit: str) -> str:
+class _Scale:
+    """Maps steps and values to the coordinates of a plot."""
+
+    def __init__(self, low: float, high: float, height: float, end: float) -> None:
+        self._low, self._span, self._height, self._end = low, high - low, height, end or 1.0
+
+    def x(self, step: float) -> str:
+        return f"{LEFT + PLOT_WIDTH * step / self._end:.1f}".removesuffix(".0")
+
+    def y(self, value: float) -> str:
+        # What is outside is drawn at the border.
+        share = min(1.0, max(0.0, (value - self._low) / self._span))
+        return f"{TOP + self._height * (1 - share):.1f}".removesuffix(".0")
+
+    def at(self, steps: Sequence[float], values: Values) -> list[str]:
+        return [f"{self.x(step)} {self.y(value or 0.0)}" for step, value in zip(steps, values, strict=True)]
+
+
+def _draw(chart: Chart, series: Sequence[Series], low: float, high: float, end: float) -> str:
+    scale, height = _Scale(low, high, chart.height, end), chart.height
+    bottom = TOP + height + (_MARKS_HEIGHT if chart.marks else 0)
     parts = []
-    for value in ticks(low, high, _MOST_Y_TICKS + (height >= _TALL), unit):
-        y = TOP + height * (1 - (value - low) / (high - low))
-        text = f"{100 * value:.3g} %" if unit == "share" else show(value, unit if unit in _UNITS else "")
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{LEFT + PLOT_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="label" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
-        )
-    return "".join(parts)
-
-
-def _bands(chart: Chart, by: str, end: float, height: float) -> str:
-    parts = []
-    for band in chart.bands:
-        begins, ends = (X_UNITS * place / end if end else 0.0 for place in band.along(by))
-        parts.append(
-            f'<rect class="band {band.colour}" x="{begins:.1f}" y="0" width="{max(ends - begins, 4.0):.1f}" '
-            f'height="{height}"><title>{escape(band.text)}</title></rect>'
-        )
-    return "".join(parts)
-
-
-def _lane(name: str, marks: Iterable[Mark], by: str, end: float, top: float) -> str:
-    dots = []
-    for mark in marks:
-        x = X_UNITS * (mark.step if by == BY_STEP else mark.time_s) / end if end else 0.0
-        dots.append(
-            f'<path class="dot {mark.colour}" d="M{x:.1f} 8h0"><title>{escape(mark.text)}</title></path>'
-        )
+    for value in ticks(low, high, _MOST_Y_TICKS, chart.unit):
+        y = scale.y(value)
+        # The title names other units.
+        unit = chart.unit if chart.unit in ("s", "share", "bytes", "bytes/s") else ""
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + PLOT_WIDTH}" y1="{y}" y2="{y}"/>')
+        parts.append(_label(LEFT - 6, float(y) + 4, "end", show(value, unit)))
+    parts += _layers([one for one in series if one.kind == "stack"], scale)
+    for one in series:
+        parts += _lines(one, scale)
+    for mark in chart.marks:
+        x = scale.x(mark.step)
+        title = f"<title>{escape(mark.text)}</title>"
+        parts.append(f'<path class="dot {mark.kind}" d="M{x} {TOP + height + 9}h0">{title}</path>')
+    for step in ticks(0.0, end, _MOST_X_TICKS, "steps"):
+        x = scale.x(step)
+        parts.append(f'<line class="tick" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(_label(float(x), bottom + 16, "middle", f"{step:,.0f}"))
     return (
-        f'<text class="label" x="{LEFT - 6}" y="{top + 12}" text-anchor="end">{escape(name)}</text>'
-        + frame("".join(dots), top=top, height=_LANE_HEIGHT)
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {bottom + _TICKS_HEIGHT}" role="img" '
+        f'aria-label="{escape(chart.title)}" data-end="{end:g}" data-bottom="{bottom}">{"".join(parts)}</svg>'
     )
 
 
-def _series(series: Sequence[Series], places: Mapping[str, Places], by: str, scale: _Scale) -> Iterator[str]:
+def _label(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text class="label" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _layers(stack: Sequence[Series], scale: _Scale) -> Iterator[str]:
+    """Draw a stack; each value holds since the step of the one before."""
     below: list[float] = []
-    for one in series:
-        xs = [scale.x(place) for place in places[one.places].along(by)]
-        if one.kind == "stack":
-            # A mean holds over its whole stretch; where nothing was measured there is nothing.
-            if places[one.places].begins is None:
-                xs, values = _joined(xs, one.values, places[one.places].breaks(by))
-            else:
-                xs, values = _held(one.values, places[one.places].stretches(by), scale)
-            below = below or [0.0] * len(xs)
-            above = [low + (value or 0.0) for low, value in zip(below, values, strict=True)]
-            yield _area(xs, above, below, f"area {one.colour}", scale)
-            below = above
-        elif one.kind == "points":
-            dots = "".join(
-                f"M{x} {scale.y(value)}h0"
-                for x, value in zip(xs, one.values, strict=True)
-                if value is not None
-            )
-            yield f'<path class="dot {one.colour}" d="{dots}"/>'
-    for one in series:
-        xs = [scale.x(place) for place in places[one.places].along(by)]
-        if one.least is not None and one.most is not None:
-            for begin, end in _runs(one.most, places[one.places].breaks(by)):
-                yield _area(
-                    xs[begin:end], one.most[begin:end], one.least[begin:end], f"envelope {one.colour}", scale
-                )
-    for one in series:
-        if one.kind in ("line", "dashed"):
-            xs = [scale.x(place) for place in places[one.places].along(by)]
-            runs = _runs(one.values, places[one.places].breaks(by))
-            yield _line(xs, one.values, runs, f"{one.kind} {one.colour}", scale)
+    for one in stack:
+        below = below or [0.0] * len(one.values)
+        above = [low + (value or 0.0) for low, value in zip(below, one.values, strict=True)]
+        corners = [step for pair in zip([0.0, *one.steps], one.steps, strict=False) for step in pair]
+        top = scale.at(corners, [value for value in above for _ in range(2)])
+        bottom = scale.at(corners, [value for value in below for _ in range(2)])
+        yield f'<path class="area {one.color}" d="M{"L".join([*top, *reversed(bottom)])}Z"/>'
+        below = above
 
 
-def _held(
-    values: Sequence[float | None], stretches: Sequence[tuple[float, float]], scale: _Scale
-) -> tuple[list[str], list[float | None]]:
-    """Return the corners of a line that goes along each stretch, and down where there is none."""
-    xs: list[str] = []
-    corners: list[float | None] = []
-    before = None
-    for value, (begin, end) in zip(values, stretches, strict=True):
-        if before is not None and begin - before > _GAP * scale.end:
-            xs += [scale.x(before), scale.x(begin)]
-            corners += [0.0, 0.0]
-        xs += [scale.x(begin), scale.x(end)]
-        corners += [value, value]
-        before = end
-    return xs, corners
+def _lines(series: Series, scale: _Scale) -> Iterator[str]:
+    """Draw a line with its envelope, or points."""
+    if series.kind == "stack":
+        return
+    if series.kind == "points":
+        pairs = zip(series.steps, series.values, strict=True)
+        points = [f"M{scale.x(step)} {scale.y(value)}h0" for step, value in pairs if value is not None]
+        yield f'<path class="dot {series.color}" d="{"".join(points)}"/>'
+        return
+    parts = []
+    for begin, stop in _runs(series.values):
+        steps = series.steps[begin:stop]
+        if series.least is not None and series.most is not None:
+            top = scale.at(steps, series.most[begin:stop])
+            bottom = scale.at(steps, series.least[begin:stop])
+            yield f'<path class="envelope {series.color}" d="M{"L".join([*top, *reversed(bottom)])}Z"/>'
+        points = scale.at(steps, series.values[begin:stop])
+        parts.append(f"M{'L'.join(points)}" + ("h0" if len(points) == 1 else ""))
+    yield f'<path class="{series.kind} {series.color}" d="{"".join(parts)}"/>'
 
 
-def _joined(
-    xs: Sequence[str], values: Sequence[float | None], breaks: Sequence[int]
-) -> tuple[list[str], list[float | None]]:
-    """Return the corners of a line that goes from value to value, and down where the run stood still."""
-    corners, heights = list(xs), list(values)
-    for place in sorted(breaks, reverse=True):
-        if 0 < place < len(xs):
-            corners[place:place] = [xs[place - 1], xs[place]]
-            heights[place:place] = [0.0, 0.0]
-    return corners, heights
-
-
-def _runs(values: Sequence[float | None], breaks: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-    """Yield where stretches without gaps begin and end."""
-    ends = set(breaks)
+def _runs(values: Values) -> Iterator[tuple[int, int]]:
+    """Yield where runs without gaps begin and end."""
     begin: int | None = None
     for place, value in enumerate([*values, None]):
-        if begin is not None and value is not None and place in ends:
-            yield begin, place
-            begin = place
-        elif value is not None and begin is None:
+        if value is not None and begin is None:
             begin = place
         elif value is None and begin is not None:
             yield begin, place
             begin = None
-
-
-def _line(
-    xs: Sequence[str],
-    values: Sequence[float | None],
-    runs: Iterable[tuple[int, int]],
-    classes: str,
-    scale: _Scale,
-) -> str:
-    parts = []
-    for begin, end in runs:
-        points = [f"{xs[place]} {scale.y(values[place] or 0.0)}" for place in range(begin, end)]
-        parts.append(f"M{'L'.join(points)}" if len(points) > 1 else f"M{points[0]}h0")
-    return f'<path class="{classes}" d="{"".join(parts)}"/>'
-
-
-def _area(
-    xs: Sequence[str],
-    above: Sequence[float | None],
-    below: Sequence[float | None],
-    classes: str,
-    scale: _Scale,
-) -> str:
-    forth = [f"{x} {scale.y(value or 0.0)}" for x, value in zip(xs, above, strict=True)]
-    back = [f"{x} {scale.y(value or 0.0)}" for x, value in zip(xs, below, strict=True)][::-1]
-    return f'<path class="{classes}" d="M{"L".join([*forth, *back])}Z"/>'

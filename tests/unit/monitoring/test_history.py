@@ -82,20 +82,6 @@ def test_only_the_newest_records_are_held_where_wanted(tmp_path: Path) -> None:
     assert seen.count("step") == 600
 
 
-def test_reading_stops_at_a_time_and_goes_on(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", num_steps=60, restart_at=45)
-    whole = read_history(folder)
-    history = RunHistory(folder)
-    for step in (0, 17, 58):
-        history.follow(until_s=whole.steps[step]["time_s"])
-        assert history.steps == whole.steps[: step + 1]
-        assert history.next_time_s > whole.steps[step]["time_s"]
-    assert not history.follow(until_s=whole.steps[58]["time_s"])
-    history.follow()
-    assert history.steps == whole.steps
-    assert history.next_time_s == float("inf")
-
-
 def test_lines_with_other_fields_than_theirs_are_skipped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     whole = RunHistory(run)

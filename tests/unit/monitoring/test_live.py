@@ -1,4 +1,4 @@
-"""What a live view knows of a run at an instant, and that a replay knows the same."""
+"""The live state of a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import read_history
 from shardflow.monitoring.goodput import measure_goodput
 from shardflow.monitoring.lines import METRICS_FILE
-from shardflow.monitoring.live import LiveRun, LiveView
-from shardflow.monitoring.live_curve import Curve, resampled
-from shardflow.monitoring.live_replay import Replay
+from shardflow.monitoring.live import Curve, LiveRun, LiveView
 from tests.run_factory import write_run
 
 pytestmark = pytest.mark.fast
@@ -118,43 +115,9 @@ def test_what_is_done_again_is_forgotten(tmp_path: Path) -> None:
         log.write("attempt", attempt=attempt, start=first)
         for step in range(first, 5):
             log.write("step", **{**line, "attempt": attempt, "global_step": step, "loss": loss})
-        log.write("evaluation", attempt=attempt, global_step=5, loss=loss, evaluation_s=1.0)
     log.close()
     view = LiveRun(tmp_path).follow(1e9)
     assert view.losses == (9.0, 9.0, 9.0, 1.0, 1.0)
-    assert view.evaluations == (1.0,)
-
-
-def test_a_replay_shows_what_was_seen(tmp_path: Path) -> None:
-    """However often the live view looked, and whichever way the replay came there."""
-    whole = (write_run(tmp_path / "whole", num_steps=70, restart_at=45) / METRICS_FILE).read_bytes()
-    lines = whole.splitlines(keepends=True)
-    times = [json.loads(line)["time_s"] for line in lines]
-    growing = tmp_path / "grows" / "whole"
-    growing.mkdir(parents=True)
-    live = LiveRun(growing)
-    seen: dict[float, LiveView] = {}
-    for moment in (
-        times[0],
-        times[0] + 0.1,
-        *(times[number] for number in range(5, len(times), 11)),
-        times[-1],
-    ):
-        written = sum(time_s <= moment for time_s in times)
-        (growing / METRICS_FILE).write_bytes(b"".join(lines[:written]))
-        seen[moment] = live.follow(moment)
-    replay = Replay(tmp_path / "whole")
-    assert replay.length_s == pytest.approx(times[-1] - times[0])
-    forth_and_back = [*seen, *reversed(list(seen))]
-    for moment in forth_and_back:
-        replay.move(moment - times[0] - replay.position_s)
-        shown = replay.view()
-        assert shown.age_s == pytest.approx(seen[moment].age_s, abs=1e-5)
-        assert replace(shown, now_s=moment, age_s=seen[moment].age_s) == seen[moment]
-    replay.move(1e9)
-    assert replay.view() == at_end(tmp_path / "whole", after_s=0.0)
-    replay.move(-1e9)
-    assert replay.view().state == "starting"
 
 
 def test_a_torn_line_waits_for_its_rest(tmp_path: Path) -> None:
@@ -227,13 +190,3 @@ def test_a_curve_holds_means_of_ever_longer_stretches() -> None:
     curve.add(8, None)
     curve.go_back_to(5)
     assert curve.values() == (0.5, 2.5)
-    assert resampled((1.0, 2.0, 3.0, 4.0, 5.0), 2) == [1.5, 4.0]
-    assert resampled((1.0, 2.0), 5) == [1.0, 2.0]
-
-
-def test_a_replay_needs_a_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
-        Replay(tmp_path)
-    (tmp_path / METRICS_FILE).touch()
-    with pytest.raises(ConfigError, match="got none"):
-        Replay(tmp_path)

@@ -6,7 +6,6 @@ import contextlib
 import re
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -149,22 +148,19 @@ def test_without_a_cache_all_comes_from_where_the_dataset_lies(tmp_path: Path) -
 
 
 def test_a_scrape_gets_what_was_written_since_the_last_one(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, num_threads = tmp_path / "run", threading.active_count()
     run.mkdir()
     with MetricsServer(run, "127.0.0.1:0") as server:
-        assert server.is_local
         assert "shardflow_steps_total 0.0\n" in _get(server.url)
         write_run(run, num_steps=10)
         assert "shardflow_steps_total 10.0\n" in _get(server.url)
         with EventLog(run / METRICS_FILE) as log:
             log.write("step", global_step=10, step_s=1.0)
         assert "shardflow_steps_total 11.0\n" in _get(server.url)
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            _get(server.url.replace("/metrics", "/"))
         url = server.url
     with pytest.raises(urllib.error.URLError):
         _get(url)
-    assert not [thread for thread in threading.enumerate() if "metrics" in thread.name]
+    assert threading.active_count() == num_threads
 
 
 def test_openmetrics_is_told_to_who_asks_for_it(tmp_path: Path) -> None:
@@ -182,7 +178,6 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(tmp_path: Path) -> Non
     with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server:
         host, port = server.url.removeprefix("http://").removesuffix("/metrics").split(":")
         with socket.create_connection((host, int(port))):
-            # Sooner than the stranger is shown the door, after half a minute.
             assert "shardflow_steps_total" in _get(server.url, timeout_s=20)
 
 
@@ -197,23 +192,6 @@ def test_a_stranger_who_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None
                 stranger.connect((host, int(port)))
                 stranger.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert "shardflow_steps_total 60.0" in _get(server.url, timeout_s=20)
-
-
-def test_strangers_in_a_crowd_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardflow.monitoring.prometheus._MOST_REQUESTS", 2)
-    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server:
-        host, port = server.url.removeprefix("http://").removesuffix("/metrics").split(":")
-        strangers = [socket.create_connection((host, int(port))) for _ in range(2)]
-        with pytest.raises(OSError, match=r"closed connection|reset"):
-            _get(server.url)
-        for stranger in strangers:
-            stranger.close()
-        for _ in range(1000):  # until their threads have seen it
-            with contextlib.suppress(OSError):
-                assert "shardflow_steps_total 60.0\n" in _get(server.url)
-                return
-            time.sleep(0.01)
-        pytest.fail("the strangers that are gone are still counted")
 
 
 def test_scrapes_at_once_count_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

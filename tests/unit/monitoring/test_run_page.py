@@ -19,9 +19,9 @@ from shardflow.monitoring import read_history
 from shardflow.monitoring.goodput import measure_goodput
 from shardflow.monitoring.lines import METRICS_FILE
 from shardflow.monitoring.run_page import RunNumbers, read_run, render_comparison, render_run_page
-from shardflow.monitoring.run_page.columns import MOST_POINTS, MOST_STRETCHES, StepColumns, Stretches
-from shardflow.monitoring.run_page.scales import compact, duration, show, ticks
-from shardflow.monitoring.run_page.settings import shown
+from shardflow.monitoring.run_page.reading import MOST_POINTS, MOST_SUMMARIES, StepColumns, Summaries, shown
+from shardflow.monitoring.run_page.svg import ticks
+from shardflow.monitoring.units import compact, duration, show
 from shardflow.monitoring.verdict import judge_all
 from shardflow.telemetry import STAGES, Advice, Interval, RankNumbers, Verdict
 from tests.run_factory import Bound, write_run
@@ -44,7 +44,7 @@ def series(page: str, chart: str, label: str) -> dict[str, Any]:
     numbers = numbers_of(page)
     found = [one for one in numbers["charts"][chart]["series"] if one["label"] == label]
     assert len(found) == 1, numbers["charts"][chart]
-    return {**found[0], **numbers["places"][found[0]["places"]]}
+    return dict(found[0])
 
 
 class _Checker(HTMLParser):
@@ -77,23 +77,21 @@ def test_series_are_the_events(tmp_path: Path, bound: Bound) -> None:
     history = read_history(run)
     steps = history.steps
     loss = series(page, "loss", "training")
-    assert loss["step"] == [line["global_step"] + 1 for line in steps]
+    assert loss["steps"] == [line["global_step"] + 1 for line in steps]
     assert loss["values"] == pytest.approx([line["loss"] for line in steps], rel=1e-5)
-    began = history.attempts[0]["time_s"]
-    assert loss["time"] == pytest.approx([line["time_s"] - began for line in steps], rel=1e-5)
     wait = series(page, "step_time", "waiting for data")["values"]
-    rest = series(page, "step_time", "all else in the step")["values"]
+    rest = series(page, "step_time", "everything else")["values"]
     assert wait == pytest.approx([line["data_wait_s"] for line in steps])
     assert [a + b for a, b in zip(wait, rest, strict=True)] == pytest.approx(
         [line["step_s"] for line in steps]
     )
-    assert series(page, "learning_rate", "learning rate")["values"] == [
+    assert series(page, "learning_rate", "Learning rate")["values"] == [
         line["learning_rate"] for line in steps
     ]
-    rates = series(page, "throughput", "samples/s in steps")["values"]
+    rates = series(page, "throughput", "Throughput in steps")["values"]
     assert rates == pytest.approx([line["num_samples"] / line["step_s"] for line in steps], rel=1e-5)
     checks = series(page, "loss", "evaluation")
-    assert checks["step"] == [line["global_step"] for line in history.evaluations]
+    assert checks["steps"] == [line["global_step"] for line in history.evaluations]
     assert checks["values"] == pytest.approx([line["loss"] for line in history.evaluations], rel=1e-5)
 
 
@@ -106,7 +104,7 @@ def test_intervals_are_shares_of_the_ranks_time(tmp_path: Path, bound: Bound) ->
         found = series(page, "loop", name.replace("_", " "))
         wanted = [one.stage(name).seconds / (one.wall_s * one.world_size) for one in intervals]
         assert found["values"] == pytest.approx(wanted, rel=1e-5, abs=1e-9)
-        assert found["step"] == [one.global_step + 1 for one in intervals]
+        assert found["steps"] == [one.global_step + 1 for one in intervals]
     busy = series(page, "loader", "decode")["values"]
     assert busy == pytest.approx(
         [one.stage("decode").seconds / (one.wall_s * one.world_size) for one in intervals], rel=1e-5
@@ -115,14 +113,16 @@ def test_intervals_are_shares_of_the_ranks_time(tmp_path: Path, bound: Bound) ->
     labels = [one["label"] for one in numbers_of(page)["charts"]["loader"]["series"]]
     assert "cache disk" not in labels
     assert STAGES["cache_disk"].is_part_of == "read"
-    disk = series(page, "tier_shares", "from node's disk")["values"]
-    assert disk == pytest.approx([8 / 38] * len(intervals), rel=1e-4)
-    compute = numbers_of(page)["heat"]["maps"]["compute"]
-    assert compute["names"] == ["rank 0 \u00b7 node-0", "rank 1 \u00b7 node-0", "rank 2 \u00b7 node-0"]
-    assert compute["shares"][2] == pytest.approx(
-        [one.ranks[2].compute_s / one.step_s for one in intervals], abs=1e-3
+    disk = series(page, "tier_bytes", "from node's disk")["values"]
+    assert disk == pytest.approx(
+        [one.stage("cache_disk").num_bytes / one.wall_s for one in intervals], rel=1e-4
     )
-    memory = series(page, "memory", "processes (PSS), mean of ranks")["values"]
+    ranks = numbers_of(page)["ranks"]
+    assert list(ranks) == ["rank 0 \u00b7 node-0", "rank 1 \u00b7 node-0", "rank 2 \u00b7 node-0"]
+    assert ranks["rank 2 \u00b7 node-0"][0] == pytest.approx(
+        sum(one.ranks[2].compute_s for one in intervals) / sum(one.step_s for one in intervals)
+    )
+    memory = series(page, "memory", "processes (PSS)")["values"]
     assert memory == [900 << 20] * len(intervals)
 
 
@@ -136,7 +136,7 @@ def test_goodput_restarts_and_verdicts_are_those_of_the_run(tmp_path: Path) -> N
     assert facts["num_checkpoints"] == 2
     assert facts["num_moves"] == 3
     assert facts["total_samples"] == 60 * 32.0
-    assert "10 steps done again, from 35" in page
+    assert "restarted after 45 steps: 10 done again" in page
     assert "Raise cache.read_ahead_bytes from 256 MiB to 512 MiB." in page
     assert "+40% steps a second" in page
     assert "loader.num_threads" in page
@@ -268,7 +268,7 @@ def test_comparison_says_what_differs(tmp_path: Path) -> None:
     assert found["loss"]["a"] == pytest.approx(found["loss"]["b"])
     assert numbers["settings"] == {"loader.num_threads": ["2", "8"]}
     overlaid = numbers["charts"]["step_time"]["series"]
-    assert [(one["colour"], len(one["values"])) for one in overlaid] == [("a", 60), ("b", 90)]
+    assert [(one["color"], len(one["values"])) for one in overlaid] == [("a", 60), ("b", 90)]
     assert "storage-bound" in page
     assert "compute-bound" in page
     assert "compare little" not in page
@@ -326,7 +326,7 @@ def test_long_runs_keep_their_outliers() -> None:
     columns = StepColumns(10 * MOST_POINTS)
     for step in range(10 * MOST_POINTS):
         seconds = 9.0 if step == 5005 else 1.0 + 0.01 * (step % 10)
-        columns.add({"global_step": step, "step_s": seconds, "loss": float(step)}, float(step))
+        columns.add({"global_step": step, "step_s": seconds, "loss": float(step)})
     columns.finish()
     rows = columns.columns
     assert len(rows["last"]) == MOST_POINTS
@@ -377,14 +377,15 @@ def test_a_long_run_is_read_into_a_bounded_number_of_rows(tmp_path: Path) -> Non
     assert run.num_steps == 9_000
     assert run.goodput.data_wait_s == 0.25 * 9_000
     page = render_run_page(run)
-    assert "Of an interval the 64 slowest ranks are written" in page
-    assert "holds 8 steps" in page
-    stretches = Stretches(10_000)
+    assert "The 32 of 512 ranks that computed and waited for data most." in page
+    assert "holds up to 8 steps" in page
+    summaries = Summaries(10_000)
     for place in range(5_000):
         ranks = tuple(RankNumbers(rank=(place + number) % 300, compute_s=1.0) for number in range(3))
-        stretches.add(Interval(global_step=2 * place + 1, num_steps=2, step_s=2.0, ranks=ranks), 2.0 * place)
-    rows = stretches.finish()
-    assert len(rows) == MOST_STRETCHES
+        summaries.add(Interval(global_step=2 * place + 1, num_steps=2, step_s=2.0, ranks=ranks))
+    summaries.finish()
+    rows = summaries.rows
+    assert len(rows) == MOST_SUMMARIES
     assert sum(row.num_steps for row in rows) == 10_000
 
 
@@ -449,12 +450,3 @@ def test_a_run_without_verdicts_is_judged_by_its_intervals(tmp_path: Path) -> No
     found = {one["code"] for one in numbers_of(page)["runs"][0]["verdicts"] if one["num_steps"]}
     assert found == wanted
     assert wanted
-
-
-def test_along_time_nothing_is_drawn_while_a_run_stood_still(tmp_path: Path) -> None:
-    page = render_run_page(read_run(write_run(tmp_path / "run", num_steps=60, restart_at=45)))
-    drawn = re.search(r'data-chart="learning_rate".*?</figure>', page, re.DOTALL)
-    assert drawn is not None
-    by_step, by_time = re.findall(r'<path class="line rate" d="([^"]*)"', drawn[0])
-    assert (by_step.count("M"), by_time.count("M")) == (1, 2)
-    assert by_time.count("L") == by_step.count("L") - 1

@@ -1,29 +1,21 @@
-"""Numbers as people read them, and the round numbers along an axis."""
+"""Numbers with units as people read them, shared by the run page and the live view."""
 
 from __future__ import annotations
 
 import math
 from typing import Final
 
-__all__ = ["BY_STEP", "BY_TIME", "compact", "duration", "nice_step", "show", "ticks"]
-
-BY_STEP: Final = "step"
-BY_TIME: Final = "time"
-_SECOND_STEPS: Final = (
-    *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200),
-    *(86400, 172800, 432000, 864000),
-)
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def show(value: float | None, unit: str) -> str:
+def show(value: float | None, unit: str = "") -> str:
     """Render a number with its unit.
 
     Args:
-        value: None for none.
-        unit: ``s``, ``share``, ``bytes``, ``bytes/s``, ``steps``, or what stands behind a plain number.
+        value: None if it is not known.
+        unit: ``s``, ``share``, ``bytes``, ``bytes/s``, or the text that follows a plain number.
     """
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "\u2013"
     if unit == "s":
         return duration(value)
@@ -58,7 +50,7 @@ def duration(seconds: float) -> str:
 
 
 def compact(value: float) -> str:
-    """Render a plain number: exact below 100,000 where it is whole, three digits else."""
+    """Render a plain number: exactly if it is whole and below 100,000, with three digits otherwise."""
     if value == int(value) and abs(value) < 100_000:
         return f"{int(value):,}"
     size = abs(value)
@@ -78,28 +70,3 @@ def _binary(num_bytes: float) -> str:
     sign = "-" if num_bytes < 0 else ""
     text = f"{size:.0f}" if power == 0 or size >= 100 else f"{size:.3g}"
     return f"{sign}{text} {_BINARY[power]}"
-
-
-def nice_step(span: float, most: int, unit: str) -> float:
-    """Return the least round distance that divides a span into at most so many parts."""
-    wanted = span / most
-    if unit == "s" and 1 < wanted <= _SECOND_STEPS[-1]:
-        return float(next(one for one in _SECOND_STEPS if one >= wanted))
-    base = float(_SECOND_STEPS[-1]) if unit == "s" and wanted > 1 else 1.0
-    if unit in ("bytes", "bytes/s"):
-        while wanted / base >= 1024:
-            base *= 1024
-    power = 10.0 ** math.floor(math.log10(wanted / base))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * base >= wanted * (1 - 1e-9))
-    step *= base
-    return max(1.0, step) if unit in ("steps", "bytes") else step
-
-
-def ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    """Return round numbers from low to high, at most so many and one."""
-    if not high > low:
-        return [low]
-    step = nice_step(high - low, most, unit)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)]
