@@ -482,8 +482,11 @@ def _check_series(fields: Fields) -> tuple[int, int]:
 
 def _modality(sample: Mapping[str, Any]) -> str:
     """Return the modality of the primary series, as ``study.json`` has it."""
-    with suppress(LookupError, TypeError):
-        modality = sample[STUDY_FIELD]["series"][0]["modality"]
+    study: Any = sample.get(STUDY_FIELD)
+    with suppress(LookupError, TypeError, ValueError, RecursionError):
+        if isinstance(study, (bytes, bytearray)):
+            study = json.loads(study)
+        modality = study["series"][0]["modality"]
         return modality if isinstance(modality, str) else ""
     return ""
 
