@@ -21,8 +21,8 @@ from typing import Any, cast
 
 from shardflow.configs import load_config
 from shardflow.corpora import CorpusConfig, CorpusMode, CorpusSummary, pack_corpus
-from shardflow.corpora.handlers import HANDLERS
-from shardflow.corpora.handlers import make_handler as make_real_handler
+from shardflow.corpora.parts import HANDLERS
+from shardflow.corpora.parts import make_handler as make_real_handler
 from shardflow.packing.child import Handler
 from shardflow.shards import Dataset
 from shardflow.shards.line_outcomes import LineOutcomes

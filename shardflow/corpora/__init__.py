@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from shardflow.corpora.config import CorpusConfig
-    from shardflow.corpora.job import CorpusMode, pack_corpus
-    from shardflow.corpora.summary import CorpusSummary
+    from shardflow.corpora.job import CorpusMode, CorpusSummary, pack_corpus
 
 __all__ = ["CorpusConfig", "CorpusMode", "CorpusSummary", "pack_corpus"]
 
 _MODULES: Final = {
     "CorpusConfig": "config",
     "CorpusMode": "job",
-    "CorpusSummary": "summary",
+    "CorpusSummary": "job",
     "pack_corpus": "job",
 }
 

@@ -1,8 +1,8 @@
-"""From a record to the fields of a sample: texts scrubbed, turns put one behind another.
+"""From a line's fields to a sample: what is text, who says what, which split; texts scrubbed.
 
 ``report.txt`` is what a model reads, as in every dataset, so loader, tokens and training need nothing new.
 ``corpus.json`` says where in it each turn's content lies; a text alone with nothing kept has none, and costs
-one member of the tar.
+one member of the tar. A line that does not fit is a `LineError` with its reason.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from shardflow.corpora.config import CorpusConfig, CorpusDeidConfig, FieldsConfig
-from shardflow.corpora.mapping import Record, Turn, make_mapper, value_at
 from shardflow.corpora.reasons import LineError, LineReason
 from shardflow.deid.known_values import KnownValues
 from shardflow.deid.pseudonyms import SecretKey
@@ -25,13 +24,123 @@ from shardflow.packing.plan import split_of_bucket
 from shardflow.packing.scan import NUM_BUCKETS
 from shardflow.shards.keys import REPORT_FIELD
 
-__all__ = ["CORPUS_FIELD", "REJECTED_FIELD", "ContentMaker", "Identity", "texts_digest"]
-
 CORPUS_FIELD: Final = "corpus.json"
 REJECTED_FIELD: Final = "rejected.txt"
 _MAX_VALUE_BYTES: Final = 4096
 _MAX_LEVELS: Final = 100
 """Of a kept field: each level is one of the interpreter's stack here, and one in every reader's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one side of a dialogue says."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """The texts of one line."""
+
+    text: str | None = None
+    """Of a line that is one text."""
+    turns: tuple[Turn, ...] = ()
+    """Of any other line; those of a preference end with the chosen answer."""
+    rejected: tuple[Turn, ...] = ()
+    """Turns that end with the rejected answer."""
+
+    def texts(self) -> list[str]:
+        """Return all texts, in order."""
+        if self.text is not None:
+            return [self.text]
+        return [turn.content for turn in (*self.turns, *self.rejected)]
+
+
+def value_at(fields: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a field, or None; a dot leads into an object, unless a field has that name."""
+    if path in fields:
+        return fields[path]
+    value: Any = fields
+    for part in path.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def make_mapper(config: FieldsConfig) -> Callable[[Mapping[str, Any]], Record]:
+    """Return what makes records of fields; it raises `LineError` for fields that do not fit."""
+
+    def text(fields: Mapping[str, Any]) -> Record:
+        return Record(text=_text(fields, config.text))
+
+    def pair(fields: Mapping[str, Any]) -> Record:
+        prompt = _turns(fields, config.prompt, "user", config)
+        answer = _turns(fields, config.response, "assistant", config)
+        return Record(turns=(*_system(fields, config), *prompt, *answer))
+
+    def dialogue(fields: Mapping[str, Any]) -> Record:
+        turns = _turns(fields, config.turns, None, config)
+        return Record(turns=(*_system(fields, config), *turns))
+
+    def preference(fields: Mapping[str, Any]) -> Record:
+        # Some write the prompt apart, some repeat it in front of both answers.
+        has_prompt = bool(config.prompt) and value_at(fields, config.prompt) is not None
+        prompt = _turns(fields, config.prompt, "user", config) if has_prompt else ()
+        before = (*_system(fields, config), *prompt)
+        chosen = _turns(fields, config.chosen, "assistant", config)
+        rejected = _turns(fields, config.rejected, "assistant", config)
+        return Record(turns=_behind(before, chosen), rejected=_behind(before, rejected))
+
+    kinds = {"text": text, "pair": pair, "dialogue": dialogue, "preference": preference}
+    return kinds[config.kind]
+
+
+def _behind(before: tuple[Turn, ...], answer: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    return answer if answer[: len(before)] == before else (*before, *answer)
+
+
+def _text(fields: Mapping[str, Any], path: str) -> str:
+    value = value_at(fields, path)
+    if value is None:
+        raise LineError(LineReason.MISSING_FIELD)
+    if not isinstance(value, str):
+        raise LineError(LineReason.WRONG_TYPE)
+    return value
+
+
+def _system(fields: Mapping[str, Any], config: FieldsConfig) -> tuple[Turn, ...]:
+    if not config.system or value_at(fields, config.system) is None:
+        return ()
+    return (Turn("system", _text(fields, config.system)),)
+
+
+def _turns(
+    fields: Mapping[str, Any], path: str, text_role: str | None, config: FieldsConfig
+) -> tuple[Turn, ...]:
+    """Read a list of turns; where a role is given, a text alone is a turn of it."""
+    value = value_at(fields, path)
+    if value is None:
+        raise LineError(LineReason.MISSING_FIELD)
+    if isinstance(value, str) and text_role is not None:
+        return (Turn(text_role, value),)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise LineError(LineReason.WRONG_TYPE)
+    return tuple(_turn(each, config) for each in value)
+
+
+def _turn(value: Any, config: FieldsConfig) -> Turn:
+    if not isinstance(value, dict):
+        raise LineError(LineReason.WRONG_TYPE)
+    role, content = value.get(config.role), value.get(config.content)
+    if role is None or content is None:
+        raise LineError(LineReason.MISSING_FIELD)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise LineError(LineReason.WRONG_TYPE)
+    if role not in config.roles:
+        raise LineError(LineReason.UNKNOWN_ROLE)
+    return Turn(config.roles[role], content)
 
 
 @dataclass(frozen=True, slots=True)

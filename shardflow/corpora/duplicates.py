@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 from shardflow.corpora.config import CorpusConfig
 from shardflow.corpora.content import ContentMaker, texts_digest
-from shardflow.corpora.parts import part_lines
+from shardflow.corpora.lines import part_lines
 from shardflow.corpora.reasons import LineError, LineReason, number_of
 from shardflow.deid.pseudonyms import SecretKey
-from shardflow.packing.workplace import storage_error, write_plainly
+from shardflow.packing.workplace import write_plainly
 from shardflow.shards.table import Table, encode_table
+from shardflow.shards.writer import storing
 from shardflow.storage import LocalStore
-
-__all__ = ["DigestScanner", "dropped_lines", "num_buckets", "resolve_bucket", "write_existing"]
 
 RUN_ROWS: Final = 1 << 18
 BUCKET_ROWS: Final = 1 << 20
@@ -65,11 +64,7 @@ class DigestScanner:
                 return {"num_rows": int(done[1])}
         except (OSError, ValueError, IndexError):
             pass
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise storage_error("making the folder of a part", error) from None
+        make_fresh(folder)
         runs = {kind: _Runs(folder, kind, self.run_rows) for kind in self._kinds()}
         maker = ContentMaker(self.config, self.key)
         for line, (_, _, fields) in enumerate(part_lines(payload["pieces"], self.config, maker.columns)):
@@ -160,11 +155,7 @@ def write_existing(scans: Path, keys: Iterable[NDArray[Any]], run_rows: int = RU
         StorageError: A run cannot be written.
     """
     folder = scans / f"{0:06d}"
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise storage_error("making the folder of a part", error) from None
+    make_fresh(folder)
     runs = _Runs(folder, "key", run_rows)
     for line, key in enumerate(key for piece in keys for key in piece.tolist()):
         runs.add(key, line)
@@ -213,10 +204,8 @@ def resolve_bucket(
         dropped = dropped[np.lexsort((line[dropped], part[dropped]))]
         columns = {"part": part[dropped].astype("<u4"), "line": line[dropped].astype("<u8")}
         table_bytes = encode_table(columns, {"kind": "corpus-dropped", "format_version": 1})
-        try:
+        with storing("making a work folder"):
             into.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error("making a work folder", error) from None
         write_plainly(into / f"{kind}-{bucket:06d}", table_bytes, mode=0o644)
     return {}
 
@@ -268,3 +257,14 @@ def _listed(lines: NDArray[Any], code: int) -> Iterator[tuple[int, int]]:
 
 def _open(path: Path) -> Table:
     return Table(LocalStore(path.parent).map(path.name), name="a list of digests")
+
+
+def make_fresh(folder: Path) -> None:
+    """Make a folder of a part anew, without what a stopped process left in it.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+    with storing("making the folder of a part"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)

@@ -1,82 +1,116 @@
-"""Pack one part: its lines become samples in shards of the part, and one byte each in its outcomes.
+"""What packing processes do for a corpus: the kinds of tasks, and the packing of one part.
 
-Runs in a packing process. The record comes last and vouches for the rest; a part without one is made again.
+The lines of a part become samples in shards of the part, and one byte each in its outcomes. The record comes
+last and vouches for the rest; a part without one is made again. Shards get their final numbers, which follow
+from the order of the parts, when all parts are done: a link under another name, and an index that says it.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.corpora.config import CorpusConfig
+from shardflow.corpora.config import (
+    CorpusConfig,
+    CorpusDeidConfig,
+    CorpusInputsConfig,
+    CorpusLimitsConfig,
+    CorpusPolicyConfig,
+    CorpusShardsConfig,
+    CorpusSplitsConfig,
+    FieldsConfig,
+)
 from shardflow.corpora.content import ContentMaker
-from shardflow.corpora.lines import DamagedFileError, plain_lines, stream_lines
-from shardflow.corpora.mapping import parse_line
+from shardflow.corpora.duplicates import DigestScanner, dropped_lines, make_fresh, resolve_bucket
+from shardflow.corpora.inputs import inspect_file
+from shardflow.corpora.lines import Fields, part_lines
 from shardflow.corpora.reasons import PACKED, REASON_TABLE, LineError, LineReason, number_of
-from shardflow.corpora.rows import parquet_rows
-from shardflow.corpora.shard_files import ShardFiles
 from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import StorageError
-from shardflow.packing.workplace import storage_error, write_plainly
+from shardflow.packing.workplace import write_plainly
 from shardflow.shards.table_layout import crc32c
+from shardflow.shards.writer import SplitFiles, link_shard, storing
 
-__all__ = ["PartPacker", "load_part", "outcome_pieces", "part_folder", "part_lines"]
+if TYPE_CHECKING:
+    from shardflow.packing.child import Handler
 
-Fields: TypeAlias = Mapping[str, Any]
+HANDLERS: Final = "shardflow.corpora.parts:make_handler"
+"""Name by which a packing process finds `make_handler`."""
 
 _RECORD: Final = "record.json"
 _OUTCOMES: Final = "outcomes"
 _BUFFER_LINES: Final = 1 << 20
+_SECTIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    "fields": FieldsConfig,
+    "splits": CorpusSplitsConfig,
+    "shards": CorpusShardsConfig,
+    "policy": CorpusPolicyConfig,
+    "limits": CorpusLimitsConfig,
+    "deid": CorpusDeidConfig,
+}
+
+
+def make_setup(config: CorpusConfig, output: Path, work: Path) -> dict[str, Any]:
+    """Gather what every task needs, as JSON; the key goes as the path of its file."""
+    return {
+        "key_file": str(config.key_file),
+        "output": str(output),
+        "work": str(work),
+        "sections": {name: asdict(getattr(config, name)) for name in _SECTIONS},
+    }
+
+
+def make_handler(setup: Mapping[str, Any]) -> Handler:
+    """Make the function that answers tasks inside a packing process.
+
+    Raises:
+        ConfigError: The key file cannot be used.
+    """
+    output, work, key_file = (Path(setup[name]) for name in ("output", "work", "key_file"))
+    key = SecretKey.load(key_file)
+    sections = {name: _section(make, setup["sections"][name]) for name, make in _SECTIONS.items()}
+    config = CorpusConfig(
+        output=output, private_dir=key_file.parent, inputs=CorpusInputsConfig(files=(output,)), **sections
+    )
+    parts, scans, resolved = work / "parts", work / "scans", work / "resolved"
+    packer = PartPacker(config=config, key=key, parts=parts)
+    scanner = DigestScanner(config=config, key=key, folder=scans)
+
+    def inspect(payload: Mapping[str, Any]) -> dict[str, Any]:
+        return {"files": [inspect_file(Path(path), kind) for path, kind in payload["files"]]}
+
+    def pack(payload: Mapping[str, Any]) -> dict[str, Any]:
+        return packer.pack(payload, dropped_lines(scans, resolved, payload["number"]))
+
+    def resolve(payload: Mapping[str, Any]) -> dict[str, Any]:
+        return resolve_bucket(scans, payload["parts"], payload["bucket"], payload["count"], resolved)
+
+    def number(payload: Mapping[str, Any]) -> dict[str, Any]:
+        source = part_folder(parts, payload["part"])
+        return asdict(link_shard(source, payload["source"], output, payload["name"]))
+
+    kinds: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+        "inspect": inspect,
+        "number": number,
+        "pack": pack,
+        "resolve": resolve,
+        "scan": scanner.scan,
+    }
+    return lambda kind, payload: kinds[kind](payload)
+
+
+def _section(make: Callable[..., Any], table: Mapping[str, Any]) -> Any:
+    return make(**{name: tuple(value) if isinstance(value, list) else value for name, value in table.items()})
 
 
 def part_folder(parts: Path, number: int) -> Path:
     """Return where the files of a part lie."""
     return parts / f"{number:06d}"
-
-
-def part_lines(
-    pieces: Sequence[Mapping[str, Any]], config: CorpusConfig, columns: Sequence[str]
-) -> Iterator[tuple[int, int, Fields | LineReason]]:
-    """Yield the lines of a part: number of the piece, place in the file, and fields or what is wrong.
-
-    Raises:
-        StorageError: A file cannot be read.
-    """
-    for number, piece in enumerate(pieces):
-        try:
-            for place, fields in _piece_lines(piece, config, columns):
-                yield number, place, fields
-        except DamagedFileError:
-            yield number, -1, LineReason.FILE_DAMAGED
-
-
-def _piece_lines(
-    piece: Mapping[str, Any], config: CorpusConfig, columns: Sequence[str]
-) -> Iterator[tuple[int, Fields | LineReason]]:
-    path, kind, start, stop = Path(piece["path"]), piece["format"], piece["start"], piece["stop"]
-    if kind == "other":
-        yield -1, LineReason.NOT_A_CORPUS_FILE
-        return
-    if kind == "parquet":
-        yield from parquet_rows(path, range(start, stop), columns)
-        return
-    limit = config.limits.max_line_bytes
-    lines = plain_lines(path, start, stop, limit) if kind == "jsonl" else stream_lines(path, kind, limit)
-    for place, line in lines:
-        if line is None:
-            yield place, LineReason.LINE_TOO_LONG
-            continue
-        try:
-            fields: Fields | LineReason = parse_line(line)
-        except LineError as error:
-            fields = error.reason
-        yield place, fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +136,10 @@ class PartPacker:
             StorageError: Something cannot be read or written.
         """
         folder = part_folder(self.parts, payload["number"])
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise storage_error("making the folder of a part", error) from None
+        make_fresh(folder)
         maker = ContentMaker(self.config, self.key)
         shards = {
-            split: ShardFiles(folder, split, self.config.shards.target_bytes)
+            split: SplitFiles(folder, split, self.config.shards.target_bytes)
             for split in self.config.splits.parts
         }
         pieces = payload["pieces"]
@@ -120,7 +150,7 @@ class PartPacker:
                 outcomes.add(code)
                 num_lines[piece] += 1
             outcomes.close()
-            records = [record for split in shards for record in shards[split].close()]
+            entries = [asdict(entry) for files in shards.values() for entry in files.close()]
         finally:
             for files in shards.values():
                 files.abandon()
@@ -131,7 +161,7 @@ class PartPacker:
                 REASON_TABLE[code][0]: count for code, count in sorted(outcomes.counts.items()) if count
             },
             "outcomes_crc32c": outcomes.crc32c,
-            "shards": records,
+            "shards": entries,
             "tallies": dict(sorted(maker.tallies.items())),
         }
         text = json.dumps(record, separators=(",", ":")).encode("ascii")
@@ -142,7 +172,7 @@ class PartPacker:
         self,
         payload: Mapping[str, Any],
         maker: ContentMaker,
-        shards: Mapping[str, ShardFiles],
+        shards: Mapping[str, SplitFiles],
         dropped: Iterator[tuple[int, int]],
     ) -> Iterator[tuple[int, int]]:
         """Pack line after line; yield the piece that each is of, and its outcome."""
@@ -164,7 +194,7 @@ class PartPacker:
 
 
 def _pack_line(
-    maker: ContentMaker, shards: Mapping[str, ShardFiles], fields: Fields, file: str, place: int
+    maker: ContentMaker, shards: Mapping[str, SplitFiles], fields: Fields, file: str, place: int
 ) -> int:
     try:
         record = maker.read(fields)
@@ -198,11 +228,8 @@ class _Outcomes:
     def _flush(self) -> None:
         self.counts.update(self._buffer)
         self.crc32c = _go_on(self.crc32c, bytes(self._buffer))
-        try:
-            with self._path.open("wb" if self._is_new else "ab") as file:
-                file.write(self._buffer)
-        except OSError as error:
-            raise storage_error("writing outcomes", error) from None
+        with storing("writing outcomes"), self._path.open("wb" if self._is_new else "ab") as file:
+            file.write(self._buffer)
         self._is_new = False
         self._buffer.clear()
 
@@ -220,13 +247,10 @@ def outcome_pieces(folder: Path, record: Mapping[str, Any]) -> Iterator[bytes]:
             again by the next run.
     """
     checksum = 0
-    try:
-        with (folder / _OUTCOMES).open("rb") as file:
-            while piece := file.read(_BUFFER_LINES):
-                checksum = _go_on(checksum, piece)
-                yield piece
-    except OSError as error:
-        raise storage_error("reading outcomes", error) from None
+    with storing("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
+        while piece := file.read(_BUFFER_LINES):
+            checksum = _go_on(checksum, piece)
+            yield piece
     # A part without a line has written one empty piece.
     if checksum != record["outcomes_crc32c"] and sum(record["num_lines"]):
         (folder / _RECORD).unlink(missing_ok=True)
@@ -247,14 +271,11 @@ def load_part(parts: Path, number: int, digest: str) -> dict[str, Any] | None:
         record = json.loads((folder / _RECORD).read_bytes())
     if record is None or record.get("digest") != digest:
         return None
-    expected = {f"{shard['name']}.tar": shard["num_bytes"] for shard in record["shards"]}
+    expected = {shard["path"]: shard["num_bytes"] for shard in record["shards"]}
     expected[_OUTCOMES] = sum(record["num_lines"])
-    for name, num_bytes in expected.items():
-        try:
-            if (folder / name).stat().st_size != num_bytes:
+    with storing("looking for a part"):
+        for name, num_bytes in expected.items():
+            path = folder / name
+            if not path.exists() or path.stat().st_size != num_bytes:
                 return None
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise storage_error("looking for a part", error) from None
     return record

@@ -12,7 +12,9 @@ from shardflow.shards.decoder import webdataset_decoder
 from shardflow.shards.index import FieldLocation, ShardIndex
 from shardflow.shards.manifest import Manifest
 from shardflow.shards.samples import SamplesTable
-from shardflow.shards.verification import Damage, VerifyReport, verify
+from shardflow.shards.shard_checks import Damage
+from shardflow.shards.verification import VerifyReport, verify
+from shardflow.shards.writer import ShardWriter
 
 __all__ = [
     "Damage",
@@ -21,6 +23,7 @@ __all__ = [
     "Manifest",
     "SamplesTable",
     "ShardIndex",
+    "ShardWriter",
     "VerifyReport",
     "array_header",
     "decode_array",

@@ -258,7 +258,7 @@ class Dataset:
                 f"{entry.index.path} must have the manifest's size and sha256, got others; "
                 "run `shardflow verify`."
             )
-        index = ShardIndex.from_table(Table(memoryview(data), name=entry.index.path))
+        index = ShardIndex(Table(memoryview(data), name=entry.index.path))
         found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
         if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
             raise FormatError(

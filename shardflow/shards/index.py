@@ -92,11 +92,6 @@ class ShardIndex:
                 f"{table.name} must agree with itself, got columns that do not; verify the dataset."
             )
 
-    @classmethod
-    def from_table(cls, table: Table) -> ShardIndex:
-        """Open an index over its table; see the class for the errors."""
-        return cls(table)
-
     @staticmethod
     def encode(
         shard: str, shard_num_bytes: int, samples: Sequence[tuple[str, Sequence[FieldLocation]]]

@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.shards.keys import check_sample_key
+from shardflow.shards.index import ShardIndex
+from shardflow.shards.keys import check_sample_key, parse_slice_field
 from shardflow.shards.table import Table, encode_table
+from shardflow.shards.tar import BLOCK_NUM_BYTES
 
-__all__ = ["SampleEntry", "SampleFacts", "SamplesTable"]
+__all__ = ["SampleEntry", "SampleFacts", "SamplesTable", "derived_column"]
 
 KIND = "samples"
 FORMAT_VERSION = 1
@@ -167,3 +169,44 @@ class SamplesTable:
             columns,
             {"kind": KIND, "format_version": FORMAT_VERSION, "splits": splits, "modalities": modalities},
         )
+
+
+def derived_column(index: ShardIndex, name: str) -> NDArray[Any]:
+    """Return a column of the samples table for all samples of a shard, as far as its index determines it.
+
+    Args:
+        index: The index of the shard; the samples are in its order.
+        name: ``sample_key``, ``row_in_shard``, ``offset_bytes``, ``num_bytes``, ``text_bytes``,
+            ``num_series`` or ``num_slices``.
+    """
+    if name == "sample_key":
+        return index.sample_keys
+    if name == "row_in_shard":
+        return np.arange(index.num_samples)
+    first = index.first_field.astype(np.int64)
+    if name == "offset_bytes":
+        offsets: NDArray[Any] = index.field_offsets[first[:-1]] - np.uint64(BLOCK_NUM_BYTES)
+        return offsets
+    if name == "num_bytes":
+        # The members of a sample follow each other, so the sum is where the last one ends.
+        padded = -(-index.field_num_bytes.astype(np.int64) // BLOCK_NUM_BYTES) * BLOCK_NUM_BYTES
+        if not index.num_samples:
+            return padded
+        sizes: NDArray[Any] = np.add.reduceat(padded + BLOCK_NUM_BYTES, first[:-1])
+        return sizes
+    samples = np.repeat(np.arange(index.num_samples), np.diff(first))
+    if name == "text_bytes":
+        is_text = np.array([field == index.text_field for field in index.field_names], bool)
+        chosen = is_text[index.field_name_ids]
+        text_bytes = np.zeros(index.num_samples, np.int64)
+        text_bytes[samples[chosen]] = index.field_num_bytes[chosen]
+        return text_bytes
+    parsed = [parse_slice_field(field) for field in index.field_names]
+    series = np.array([part.series if part else -1 for part in parsed], np.int64)[index.field_name_ids]
+    slices = np.array([part.index if part else -1 for part in parsed], np.int64)[index.field_name_ids]
+    triples = np.stack([samples, series, slices], axis=1)[series >= 0]
+    if not len(triples):
+        return np.zeros(index.num_samples, np.int64)  # np.unique would import numpy.ma
+    # A slice in several codecs counts once.
+    owners = np.unique(triples[:, : 2 if name == "num_series" else 3], axis=0)[:, 0]
+    return np.bincount(owners, minlength=index.num_samples)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from shardflow.corpora.known_files import read_list
+from shardflow.corpora.inputs import read_list
 from shardflow.errors import ConfigError, StorageError
 from shardflow.shards import Dataset
 from shardflow.shards.manifest import Manifest, load

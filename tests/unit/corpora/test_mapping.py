@@ -18,8 +18,8 @@ from shardflow.corpora.config import (
     CorpusSplitsConfig,
     FieldsConfig,
 )
-from shardflow.corpora.content import ContentMaker, texts_digest
-from shardflow.corpora.mapping import Record, Turn, parse_line, value_at
+from shardflow.corpora.content import ContentMaker, Record, Turn, texts_digest, value_at
+from shardflow.corpora.lines import parse_line
 from shardflow.corpora.reasons import REASON_TABLE, REASONS, LineError, LineReason, number_of
 from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError

@@ -15,9 +15,9 @@ from shardflow.shards.index import ShardIndex
 from shardflow.shards.ledger import LedgerRow, encode_ledger
 from shardflow.shards.manifest import FileEntry, LedgerEntry, commit
 from shardflow.shards.samples import COLUMNS
+from shardflow.shards.shard_checks import DamageError, check_tar
 from shardflow.shards.table import Table, encode_table
 from shardflow.shards.tar import member_num_bytes
-from shardflow.shards.verification.shard import find_shard_damage
 from shardflow.storage import ByteRange, LocalStore
 from tests.factories import make_dataset
 from tests.unit.shards.tampering import edit_manifest, flip, replace_file
@@ -126,11 +126,13 @@ def test_every_flipped_bit_of_a_shard_is_found_by_its_index_alone(tiny: Path) ->
     store = MemoryStore((tiny / TAR).read_bytes())
     for bit in range(8 * len(store.data)):
         store.data[bit // 8] ^= 1 << bit % 8
-        finding = find_shard_damage(store, TAR, index, None)
+        with pytest.raises(DamageError) as caught:
+            check_tar(store, TAR, index, None)
         store.data[bit // 8] ^= 1 << bit % 8
-        assert finding is not None, f"bit {bit}"
-        assert finding.offset == bit // 8 or (finding.offset <= bit // 8 and "payload" in finding.place)
-    assert find_shard_damage(store, TAR, index, None) is None
+        found = caught.value.damage
+        assert found.offset is not None
+        assert found.offset == bit // 8 or (found.offset <= bit // 8 and "payload" in found.place)
+    check_tar(store, TAR, index, None)
 
 
 @pytest.mark.slow

@@ -1,48 +1,48 @@
-"""Carry a corpus plan out: scan for duplicates, pack the parts, number the shards, publish the version."""
+"""The execution of a corpus plan: find duplicates, pack the parts, number the shards, publish the version.
+
+What grows with the lines is read from the parts a piece at a time; the job holds one record for each part and
+one for each shard.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shardflow.corpora.duplicates import num_buckets, write_existing
-from shardflow.corpora.known_files import list_path, write_list
+from shardflow.corpora.inputs import InputFile, list_path, write_list
 from shardflow.corpora.parts import load_part, outcome_pieces, part_folder
-from shardflow.corpora.passes import run_all, run_tasks
-from shardflow.corpora.publishing import write_file, write_samples
 from shardflow.corpora.reasons import REASON_TABLE
-from shardflow.errors import ConfigError, FormatError, ShardflowError
+from shardflow.deid.pseudonyms import SURROGATE_LENGTH
+from shardflow.errors import ConfigError, FormatError, ShardflowError, StorageError
 from shardflow.packing.base import shard_number
-from shardflow.packing.engine import Task
+from shardflow.packing.engine import Task, TaskDone
 from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
 from shardflow.packing.version_files import remove_strangers, samples_path, shard_order
 from shardflow.shards.keys import shard_name
 from shardflow.shards.line_outcomes import LineOutcomes, stream_outcomes
-from shardflow.shards.manifest import Manifest, ShardEntry, commit, load, versions
-from shardflow.shards.manifest_entries import FileEntry
+from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.shards.outcomes import OUTCOMES, OutcomeCounts
 from shardflow.shards.samples import SamplesTable
 from shardflow.shards.table import Table
+from shardflow.shards.writer import write_file, write_samples
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardflow.corpora.config import CorpusConfig
-    from shardflow.corpora.known_files import KnownFile
-    from shardflow.corpora.plan import CorpusPlan
+    from shardflow.corpora.inputs import CorpusPlan
     from shardflow.deid.pseudonyms import SecretKey
     from shardflow.packing.engine import Engine
     from shardflow.packing.progress import Progress
     from shardflow.packing.workplace import Workplace
-
-__all__ = ["Carrying", "Tally"]
 
 _CLASSES: Final = dict(REASON_TABLE)
 _PIECE_ROWS: Final = 1 << 20
@@ -74,15 +74,15 @@ class Tally:
         """Lines by outcome class."""
         return _by_class(self.counts)
 
-    @property
-    def reasons(self) -> dict[str, int]:
-        """Lines by reason, for those that are not packed."""
-        return {name: count for name, count in sorted(self.counts.items()) if _CLASSES[name] != "packed"}
-
     def is_over(self, share: float) -> bool:
         """Tell whether more lines are quarantined than a share of all."""
         # The small term takes back what binary fractions lose: 0.05 of 100 are 5.
         return self.outcomes["quarantined"] > math.floor(share * self.num_lines + 1e-9)
+
+
+def unpacked(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the reasons among counts by name, sorted: all but ``PACKED``."""
+    return {name: count for name, count in sorted(counts.items()) if _CLASSES[name] != "packed"}
 
 
 def _by_class(counts: Counter[str]) -> dict[str, int]:
@@ -93,7 +93,15 @@ def _by_class(counts: Counter[str]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Carrying:
+class Base:
+    """The version that a job builds on; empty for a first one."""
+
+    manifest: Manifest | None = None
+    files: Sequence[InputFile] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
     """A plan, and all that it takes to make a version of it."""
 
     config: CorpusConfig
@@ -102,10 +110,7 @@ class Carrying:
     pool: Engine
     progress: Progress
     plan: CorpusPlan
-    base: Manifest | None
-    """The version before; None for a first one."""
-    known: tuple[KnownFile, ...]
-    """The files of that version."""
+    base: Base
 
     def pack(self) -> Tally:
         """Pack all parts that do not stand yet.
@@ -161,17 +166,18 @@ class Carrying:
         """
         if not tally.counts["PACKED"]:
             raise ConfigError(
-                f"the inputs must hold a line that can be packed, got none ({tally.reasons}); correct them."
+                "the inputs must hold a line that can be packed, got none "
+                f"({unpacked(tally.counts)}); correct them."
             )
-        output, base = self.place.output, self.base
+        output, base = self.place.output, self.base.manifest
         number = 1 if base is None else base.manifest_version + 1
         shards = self._number_shards(tally)
         if base is not None:
             shards = sorted([*base.shards, *shards], key=shard_order)
         self.progress.phase("samples", 0)
-        samples = write_samples(output, samples_path(number), shards)
+        samples = write_samples(output, samples_path(number), shards, key_num_bytes=SURROGATE_LENGTH)
         self.progress.phase("outcomes", 0)
-        files = [*self.known, *self._files(tally)]
+        files = [*self.base.files, *self._files(tally)]
         lines = self._write_outcomes(number, files, tally)
         counts = Counter({name: count for name, count in tally.counts.items() if count})
         tallies: Counter[str] = Counter()
@@ -200,16 +206,10 @@ class Carrying:
                     "dates": "REMOVED" if self.config.deid.text != "keep" else "UNMODIFIED",
                     "report_text": self.config.deid.text,
                 },
-                "line_outcomes": {
-                    "path": lines.path,
-                    "num_bytes": lines.num_bytes,
-                    "sha256": lines.sha256,
-                },
+                "line_outcomes": asdict(lines),
                 "num_slices": 0,
                 "plan_digest": self.plan.digest,
-                "reasons": {
-                    name: count for name, count in sorted(counts.items()) if _CLASSES[name] != "packed"
-                },
+                "reasons": unpacked(counts),
             },
         )
         store = LocalStore(output)
@@ -247,8 +247,8 @@ class Carrying:
         scans, numbers = self.place.work / "scans", list(payloads)
         self.progress.phase("duplicates", len(numbers))
         num_rows = 0
-        if self.base is not None and self.config.fields.key:
-            num_rows += write_existing(scans, self._existing_keys(self.base))
+        if self.base.manifest is not None and self.config.fields.key:
+            num_rows += write_existing(scans, self._existing_keys(self.base.manifest))
             numbers = [0, *numbers]
 
         def done(_: Task, result: dict[str, Any]) -> None:
@@ -281,70 +281,47 @@ class Carrying:
 
     def _number_shards(self, tally: Tally) -> list[ShardEntry]:
         """Give the shards of all parts their names, and write their indexes."""
-        following: dict[str, int] = {}
-        for shard in () if self.base is None else self.base.shards:
-            following[shard.split] = max(following.get(shard.split, 0), shard_number(shard) + 1)
-        entries: dict[str, tuple[int, dict[str, Any]]] = {}
+        following: Counter[str] = Counter()
+        for shard in () if self.base.manifest is None else self.base.manifest.shards:
+            following[shard.split] = max(following[shard.split], shard_number(shard) + 1)
+        payloads: list[dict[str, Any]] = []
+        shards: list[dict[str, Any]] = []
         for part, record in enumerate(tally.records, start=1):
             for shard in record["shards"]:
-                count = following.get(shard["split"], 0)
-                following[shard["split"]] = count + 1
-                entries[shard_name(shard["split"], count)] = (part, shard)
-        self.progress.phase("index", len(entries))
-        indexes: dict[str, FileEntry] = {}
+                name = shard_name(shard["split"], following[shard["split"]])
+                following[shard["split"]] += 1
+                payloads.append({"part": part, "source": shard["name"], "name": name})
+                shards.append({**shard, "name": name, "path": f"shards/{name}.tar"})
+        self.progress.phase("index", len(shards))
 
         def done(task: Task, result: dict[str, Any]) -> None:
-            name = str(task.handle)
-            indexes[name] = FileEntry(path=f"shards/{name}.idx", **result)
+            shards[task.handle]["index"] = FileEntry(**result)
             self.progress.advance()
 
+        timeout_s = self.config.execution.task_timeout_s
         tasks = (
-            Task(
-                kind="number",
-                payload={
-                    "part": part,
-                    "source": shard["name"],
-                    "name": name,
-                    "num_bytes": shard["num_bytes"],
-                },
-                timeout_s=self.config.execution.task_timeout_s,
-                handle=name,
-            )
-            for name, (part, shard) in entries.items()
+            Task(kind="number", payload=payload, timeout_s=timeout_s, handle=place)
+            for place, payload in enumerate(payloads)
         )
         run_all(self.pool, tasks, done)
-        shards = [
-            ShardEntry(
-                name=name,
-                split=shard["split"],
-                path=f"shards/{name}.tar",
-                num_bytes=shard["num_bytes"],
-                sha256=shard["sha256"],
-                index=indexes[name],
-                num_samples=shard["num_samples"],
-                num_fields=shard["num_fields"],
-            )
-            for name, (_, shard) in entries.items()
-        ]
-        return sorted(shards, key=shard_order)
+        return sorted((ShardEntry(**shard) for shard in shards), key=shard_order)
 
-    def _files(self, tally: Tally) -> list[KnownFile]:
+    def _files(self, tally: Tally) -> list[InputFile]:
         """Return the files of the plan with the numbers of their lines."""
         num_lines = [0] * len(self.plan.files)
         for pieces, record in zip(self.plan.parts, tally.records, strict=True):
             for piece, count in zip(pieces, record["num_lines"], strict=True):
                 num_lines[piece.file] += count
         return [
-            replace(found.known, num_lines=count)
-            for found, count in zip(self.plan.files, num_lines, strict=True)
+            replace(file, num_lines=count) for file, count in zip(self.plan.files, num_lines, strict=True)
         ]
 
-    def _write_outcomes(self, number: int, files: list[KnownFile], tally: Tally) -> FileEntry:
+    def _write_outcomes(self, number: int, files: list[InputFile], tally: Tally) -> FileEntry:
         parts = self.place.work / "parts"
 
         def pieces() -> Iterator[NDArray[np.uint8]]:
-            if self.base is not None:
-                yield from self._former_outcomes(self.base)
+            if self.base.manifest is not None:
+                yield from self._former_outcomes(self.base.manifest)
             for part, record in enumerate(tally.records, start=1):
                 for piece in outcome_pieces(part_folder(parts, part), record):
                     yield np.frombuffer(piece, np.uint8)
@@ -362,3 +339,65 @@ class Carrying:
         if tuple(zip(lines.names, lines.outcomes, strict=True)) != REASON_TABLE[: len(lines.names)]:
             raise FormatError(f"{name} must have reasons of this shardflow, got others; use a newer one.")
         yield from lines.pieces()
+
+
+def run_tasks(
+    pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+) -> list[TaskDone]:
+    """Run tasks; those that fail run a second time, one at a time in a fresh process.
+
+    Args:
+        pool: The processes.
+        tasks: Made as they are needed.
+        on_done: Told of each task that was done, in no order.
+
+    Returns:
+        What failed twice.
+
+    Raises:
+        StorageError: A task could not read or write; nothing of an input decides that.
+    """
+    failed = _once(pool, tasks, on_done)
+    if not failed:
+        return []
+    pool.restart(1)
+    again = _once(pool, [done.task for done in failed], on_done)
+    pool.restart()
+    return again
+
+
+def run_all(pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]) -> None:
+    """Run tasks that no input can make fail.
+
+    Raises:
+        ShardflowError: One failed all the same.
+    """
+    failed = run_tasks(pool, tasks, on_done)
+    if failed:
+        raise ShardflowError(
+            f"a packing process must do {failed[0].task.kind}, got {failed[0].failure} ({failed[0].detail}); "
+            "look at the memory and the disk of this machine."
+        )
+
+
+def _once(
+    pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+) -> list[TaskDone]:
+    failed: list[TaskDone] = []
+
+    def take() -> None:
+        done = pool.wait()
+        if done.failure == "storage":
+            raise StorageError(done.detail)
+        if done.failure is not None or done.result is None:
+            failed.append(done)
+        else:
+            on_done(done.task, done.result)
+
+    for task in tasks:
+        while not pool.has_idle:
+            take()
+        pool.submit(task)
+    while pool.num_running:
+        take()
+    return failed
