@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.epochs.micros import PADDING_ROW
 from shardflow.errors import SampleError
-from shardflow.loading.batch import ArraySpec, Batch, BatchLayout
+from shardflow.loading.view import ArraySpec
+from shardflow.loading.batch import Batch, BatchLayout
 from shardflow.loading.buffers import Pool
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.entity_slots import EntitySlots

@@ -12,34 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
+from shardflow.loading.view import ArraySpec
 from shardflow.loading.field_values import decode_value
 from shardflow.loading.quarantine import QuarantineRow
 from shardflow.loading.slot_keys import SlotKeys
 
-__all__ = ["ArraySpec", "Batch", "BatchLayout"]
+__all__ = ["Batch", "BatchLayout"]
 
 _ALIGNMENT = 64  # a cache line, and what vector instructions like
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """Name, dtype and shape of an array of a batch."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, dtype: DTypeLike, *shape: int) -> ArraySpec:
-        """Make a spec from anything that NumPy takes for a dtype."""
-        return cls(name, np.dtype(dtype), shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.loading.batch import ArraySpec
-from shardflow.loading.selection import Selection
+from shardflow.loading.view import ArraySpec
+from shardflow.loading.reader import Samples
 from shardflow.shards.entity_dataset import ASSERTIONS, LATERALITIES, EntityDataset, EntityPlace
 
 __all__ = ["NO_ENTITY", "EntityNames", "EntitySlots", "centre_first"]
@@ -34,9 +34,9 @@ class EntityNames:
     lateralities: tuple[str, ...] = LATERALITIES
 
     @classmethod
-    def of(cls, selection: Selection) -> EntityNames:
+    def of(cls, samples: Samples) -> EntityNames:
         """Collect the names of all views of a selection; without views there are none."""
-        views = [dataset.samples for dataset in selection.datasets if isinstance(dataset, EntityDataset)]
+        views = [dataset.samples for dataset in samples.datasets if isinstance(dataset, EntityDataset)]
         return cls(
             labels=tuple(sorted({name for view in views for name in view.labels})),
             anatomies=tuple(sorted({name for view in views for name in view.anatomies})),
@@ -47,18 +47,19 @@ class EntitySlots:
     """The entities of a selection's micro-batches. Safe for many threads.
 
     Args:
-        selection: The samples, some of an entity view at least.
+        samples: The samples, some of an entity view at least.
     """
 
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-        self.names = EntityNames.of(selection)
-        self._codes = [self._codes_of(dataset) for dataset in selection.datasets]
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.names = EntityNames.of(samples)
+        self._codes = [self._codes_of(dataset) for dataset in samples.datasets]
 
     @classmethod
-    def of(cls, selection: Selection) -> EntitySlots | None:
+    def of(cls, samples: Samples) -> EntitySlots | None:
         """Return those of a selection; None where no part of it is an entity view."""
-        return cls(selection) if selection.has_entities else None
+        has_entities = any(isinstance(dataset, EntityDataset) for dataset in samples.datasets)
+        return cls(samples) if has_entities else None
 
     def array_specs(self, num_slots: int) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
@@ -82,10 +83,10 @@ class EntitySlots:
         for spec in self.array_specs(len(rows)):
             arrays[spec.name][:] = NO_ENTITY
         slots = np.flatnonzero(rows >= 0)
-        components = self._selection.components_of(rows[slots])
-        inside = self._selection.table_rows(rows[slots])
+        components = self._samples.components_of(rows[slots])
+        inside = self._samples.table_rows(rows[slots])
         for component in sorted(set(components.tolist())):
-            dataset = self._selection.datasets[component]
+            dataset = self._samples.datasets[component]
             if not isinstance(dataset, EntityDataset):
                 continue
             here, at = slots[components == component], inside[components == component]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.loading.batch import ArraySpec
+from shardflow.loading.view import ArraySpec
 from shardflow.loading.view import SliceFacts
 
 __all__ = ["FieldsView", "is_image_field", "readable_fields"]

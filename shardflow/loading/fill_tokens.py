@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.loading.quarantine import BadSampleReason
-from shardflow.loading.selection import Selection
+from shardflow.loading.reader import Samples
 from shardflow.shards.token_ids import TokenIds, TokenPlaces
 from shardflow.shards.tokens import DIGEST_PATTERN
 
@@ -72,7 +72,7 @@ class TokenFiller:
     """Measures and fetches the tokens of micro-batches. Safe for many threads.
 
     Args:
-        selection: The samples, and the datasets that hold them.
+        samples: The samples, and the datasets that hold them.
         stored: Which tokens.
 
     Raises:
@@ -80,12 +80,12 @@ class TokenFiller:
         FormatError: Its tokens cannot be trusted.
     """
 
-    def __init__(self, selection: Selection, stored: StoredTokens) -> None:
-        self._selection = selection
+    def __init__(self, samples: Samples, stored: StoredTokens) -> None:
+        self._samples = samples
         self._max_tokens = stored.max_tokens
         # A blend may name a dataset in several components; its tables are opened once.
-        opened = {id(dataset): TokenIds(dataset, stored.tokenizer) for dataset in selection.datasets}
-        self._ids = [opened[id(dataset)] for dataset in selection.datasets]
+        opened = {id(dataset): TokenIds(dataset, stored.tokenizer) for dataset in samples.datasets}
+        self._ids = [opened[id(dataset)] for dataset in samples.datasets]
 
     def measure(self, rows: NDArray[np.int64]) -> MeasuredTokens:
         """Find out how many tokens each text has, and where they are.
@@ -142,11 +142,11 @@ class TokenFiller:
     ) -> Iterator[tuple[TokenIds, NDArray[np.int64], NDArray[np.int64]]]:
         """Yield for each component the slots of its samples, and their rows in its table."""
         slots = np.flatnonzero(rows >= 0)
-        if not self._selection.is_blend:
+        if not self._samples.is_blend:
             yield self._ids[0], slots, rows[slots]
             return
-        components = self._selection.components_of(rows[slots])
-        inside = self._selection.table_rows(rows[slots])
+        components = self._samples.components_of(rows[slots])
+        inside = self._samples.table_rows(rows[slots])
         for component in np.unique(components).tolist():
             here = components == component
             yield self._ids[component], slots[here], inside[here]

@@ -88,7 +88,7 @@ class Loader:
         self.world = world or World()
         config = config or LoaderConfig()
         selection = select(dataset, split, subset)
-        check_view(selection, config)
+        check_view(selection, config.view)
         check_node(config, selection.datasets, self.world)
         self._schedule = RankSchedule(
             spec.micro_batches_per_step,

@@ -20,7 +20,8 @@ from shardflow.loading.buffers import BufferPool, Pool
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.entity_slots import EntitySlots
 from shardflow.loading.fill_tokens import TokenFiller
-from shardflow.loading.fillers import make_filler, make_text_filler
+from shardflow.loading.fill_texts import TextFiller
+from shardflow.loading.fillers import make_filler
 from shardflow.loading.foresight import Foresight
 from shardflow.loading.parts import PartSize
 from shardflow.loading.quarantine import Quarantine
@@ -108,8 +109,15 @@ class LoaderParts:
                 rank=self.world.rank,
                 config=config,
                 pool=pool or self.pool,
-                filler=make_filler(reader, config, seed=plan.seed, epoch=plan.epoch, counters=self.counters),
-                texts=make_text_filler(reader, config, counters=self.counters),
+                filler=make_filler(
+                    reader,
+                    config.view,
+                    text=config.text,
+                    seed=plan.seed,
+                    epoch=plan.epoch,
+                    counters=self.counters,
+                ),
+                texts=TextFiller(reader, self.counters) if config.view is None and config.text else None,
                 tokens=self._tokens,
                 transform=self._transform,
                 entities=EntitySlots.of(self.selection),

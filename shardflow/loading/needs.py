@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.loading.config import LoaderConfig
+from shardflow.loading.views import View
 from shardflow.loading.entity_slots import centre_first
 from shardflow.loading.fields_view import FieldsView
 from shardflow.loading.pool_choice import find_slices
@@ -19,8 +19,9 @@ __all__ = ["needed_fields"]
 def needed_fields(
     shard: Shard,
     row_in_shard: int,
-    config: LoaderConfig,
+    view: View | FieldsView | None,
     *,
+    text: bool,
     seed: int,
     epoch: int,
     row: int,
@@ -33,7 +34,8 @@ def needed_fields(
     Args:
         shard: The sample's shard.
         row_in_shard: The sample in it.
-        config: What is asked for.
+        view: What is asked for of the images, or which fields.
+        text: Whether the report is asked for.
         seed: Run-level seed.
         epoch: The epoch.
         row: Row of the selection.
@@ -41,8 +43,7 @@ def needed_fields(
         place: Step, micro-batch and slot where an epoch may draw a sample again.
         entity: Where the sample is, where it is no whole study.
     """
-    view = config.view
-    found: list[int | None] = [shard.report(row_in_shard)] if config.text else []
+    found: list[int | None] = [shard.report(row_in_shard)] if text else []
     if isinstance(view, FieldsView):
         found += [shard.find(row_in_shard, name) for name in view.fields]
     elif view is not None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import google_crc32c
 import numpy as np
@@ -19,10 +20,9 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ShortReadError
 from shardflow.loading.quarantine import BadSample, BadSampleReason
-from shardflow.loading.selection import Selection
 from shardflow.loading.thread_state import ThreadState
 from shardflow.loading.view import Resolution
-from shardflow.shards import ShardIndex
+from shardflow.shards import Dataset, ShardIndex
 from shardflow.shards.codecs import CODECS
 from shardflow.shards.keys import STUDY_FIELD, parse_slice_field, parse_small_field, parse_variant_field
 from shardflow.storage import ByteRange, ByteStore, LocalStore
@@ -168,11 +168,32 @@ class Shard:
         return start + int(found[0]) if len(found) else None
 
 
+class Samples(Protocol):
+    """The samples that are read, and the datasets that hold them; rows count over all datasets."""
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """One, or that of each component of a blend."""
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether the samples are those of a blend."""
+
+    def shard(self, number: int) -> tuple[int, int]:
+        """Return component and position in its manifest of a shard, counted over all datasets."""
+
+    def components_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the component, from 0, that each row belongs to."""
+
+    def table_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each sample in its own dataset's table."""
+
+
 class FieldReader:
     """Reads fields of a dataset's shards. Safe for many threads.
 
     Args:
-        selection: The samples, and the datasets that hold them.
+        samples: The samples, and the datasets that hold them.
         read_bytes: How much one call to the store may read; a larger field is read alone.
         counters: Gets the stages ``index``, ``read`` and ``check``.
 
@@ -180,9 +201,9 @@ class FieldReader:
         read_bytes: As given; may be set at any time, and holds for reads that begin afterwards.
     """
 
-    def __init__(self, selection: Selection, *, read_bytes: int, counters: StageCounters) -> None:
+    def __init__(self, samples: Samples, *, read_bytes: int, counters: StageCounters) -> None:
         self.read_bytes = read_bytes
-        self._selection = selection
+        self._samples = samples
         self._counters = counters
         self._shards: dict[int, Shard] = {}
 
@@ -193,11 +214,11 @@ class FieldReader:
             BadSample: The index is damaged, and with it every sample of the shard.
             StorageError: The index cannot be read.
         """
-        component, position = self._selection.shard(number)
-        dataset = self._selection.datasets[component]
+        component, position = self._samples.shard(number)
+        dataset = self._samples.datasets[component]
         entry = dataset.manifest.shards[position]
         place = f"shard {entry.name}, tier {_tier(dataset.store)}"
-        if self._selection.is_blend:
+        if self._samples.is_blend:
             place = f"component {component + 1}, {place}"
         thread.enter("index", place)
         start = time.perf_counter()

@@ -120,7 +120,8 @@ class ReadsAhead:
         found = needed_fields(
             shard,
             row_in_shard,
-            self._config,
+            self._config.view,
+            text=self._config.text,
             seed=self._plans[epoch].seed,
             epoch=epoch,
             row=row,

@@ -18,7 +18,7 @@ from shardflow.configs import Bounds, check_fields
 from shardflow.epochs import ImageBucket
 from shardflow.epochs.buckets import MAX_BUCKETS, BucketDraw
 from shardflow.errors import ConfigError
-from shardflow.loading.batch import ArraySpec
+from shardflow.loading.view import ArraySpec
 from shardflow.loading.slice_choice import SliceChoice
 from shardflow.loading.view import ImageView, PixelDtype, Resolution, SliceFacts, flat_specs, flat_target
 from shardflow.loading.windows import check_windows, choose_window

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardflow.configs import Bounds, check_fields
 from shardflow.epochs import TileRule
 from shardflow.errors import FormatError
-from shardflow.loading.batch import ArraySpec
+from shardflow.loading.view import ArraySpec
 from shardflow.loading.slice_choice import SliceChoice, choose_slices
 from shardflow.loading.view import PixelDtype, Resolution, SliceFacts
 from shardflow.loading.windows import check_windows, choose_window

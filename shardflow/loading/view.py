@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+import math
+
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from shardflow.configs import Bounds, check_fields
 from shardflow.errors import ConfigError, FormatError
-from shardflow.loading.batch import ArraySpec
 from shardflow.loading.slice_choice import SliceChoice, choose_slices
 from shardflow.loading.windows import check_windows, choose_window
 
@@ -33,6 +34,25 @@ __all__ = [
 
 PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
 Resolution: TypeAlias = Literal["full", "small"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Name, dtype and shape of an array of a batch."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, dtype: DTypeLike, *shape: int) -> ArraySpec:
+        """Make a spec from anything that NumPy takes for a dtype."""
+        return cls(name, np.dtype(dtype), shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> se
     for row in rows[rows >= 0].tolist():
         shard = reader.open_shard(int(dataset.samples.gather("shard", row)), ThreadState())
         inside = int(dataset.samples.gather("row_in_shard", row))
-        fields = needed_fields(shard, inside, CONFIG, seed=SEED, epoch=epoch, row=row, table_row=row)
+        fields = needed_fields(shard, inside, CONFIG.view, text=CONFIG.text, seed=SEED, epoch=epoch, row=row, table_row=row)
         blocks = dataset.store._blocks(shard.path)
         assert blocks is not None
         offsets = shard.index.field_offsets[fields].tolist()

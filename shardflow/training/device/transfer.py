@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardflow.loading.batch import ArraySpec, BatchLayout
+from shardflow.loading.batch import BatchLayout
+from shardflow.loading.view import ArraySpec
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.ring import PinnedRing
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from shardflow.loading import Batch
-from shardflow.loading.batch import ArraySpec, BatchLayout
+from shardflow.loading.batch import BatchLayout
+from shardflow.loading.view import ArraySpec
 from shardflow.loading.slot_keys import SlotKeys
 
 pytestmark = pytest.mark.fast
