@@ -17,19 +17,17 @@ torch's DataLoader.
 
 from __future__ import annotations
 
+from shardflow.fields.findings import EntityNames
+from shardflow.fields.quarantine import QuarantineRow
+from shardflow.fields.raw import FieldsView
+from shardflow.fields.regions import carry_box, carry_mask, region_masks
+from shardflow.fields.tokens import StoredTokens
+from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
 from shardflow.loading.batch import Batch
 from shardflow.loading.blend_file import open_blend
 from shardflow.loading.config import LoaderConfig
-from shardflow.loading.entity_slots import EntityNames
-from shardflow.loading.fields_view import FieldsView
-from shardflow.loading.fill_tokens import StoredTokens
 from shardflow.loading.loader import Loader
-from shardflow.loading.quarantine import QuarantineRow
-from shardflow.loading.regions import carry_box, carry_mask, region_masks
 from shardflow.loading.selection import Selection, open_view, select
-from shardflow.loading.sized_view import SizedView, SliceSize
-from shardflow.loading.tile_view import TileView
-from shardflow.loading.view import ImageView, NativeView
 from shardflow.loading.world import World
 
 __all__ = [

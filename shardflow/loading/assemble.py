@@ -16,27 +16,23 @@ from numpy.typing import NDArray
 from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.epochs.micros import PADDING_ROW
 from shardflow.errors import SampleError
-from shardflow.loading.view import ArraySpec
+from shardflow.fields.findings import EntitySlots
+from shardflow.fields.images import SlotFiller
+from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
+from shardflow.fields.raw import FieldsFiller, FieldsView
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.text import SlotRequest, TextFiller
+from shardflow.fields.tokens import MeasuredTokens, TokenFiller
+from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
+from shardflow.fields.views import ArraySpec, SliceFacts, View
 from shardflow.loading.batch import Batch, BatchLayout
 from shardflow.loading.buffers import Pool
 from shardflow.loading.config import LoaderConfig
-from shardflow.loading.entity_slots import EntitySlots
-from shardflow.loading.fields_view import FieldsView
-from shardflow.loading.fill import SlotFiller
-from shardflow.loading.fill_fields import FieldsFiller
-from shardflow.loading.fill_text import SlotRequest
-from shardflow.loading.fill_texts import TextFiller
-from shardflow.loading.fill_tokens import MeasuredTokens, TokenFiller
 from shardflow.loading.foresight import Watch
 from shardflow.loading.parts import PartSize
-from shardflow.loading.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 from shardflow.loading.room import check_layout
 from shardflow.loading.selection import Selection
 from shardflow.loading.slot_keys import SlotKeys
-from shardflow.loading.thread_state import ThreadState
-from shardflow.loading.transform import Transform, sample_arrays, sample_generator
-from shardflow.loading.view import SliceFacts
-from shardflow.loading.views import View
 from shardflow.telemetry import StageCounters
 
 __all__ = ["BatchSource", "MicroBatchTicket"]

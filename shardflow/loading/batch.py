@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.loading.view import ArraySpec
-from shardflow.loading.field_values import decode_value
-from shardflow.loading.quarantine import QuarantineRow
+from shardflow.fields.quarantine import QuarantineRow
+from shardflow.fields.raw import decode_value
+from shardflow.fields.views import ArraySpec
 from shardflow.loading.slot_keys import SlotKeys
 
 __all__ = ["Batch", "BatchLayout"]

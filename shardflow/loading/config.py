@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from shardflow.configs import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
-from shardflow.loading.fields_view import FieldsView
-from shardflow.loading.fill_tokens import StoredTokens
-from shardflow.loading.transform import check_name
-from shardflow.loading.views import View
+from shardflow.fields.raw import FieldsView
+from shardflow.fields.tokens import StoredTokens
+from shardflow.fields.transforms import check_name
+from shardflow.fields.views import View
 
 __all__ = ["LoaderConfig"]
 
@@ -45,7 +45,7 @@ class LoaderConfig:
     """
     transform: str = ""
     """``"package.module:function"`` to call for each sample, with its arrays, to be changed in place, and a
-    random generator that is the sample's own; see `shardflow.loading.transform`.
+    random generator that is the sample's own; see `shardflow.fields.transforms`.
     """
     prefetch_bytes: ByteSize = 256 * _MIB
     """Bound on the micro-batches that are under way or wait; one alone may exceed it."""

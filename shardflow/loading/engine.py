@@ -21,7 +21,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from shardflow.errors import ShardflowError, WaitTimeoutError
-from shardflow.loading.thread_state import ThreadState
+from shardflow.fields.scratch import ThreadState
 from shardflow.threads import wait_for_at_exit
 
 if TYPE_CHECKING:

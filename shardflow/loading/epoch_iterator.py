@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from shardflow.fields.quarantine import QuarantineRow
 from shardflow.loading.batch import Batch
-from shardflow.loading.quarantine import QuarantineRow
 
 __all__ = ["EpochIterator", "Stream"]
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Final
 
 from shardflow.errors import ShardflowError
+from shardflow.fields.scratch import ThreadState
 from shardflow.loading.reads_ahead import ReadsAhead, ShardRead
-from shardflow.loading.thread_state import ThreadState
 from shardflow.telemetry import StageCounters
 from shardflow.threads import wait_for_at_exit
 

@@ -15,16 +15,16 @@ from typing import Any
 
 from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.errors import StateError
+from shardflow.fields.quarantine import Quarantine, QuarantineRow
+from shardflow.fields.slots import check_view
 from shardflow.loading.batch import Batch
 from shardflow.loading.buffers import Pool
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.epoch_iterator import EpochIterator
 from shardflow.loading.epoch_plans import EpochPlans
-from shardflow.loading.fillers import check_view
 from shardflow.loading.knobs import LoaderKnobs
 from shardflow.loading.loader_parts import LoaderParts
 from shardflow.loading.node_room import check_node
-from shardflow.loading.quarantine import Quarantine, QuarantineRow
 from shardflow.loading.selection import Selection, select
 from shardflow.loading.side_stream import SideStream
 from shardflow.loading.stream import BatchStream

@@ -15,22 +15,22 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardflow.epochs import EpochPlan, LoaderState, RankSchedule
+from shardflow.fields.findings import EntitySlots
+from shardflow.fields.quarantine import Quarantine
+from shardflow.fields.reader import FieldReader
+from shardflow.fields.slots import make_filler
+from shardflow.fields.text import TextFiller
+from shardflow.fields.tokens import TokenFiller
+from shardflow.fields.transforms import Transform, load_transform
 from shardflow.loading.assemble import BatchSource
 from shardflow.loading.buffers import BufferPool, Pool
 from shardflow.loading.config import LoaderConfig
-from shardflow.loading.entity_slots import EntitySlots
-from shardflow.loading.fill_tokens import TokenFiller
-from shardflow.loading.fill_texts import TextFiller
-from shardflow.loading.fillers import make_filler
 from shardflow.loading.foresight import Foresight
 from shardflow.loading.parts import PartSize
-from shardflow.loading.quarantine import Quarantine
-from shardflow.loading.reader import FieldReader
 from shardflow.loading.selection import Selection
 from shardflow.loading.side_stream import SideProcesses, SideStream
 from shardflow.loading.stream import BatchStream
 from shardflow.loading.tiers import Tiers
-from shardflow.loading.transform import Transform, load_transform
 from shardflow.loading.world import World
 from shardflow.telemetry import StageCounters
 

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.epochs import EpochPlan, RankSchedule
+from shardflow.fields.quarantine import BadSample
+from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.slots import needed_fields
 from shardflow.loading.config import LoaderConfig
-from shardflow.loading.needs import needed_fields
-from shardflow.loading.quarantine import BadSample
-from shardflow.loading.reader import FieldReader, Shard
 from shardflow.loading.selection import Selection
-from shardflow.loading.thread_state import ThreadState
 from shardflow.storage import ByteRange
 from shardflow.storage.cache import CachedStore
 from shardflow.telemetry import StageCounters

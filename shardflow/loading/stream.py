@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from functools import partial
 
 from shardflow.errors import StateError
+from shardflow.fields.reader import FieldReader
 from shardflow.loading.assemble import BatchSource, MicroBatchTicket
 from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.engine import OrderedEngine
 from shardflow.loading.foresight import Watch
-from shardflow.loading.reader import FieldReader
 
 __all__ = ["BatchStream"]
 

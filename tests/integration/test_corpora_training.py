@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardflow.epochs import BatchSpec
+from shardflow.fields.images import SlotFiller
 from shardflow.loading import Loader, LoaderConfig, StoredTokens, open_blend
-from shardflow.loading.fill import SlotFiller
 from shardflow.shards import Dataset
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train

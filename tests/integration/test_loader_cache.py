@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from shardflow.epochs import BatchSpec, RankSchedule, TokenBudget
+from shardflow.fields.reader import FieldReader
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.slots import needed_fields
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World, open_blend
-from shardflow.loading.needs import needed_fields
-from shardflow.loading.reader import FieldReader
 from shardflow.loading.selection import select
-from shardflow.loading.thread_state import ThreadState
 from shardflow.shards import Dataset
 from shardflow.storage import (
     ByteRange,
@@ -109,7 +109,9 @@ def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> se
     for row in rows[rows >= 0].tolist():
         shard = reader.open_shard(int(dataset.samples.gather("shard", row)), ThreadState())
         inside = int(dataset.samples.gather("row_in_shard", row))
-        fields = needed_fields(shard, inside, CONFIG.view, text=CONFIG.text, seed=SEED, epoch=epoch, row=row, table_row=row)
+        fields = needed_fields(
+            shard, inside, CONFIG.view, text=CONFIG.text, seed=SEED, epoch=epoch, row=row, table_row=row
+        )
         blocks = dataset.store._blocks(shard.path)
         assert blocks is not None
         offsets = shard.index.field_offsets[fields].tolist()

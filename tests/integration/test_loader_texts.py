@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardflow.epochs import BatchSpec
+from shardflow.fields.images import SlotFiller
 from shardflow.loading import Loader, LoaderConfig
-from shardflow.loading.fill import SlotFiller
 from shardflow.shards import Dataset
 from shardflow.storage import LocalStore
 from tests.factories import make_dataset

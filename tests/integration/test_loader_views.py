@@ -15,6 +15,7 @@ import tests.factories
 from shardflow.epochs import BatchSpec, CostRule, TokenBudget
 from shardflow.epochs.buckets import BucketDraw
 from shardflow.errors import ConfigError
+from shardflow.fields.views import WINDOWS
 from shardflow.loading import (
     Batch,
     ImageView,
@@ -26,7 +27,6 @@ from shardflow.loading import (
     World,
     open_blend,
 )
-from shardflow.loading.windows import WINDOWS
 from shardflow.shards import Dataset, decode_array
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.integration.loader_support import flip_bit, locate

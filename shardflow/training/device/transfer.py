@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardflow.fields.views import ArraySpec
 from shardflow.loading.batch import BatchLayout
-from shardflow.loading.view import ArraySpec
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.ring import PinnedRing
 

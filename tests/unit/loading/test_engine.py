@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from shardflow.errors import ShardflowError, WaitTimeoutError
+from shardflow.fields.scratch import ThreadState
 from shardflow.loading.engine import OrderedEngine
-from shardflow.loading.thread_state import ThreadState
 from shardflow.telemetry import StageCounters
 
 pytestmark = pytest.mark.fast

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
+from shardflow.fields.scratch import ThreadState
 from shardflow.loading.fetching_ahead import FetchingAhead
 from shardflow.loading.reads_ahead import ReadsAhead, ShardRead
-from shardflow.loading.thread_state import ThreadState
 from shardflow.telemetry import StageCounters
 
 pytestmark = pytest.mark.fast

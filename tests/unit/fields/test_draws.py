@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardflow.augmentation import ALLOWED, Draw, draw_sample, names_a_side
+from shardflow.fields.augmentation import ALLOWED, Draw, draw_sample, names_a_side
 from shardflow.training.config import AugmentSettings
 
 MUCH = AugmentSettings(rotate_deg=180, zoom=1.0, shift=1.0, intensity=1.0, mirror=1.0, flip=1.0)

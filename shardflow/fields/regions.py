@@ -16,8 +16,6 @@ from shardflow.errors import FormatError
 from shardflow.shards.codecs import decode_array
 from shardflow.shards.keys import parse_mask_field
 
-__all__ = ["carry_box", "carry_mask", "region_masks"]
-
 
 def region_masks(
     fields: Mapping[str, bytes], region: Mapping[str, Any], slices: Sequence[int], shape: tuple[int, int]

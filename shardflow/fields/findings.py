@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.loading.view import ArraySpec
-from shardflow.loading.reader import Samples
+from shardflow.fields.reader import Samples
+from shardflow.fields.views import ArraySpec
 from shardflow.shards.entity_dataset import ASSERTIONS, LATERALITIES, EntityDataset, EntityPlace
-
-__all__ = ["NO_ENTITY", "EntityNames", "EntitySlots", "centre_first"]
 
 NO_ENTITY = -1
 _NAMED = {"label": "labels", "anatomy": "anatomies", "assertion": "assertions", "laterality": "lateralities"}

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shardflow.augmentation import ALLOWED, Draw, Warp, change_intensity
-from shardflow.augmentation.warp import _bending, _spline
 from shardflow.errors import FormatError
+from shardflow.fields.augmentation import ALLOWED, Draw, Warp, _bending, _spline, change_intensity
 from shardflow.training.device.augmentation import stack_draws
 from shardflow.training.device.images import ImageParameters, ImagePipeline, windowed_share
 
@@ -78,8 +77,8 @@ def test_colours_are_turned_alike_and_bands_have_no_seams(monkeypatch: pytest.Mo
     whole = Warp(draw, 40, 30).image(pixels, fill=3)
     for channel in range(3):
         assert (Warp(draw, 40, 30).image(pixels[:, :, channel], fill=3) == whole[:, :, channel]).all()
-    monkeypatch.setattr("shardflow.augmentation.warp._BAND_PIXELS", 100)
-    monkeypatch.setattr("shardflow.augmentation.warp._KEPT_PIXELS", 0)
+    monkeypatch.setattr("shardflow.fields.augmentation._BAND_PIXELS", 100)
+    monkeypatch.setattr("shardflow.fields.augmentation._KEPT_PIXELS", 0)
     assert (Warp(draw, 40, 30).image(pixels, fill=3) == whole).all()
 
 

@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.loading.decode import convert_slice, decode_slice
-from shardflow.loading.scratch import Scratch
+from shardflow.fields.decode import convert_slice, decode_slice
+from shardflow.fields.scratch import Scratch
 from shardflow.shards import encode_array
 
 pytestmark = pytest.mark.fast

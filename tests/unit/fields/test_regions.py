@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardflow.errors import FormatError
-from shardflow.loading.regions import carry_box, carry_mask, region_masks
+from shardflow.fields.regions import carry_box, carry_mask, region_masks
 from shardflow.shards.codecs import encode_array
 
 pytestmark = pytest.mark.fast

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardflow.errors import SampleError, StateError
-from shardflow.loading.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
+from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 
 pytestmark = pytest.mark.fast
 

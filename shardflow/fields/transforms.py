@@ -24,14 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.loading.fields_view import FieldsView
-from shardflow.loading.sized_view import SizedView
-from shardflow.loading.tile_view import TileView
-from shardflow.loading.view import ImageView, NativeView
-from shardflow.loading.views import View
+from shardflow.fields.raw import FieldsView
+from shardflow.fields.views import ImageView, NativeView, SizedView, TileView, View
 from shardflow.seeds import derive
-
-__all__ = ["Transform", "check_name", "load_transform", "sample_arrays", "sample_generator"]
 
 Transform: TypeAlias = Callable[[dict[str, NDArray[Any]], np.random.Generator], None]
 

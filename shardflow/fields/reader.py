@@ -19,17 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ShortReadError
-from shardflow.loading.quarantine import BadSample, BadSampleReason
-from shardflow.loading.thread_state import ThreadState
-from shardflow.loading.view import Resolution
+from shardflow.fields.quarantine import BadSample, BadSampleReason
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.views import Resolution
 from shardflow.shards import Dataset, ShardIndex
 from shardflow.shards.codecs import CODECS
 from shardflow.shards.keys import STUDY_FIELD, parse_slice_field, parse_small_field, parse_variant_field
 from shardflow.storage import ByteRange, ByteStore, LocalStore
 from shardflow.storage.cache import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
-
-__all__ = ["FieldReader", "Shard"]
 
 _MAX_RANGES = 512
 # What is read from the page cache is still in the processor's second-level cache when it is checked and

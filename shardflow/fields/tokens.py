@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError
-from shardflow.loading.quarantine import BadSampleReason
-from shardflow.loading.reader import Samples
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Samples
 from shardflow.shards.token_ids import TokenIds, TokenPlaces
 from shardflow.shards.tokens import DIGEST_PATTERN
-
-__all__ = ["MeasuredTokens", "StoredTokens", "TokenFiller"]
 
 _Found = TypeVar("_Found")
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from shardflow.errors import ConfigError
+from shardflow.fields.images import ORIGINAL, choose_variant
 from shardflow.loading import ImageView
-from shardflow.loading.pool_choice import ORIGINAL, choose_variant
 from shardflow.shards.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
 
 pytestmark = pytest.mark.fast

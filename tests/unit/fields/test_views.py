@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import FormatError
+from shardflow.fields.views import SliceFacts, content_boxes
 from shardflow.loading import ImageView, NativeView
 from shardflow.loading.batch import BatchLayout
-from shardflow.loading.view import SliceFacts, content_boxes
 
 pytestmark = pytest.mark.fast
 

@@ -14,10 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.loading.scratch import Scratch
+from shardflow.fields.scratch import Scratch
 from shardflow.shards import array_header, decode_array
-
-__all__ = ["convert_slice", "decode_slice"]
 
 # What cv2.resize and cv2.cvtColor take; everything else goes through float64, which holds any of it.
 _CV_RESIZE_DTYPES = {np.dtype(name) for name in ("uint8", "uint16", "int16", "float32", "float64")}

@@ -1,7 +1,7 @@
-"""Fill slots of a micro-batch from one shard: choose fields, read them in one go, put each in its place.
+"""Slices of a sample's primary series: chosen, read with the report in one go, and decoded into place.
 
-Only what the view and the text setting ask for is read: the chosen slices of the primary series, the study's
-description (for the display range), the report. Any finding that a sample is bad concerns its slot alone.
+Only what the view and the text setting ask for is read: the chosen slices, the study's description (for the
+display range), the report. A finding that a sample is bad concerns its slot alone.
 """
 
 from __future__ import annotations
@@ -16,19 +16,64 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.loading.decode import convert_slice, decode_slice
-from shardflow.loading.entity_slots import centre_first
-from shardflow.loading.fill_text import SlotRequest, check_row, find_text, put_text
-from shardflow.loading.pool_choice import find_slices
-from shardflow.loading.quarantine import BadSample, BadSampleReason
-from shardflow.loading.reader import FieldReader, Shard
-from shardflow.loading.sized_view import SizedView
-from shardflow.loading.thread_state import ThreadState
-from shardflow.loading.tile_view import TileView
-from shardflow.loading.views import View
+from shardflow.fields.decode import convert_slice, decode_slice
+from shardflow.fields.findings import centre_first
+from shardflow.fields.quarantine import BadSample, BadSampleReason
+from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.text import SlotRequest, check_row, find_text, put_text
+from shardflow.fields.views import ImageView, SizedView, TileView, View
+from shardflow.seeds import derive
 from shardflow.telemetry import StageCounters
 
-__all__ = ["SlotFiller"]
+ORIGINAL = 0
+_WORD = 2**64
+
+
+def choose_variant(
+    num_variants: int, share: float, *, seed: int, epoch: int, row: int, place: tuple[int, ...] = ()
+) -> int:
+    """Return the number of the variant, from 1, or `ORIGINAL`.
+
+    Args:
+        num_variants: Of the sample's series.
+        share: Of the samples that get a variant; which one, all are as likely.
+        seed: Run-level seed.
+        epoch: The epoch.
+        row: Row of the sample in the samples table; of a blend, the blended one.
+        place: Step, micro-batch and slot in a blend, where a sample may stand twice; else nothing.
+    """
+    if not num_variants or derive(seed, "variant-share", epoch, row, *place) >= share * _WORD:
+        return ORIGINAL
+    return 1 + derive(seed, "variant-choice", epoch, row, *place) * num_variants // _WORD
+
+
+def find_slices(
+    shard: Shard,
+    row_in_shard: int,
+    view: View,
+    series: int,
+    *,
+    seed: int,
+    epoch: int,
+    row: int,
+    place: tuple[int, ...] = (),
+) -> tuple[NDArray[np.int64], int]:
+    """Return the fields that hold the slices of a sample's series, and which variant of it they are.
+
+    A variant has all slices of its series; one that has not is none, and the original is taken.
+    """
+    slices = shard.slices(row_in_shard, view.resolution, series)
+    if isinstance(view, ImageView) and view.augment_pool:
+        num_variants = shard.num_variants(row_in_shard, series)
+        variant = choose_variant(
+            num_variants, view.augment_pool, seed=seed, epoch=epoch, row=row, place=place
+        )
+        varied = shard.variant_slices(row_in_shard, variant, series) if variant else slices[:0]
+        if len(varied) == len(slices):
+            return varied, variant
+    return slices, ORIGINAL
+
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from shardflow.errors import SampleError, StateError
 
-__all__ = ["BadSample", "BadSampleReason", "Quarantine", "QuarantineRow"]
-
 
 class BadSampleReason(StrEnum):
     """Why a sample was masked; stable codes."""
