@@ -104,7 +104,7 @@ class _Work:
         self.purposes.append((slot, purpose))
 
 
-class SlotFiller:
+class ImageAssembler:
     """Fills slots for the micro-batches of one epoch. Safe for many threads.
 
     Args:

@@ -127,7 +127,7 @@ _READ_COLOUR = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 _READ_GREY = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
 
 
-class FieldsFiller:
+class RawAssembler:
     """Fills slots for the micro-batches of one epoch. Safe for many threads.
 
     Args:
@@ -150,7 +150,7 @@ class FieldsFiller:
         arrays: Mapping[str, NDArray[Any]],
         thread: ThreadState,
     ) -> dict[int, BadSample]:
-        """Fill slots whose samples lie in one shard; see `SlotFiller.fill`."""
+        """Fill slots whose samples lie in one shard; see `ImageAssembler.fill`."""
         try:
             shard = self._reader.open_shard(shard_number, thread)
         except BadSample as bad:

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.findings import centre_first
-from shardflow.fields.images import SlotFiller, find_slices
-from shardflow.fields.raw import FieldsFiller, FieldsView
+from shardflow.fields.images import ImageAssembler, find_slices
+from shardflow.fields.raw import FieldsView, RawAssembler
 from shardflow.fields.reader import FieldReader, Samples, Shard
 from shardflow.fields.views import ImageView, SizedView, View
 from shardflow.shards import Dataset
@@ -53,7 +53,7 @@ def _has_pool(dataset: Dataset) -> bool:
     return isinstance(variants, dict) and bool(variants.get("augment"))
 
 
-def make_filler(
+def make_assembler(
     reader: FieldReader,
     view: View | FieldsView | None,
     *,
@@ -61,11 +61,11 @@ def make_filler(
     seed: int,
     epoch: int,
     counters: StageCounters,
-) -> SlotFiller | FieldsFiller:
+) -> ImageAssembler | RawAssembler:
     """Make what fills the slots of an epoch's micro-batches."""
     if isinstance(view, FieldsView):
-        return FieldsFiller(reader, view, text=text, counters=counters)
-    return SlotFiller(reader, view, text=text, seed=seed, epoch=epoch, counters=counters)
+        return RawAssembler(reader, view, text=text, counters=counters)
+    return ImageAssembler(reader, view, text=text, seed=seed, epoch=epoch, counters=counters)
 
 
 def needed_fields(

@@ -98,7 +98,7 @@ _MAX_TABLES = 512
 _CONTINUATION = 0xC0, 0x80  # mask and value of a byte that goes on with a character of UTF-8
 
 
-class TextFiller:
+class TextAssembler:
     """Fills texts into micro-batches without images. Safe for many threads.
 
     Args:

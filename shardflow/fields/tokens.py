@@ -66,7 +66,7 @@ class MeasuredTokens:
     """Where the others are."""
 
 
-class TokenFiller:
+class TokenAssembler:
     """Measures and fetches the tokens of micro-batches. Safe for many threads.
 
     Args:

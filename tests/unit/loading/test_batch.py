@@ -7,8 +7,7 @@ import pytest
 
 from shardflow.fields.views import ArraySpec
 from shardflow.loading import Batch
-from shardflow.loading.batch import BatchLayout
-from shardflow.loading.slot_keys import SlotKeys
+from shardflow.loading.batch import BatchLayout, SlotKeys
 
 pytestmark = pytest.mark.fast
 

@@ -17,25 +17,81 @@ from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.epochs.micros import PADDING_ROW
 from shardflow.errors import SampleError
 from shardflow.fields.findings import EntitySlots
-from shardflow.fields.images import SlotFiller
+from shardflow.fields.images import ImageAssembler
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
-from shardflow.fields.raw import FieldsFiller, FieldsView
+from shardflow.fields.raw import FieldsView, RawAssembler
 from shardflow.fields.scratch import ThreadState
-from shardflow.fields.text import SlotRequest, TextFiller
-from shardflow.fields.tokens import MeasuredTokens, TokenFiller
+from shardflow.fields.text import SlotRequest, TextAssembler
+from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
 from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
 from shardflow.fields.views import ArraySpec, SliceFacts, View
-from shardflow.loading.batch import Batch, BatchLayout
-from shardflow.loading.buffers import Pool
-from shardflow.loading.config import LoaderConfig
-from shardflow.loading.foresight import Watch
-from shardflow.loading.parts import PartSize
-from shardflow.loading.room import check_layout
+from shardflow.loading.batch import Batch, BatchLayout, SlotKeys
+from shardflow.loading.config import LoaderConfig, check_layout
+from shardflow.loading.engine import Pool
+from shardflow.loading.prefetch import ReadProgress
 from shardflow.loading.selection import Selection
-from shardflow.loading.slot_keys import SlotKeys
 from shardflow.telemetry import StageCounters
 
-__all__ = ["BatchSource", "MicroBatchTicket"]
+# Without images a sample is a few kilobytes, and what costs time is done once for all of a shard.
+_TEXT_SAMPLES = 1024
+_PARTS_PER_THREAD = 2
+_LOCAL_BYTES = 1 << 20
+
+
+class PartSize:
+    """How large parts are; the same for all micro-batches of a loader.
+
+    Args:
+        selection: The samples, and the datasets that hold them.
+        config: What is read of them.
+    """
+
+    __slots__ = ("_has_images", "_max_bytes", "_num_parts")
+
+    def __init__(self, selection: Selection, config: LoaderConfig) -> None:
+        self._has_images = config.view is not None
+        self._num_parts = _PARTS_PER_THREAD * config.num_threads
+        self._max_bytes = _LOCAL_BYTES if selection.is_local else None
+
+    def divide_among(self, num_threads: int) -> None:
+        """Say how many threads there are now; holds for micro-batches that are cut afterwards."""
+        self._num_parts = _PARTS_PER_THREAD * num_threads
+
+    def cut(
+        self,
+        slots: NDArray[np.int64],
+        *,
+        shards: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        num_bytes: NDArray[np.int64],
+    ) -> list[NDArray[np.int64]]:
+        """Cut slots into parts, in the order in which they lie on disk.
+
+        Args:
+            slots: ``(n,)``, those that hold a sample.
+            shards: ``(B,)``, shard of each slot.
+            offsets: ``(B,)``, where the sample lies in it.
+            num_bytes: ``(B,)``, size of the sample; zeros where none is known.
+
+        Returns:
+            Parts of one shard each, where samples have images.
+        """
+        slots = slots[np.lexsort((offsets[slots], shards[slots]))]
+        if not self._has_images:
+            return [slots[first : first + _TEXT_SAMPLES] for first in range(0, len(slots), _TEXT_SAMPLES)]
+        max_samples = max(1, len(slots) // self._num_parts)
+        parts: list[NDArray[np.int64]] = []
+        first = held = 0
+        where, sizes = shards[slots].tolist(), num_bytes[slots].tolist()
+        for place, size in enumerate(sizes):
+            is_full = place - first == max_samples or (
+                self._max_bytes is not None and held + size > self._max_bytes
+            )
+            if place > first and (is_full or where[place] != where[first]):
+                parts.append(slots[first:place])
+                first, held = place, 0
+            held += size
+        return [*parts, slots[first:]] if len(slots) else parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +104,10 @@ class BatchSource:
     rank: int
     config: LoaderConfig
     pool: Pool
-    filler: SlotFiller | FieldsFiller
-    texts: TextFiller | None
+    assembler: ImageAssembler | RawAssembler
+    texts: TextAssembler | None
     """The short way for samples of text alone."""
-    tokens: TokenFiller | None
+    tokens: TokenAssembler | None
     part_size: PartSize
     counters: StageCounters
     known_masks: Quarantine
@@ -60,7 +116,7 @@ class BatchSource:
     """What the user wants done to each sample."""
     entities: EntitySlots | None = None
     """What slots of entities get, where some samples are."""
-    watch: Watch | None = None
+    watch: ReadProgress | None = None
     """Follows the reads for a cache that is told the future."""
 
     def num_threads(self, config: LoaderConfig) -> int:
@@ -72,17 +128,17 @@ class BatchSource:
         is_copied = config.view is None and not config.text and self.selection.is_local
         return 1 if is_copied else config.num_threads
 
-    def open(self, number: int) -> MicroBatchTicket:
+    def open(self, number: int) -> MicroBatchTask:
         """Open this rank's micro-batch ``number`` of the epoch, counted over steps."""
         step, slot = divmod(number, self.schedule.num_micro_batches_per_rank)
         if self.watch is not None:
             self.watch.opened(number)
         with self.counters.timed("plan"):
-            return MicroBatchTicket(self, step, slot)
+            return MicroBatchTask(self, step, slot)
 
 
-class MicroBatchTicket:
-    """A micro-batch under way; see `engine.Ticket`.
+class MicroBatchTask:
+    """A micro-batch under way; see `engine.Task`.
 
     Args:
         source: What it is made from.
@@ -130,7 +186,7 @@ class MicroBatchTicket:
         self._buffer = np.empty(0, np.uint8)
         self._arrays: dict[str, NDArray[Any]] = {}
 
-    # ---- engine.Ticket ---------------------------------------------------------------------------
+    # ---- engine.Task ---------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +234,7 @@ class MicroBatchTicket:
             left = slots if self._source.texts is None else self._fill_texts(shard, slots, thread)
             if len(left):
                 requests = [self._request(slot) for slot in left.tolist()]
-                for slot, bad in self._source.filler.fill(shard, requests, self._arrays, thread).items():
+                for slot, bad in self._source.assembler.fill(shard, requests, self._arrays, thread).items():
                     self._mask(slot, bad)
             if self._source.transform is not None:
                 self._transform([slot for slot in slots.tolist() if slot not in self._bad], thread)
@@ -294,7 +350,7 @@ class MicroBatchTicket:
             self._mask(slot, self._bad_tokens(slot, reason))
             self._text_bytes[slot] = 0
 
-    def _fill_tokens(self, tokens: TokenFiller, measured: MeasuredTokens, thread: ThreadState) -> None:
+    def _fill_tokens(self, tokens: TokenAssembler, measured: MeasuredTokens, thread: ThreadState) -> None:
         thread.enter("read", "tokens")
         out = self._arrays["token_ids"]
         with self._source.counters.timed("tokens", out.nbytes, len(self._rows)):

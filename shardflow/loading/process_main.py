@@ -1,6 +1,6 @@
 """A process that reads and decodes for a trainer: the loader's own threads, and a way out for their batches.
 
-Started by `side_process`. The main thread listens to the trainer and dies with it; for each iteration one
+Started by `LoaderProcess`. The main thread listens to the trainer and dies with it; for each iteration one
 thread more takes the micro-batches in order and hands them over, a bounded number of bytes ahead.
 """
 
@@ -19,13 +19,10 @@ from typing import Any
 
 from shardflow.group_signals import ignore_group_signals
 from shardflow.loading.batch import Batch
+from shardflow.loading.ipc import Channel, ChannelClosedError, SharedPool, error_to_json
 from shardflow.loading.loader import Loader
-from shardflow.loading.side_channel import ChannelClosedError, SideChannel, error_to_json
-from shardflow.loading.slabs import SharedPool
-from shardflow.loading.stream import BatchStream
+from shardflow.loading.runtime import BatchStream
 from shardflow.telemetry import StageCounters
-
-__all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 _MAX_UNREAD = 64
@@ -45,7 +42,7 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
     if dies_with_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    channel = SideChannel(socket.socket(fileno=fileno))
+    channel = Channel(socket.socket(fileno=fileno))
     with suppress(ChannelClosedError, ProcessLookupError):
         trainer = os.pidfd_open(parent)
         if os.getppid() == parent:  # else it died before we looked, and another has its number
@@ -54,7 +51,7 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
     os._exit(0)
 
 
-def _serve(channel: SideChannel, trainer: int) -> None:
+def _serve(channel: Channel, trainer: int) -> None:
     setup = channel.receive_setup()
     logging.getLogger().addHandler(_Forwarding(channel))
     try:
@@ -97,7 +94,7 @@ def _serve(channel: SideChannel, trainer: int) -> None:
 
 
 def _begin(
-    channel: SideChannel, loader: Loader, pool: SharedPool, counters: _CountersNews, message: dict[str, Any]
+    channel: Channel, loader: Loader, pool: SharedPool, counters: _CountersNews, message: dict[str, Any]
 ) -> _Delivery | None:
     """Open an iteration; None where it cannot be opened, which the trainer was told."""
     iteration, numbers = message["iteration"], range(*message["numbers"])
@@ -125,7 +122,7 @@ class _Delivery:
 
     def __init__(
         self,
-        channel: SideChannel,
+        channel: Channel,
         pool: SharedPool,
         stream: BatchStream,
         counters: _CountersNews,
@@ -202,13 +199,13 @@ class _Delivery:
     def _send(self, batch: Batch) -> None:
         num_bytes = len(batch.buffer)
         self._num_left -= 1
-        slab, index = self._pool.hand_over(batch.buffer)
+        segment, index = self._pool.hand_over(batch.buffer)
         for news in self._pool.take_news():
-            fields = {"slab": news.number, "size": news.buffer_num_bytes, "count": news.num_buffers}
+            fields = {"segment": news.number, "size": news.buffer_num_bytes, "count": news.num_buffers}
             if news.fileno < 0:
-                self._channel.send({"kind": "drop", "slab": news.number})
+                self._channel.send({"kind": "drop", "segment": news.number})
             else:
-                self._channel.send({"kind": "slab", **fields}, [news.fileno])
+                self._channel.send({"kind": "segment", **fields}, [news.fileno])
                 os.close(news.fileno)
         with self._room:
             self._num_unread += 1
@@ -217,7 +214,7 @@ class _Delivery:
             {
                 "kind": "batch",
                 "iteration": self._iteration,
-                "place": [slab, index, num_bytes],
+                "place": [segment, index, num_bytes],
                 "batch": batch.descriptor,
                 "counters": self._counters.take(is_last=not self._num_left),
             }
@@ -254,7 +251,7 @@ class _CountersNews:
 class _Forwarding(logging.Handler):
     """Sends log records to the trainer, whose handlers they are for."""
 
-    def __init__(self, channel: SideChannel) -> None:
+    def __init__(self, channel: Channel) -> None:
         super().__init__()
         self._channel = channel
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.loading import LoaderConfig, NativeView
-from shardflow.loading.parts import PartSize
+from shardflow.loading.assembly import PartSize
 from shardflow.loading.selection import Selection
 
 pytestmark = pytest.mark.fast

@@ -6,26 +6,26 @@ import os
 import numpy as np
 import pytest
 
-from shardflow.loading.slabs import SharedPool, Slab
+from shardflow.loading.ipc import SharedPool, SharedSegment
 
 pytestmark = pytest.mark.fast
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def _mapped(pool: SharedPool, slabs: dict[int, Slab]) -> dict[int, Slab]:
+def _mapped(pool: SharedPool, segments: dict[int, SharedSegment]) -> dict[int, SharedSegment]:
     """Do with the pool's news what the other process does."""
     for news in pool.take_news():
         if news.fileno < 0:
-            del slabs[news.number]
+            del segments[news.number]
         else:
-            slabs[news.number] = Slab(
+            segments[news.number] = SharedSegment(
                 news.number,
                 news.fileno,
                 buffer_num_bytes=news.buffer_num_bytes,
                 num_buffers=news.num_buffers,
             )
             os.close(news.fileno)
-    return slabs
+    return segments
 
 
 def test_a_buffer_is_not_used_again_while_either_side_looks_at_it() -> None:
@@ -33,8 +33,8 @@ def test_a_buffer_is_not_used_again_while_either_side_looks_at_it() -> None:
     buffer = pool.lend(3 * MIB)
     address = buffer.ctypes.data
     buffer[:] = 7
-    slab, index = pool.hand_over(buffer)
-    theirs = _mapped(pool, {})[slab].lend(index)[: 3 * MIB]
+    segment, index = pool.hand_over(buffer)
+    theirs = _mapped(pool, {})[segment].lend(index)[: 3 * MIB]
     assert (theirs == 7).all()
     view = theirs[10:20].view(np.int16)
     del theirs
@@ -51,9 +51,9 @@ def test_a_buffer_that_they_let_go_first_waits_for_our_own_views() -> None:
     pool = SharedPool(64 * MIB)
     buffer = pool.lend(20 * MIB)
     address = buffer.ctypes.data
-    slab, index = pool.hand_over(buffer)
-    slabs = _mapped(pool, {})
-    slabs[slab].lend(index)  # and at once let go
+    segment, index = pool.hand_over(buffer)
+    segments = _mapped(pool, {})
+    segments[segment].lend(index)  # and at once let go
     held = pool.lend(20 * MIB)
     assert held.ctypes.data != address
     del buffer
@@ -64,7 +64,7 @@ def test_buffers_that_never_left_come_back_at_once() -> None:
     pool = SharedPool(64 * MIB)
     addresses = {pool.lend(20 * MIB).ctypes.data for _ in range(10)}
     assert len(addresses) == 1
-    assert pool.num_slabs == 1
+    assert pool.num_segments == 1
 
 
 def test_small_buffers_share_a_descriptor_and_overlap_nowhere() -> None:
@@ -73,24 +73,27 @@ def test_small_buffers_share_a_descriptor_and_overlap_nowhere() -> None:
     for number, buffer in enumerate(buffers):
         buffer[:] = number % 251
     assert all((buffer == number % 251).all() for number, buffer in enumerate(buffers))
-    assert pool.num_slabs == 2
+    assert pool.num_segments == 2
 
 
 def test_slabs_of_sizes_that_are_no_longer_asked_for_go_back() -> None:
     pool = SharedPool(32 * MIB)
-    slabs: dict[int, Slab] = {}
+    segments: dict[int, SharedSegment] = {}
     for size in range(20, 60):
         pool.lend(size * MIB)
-        assert set(_mapped(pool, slabs)) == set(pool._slabs)
+        assert set(_mapped(pool, segments)) == set(pool._segments)
     # What may lie idle, two of the newest size, and the newest itself.
-    assert sum(slab.buffer_num_bytes * slab.num_buffers for slab in slabs.values()) <= 32 * MIB + 4 * 64 * MIB
+    assert (
+        sum(segment.buffer_num_bytes * segment.num_buffers for segment in segments.values())
+        <= 32 * MIB + 4 * 64 * MIB
+    )
 
 
 def test_a_forked_child_does_not_give_its_parents_buffer_back() -> None:
     pool = SharedPool(64 * MIB)
     buffer = pool.lend(20 * MIB)
-    slab, index = pool.hand_over(buffer)
-    mapped = _mapped(pool, {})[slab]
+    segment, index = pool.hand_over(buffer)
+    mapped = _mapped(pool, {})[segment]
     theirs = mapped.lend(index)
     pid = os.fork()
     if not pid:

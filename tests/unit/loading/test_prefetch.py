@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
 from shardflow.fields.scratch import ThreadState
-from shardflow.loading.fetching_ahead import FetchingAhead
-from shardflow.loading.reads_ahead import ReadsAhead, ShardRead
+from shardflow.loading.prefetch import PlannedReads, Prefetcher, ShardRead
 from shardflow.telemetry import StageCounters
 
 pytestmark = pytest.mark.fast
@@ -66,9 +65,9 @@ class _Read:
         return publish
 
 
-def fetching(plan: Plan, max_bytes: int, counters: StageCounters | None = None) -> FetchingAhead:
-    found = FetchingAhead(
-        cast(ReadsAhead, plan),
+def fetching(plan: Plan, max_bytes: int, counters: StageCounters | None = None) -> Prefetcher:
+    found = Prefetcher(
+        cast(PlannedReads, plan),
         next_number=0,
         num_threads=2,
         max_bytes=max_bytes,
@@ -78,7 +77,7 @@ def fetching(plan: Plan, max_bytes: int, counters: StageCounters | None = None) 
     return found
 
 
-def _num_alive(ahead: FetchingAhead) -> int:
+def _num_alive(ahead: Prefetcher) -> int:
     return sum(thread.is_alive() for thread in ahead._threads)
 
 
