@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -17,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.quarantine import BadSample, BadSampleReason
-from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
 from shardflow.fields.scratch import ThreadState
-from shardflow.fields.text import SlotRequest, check_row, find_text, put_text
-from shardflow.fields.views import ArraySpec, SliceFacts
+from shardflow.fields.slots import SlotRequest
+from shardflow.fields.views import Arrays, ArraySpec, SliceFacts
 from shardflow.shards.foreign.images import HEAD_NUM_BYTES, image_header
 from shardflow.telemetry import StageCounters
 
@@ -78,13 +79,13 @@ class FieldsView:
             ArraySpec.of("field_shape", np.int64, num_slots, num_fields, 3),
         ]
 
-    def prepare(self, arrays: Mapping[str, NDArray[Any]], facts: SliceFacts) -> None:
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
         """Fill what does not depend on any field: each slot begins where its room does, empty."""
         room = self._room(facts)
         arrays["field_start"][:] = (np.cumsum(room) - room)[:, None]
         arrays["field_shape"][:] = (-1, 0, 0)
 
-    def blank(self, arrays: Mapping[str, NDArray[Any]], slot: int) -> None:
+    def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without fields; its data are out of reach then."""
         arrays["field_shape"][slot] = (-1, 0, 0)
 
@@ -121,128 +122,105 @@ def decode_value(name: str, data: NDArray[np.uint8]) -> Any:
     return data.tobytes()
 
 
-_TEXT = -1
 # As stored: an orientation tag would turn the picture, and with it the size that its header tells.
 _READ_COLOUR = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 _READ_GREY = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
 
 
-class RawAssembler:
-    """Fills slots for the micro-batches of one epoch. Safe for many threads.
+class NamedFields:
+    """Fields by name, a `FieldKind`.
 
     Args:
-        reader: Where bytes come from.
         view: Which fields.
-        text: Whether the sample's text is asked for as well.
         counters: Gets the stage ``decode``.
     """
 
-    def __init__(self, reader: FieldReader, view: FieldsView, *, text: bool, counters: StageCounters) -> None:
-        self._reader = reader
-        self._view = view
-        self._text = text
-        self._counters = counters
+    def __init__(self, view: FieldsView, counters: StageCounters) -> None:
+        self.view = view
+        self.counters = counters
 
-    def fill(
-        self,
-        shard_number: int,
-        requests: list[SlotRequest],
-        arrays: Mapping[str, NDArray[Any]],
-        thread: ThreadState,
-    ) -> dict[int, BadSample]:
-        """Fill slots whose samples lie in one shard; see `ImageAssembler.fill`."""
-        try:
-            shard = self._reader.open_shard(shard_number, thread)
-        except BadSample as bad:
-            return {request.slot: bad for request in requests}
-        bad_slots: dict[int, BadSample] = {}
-        # One entry for each field to read; a field that is text as well is read once and put twice.
-        work: dict[int, list[tuple[SlotRequest, int]]] = {}
-        for request in requests:
-            try:
-                self._order(shard, request, work)
-            except BadSample as bad:
-                bad_slots[request.slot] = bad
-        numbers = np.array(list(work), np.int64)
-        stops = {request.slot: int(arrays["field_start"][request.slot, 0]) for request in requests}
-        ends = self._ends(arrays)
-        for position, payload in self._reader.read(shard, numbers, thread):
-            number = int(numbers[position])
-            for request, purpose in work[number]:
-                slot = request.slot
-                if slot in bad_slots:
-                    continue
-                try:
-                    if isinstance(payload, BadSample):
-                        raise payload
-                    if purpose == _TEXT:
-                        put_text(shard, request, payload, arrays)
-                    else:
-                        place = stops[slot], int(ends[slot])
-                        stops[slot] += self._put(
-                            shard, number, payload, arrays, (slot, purpose), place, thread
-                        )
-                except BadSample as bad:
-                    bad_slots[slot] = bad
-        return bad_slots
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the numbers of the fields that the sample has."""
+        return list(self.find(shard, request).values())
 
-    def _order(
-        self, shard: Shard, request: SlotRequest, work: dict[int, list[tuple[SlotRequest, int]]]
-    ) -> None:
-        check_row(shard, request)
-        wanted: list[tuple[int, int]] = []
-        text = find_text(shard, request) if self._text else None
-        if text is not None:
-            wanted.append((text, _TEXT))
-        for purpose, name in enumerate(self._view.fields):
+    def find(self, shard: Shard, request: SlotRequest) -> dict[int, int]:
+        """Return the numbers of the sample's fields, by their place in the view.
+
+        Raises:
+            BadSample: The sample lacks one, and the view masks such samples.
+        """
+        found = {}
+        for place, name in enumerate(self.view.fields):
             number = shard.find(request.row_in_shard, name)
             if number is not None:
-                wanted.append((number, purpose))
-            elif self._view.missing == "mask":
+                found[place] = number
+            elif self.view.missing == "mask":
                 raise shard.bad(BadSampleReason.FIELD_MISSING, name)
-        for number, purpose in wanted:
-            work.setdefault(number, []).append((request, purpose))
+        return found
 
-    @staticmethod
-    def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
-        """Where the room of each slot ends, ``(B,)``."""
-        starts = arrays["field_start"][:, 0]
-        return np.append(starts[1:], len(arrays["field_data"]))
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> _SlotFields:
+        """Begin a slot."""
+        return _SlotFields(self, shard, request, arrays)
 
-    def _put(
-        self,
-        shard: Shard,
-        number: int,
-        payload: NDArray[np.uint8],
-        arrays: Mapping[str, NDArray[Any]],
-        at: tuple[int, int],
-        place: tuple[int, int],
-        thread: ThreadState,
-    ) -> int:
-        """Put one field behind the others of its slot; returns its size there."""
-        start, end = place
-        if not self._view.is_decoded(self._view.fields[at[1]]):
-            shape, is_grey = (len(payload), 0, 0), False
-            num_bytes = len(payload)
-        else:
+
+class _SlotFields:
+    """The fields of one slot, one behind another in its room."""
+
+    __slots__ = ("_arrays", "_end", "_kind", "_places", "_shard", "_slot", "_stop", "fields")
+
+    def __init__(self, kind: NamedFields, shard: Shard, request: SlotRequest, arrays: Arrays) -> None:
+        self._kind, self._shard, self._slot, self._arrays = kind, shard, request.slot, arrays
+        found = kind.find(shard, request)
+        self._places, self.fields = list(found), list(found.values())
+        starts = arrays["field_start"]
+        # A slot's room begins at the least of its starts: each of them is there until its field is put.
+        self._stop = int(starts[self._slot].min())
+        is_last = self._slot + 1 == len(starts)
+        self._end = len(arrays["field_data"]) if is_last else int(starts[self._slot + 1].min())
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Put a field behind the others: its bytes, or its pixels."""
+        shard, number = self._shard, self.fields[place]
+        at = self._slot, self._places[place]
+        shape, is_grey = (len(payload), 0, 0), False
+        num_bytes = len(payload)
+        if self._kind.view.is_decoded(self._kind.view.fields[at[1]]):
             header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
             if header is None:
                 raise shard.bad(BadSampleReason.DECODE_FAILED, number, "no JPEG or PNG of a known size")
-            shape = (header.rows, header.columns, 3)
-            num_bytes = header.rows * header.columns * 3
-            is_grey = header.is_grey
-        if start + num_bytes > end:
+            shape, is_grey = (header.rows, header.columns, _COLOURS), header.is_grey
+            num_bytes = math.prod(shape)
+        start = self._stop
+        if start + num_bytes > self._end:
             raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, "larger than the samples table allows")
-        target = arrays["field_data"][start : start + num_bytes]
+        target = self._arrays["field_data"][start : start + num_bytes]
         if shape[2]:
             thread.enter("decode", f"shard {shard.name}")
-            with self._counters.timed("decode", num_bytes):
+            with self._kind.counters.timed("decode", num_bytes):
                 _decode_rgb(shard, number, payload, target.reshape(shape), is_grey=is_grey)
         else:
             target[:] = payload
-        arrays["field_start"][at] = start
-        arrays["field_shape"][at] = shape
-        return num_bytes
+        self._arrays["field_start"][at] = start
+        self._arrays["field_shape"][at] = shape
+        self._stop += num_bytes
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+def field_of(arrays: Arrays, slot: int, place: int) -> NDArray[np.uint8] | None:
+    """Return a field of a slot by its place in the view, without a copy; None where the sample has none.
+
+    Returns:
+        ``(num_bytes,)`` as stored, or ``(rows, columns, 3)`` RGB for a decoded image.
+    """
+    shape = arrays["field_shape"][slot, place].tolist()
+    if shape[0] < 0:
+        return None
+    size = shape if shape[2] else shape[:1]
+    start = int(arrays["field_start"][slot, place])
+    found: NDArray[np.uint8] = arrays["field_data"][start : start + math.prod(size)]
+    return found.reshape(size)
 
 
 def _decode_rgb(

@@ -1,115 +1,160 @@
-"""Field assembly: what fills the slots of a view, and which stored fields that takes."""
+"""Slot assembly: reads what the samples of a micro-batch need from a shard, and puts each field in its place.
+
+What a batch holds is a list of field kinds: slices of a view, fields by name, text. Each kind names the
+stored fields that a sample needs and takes their bytes; the assembler reads the fields of many samples in one
+go. A finding that a sample is bad concerns its slot alone.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError
-from shardflow.fields.findings import centre_first
-from shardflow.fields.images import ImageAssembler, find_slices
-from shardflow.fields.raw import FieldsView, RawAssembler
-from shardflow.fields.reader import FieldReader, Samples, Shard
-from shardflow.fields.views import ImageView, SizedView, View
-from shardflow.shards import Dataset
-from shardflow.shards.entity_dataset import EntityPlace
-from shardflow.telemetry import StageCounters
+from shardflow.fields.quarantine import BadSample, BadSampleReason
+from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.views import Arrays, DrawKey
+from shardflow.shards.entity_dataset import EntityPlace, entity_key
 
 
-def check_view(samples: Samples, view: View | FieldsView | None) -> None:
-    """Refuse a view that asks for what a dataset does not have.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRequest:
+    """A sample to read, and the slot that it belongs to."""
 
-    Raises:
-        ConfigError: Slices of shards that others wrote, small slices where only large ones would be read, or
-            augmented variants that nobody made.
-    """
-    if not isinstance(view, View):
-        return
-    for dataset in samples.datasets:
-        if dataset.is_foreign:
-            raise ConfigError(
-                "a view of shards that others wrote must be a FieldsView, got one of slices; name fields."
-            )
-        variants = dataset.manifest.extra.get("variants")
-        has_small = isinstance(variants, dict) and bool(variants.get("small_px"))
-        if view.resolution != "small" or has_small:
-            continue
-        if samples.is_blend and not dataset.samples.column("num_slices").any():
-            continue  # text alone has no slices of any size
-        raise ConfigError(
-            "view.resolution must be full for a dataset without small slices, got small; pack it with "
-            "variants.small_px."
-        )
-    is_pooled = isinstance(view, ImageView) and view.augment_pool
-    if is_pooled and not any(map(_has_pool, samples.datasets)):
-        raise ConfigError(
-            "view.augment_pool must be 0 for a dataset without augmented variants, got a share; pack it with "
-            "variants.augment.num_variants."
-        )
+    slot: int
+    draw: DrawKey
+    """What its keyed choices follow from."""
+    table_row: int
+    """Row of the samples table of its dataset."""
+    row_in_shard: int
+    key: str
+    text_bytes: int
+    """Size of the text as the table has it: of the report, or of a piece of it."""
+    entity: EntityPlace | None = None
+    """Where the sample is in its study; None for all of it."""
 
 
-def _has_pool(dataset: Dataset) -> bool:
-    variants = dataset.manifest.extra.get("variants")
-    return isinstance(variants, dict) and bool(variants.get("augment"))
+class SlotContent(Protocol):
+    """What a field kind puts into one slot."""
+
+    @property
+    def fields(self) -> Sequence[int]:
+        """Numbers of the stored fields to read, no two alike."""
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Take the bytes of the field at a place of `fields`; fields come in any order.
+
+        Raises:
+            BadSample: They are not what the sample must have.
+        """
+
+    def close(self) -> None:
+        """Finish the slot, after all fields."""
 
 
-def make_assembler(
-    reader: FieldReader,
-    view: View | FieldsView | None,
-    *,
-    text: bool,
-    seed: int,
-    epoch: int,
-    counters: StageCounters,
-) -> ImageAssembler | RawAssembler:
-    """Make what fills the slots of an epoch's micro-batches."""
-    if isinstance(view, FieldsView):
-        return RawAssembler(reader, view, text=text, counters=counters)
-    return ImageAssembler(reader, view, text=text, seed=seed, epoch=epoch, counters=counters)
+class FieldKind(Protocol):
+    """One kind of content of a micro-batch's slots. Safe for many threads."""
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the numbers of the fields that a sample needs, before any array exists.
+
+        Raises:
+            BadSample: The shard lacks one of them.
+        """
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot.
+
+        Raises:
+            BadSample: The shard lacks what the sample must have, or it does not fit into its slot.
+        """
 
 
-def needed_fields(
-    shard: Shard,
-    row_in_shard: int,
-    view: View | FieldsView | None,
-    *,
-    text: bool,
-    seed: int,
-    epoch: int,
-    row: int,
-    table_row: int,
-    place: tuple[int, ...] = (),
-    entity: EntityPlace | None = None,
-) -> NDArray[np.int64]:
-    """Return the numbers of the fields that a slot needs, as the fillers choose them.
+class SlotAssembler:
+    """Fills slots for the micro-batches of one epoch. Safe for many threads.
 
     Args:
-        shard: The sample's shard.
-        row_in_shard: The sample in it.
-        view: What is asked for of the images, or which fields.
-        text: Whether the report is asked for.
-        seed: Run-level seed.
-        epoch: The epoch.
-        row: Row of the selection.
-        table_row: Row of the samples table.
-        place: Step, micro-batch and slot where an epoch may draw a sample again.
-        entity: Where the sample is, where it is no whole study.
+        reader: Where bytes come from.
+        kinds: What belongs into a slot.
     """
-    found: list[int | None] = [shard.report(row_in_shard)] if text else []
-    if isinstance(view, FieldsView):
-        found += [shard.find(row_in_shard, name) for name in view.fields]
-    elif view is not None:
-        series = 0 if entity is None else entity.series
-        slices, _ = find_slices(
-            shard, row_in_shard, view, series, seed=seed, epoch=epoch, row=row, place=place
-        )
-        num_slices = len(slices) if entity is None else len(entity.slices)
-        chooser = view.of_sample(table_row, seed=seed, epoch=epoch) if isinstance(view, SizedView) else view
-        chosen = chooser.choose(num_slices, seed=seed, epoch=epoch, row=row, place=place)
-        if entity is not None:
-            chosen = centre_first(chosen, entity)
-            chosen = chosen[chosen < len(slices)]  # the loader masks a sample that lacks slices
-        found += slices[chosen].tolist()
-        if len(chosen):
-            found.append(shard.study(row_in_shard))
-    return np.unique(np.array([number for number in found if number is not None], np.int64))
+
+    def __init__(self, reader: FieldReader, kinds: Sequence[FieldKind]) -> None:
+        self._reader = reader
+        self._kinds = kinds
+
+    def fill(
+        self, shard_number: int, requests: Sequence[SlotRequest], arrays: Arrays, thread: ThreadState
+    ) -> dict[int, BadSample]:
+        """Fill slots whose samples lie in one shard.
+
+        Args:
+            shard_number: Position of the shard in the manifest, in a blend counted over all manifests.
+            requests: The slots.
+            arrays: The arrays of the micro-batch.
+            thread: Of the caller.
+
+        Returns:
+            The slots whose sample is bad, and why; their arrays hold anything.
+
+        Raises:
+            StorageError: The store cannot read the shard at all.
+        """
+        try:
+            shard = self._reader.open_shard(shard_number, thread)
+        except BadSample as bad:
+            return {request.slot: bad for request in requests}
+        opened: dict[int, list[SlotContent]] = {}
+        bad_slots: dict[int, BadSample] = {}
+        for request in requests:
+            try:
+                opened[request.slot] = self._open(shard, request, arrays)
+            except BadSample as bad:
+                bad_slots[request.slot] = bad
+        wanted = _by_field(opened)
+        numbers = list(wanted)
+        for position, payload in self._reader.read(shard, np.array(numbers, np.int64), thread):
+            for slot, content, place in wanted[numbers[position]]:
+                if slot in bad_slots:
+                    continue
+                try:
+                    if isinstance(payload, BadSample):
+                        raise payload
+                    content.put(place, payload, thread)
+                except BadSample as bad:
+                    bad_slots[slot] = bad
+        for slot in opened.keys() - bad_slots.keys():
+            for content in opened[slot]:
+                content.close()
+        return bad_slots
+
+    def _open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> list[SlotContent]:
+        _check_row(shard, request)
+        return [kind.open(shard, request, arrays) for kind in self._kinds]
+
+
+def _by_field(opened: Mapping[int, list[SlotContent]]) -> dict[int, list[tuple[int, SlotContent, int]]]:
+    """Return who needs each field, since one that several slots or kinds need is read once."""
+    wanted: dict[int, list[tuple[int, SlotContent, int]]] = {}
+    for slot, contents in opened.items():
+        for content in contents:
+            for place, number in enumerate(content.fields):
+                wanted.setdefault(number, []).append((slot, content, place))
+    return wanted
+
+
+def _check_row(shard: Shard, request: SlotRequest) -> None:
+    """Compare index and samples table.
+
+    Raises:
+        BadSample: They name two samples.
+    """
+    index, row = shard.index, request.row_in_shard
+    key = index.sample_key(row) if row < index.num_samples else ""
+    if key and request.entity is not None:
+        key = entity_key(key, request.entity.entity, request.entity.series)
+    if key != request.key:
+        raise shard.bad(BadSampleReason.INDEX_DAMAGED, "", "the samples table names another sample")

@@ -9,7 +9,7 @@ path, which reads it again and names the problem.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,77 +21,68 @@ from shardflow.errors import ShortReadError
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.fields.scratch import ThreadState
-from shardflow.shards.entity_dataset import EntityPlace, entity_key
+from shardflow.fields.slots import SlotRequest
+from shardflow.fields.views import Arrays
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotRequest:
-    """A slot to be filled."""
+class Texts:
+    """Texts of samples, a `FieldKind`: reports, or the pieces of them that entities name."""
 
-    slot: int
-    row: int
-    """Row of the selection."""
-    place: tuple[int, ...]
-    """Step, micro-batch and slot where an epoch may draw a sample again, as a blend's does; else nothing."""
-    row_in_shard: int
-    key: str
-    text_bytes: int
-    """Size of the text as the table has it: of the report, or of a piece of it."""
-    entity: EntityPlace | None = None
-    """Where the sample is in its study; None for all of it."""
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the number of the field with the text."""
+        report = shard.report(request.row_in_shard)
+        return () if report is None else (report,)
 
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> _SlotText:
+        """Begin a slot.
 
-def check_row(shard: Shard, request: SlotRequest) -> None:
-    """Compare index and samples table.
-
-    Raises:
-        BadSample: They name two samples.
-    """
-    index, row = shard.index, request.row_in_shard
-    key = index.sample_key(row) if row < index.num_samples else ""
-    if key and request.entity is not None:
-        key = entity_key(key, request.entity.entity, request.entity.series)
-    if key != request.key:
-        raise shard.bad(BadSampleReason.INDEX_DAMAGED, "", "the samples table names another sample")
+        Raises:
+            BadSample: The text has another size than the samples table says.
+        """
+        report = shard.report(request.row_in_shard)
+        num_bytes = 0 if report is None else shard.num_bytes(report)
+        if request.entity is not None:
+            # A piece of the report: all of it is read, because its checksum is of all of it.
+            num_bytes = min(request.text_bytes, max(num_bytes - request.entity.text_start, 0))
+        if num_bytes != request.text_bytes:
+            reason = BadSampleReason.FIELD_MISSING if report is None else BadSampleReason.SIZE_MISMATCH
+            detail = f"{num_bytes} bytes instead of {request.text_bytes}"
+            raise shard.bad(reason, shard.index.text_field, detail)
+        fields = () if report is None or not num_bytes else (report,)
+        return _SlotText(fields, shard, request, arrays)
 
 
-def find_text(shard: Shard, request: SlotRequest) -> int | None:
-    """Return the field with a sample's text; None where there is no text, or an empty one.
+@dataclass(frozen=True, slots=True)
+class _SlotText:
+    """The text of one slot."""
 
-    Raises:
-        BadSample: It has another size than the samples table says.
-    """
-    report = shard.report(request.row_in_shard)
-    num_bytes = 0 if report is None else shard.num_bytes(report)
-    if request.entity is not None:
-        # A piece of the report: all of it is read, because its checksum is of all of it.
-        num_bytes = min(request.text_bytes, max(num_bytes - request.entity.text_start, 0))
-    if num_bytes != request.text_bytes:
-        reason = BadSampleReason.FIELD_MISSING if report is None else BadSampleReason.SIZE_MISMATCH
-        detail = f"{num_bytes} bytes instead of {request.text_bytes}"
-        raise shard.bad(reason, shard.index.text_field, detail)
-    return report if num_bytes else None
+    fields: Sequence[int]
+    shard: Shard
+    request: SlotRequest
+    arrays: Arrays
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:  # noqa: ARG002
+        """Put the text into its place, if it is UTF-8."""
+        request, shard = self.request, self.shard
+        if request.entity is not None:
+            first = request.entity.text_start
+            payload = payload[first : first + request.text_bytes]
+        if not _is_utf8(payload):
+            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, shard.index.text_field, "no UTF-8")
+        start = int(self.arrays["text_offsets"][request.slot])
+        self.arrays["text_bytes"][start : start + len(payload)] = payload
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
-def put_text(
-    shard: Shard, request: SlotRequest, payload: NDArray[np.uint8], arrays: Mapping[str, NDArray[Any]]
-) -> None:
-    """Put a sample's text into its place.
-
-    Raises:
-        BadSample: It is no UTF-8.
-    """
-    if request.entity is not None:
-        first = request.entity.text_start
-        payload = payload[first : first + request.text_bytes]
-    try:
-        str(payload.data, "utf-8")
-    except UnicodeDecodeError:
-        raise shard.bad(BadSampleReason.TEXT_UNREADABLE, shard.index.text_field, "no UTF-8") from None
-    start = int(arrays["text_offsets"][request.slot])
-    arrays["text_bytes"][start : start + len(payload)] = payload
+def text_of(arrays: Arrays, slot: int) -> NDArray[np.uint8]:
+    """Return the text of a slot, ``(num_bytes,)``, without a copy."""
+    start, stop = arrays["text_offsets"][slot : slot + 2].tolist()
+    text: NDArray[np.uint8] = arrays["text_bytes"][start:stop]
+    return text
 
 
 _MAX_TABLES = 512
@@ -119,7 +110,7 @@ class TextAssembler:
         rows_in_shard: NDArray[np.int64],
         keys: NDArray[Any],
         text_bytes: NDArray[np.int64],
-        arrays: Mapping[str, NDArray[Any]],
+        arrays: Arrays,
         thread: ThreadState,
     ) -> NDArray[np.int64]:
         """Fill the slots whose texts are whole.

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.fields.raw import FieldsView
-from shardflow.fields.views import ImageView, NativeView, SizedView, TileView, View
-from shardflow.seeds import derive
+from shardflow.fields.raw import FieldsView, field_of
+from shardflow.fields.text import text_of
+from shardflow.fields.views import Arrays, DrawKey, View, slices_of
 
 Transform: TypeAlias = Callable[[dict[str, NDArray[Any]], np.random.Generator], None]
 
@@ -69,21 +69,12 @@ def load_transform(name: str) -> Transform:
     return transform
 
 
-def sample_generator(seed: int, epoch: int, row: int, place: tuple[int, ...]) -> np.random.Generator:
-    """Return the random generator of one sample in one epoch.
-
-    Args:
-        seed: Run-level seed.
-        epoch: Epoch.
-        row: Row of the sample in the selection.
-        place: Step, micro-batch and slot in a blend, where a sample may stand twice; else nothing.
-    """
-    return np.random.Generator(np.random.Philox(key=derive(seed, "transform", epoch, row, *place)))
+def sample_generator(key: DrawKey) -> np.random.Generator:
+    """Return the random generator of one sample in one epoch."""
+    return np.random.Generator(np.random.Philox(key=key.derive("transform")))
 
 
-def sample_arrays(
-    arrays: Mapping[str, NDArray[Any]], slot: int, view: View | FieldsView | None
-) -> dict[str, NDArray[Any]]:
+def sample_arrays(arrays: Arrays, slot: int, view: View | FieldsView | None) -> dict[str, NDArray[Any]]:
     """Return what a transform sees of a sample: writable views of the batch.
 
     Returns:
@@ -95,21 +86,13 @@ def sample_arrays(
     """
     sample: dict[str, NDArray[Any]] = {}
     if isinstance(view, FieldsView):
-        for number, name in enumerate(view.fields):
-            shape = arrays["field_shape"][slot, number].tolist()
-            if shape[0] >= 0:
-                size = shape if shape[2] else shape[:1]
-                start = int(arrays["field_start"][slot, number])
-                sample[name] = arrays["field_data"][start : start + int(np.prod(size))].reshape(size)
-    elif isinstance(view, ImageView | TileView):
-        sample["image"] = arrays["image"][slot, : int(arrays["slice_mask"][slot].sum())]
-    elif isinstance(view, NativeView | SizedView):
-        shape = arrays["image_shape"][slot].tolist()
-        start = int(arrays["pixel_start"][slot])
-        sample["image"] = arrays["pixels"][start : start + int(np.prod(shape))].reshape(shape)
-    if "display_range" in arrays:
+        for place, name in enumerate(view.fields):
+            found = field_of(arrays, slot, place)
+            if found is not None:
+                sample[name] = found
+    elif view is not None:
+        sample["image"] = slices_of(arrays, slot)
         sample["display_range"] = arrays["display_range"][slot]
     if "text_offsets" in arrays:
-        start, stop = arrays["text_offsets"][slot : slot + 2].tolist()
-        sample["text"] = arrays["text_bytes"][start:stop]
+        sample["text"] = text_of(arrays, slot)
     return sample

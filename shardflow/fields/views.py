@@ -23,37 +23,11 @@ from shardflow.epochs.buckets import MAX_BUCKETS, BucketDraw
 from shardflow.errors import ConfigError, FormatError
 from shardflow.seeds import derive
 
+PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
+Resolution: TypeAlias = Literal["full", "small"]
 SliceChoice: TypeAlias = Literal["even", "random"]
-
-
-def choose_slices(
-    num_slices: int,
-    most: int,
-    how: SliceChoice,
-    *,
-    seed: int,
-    epoch: int,
-    row: int,
-    place: tuple[int, ...] = (),
-) -> NDArray[np.int64]:
-    """Return the indices of the slices to deliver, ascending.
-
-    Args:
-        num_slices: N, slices of the primary series.
-        most: K, slices that are wanted; all where there are no more.
-        how: ``even``: the middles of K equal parts. ``random``: K different ones, others in each epoch.
-        seed: Run-level seed.
-        epoch: Epoch.
-        row: Row of the sample in the samples table; of a blend, the blended one.
-        place: Step, micro-batch and slot in a blend, where a sample may stand twice; else nothing.
-    """
-    if num_slices <= most:
-        return np.arange(num_slices, dtype=np.int64)
-    places = np.arange(most, dtype=np.int64)
-    if how == "even":
-        return (2 * places + 1) * num_slices // (2 * most)
-    return np.sort(Permutation(num_slices, derive(seed, "slice-choice", epoch, row, *place))(places))
-
+Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+"""The arrays of a micro-batch by name."""
 
 # Level and width as radiologists set them; the low and high ends are level -+ width / 2.
 WINDOWS: Final = MappingProxyType(
@@ -70,41 +44,6 @@ WINDOWS: Final = MappingProxyType(
         "subdural": (-25.0, 175.0),
     }
 )
-
-
-def check_windows(names: tuple[str, ...]) -> None:
-    """Refuse names that are no window's.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    unknown = sorted(set(names) - set(WINDOWS))
-    if unknown:
-        raise ConfigError(f"windows must be of {', '.join(WINDOWS)}, got {unknown[0]!r}; correct it.")
-
-
-def choose_window(
-    names: tuple[str, ...], *, seed: int, epoch: int, row: int, place: tuple[int, ...]
-) -> tuple[float, float] | None:
-    """Return the window that a sample of a CT gets in an epoch; None for that of the study.
-
-    Args:
-        names: Of `WINDOWS`; each is as likely. None of them: that of the study.
-        seed: Run-level seed.
-        epoch: Epoch.
-        row: Row of the sample, as in `ImageView.choose`.
-        place: Likewise.
-    """
-    if not names:
-        return None
-    if len(names) == 1:
-        return WINDOWS[names[0]]
-    order = Permutation(len(names), derive(seed, "window-choice", epoch, row, *place))
-    return WINDOWS[names[int(order(0))]]
-
-
-PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
-Resolution: TypeAlias = Literal["full", "small"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +82,22 @@ class SliceFacts:
     """What keyed choices of the plan follow from."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """What the keyed choices of a sample in an epoch follow from; equal on all ranks and after a resume."""
+
+    seed: int
+    epoch: int
+    row: int
+    """Row of the selection."""
+    place: tuple[int, ...] = ()
+    """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; else nothing."""
+
+    def derive(self, name: str) -> int:
+        """Return the 64-bit number of a choice."""
+        return derive(self.seed, name, self.epoch, self.row, *self.place)
+
+
 def content_boxes(
     rows: NDArray[np.int64], columns: NDArray[np.int64], frame: tuple[int, int]
 ) -> NDArray[np.int64]:
@@ -167,17 +122,24 @@ def content_boxes(
     return boxes.astype(np.int64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageView:
-    """K of the N slices of the primary series, each resized to one size.
+def slices_of(arrays: Arrays, slot: int) -> NDArray[Any]:
+    """Return the slices of a slot that exist, ``(slices, rows, columns)``, without a copy.
 
-    A slice is stretched to ``rows x columns`` (area averaging where it shrinks, linear where it grows).
-    Colour becomes luminance. A series of fewer slices fills the first places; ``slice_mask`` tells.
+    Raises:
+        KeyError: The arrays hold no slices.
     """
+    if "image" in arrays:
+        slices: NDArray[Any] = arrays["image"][slot]
+        return slices[: int(arrays["slice_mask"][slot].sum())]
+    start = int(arrays["pixel_start"][slot])
+    shape = arrays["image_shape"][slot].tolist()
+    return arrays["pixels"][start : start + math.prod(shape)].reshape(shape)
 
-    num_slices: Annotated[int, Bounds(1)]
-    rows: Annotated[int, Bounds(1)]
-    columns: Annotated[int, Bounds(1)]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    """Settings of every view that delivers some slices, at a size of its own."""
+
     resolution: Resolution = "full"
     """``small`` reads the small versions that packing made (its ``variants`` settings), and no byte of the
     large slices. A series that is no larger than its small version would be has none, and is read as it is.
@@ -192,6 +154,47 @@ class ImageView:
     bits, ``uint8`` for pictures of 8 bits. Others are cut and rounded, and the loader counts it and warns.
     ``float32`` holds all 16-bit values exactly.
     """
+    windows: tuple[str, ...] = ()
+    """Names of `shardflow.fields.views.WINDOWS`: each sample of a CT gets one of them as its display range,
+    drawn anew each epoch, all as likely. None: what the study says, or what the slices hold.
+    """
+
+    may_resize: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        unknown = sorted(set(self.windows) - set(WINDOWS))
+        if unknown:
+            raise ConfigError(f"windows must be of {', '.join(WINDOWS)}, got {unknown[0]!r}; correct it.")
+
+    def window(self, key: DrawKey) -> tuple[float, float] | None:
+        """Return the display range that a sample of a CT gets in an epoch; None for that of the study."""
+        if len(self.windows) < 2:
+            return WINDOWS[self.windows[0]] if self.windows else None
+        order = Permutation(len(self.windows), key.derive("window-choice"))
+        return WINDOWS[self.windows[int(order(0))]]
+
+    def _choose(self, num_slices: int, most: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending; all where there are at most ``most``."""
+        if num_slices <= most:
+            return np.arange(num_slices, dtype=np.int64)
+        places = np.arange(most, dtype=np.int64)
+        if self.slice_choice == "even":
+            return (2 * places + 1) * num_slices // (2 * most)
+        return np.sort(Permutation(num_slices, key.derive("slice-choice"))(places))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageView(_Settings):
+    """K of the N slices of the primary series, each resized to one size.
+
+    A slice is stretched to ``rows x columns`` (area averaging where it shrinks, linear where it grows).
+    Colour becomes luminance. A series of fewer slices fills the first places; ``slice_mask`` tells.
+    """
+
+    num_slices: Annotated[int, Bounds(1)]
+    rows: Annotated[int, Bounds(1)]
+    columns: Annotated[int, Bounds(1)]
     padding: Literal["cap", "longest"] = "cap"
     """Places for slices: always ``num_slices``, or as many as the longest study of the micro-batch needs, at
     most ``num_slices`` and at least one. The samples table counts the slices of all series, so there may be a
@@ -201,11 +204,6 @@ class ImageView:
     """``letterbox`` keeps the shape of a slice and centres it in its place; ``content_box`` says where it is,
     and the rest is 0.
     """
-    windows: tuple[str, ...] = ()
-    """Names of `shardflow.fields.views.WINDOWS`: each sample of a CT gets one of them as its display
-    range, drawn anew each epoch, all as likely. None: what the study says, or what the slices hold.
-    """
-
     augment_pool: Annotated[float, Bounds(0.0, 1.0)] = 0.0
     """Share of the samples that get one of the augmented variants that packing made of them (its
     ``variants.augment`` settings), drawn anew each epoch; all slices of a sample alike. ``variant`` in the
@@ -213,18 +211,12 @@ class ImageView:
     """
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_windows(self.windows)
+        _Settings.__post_init__(self)
         if self.augment_pool and self.resolution != "full":
             raise ConfigError(
                 f"resolution must be full with augment_pool, got {self.resolution}: variants have the size "
                 "of the slices; leave out one."
             )
-
-    @property
-    def may_resize(self) -> bool:
-        """Slices are brought to the view's size."""
-        return True
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
@@ -242,7 +234,7 @@ class ImageView:
             specs.append(ArraySpec.of("variant", np.int64, num_slots))
         return specs
 
-    def prepare(self, arrays: Mapping[str, NDArray[Any]], facts: SliceFacts) -> None:
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
         """Fill what does not depend on any pixel."""
         arrays["display_range"][:] = 0
         if self.fit == "letterbox":
@@ -250,27 +242,11 @@ class ImageView:
         if self.augment_pool:
             arrays["variant"][:] = -1
 
-    def window(
-        self, *, seed: int, epoch: int, row: int, place: tuple[int, ...]
-    ) -> tuple[float, float] | None:
-        """Return the display range that a sample of a CT gets; None for that of the study."""
-        return choose_window(self.windows, seed=seed, epoch=epoch, row=row, place=place)
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending."""
+        return self._choose(num_slices, self.num_slices, key)
 
-    def choose(
-        self,
-        num_slices: int,
-        *,
-        seed: int,
-        epoch: int,
-        row: int,
-        place: tuple[int, ...] = (),
-    ) -> NDArray[np.int64]:
-        """Return the indices of the slices to deliver, ascending; see `choose_slices`."""
-        return choose_slices(
-            num_slices, self.num_slices, self.slice_choice, seed=seed, epoch=epoch, row=row, place=place
-        )
-
-    def target(self, arrays: Mapping[str, NDArray[Any]], slot: int, num_chosen: int) -> NDArray[Any]:
+    def target(self, arrays: Arrays, slot: int, num_chosen: int) -> NDArray[Any]:
         """Zero the places that stay empty; return the others, ``(num_chosen, rows, columns)``.
 
         Raises:
@@ -278,7 +254,7 @@ class ImageView:
         """
         image: NDArray[Any] = arrays["image"][slot]
         if num_chosen > len(image):
-            raise FormatError(f"slices must be at most as many as the samples table says, got {num_chosen}.")
+            raise _too_many(num_chosen)
         image[num_chosen:] = 0
         mask = arrays["slice_mask"][slot]
         mask[:num_chosen] = 1
@@ -289,7 +265,7 @@ class ImageView:
         top, left, height, width = arrays["content_box"][slot].tolist()
         return image[:num_chosen, top : top + height, left : left + width]
 
-    def blank(self, arrays: Mapping[str, NDArray[Any]], slot: int) -> None:
+    def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without slices."""
         arrays["image"][slot] = 0
         arrays["slice_mask"][slot] = 0
@@ -300,8 +276,57 @@ class ImageView:
             arrays["variant"][slot] = -1
 
 
+class _FlatArrays:
+    """Samples of several sizes, one after another in a flat array."""
+
+    __slots__ = ()
+
+    def target(self, arrays: Arrays, slot: int, num_chosen: int) -> NDArray[Any]:
+        """Return the place of a slot's slices, ``(num_chosen, rows, columns)``.
+
+        Raises:
+            FormatError: There are more slices than the samples table says.
+        """
+        shape, starts = arrays["image_shape"][slot], arrays["pixel_start"]
+        shape[0] = num_chosen
+        start = int(starts[slot])
+        stop = int(starts[slot + 1]) if slot + 1 < len(starts) else len(arrays["pixels"])
+        size = int(np.prod(shape))
+        if start + size > stop:
+            raise _too_many(num_chosen)
+        return arrays["pixels"][start : start + size].reshape(shape.tolist())
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without slices; its pixels are out of reach then."""
+        arrays["image_shape"][slot, 0] = 0
+        arrays["display_range"][slot] = 0
+
+    @staticmethod
+    def _specs(shapes: NDArray[np.int64], dtype: PixelDtype) -> list[ArraySpec]:
+        """Name the arrays.
+
+        Args:
+            shapes: ``(B, 3)``, slices at most, rows and columns of each slot.
+            dtype: Of the pixels.
+        """
+        return [
+            ArraySpec.of("pixels", dtype, int(shapes.prod(axis=1).sum())),
+            ArraySpec.of("pixel_start", np.int64, len(shapes)),
+            ArraySpec.of("image_shape", np.int64, len(shapes), 3),
+            ArraySpec.of("display_range", np.float32, len(shapes), 2),
+        ]
+
+    @staticmethod
+    def _prepare(arrays: Arrays, shapes: NDArray[np.int64]) -> None:
+        num_pixels = shapes.prod(axis=1)
+        arrays["display_range"][:] = 0
+        arrays["pixel_start"][:] = np.cumsum(num_pixels) - num_pixels
+        arrays["image_shape"][:] = shapes
+        arrays["image_shape"][:, 0] = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NativeView:
+class NativeView(_FlatArrays):
     """All slices of the primary series at their own size, one sample after another in a flat array.
 
     Room is made for what the samples table allows (all series of the study), so a batch may be larger than
@@ -310,6 +335,8 @@ class NativeView:
 
     resolution: ClassVar[Resolution] = "full"
     """The samples table knows the sizes of full slices alone."""
+    may_resize: ClassVar[bool] = False
+    """A slice of another size than the table says is damaged."""
 
     dtype: PixelDtype = "int16"
     """As in `ImageView`."""
@@ -317,89 +344,25 @@ class NativeView:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    @property
-    def may_resize(self) -> bool:
-        """A slice of another size than the table says is a damage."""
-        return False
-
-    def window(
-        self,
-        *,
-        seed: int,  # noqa: ARG002
-        epoch: int,  # noqa: ARG002
-        row: int,  # noqa: ARG002
-        place: tuple[int, ...],  # noqa: ARG002
-    ) -> tuple[float, float] | None:
-        """Return None: the display range is that of the study."""
-        return None
-
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
-        return flat_specs(np.stack([facts.num_slices, facts.rows, facts.columns], axis=1), self.dtype)
+        return self._specs(self._shapes(facts), self.dtype)
 
-    def prepare(self, arrays: Mapping[str, NDArray[Any]], facts: SliceFacts) -> None:
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
         """Fill what does not depend on any pixel."""
-        arrays["display_range"][:] = 0
-        pixels = facts.num_slices * facts.rows * facts.columns
-        arrays["pixel_start"][:] = np.cumsum(pixels) - pixels
-        arrays["image_shape"][:, 0] = 0
-        arrays["image_shape"][:, 1] = facts.rows
-        arrays["image_shape"][:, 2] = facts.columns
+        self._prepare(arrays, self._shapes(facts))
 
-    def choose(
-        self,
-        num_slices: int,
-        *,
-        seed: int,  # noqa: ARG002
-        epoch: int,  # noqa: ARG002
-        row: int,  # noqa: ARG002
-        place: tuple[int, ...] = (),  # noqa: ARG002
-    ) -> NDArray[np.int64]:
+    def window(self, key: DrawKey) -> None:  # noqa: ARG002
+        """Return None: the display range is that of the study."""
+        return
+
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:  # noqa: ARG002
         """Return the indices of all slices."""
         return np.arange(num_slices, dtype=np.int64)
 
-    def target(self, arrays: Mapping[str, NDArray[Any]], slot: int, num_chosen: int) -> NDArray[Any]:
-        """Return the place of a slot's slices, ``(num_chosen, rows, columns)``.
-
-        Raises:
-            FormatError: There are more slices than the samples table says.
-        """
-        return flat_target(arrays, slot, num_chosen)
-
-    def blank(self, arrays: Mapping[str, NDArray[Any]], slot: int) -> None:
-        """Make a slot look like one without slices; its pixels are out of reach then."""
-        arrays["image_shape"][slot, 0] = 0
-        arrays["display_range"][slot] = 0
-
-
-def flat_specs(shapes: NDArray[np.int64], dtype: PixelDtype) -> list[ArraySpec]:
-    """Name the arrays of samples that lie one after another in a flat array.
-
-    Args:
-        shapes: ``(B, 3)``, slices at most, rows and columns of each slot.
-        dtype: Of the pixels.
-    """
-    return [
-        ArraySpec.of("pixels", dtype, int(shapes.prod(axis=1).sum())),
-        ArraySpec.of("pixel_start", np.int64, len(shapes)),
-        ArraySpec.of("image_shape", np.int64, len(shapes), 3),
-        ArraySpec.of("display_range", np.float32, len(shapes), 2),
-    ]
-
-
-def flat_target(arrays: Mapping[str, NDArray[Any]], slot: int, num_chosen: int) -> NDArray[Any]:
-    """Return the place of a slot's slices in a flat array, ``(num_chosen, rows, columns)``.
-
-    Raises:
-        FormatError: There are more slices than the samples table says.
-    """
-    shape, starts = arrays["image_shape"][slot], arrays["pixel_start"]
-    shape[0] = num_chosen
-    start = int(starts[slot])
-    stop = int(starts[slot + 1]) if slot + 1 < len(starts) else len(arrays["pixels"])
-    if start + int(np.prod(shape)) > stop:
-        raise FormatError(f"slices must be at most as many as the samples table says, got {num_chosen}.")
-    return arrays["pixels"][start : start + int(np.prod(shape))].reshape(shape.tolist())
+    @staticmethod
+    def _shapes(facts: SliceFacts) -> NDArray[np.int64]:
+        return np.stack([facts.num_slices, facts.rows, facts.columns], axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,21 +380,16 @@ class SliceSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SizedView:
+class SizedView(_FlatArrays, _Settings):
     """K of the N slices of the primary series, with K, rows and columns by a keyed choice of each sample.
 
     Samples lie one after another in a flat array, as with a `NativeView`; `Batch.image` puts one together.
     """
 
     sizes: tuple[SliceSize, ...]
-    resolution: Resolution = "full"
-    slice_choice: SliceChoice = "even"
-    dtype: PixelDtype = "int16"
-    windows: tuple[str, ...] = ()
-    """These four as in `ImageView`."""
 
     def __post_init__(self) -> None:
-        check_windows(self.windows)
+        _Settings.__post_init__(self)
         if not 1 <= len(self.sizes) <= MAX_BUCKETS:
             raise ConfigError(f"sizes must be 1 to {MAX_BUCKETS}, got {len(self.sizes)}; correct them.")
 
@@ -446,30 +404,18 @@ class SizedView:
             for size, tokens in zip(self.sizes, tokens_per_slice, strict=True)
         )
 
-    def of_sample(self, table_row: int, *, seed: int, epoch: int) -> ImageView:
+    def of_sample(self, table_row: int, key: DrawKey) -> ImageView:
         """Return what is delivered of a sample in an epoch."""
-        weights = [size.weight for size in self.sizes]
-        choice = BucketDraw.of(seed, epoch).choose(np.array([table_row], np.int64), weights)
-        return self.of_size(int(choice[0]))
-
-    @property
-    def may_resize(self) -> bool:
-        """Slices are brought to their sample's size."""
-        return True
+        return self.of_size(int(self._draw(np.array([table_row], np.int64), key.seed, key.epoch)[0]))
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
-        specs = flat_specs(self._shapes(facts), self.dtype)
+        specs = self._specs(self._shapes(facts), self.dtype)
         return [*specs, ArraySpec.of("size", np.int64, len(facts.rows))]
 
-    def prepare(self, arrays: Mapping[str, NDArray[Any]], facts: SliceFacts) -> None:
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
         """Fill what does not depend on any pixel."""
-        shapes = self._shapes(facts)
-        num_pixels = shapes.prod(axis=1)
-        arrays["display_range"][:] = 0
-        arrays["pixel_start"][:] = np.cumsum(num_pixels) - num_pixels
-        arrays["image_shape"][:] = shapes
-        arrays["image_shape"][:, 0] = 0
+        self._prepare(arrays, self._shapes(facts))
         arrays["size"][:] = self._choices(facts)
 
     def of_size(self, number: int) -> ImageView:
@@ -485,24 +431,13 @@ class SizedView:
             windows=self.windows,
         )
 
-    def window(
-        self, *, seed: int, epoch: int, row: int, place: tuple[int, ...]
-    ) -> tuple[float, float] | None:
-        """Return the display range that a sample of a CT gets; None for that of the study."""
-        return choose_window(self.windows, seed=seed, epoch=epoch, row=row, place=place)
-
-    def target(self, arrays: Mapping[str, NDArray[Any]], slot: int, num_chosen: int) -> NDArray[Any]:
-        """Return the place of a slot's slices, ``(num_chosen, rows, columns)``; see `NativeView.target`."""
-        return flat_target(arrays, slot, num_chosen)
-
-    def blank(self, arrays: Mapping[str, NDArray[Any]], slot: int) -> None:
-        """Make a slot look like one without slices; its pixels are out of reach then."""
-        arrays["image_shape"][slot, 0] = 0
-        arrays["display_range"][slot] = 0
+    def _draw(self, table_rows: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the number of the size that each sample gets."""
+        weights = [size.weight for size in self.sizes]
+        return BucketDraw.of(seed, epoch).choose(table_rows, weights)
 
     def _choices(self, facts: SliceFacts) -> NDArray[np.int64]:
-        weights = [size.weight for size in self.sizes]
-        return BucketDraw.of(facts.seed, facts.epoch).choose(facts.table_row, weights)
+        return self._draw(facts.table_row, facts.seed, facts.epoch)
 
     def _shapes(self, facts: SliceFacts) -> NDArray[np.int64]:
         """Return slices at most, rows and columns of each slot, ``(B, 3)``."""
@@ -513,10 +448,11 @@ class SizedView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TileView:
+class TileView(_Settings):
     """Tiles of K of the N slices of the primary series, each a place of its own, as slices are elsewhere.
 
-    A slice is brought to a whole number of tiles, see `shardflow.epochs.TileRule`; the overview comes first,
+    The number of tiles is that of the full size, also with ``resolution="small"``. A slice is brought to a
+    whole number of tiles, see `shardflow.epochs.TileRule`; the overview comes first,
     then the tiles row by row. A batch has as many places as its sample of most tiles needs.
     """
 
@@ -526,25 +462,11 @@ class TileView:
     max_tiles: Annotated[int, Bounds(1, 2**10)]
     """Tiles of a slice at most, the overview not counted."""
     num_slices: Annotated[int, Bounds(1)] = 1
-    resolution: Resolution = "full"
-    slice_choice: SliceChoice = "even"
-    dtype: PixelDtype = "int16"
-    windows: tuple[str, ...] = ()
-    """These five as in `ImageView`; the number of tiles is that of the full size also with ``small``."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_windows(self.windows)
 
     @property
     def rule(self) -> TileRule:
         """How images are cut; a cost rule takes it for a token budget."""
         return TileRule(rows=self.rows, columns=self.columns, max_tiles=self.max_tiles)
-
-    @property
-    def may_resize(self) -> bool:
-        """Slices are brought to a whole number of tiles."""
-        return True
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
@@ -558,32 +480,16 @@ class TileView:
             ArraySpec.of("display_range", np.float32, num_slots, 2),
         ]
 
-    def prepare(self, arrays: Mapping[str, NDArray[Any]], facts: SliceFacts) -> None:
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
         """Fill what does not depend on any pixel."""
         arrays["display_range"][:] = 0
         arrays["tile_grid"][:] = np.stack(self.rule.grids(facts.rows, facts.columns), axis=1)
 
-    def choose(
-        self,
-        num_slices: int,
-        *,
-        seed: int,
-        epoch: int,
-        row: int,
-        place: tuple[int, ...] = (),
-    ) -> NDArray[np.int64]:
-        """Return the indices of the slices to deliver, ascending; see `ImageView.choose`."""
-        return choose_slices(
-            num_slices, self.num_slices, self.slice_choice, seed=seed, epoch=epoch, row=row, place=place
-        )
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending."""
+        return self._choose(num_slices, self.num_slices, key)
 
-    def window(
-        self, *, seed: int, epoch: int, row: int, place: tuple[int, ...]
-    ) -> tuple[float, float] | None:
-        """Return the display range that a sample of a CT gets; None for that of the study."""
-        return choose_window(self.windows, seed=seed, epoch=epoch, row=row, place=place)
-
-    def target(self, arrays: Mapping[str, NDArray[Any]], slot: int, num_chosen: int) -> NDArray[Any]:
+    def target(self, arrays: Arrays, slot: int, num_chosen: int) -> NDArray[Any]:
         """Zero the places that stay empty; return the others, ``(num_chosen, places, rows, columns)``.
 
         Raises:
@@ -593,12 +499,12 @@ class TileView:
         each = self._places(arrays, slot)
         used = num_chosen * each
         if used > len(image):
-            raise FormatError(f"slices must be at most as many as the samples table says, got {num_chosen}.")
+            raise _too_many(num_chosen)
         image[used:] = 0
         arrays["slice_mask"][slot] = np.arange(len(image)) < used
         return image[:used].reshape(num_chosen, each, self.rows, self.columns)
 
-    def canvas_shape(self, arrays: Mapping[str, NDArray[Any]], slot: int) -> tuple[int, int]:
+    def canvas_shape(self, arrays: Arrays, slot: int) -> tuple[int, int]:
         """Return the size that a slice of a slot is brought to before it is cut."""
         high, wide = arrays["tile_grid"][slot].tolist()
         return high * self.rows, wide * self.columns
@@ -616,15 +522,19 @@ class TileView:
             cv2.resize(canvas, (self.columns, self.rows), dst=places[0], interpolation=cv2.INTER_AREA)
         places[-high * wide :].reshape(tiles.shape)[:] = tiles
 
-    def blank(self, arrays: Mapping[str, NDArray[Any]], slot: int) -> None:
+    def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without slices."""
         for name in ("image", "slice_mask", "display_range"):
             arrays[name][slot] = 0
 
     @staticmethod
-    def _places(arrays: Mapping[str, NDArray[Any]], slot: int) -> int:
+    def _places(arrays: Arrays, slot: int) -> int:
         num_tiles = int(arrays["tile_grid"][slot].prod())
         return num_tiles + (num_tiles > 1)
 
 
 View: TypeAlias = ImageView | NativeView | SizedView | TileView
+
+
+def _too_many(num_chosen: int) -> FormatError:
+    return FormatError(f"slices must be at most as many as the samples table says, got {num_chosen}.")

@@ -6,7 +6,6 @@ its place. A sample that turns out to be bad leaves a masked slot; the other slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,14 @@ from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.epochs.micros import PADDING_ROW
 from shardflow.errors import SampleError
 from shardflow.fields.findings import EntitySlots
-from shardflow.fields.images import ImageAssembler
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
-from shardflow.fields.raw import FieldsView, RawAssembler
+from shardflow.fields.raw import FieldsView
 from shardflow.fields.scratch import ThreadState
-from shardflow.fields.text import SlotRequest, TextAssembler
+from shardflow.fields.slots import SlotAssembler, SlotRequest
+from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
 from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
-from shardflow.fields.views import ArraySpec, SliceFacts, View
+from shardflow.fields.views import ArraySpec, DrawKey, SliceFacts, View
 from shardflow.loading.batch import Batch, BatchLayout, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
@@ -104,7 +103,7 @@ class BatchSource:
     rank: int
     config: LoaderConfig
     pool: Pool
-    assembler: ImageAssembler | RawAssembler
+    assembler: SlotAssembler
     texts: TextAssembler | None
     """The short way for samples of text alone."""
     tokens: TokenAssembler | None
@@ -229,15 +228,26 @@ class MicroBatchTask:
         if self._source.tokens is not None and self._tokens is not None and part == 0:
             self._fill_tokens(self._source.tokens, self._tokens, thread)
             return
-        for slots in self._by_shard(self._parts[part]):
-            shard = int(self._shard[slots[0]])
-            left = slots if self._source.texts is None else self._fill_texts(shard, slots, thread)
+        source, arrays = self._source, self._arrays
+        slots = self._parts[part]
+        for here in np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1):
+            shard, left = int(self._shard[here[0]]), here
+            if source.texts is not None:
+                left = source.texts.fill(
+                    shard,
+                    here,
+                    rows_in_shard=self._row_in_shard[here],
+                    keys=self._keys.of(here),
+                    text_bytes=self._text_bytes[here],
+                    arrays=arrays,
+                    thread=thread,
+                )
             if len(left):
                 requests = [self._request(slot) for slot in left.tolist()]
-                for slot, bad in self._source.assembler.fill(shard, requests, self._arrays, thread).items():
+                for slot, bad in source.assembler.fill(shard, requests, arrays, thread).items():
                     self._mask(slot, bad)
-            if self._source.transform is not None:
-                self._transform([slot for slot in slots.tolist() if slot not in self._bad], thread)
+            if source.transform is not None:
+                self._transform(source.transform, [s for s in here.tolist() if s not in self._bad], thread)
 
     def finish(self) -> Batch:
         """Blank what holds no sample and make the batch."""
@@ -282,38 +292,25 @@ class MicroBatchTask:
     def _request(self, slot: int) -> SlotRequest:
         return SlotRequest(
             slot=slot,
-            row=int(self._rows[slot]),
-            place=(self._step, self._micro, slot) if self._source.selection.is_blend else (),
+            draw=self._draw(slot),
+            table_row=int(self._table_rows[slot]),
             row_in_shard=int(self._row_in_shard[slot]),
             key=self._keys[slot] or "",
             text_bytes=int(self._text_bytes[slot]),
             entity=self._source.selection.entity(int(self._rows[slot])),
         )
 
-    def _fill_texts(self, shard: int, slots: NDArray[np.int64], thread: ThreadState) -> NDArray[np.int64]:
-        """Fill texts the short way; returns the slots that it leaves."""
-        texts = self._source.texts
-        if texts is None:
-            return slots
-        return texts.fill(
-            shard,
-            slots,
-            rows_in_shard=self._row_in_shard[slots],
-            keys=self._keys.of(slots),
-            text_bytes=self._text_bytes[slots],
-            arrays=self._arrays,
-            thread=thread,
-        )
+    def _draw(self, slot: int) -> DrawKey:
+        """Return what the keyed choices of a slot's sample follow from."""
+        plan = self._source.plan
+        place = (self._step, self._micro, slot) if self._source.selection.is_blend else ()
+        return DrawKey(plan.seed, plan.epoch, int(self._rows[slot]), place)
 
-    def _transform(self, slots: list[int], thread: ThreadState) -> None:
+    def _transform(self, transform: Transform, slots: list[int], thread: ThreadState) -> None:
         """Let the user's function change the samples of some slots."""
-        plan, transform = self._source.plan, self._source.transform
-        if transform is None:
-            return
         thread.enter("transform", "")
         for slot in slots:
-            place = self._request(slot).place
-            generator = sample_generator(plan.seed, plan.epoch, int(self._rows[slot]), place)
+            generator = sample_generator(self._draw(slot))
             with self._source.counters.timed("user_transform"):
                 transform(sample_arrays(self._arrays, slot, self._source.config.view), generator)
 
@@ -446,6 +443,3 @@ class MicroBatchTask:
         return tokens + self._source.part_size.cut(
             slots, shards=self._shard, offsets=self._offset, num_bytes=self._facts.num_bytes
         )
-
-    def _by_shard(self, slots: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        yield from np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1)

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.fields.quarantine import QuarantineRow
-from shardflow.fields.raw import decode_value
-from shardflow.fields.views import ArraySpec
+from shardflow.fields.raw import decode_value, field_of
+from shardflow.fields.text import text_of
+from shardflow.fields.views import ArraySpec, slices_of
 
 
 class SlotKeys:
@@ -214,8 +215,7 @@ class Batch:
         Raises:
             KeyError: The loader was configured without text.
         """
-        start, stop = self._arrays["text_offsets"][slot : slot + 2].tolist()
-        return self._arrays["text_bytes"][start:stop].tobytes().decode()
+        return text_of(self._arrays, slot).tobytes().decode()
 
     def tokens(self, slot: int) -> NDArray[np.uint32]:
         """Return the stored token ids of a slot's report, ``(tokens,)``, without a copy.
@@ -235,12 +235,7 @@ class Batch:
         Raises:
             KeyError: The loader was configured without images.
         """
-        if "image" in self._arrays:
-            slices: NDArray[Any] = self._arrays["image"][slot]
-            return slices[: int(self._arrays["slice_mask"][slot].sum())]
-        start = int(self._arrays["pixel_start"][slot])
-        shape = self._arrays["image_shape"][slot].tolist()
-        return self._arrays["pixels"][start : start + int(np.prod(shape))].reshape(shape)
+        return slices_of(self._arrays, slot)
 
     @property
     def fields(self) -> list[str]:
@@ -259,15 +254,7 @@ class Batch:
         fields = self.fields
         if name not in fields:
             raise KeyError(name)
-        number = fields.index(name)
-        shape = self._arrays["field_shape"][slot, number].tolist()
-        if shape[0] < 0:
-            return None
-        start = int(self._arrays["field_start"][slot, number])
-        is_image = bool(shape[2])
-        stop = start + (int(np.prod(shape)) if is_image else shape[0])
-        flat: NDArray[np.uint8] = self._arrays["field_data"][start:stop]
-        return flat.reshape(shape) if is_image else flat
+        return field_of(self._arrays, slot, fields.index(name))
 
     def field(self, slot: int, name: str) -> Any:
         """Return a field of a slot decoded by the last part of its name; None where the sample has none.

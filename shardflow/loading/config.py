@@ -75,6 +75,11 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.view is not None and not isinstance(self.view, View | FieldsView):
+            raise ConfigError(
+                "view must be one of ImageView, NativeView, SizedView, TileView, FieldsView, or None, got "
+                f"{type(self.view).__name__}; give one view, and make a loader for each other one."
+            )
         for name in ("prefetch_bytes", "read_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1 byte, got {getattr(self, name)}; correct it.")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.errors import StateError
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
-from shardflow.fields.slots import check_view
+from shardflow.fields.registry import check_view
 from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig, check_node
 from shardflow.loading.engine import Pool

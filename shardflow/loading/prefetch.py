@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,8 +26,10 @@ from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.errors import ShardflowError
 from shardflow.fields.quarantine import BadSample
 from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.registry import field_kinds
 from shardflow.fields.scratch import ThreadState
-from shardflow.fields.slots import needed_fields
+from shardflow.fields.slots import SlotRequest
+from shardflow.fields.views import DrawKey
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.selection import Selection
 from shardflow.loading.world import World
@@ -80,7 +83,9 @@ class PlannedReads:
         self._selection, self._schedule, self._rank, self._config = selection, schedule, rank, config
         self._lock = threading.Lock()
         self._plans = {plan.epoch: plan.for_epoch(plan.epoch)}
-        self._reader = FieldReader(selection, read_bytes=1, counters=StageCounters())
+        counters = StageCounters()
+        self._reader = FieldReader(selection, read_bytes=1, counters=counters)
+        self._kinds = field_kinds(config.view, text=config.text, counters=counters)
         self._generator = self._all(plan, numbers)
 
     def take(self, next_number: int) -> tuple[int, int, int, NDArray[np.int64]] | None:
@@ -114,7 +119,8 @@ class PlannedReads:
             fields: list[int] = []
             for place in np.flatnonzero(shards == shard_number).tolist():
                 if int(inside[place]) < shard.index.num_samples:
-                    fields += self._fields(shard, int(inside[place]), int(rows[place]), epoch, number)
+                    with suppress(BadSample):
+                        fields += self._fields(shard, int(inside[place]), int(rows[place]), epoch, number)
             offsets = shard.index.field_offsets[fields].tolist()
             sizes = shard.index.field_num_bytes[fields].tolist()
             ranges = [ByteRange(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
@@ -130,19 +136,16 @@ class PlannedReads:
             micro = self._schedule.micro(self._rank, slot)
             planned = self._plans[epoch].micro_batch(step, micro).rows
             place = (step, micro, int(np.flatnonzero(planned == row)[0]))
-        found = needed_fields(
-            shard,
-            row_in_shard,
-            self._config.view,
-            text=self._config.text,
-            seed=self._plans[epoch].seed,
-            epoch=epoch,
-            row=row,
+        request = SlotRequest(
+            slot=0,
+            draw=DrawKey(self._plans[epoch].seed, epoch, row, place),
             table_row=int(self._selection.table_rows(np.array([row], np.int64))[0]),
-            place=place,
+            row_in_shard=row_in_shard,
+            key="",
+            text_bytes=0,
             entity=self._selection.entity(row),
         )
-        return [int(field) for field in found]
+        return sorted({number for kind in self._kinds for number in kind.needed(shard, request)})
 
     def _all(self, plan: EpochPlan, numbers: range) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
         per_rank = self._schedule.num_micro_batches_per_rank

@@ -24,7 +24,8 @@ from shardflow.errors import ConfigError, ShardflowError, StateError
 from shardflow.fields.findings import EntitySlots
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.reader import FieldReader
-from shardflow.fields.slots import make_assembler
+from shardflow.fields.registry import field_kinds
+from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import TokenAssembler
 from shardflow.fields.transforms import Transform, load_transform
@@ -263,6 +264,7 @@ class LoaderRuntime:
         with self.changing:
             config = self.config
             reader = FieldReader(self.selection, read_bytes=config.read_bytes, counters=self.counters)
+            kinds = field_kinds(config.view, text=config.text, counters=self.counters)
             source = BatchSource(
                 selection=self.selection,
                 plan=plan,
@@ -270,14 +272,7 @@ class LoaderRuntime:
                 rank=self.world.rank,
                 config=config,
                 pool=pool or self.pool,
-                assembler=make_assembler(
-                    reader,
-                    config.view,
-                    text=config.text,
-                    seed=plan.seed,
-                    epoch=plan.epoch,
-                    counters=self.counters,
-                ),
+                assembler=SlotAssembler(reader, kinds),
                 texts=TextAssembler(reader, self.counters) if config.view is None and config.text else None,
                 tokens=self._tokens,
                 transform=self._transform,

@@ -8,6 +8,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.fields.images import ORIGINAL, choose_variant
+from shardflow.fields.views import DrawKey
 from shardflow.loading import ImageView
 from shardflow.shards.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.fast
 
 
 def choices(share: float, *, num_variants: int = 3, seed: int = 5, epoch: int = 0) -> list[int]:
-    return [choose_variant(num_variants, share, seed=seed, epoch=epoch, row=row) for row in range(3000)]
+    return [choose_variant(num_variants, share, DrawKey(seed, epoch, row)) for row in range(3000)]
 
 
 def test_the_share_is_that_of_the_settings_and_variants_are_as_likely() -> None:
@@ -32,7 +33,7 @@ def test_epochs_and_seeds_choose_anew_and_a_larger_share_keeps_what_was_chosen()
     assert choices(0.5) == first
     assert choices(0.5, epoch=1) != first != choices(0.5, seed=6)
     assert all(more == few for few, more in zip(first, choices(0.9), strict=True) if few)
-    twice = {choose_variant(9, 1.0, seed=1, epoch=0, row=4, place=(0, 0, slot)) for slot in range(40)}
+    twice = {choose_variant(9, 1.0, DrawKey(1, 0, 4, (0, 0, slot))) for slot in range(40)}
     assert len(twice) > 5
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import FormatError
-from shardflow.fields.views import SliceFacts, content_boxes
+from shardflow.fields.views import DrawKey, SliceFacts, content_boxes
 from shardflow.loading import ImageView, NativeView
 from shardflow.loading.batch import BatchLayout
 
@@ -20,16 +20,16 @@ def _view(num_slices: int, slice_choice: str = "even") -> ImageView:
 
 
 def test_even_slices_are_the_middles_of_equal_parts() -> None:
-    assert _view(4).choose(40, seed=1, epoch=0, row=0).tolist() == [5, 15, 25, 35]
-    assert _view(1).choose(9, seed=1, epoch=0, row=0).tolist() == [4]
-    assert _view(3).choose(4, seed=1, epoch=0, row=0).tolist() == [0, 2, 3]
+    assert _view(4).choose(40, DrawKey(1, 0, 0)).tolist() == [5, 15, 25, 35]
+    assert _view(1).choose(9, DrawKey(1, 0, 0)).tolist() == [4]
+    assert _view(3).choose(4, DrawKey(1, 0, 0)).tolist() == [0, 2, 3]
 
 
 @given(st.integers(0, 400), st.integers(1, 64), st.sampled_from(["even", "random"]), st.integers(0, 99))
 def test_chosen_slices_are_different_ascending_and_there(
     num_slices: int, num_wanted: int, slice_choice: str, row: int
 ) -> None:
-    chosen = _view(num_wanted, slice_choice).choose(num_slices, seed=3, epoch=1, row=row)
+    chosen = _view(num_wanted, slice_choice).choose(num_slices, DrawKey(3, 1, row))
     assert len(chosen) == min(num_slices, num_wanted)
     assert (np.diff(chosen) > 0).all()
     assert not len(chosen) or (chosen[0] >= 0 and chosen[-1] < num_slices)
@@ -38,7 +38,7 @@ def test_chosen_slices_are_different_ascending_and_there(
 def test_random_slices_depend_on_seed_epoch_and_row_only(golden: Callable[[str, object], None]) -> None:
     view = _view(4, "random")
     choices = {
-        f"seed {seed}, epoch {epoch}, row {row}": view.choose(120, seed=seed, epoch=epoch, row=row).tolist()
+        f"seed {seed}, epoch {epoch}, row {row}": view.choose(120, DrawKey(seed, epoch, row)).tolist()
         for seed, epoch, row in [(1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0)]
     }
     assert len({tuple(choice) for choice in choices.values()}) == 4
@@ -48,7 +48,7 @@ def test_random_slices_depend_on_seed_epoch_and_row_only(golden: Callable[[str, 
 def test_random_slices_reach_every_slice_about_equally_often() -> None:
     counts = np.zeros(10, int)
     for row in range(500):
-        counts[_view(3, "random").choose(10, seed=1, epoch=0, row=row)] += 1
+        counts[_view(3, "random").choose(10, DrawKey(1, 0, row))] += 1
     assert counts.sum() == 1500
     assert (abs(counts - 150) < 60).all()  # six sigma
 
