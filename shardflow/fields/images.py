@@ -20,7 +20,7 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.scratch import ThreadState
 from shardflow.fields.slots import SlotRequest
-from shardflow.fields.views import Arrays, DrawKey, ImageView, SizedView, TileView, View
+from shardflow.fields.views import Arrays, DrawKey, ImageView, TileView, View
 from shardflow.telemetry import StageCounters
 
 ORIGINAL: Final = 0
@@ -81,8 +81,6 @@ class Slices:
             varied = shard.variant_slices(row, drawn, series) if drawn else slices[:0]
             if len(varied) == len(slices):
                 slices, variant = varied, drawn
-        if isinstance(view, SizedView):
-            view = view.of_sample(request.table_row, key)
         chosen = view.choose(len(slices) if entity is None else len(entity.slices), key)
         if entity is not None:
             chosen = centre_first(chosen, entity)

@@ -28,8 +28,6 @@ class SlotRequest:
     slot: int
     draw: DrawKey
     """What its keyed choices follow from."""
-    table_row: int
-    """Row of the samples table of its dataset."""
     row_in_shard: int
     key: str
     text_bytes: int

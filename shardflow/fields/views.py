@@ -92,6 +92,8 @@ class DrawKey:
     """Row of the selection."""
     place: tuple[int, ...] = ()
     """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; else nothing."""
+    table_row: int = 0
+    """Row of the samples table of its dataset, which decides the size of a `SizedView`."""
 
     def derive(self, name: str) -> int:
         """Return the 64-bit number of a choice."""
@@ -404,9 +406,10 @@ class SizedView(_FlatArrays, _Settings):
             for size, tokens in zip(self.sizes, tokens_per_slice, strict=True)
         )
 
-    def of_sample(self, table_row: int, key: DrawKey) -> ImageView:
-        """Return what is delivered of a sample in an epoch."""
-        return self.of_size(int(self._draw(np.array([table_row], np.int64), key.seed, key.epoch)[0]))
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending."""
+        drawn = self._draw(np.array([key.table_row], np.int64), key.seed, key.epoch)
+        return self._choose(num_slices, self.sizes[int(drawn[0])].num_slices, key)
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
@@ -417,19 +420,6 @@ class SizedView(_FlatArrays, _Settings):
         """Fill what does not depend on any pixel."""
         self._prepare(arrays, self._shapes(facts))
         arrays["size"][:] = self._choices(facts)
-
-    def of_size(self, number: int) -> ImageView:
-        """Return what is delivered of a sample of one of the sizes."""
-        size = self.sizes[number]
-        return ImageView(
-            num_slices=size.num_slices,
-            rows=size.rows,
-            columns=size.columns,
-            resolution=self.resolution,
-            slice_choice=self.slice_choice,
-            dtype=self.dtype,
-            windows=self.windows,
-        )
 
     def _draw(self, table_rows: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the number of the size that each sample gets."""

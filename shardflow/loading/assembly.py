@@ -293,7 +293,6 @@ class MicroBatchTask:
         return SlotRequest(
             slot=slot,
             draw=self._draw(slot),
-            table_row=int(self._table_rows[slot]),
             row_in_shard=int(self._row_in_shard[slot]),
             key=self._keys[slot] or "",
             text_bytes=int(self._text_bytes[slot]),
@@ -304,7 +303,7 @@ class MicroBatchTask:
         """Return what the keyed choices of a slot's sample follow from."""
         plan = self._source.plan
         place = (self._step, self._micro, slot) if self._source.selection.is_blend else ()
-        return DrawKey(plan.seed, plan.epoch, int(self._rows[slot]), place)
+        return DrawKey(plan.seed, plan.epoch, int(self._rows[slot]), place, int(self._table_rows[slot]))
 
     def _transform(self, transform: Transform, slots: list[int], thread: ThreadState) -> None:
         """Let the user's function change the samples of some slots."""

@@ -136,10 +136,10 @@ class PlannedReads:
             micro = self._schedule.micro(self._rank, slot)
             planned = self._plans[epoch].micro_batch(step, micro).rows
             place = (step, micro, int(np.flatnonzero(planned == row)[0]))
+        table_row = int(self._selection.table_rows(np.array([row], np.int64))[0])
         request = SlotRequest(
             slot=0,
-            draw=DrawKey(self._plans[epoch].seed, epoch, row, place),
-            table_row=int(self._selection.table_rows(np.array([row], np.int64))[0]),
+            draw=DrawKey(self._plans[epoch].seed, epoch, row, place, table_row),
             row_in_shard=row_in_shard,
             key="",
             text_bytes=0,

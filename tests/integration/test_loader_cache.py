@@ -113,8 +113,7 @@ def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> se
         inside = int(dataset.samples.gather("row_in_shard", row))
         request = SlotRequest(
             slot=0,
-            draw=DrawKey(SEED, epoch, row),
-            table_row=row,
+            draw=DrawKey(SEED, epoch, row, table_row=row),
             row_in_shard=inside,
             key="",
             text_bytes=0,
