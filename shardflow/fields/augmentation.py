@@ -32,6 +32,18 @@ _SIDE = re.compile(
     r"|dextro\w*|levo\w*|situs|[rl][uml]l|rml|lingula)\b",
     re.IGNORECASE | re.ASCII,
 )
+_WORD = 2.0**64
+# A key that is kept in JSON, whose numbers are doubles to many readers.
+_KEY_BITS = 53
+_FRACTION_BITS: Final = 7
+_ONE: Final = 1 << _FRACTION_BITS
+# Bands bound the memory of radiographs; the places of smaller images are kept for the next slice.
+_BAND_PIXELS: Final = 1 << 18
+_KEPT_PIXELS: Final = 1 << 20
+_NUM_CELLS: Final = 4
+"""Of the elastic grid along each side. Control points move by 0.05 of a side at most, which is 0.2 of a cell:
+below 0.48 no point of a plane is reached twice (Choi and Lee, Injectivity conditions of 2D and 3D uniform
+cubic B-spline functions, 2000)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +99,6 @@ ALLOWED: Final[dict[str, Allowance]] = {
 def names_a_side(report: str) -> bool:
     """Whether a text says something that a mirrored image would make wrong."""
     return _SIDE.search(report) is not None
-
-
-_WORD = 2.0**64
-# A key that is kept in JSON, whose numbers are doubles to many readers.
-_KEY_BITS = 53
 
 
 class Wanted(Protocol):
@@ -236,17 +243,6 @@ def source_affine(draw: Draw, *, aspect: float) -> NDArray[np.float64]:
     )
     moved = linear @ np.array([2 * draw.shift_x, 2 * draw.shift_y])
     return np.concatenate((linear, -moved[:, None]), axis=1)
-
-
-_FRACTION_BITS: Final = 7
-_ONE: Final = 1 << _FRACTION_BITS
-# Bands bound the memory of radiographs; the places of smaller images are kept for the next slice.
-_BAND_PIXELS: Final = 1 << 18
-_KEPT_PIXELS: Final = 1 << 20
-_NUM_CELLS: Final = 4
-"""Of the elastic grid along each side. Control points move by 0.05 of a side at most, which is 0.2 of a cell:
-below 0.48 no point of a plane is reached twice (Choi and Lee, Injectivity conditions of 2D and 3D uniform
-cubic B-spline functions, 2000)."""
 
 
 class Warp:

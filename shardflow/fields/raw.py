@@ -30,6 +30,10 @@ _COLOURS: Final = 3
 _IMAGE_KINDS: Final = frozenset({"jpg", "jpeg", "png"})
 # What webdataset would unpickle: code of a stranger.
 _PICKLES: Final = frozenset({"pth", "pt", "pkl", "pickle", "pyd", "dill"})
+_TEXTS = frozenset({"txt", "text", "transcript", "caption"})
+# As stored: an orientation tag would turn the picture, and with it the size that its header tells.
+_READ_COLOUR = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+_READ_GREY = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
 
 
 def is_image_field(name: str) -> bool:
@@ -95,9 +99,6 @@ class FieldsView:
         return facts.num_bytes + num_images * facts.rows * facts.columns * _COLOURS
 
 
-_TEXTS = frozenset({"txt", "text", "transcript", "caption"})
-
-
 def decode_value(name: str, data: NDArray[np.uint8]) -> Any:
     """Decode a field: text to a string, ``json`` to plain data, ``npy`` to an array, ``cls`` to an integer.
 
@@ -120,11 +121,6 @@ def decode_value(name: str, data: NDArray[np.uint8]) -> Any:
     except (ValueError, EOFError, RecursionError) as error:
         raise FormatError(f"a .{kind} field must decode, got {type(error).__name__} ({name!a}).") from None
     return data.tobytes()
-
-
-# As stored: an orientation tag would turn the picture, and with it the size that its header tells.
-_READ_COLOUR = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-_READ_GREY = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
 
 
 class NamedFields:

@@ -26,6 +26,9 @@ from shardflow.fields.views import Arrays
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
 
+_MAX_TABLES = 512
+_CONTINUATION = 0xC0, 0x80  # mask and value of a byte that goes on with a character of UTF-8
+
 
 class Texts:
     """Texts of samples, a `FieldKind`: reports, or the pieces of them that entities name."""
@@ -83,10 +86,6 @@ def text_of(arrays: Arrays, slot: int) -> NDArray[np.uint8]:
     start, stop = arrays["text_offsets"][slot : slot + 2].tolist()
     text: NDArray[np.uint8] = arrays["text_bytes"][start:stop]
     return text
-
-
-_MAX_TABLES = 512
-_CONTINUATION = 0xC0, 0x80  # mask and value of a byte that goes on with a character of UTF-8
 
 
 class TextAssembler:

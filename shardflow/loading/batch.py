@@ -19,6 +19,8 @@ from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.text import text_of
 from shardflow.fields.views import ArraySpec, slices_of
 
+_ALIGNMENT = 64  # a cache line, and what vector instructions like
+
 
 class SlotKeys:
     """Keys by slot; immutable.
@@ -56,9 +58,6 @@ class SlotKeys:
         for slot in np.flatnonzero(~self._is_sample).tolist():
             keys[slot] = None
         return keys
-
-
-_ALIGNMENT = 64  # a cache line, and what vector instructions like
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,13 @@ _STEPS_PER_DOUBLING = 8
 _NUM_SPARE = 2
 # NumPy asks for huge pages from this size on as well.
 _MIN_HUGE_BYTES = 4 << 20
+_logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_Result_co = TypeVar("_Result_co", covariant=True)
+_JOIN_TIMEOUT_S = 5.0
+_FINISH_ONLY = -1
+_STARVED_S = 1e-3
+"""A wait for a result that is longer found nothing ready; a shorter one is the cost of asking."""
 
 
 class Pool(Protocol):
@@ -196,16 +203,6 @@ class Lease:
 
     def __del__(self) -> None:
         self._give_back()
-
-
-_logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
-_Result_co = TypeVar("_Result_co", covariant=True)
-_JOIN_TIMEOUT_S = 5.0
-_FINISH_ONLY = -1
-_STARVED_S = 1e-3
-"""A wait for a result that is longer found nothing ready; a shorter one is the cost of asking."""
 
 
 class Task(Protocol[_Result_co]):

@@ -41,6 +41,10 @@ from shardflow.loading.engine import BufferPool, Lease
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 64
+_HEAD_NUM_BYTES = mmap.PAGESIZE
+# Small buffers share a segment, so that thousands of them cost a few descriptors.
+_SEGMENT_NUM_BYTES = 16 << 20
+_NUM_SPARE = 2
 
 
 class ChannelClosedError(Exception):
@@ -203,12 +207,6 @@ def error_from_json(value: Mapping[str, str]) -> Exception:
         )
     error.add_note(f"raised in a loader process:\n{value['trace']}")
     return error
-
-
-_HEAD_NUM_BYTES = mmap.PAGESIZE
-# Small buffers share a segment, so that thousands of them cost a few descriptors.
-_SEGMENT_NUM_BYTES = 16 << 20
-_NUM_SPARE = 2
 
 
 class SharedSegment:

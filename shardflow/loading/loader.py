@@ -29,43 +29,7 @@ from shardflow.shards import Dataset
 from shardflow.telemetry import StageCounters
 
 # Where one epoch ends and the next begins both are asked for, in turn.
-_NUM_KEPT = 2
-
-
-class EpochPlans:
-    """Plans by epoch; the newest two are kept.
-
-    Under a token budget a plan takes a second at 200 million samples, so a run that goes on in epoch 7 never
-    plans epoch 0.
-
-    Args:
-        selection: The samples.
-        state: Seed and batch spec of the run.
-    """
-
-    __slots__ = ("_kept", "_state", "selection")
-
-    def __init__(self, selection: Selection, state: LoaderState) -> None:
-        self.selection = selection
-        """Where a first plan comes from; a forked child puts its own here."""
-        self._state = state
-        self._kept: list[EpochPlan] = []
-
-    def of(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch.
-
-        Raises:
-            PlanError: No step can be formed.
-        """
-        for plan in self._kept:
-            if plan.epoch == epoch:
-                return plan
-        if self._kept:
-            plan = self._kept[0].for_epoch(epoch)
-        else:
-            plan = self.selection.plan(self._state.spec, seed=self._state.seed, epoch=epoch)
-        self._kept = [plan, *self._kept[: _NUM_KEPT - 1]]
-        return plan
+_NUM_PLANS = 2
 
 
 class Stream(Protocol):
@@ -243,11 +207,11 @@ class Loader:
             ranks_per_node=self.world.ranks_per_node,
         )
         self._state = selection.state(spec, seed=seed)
-        self._plans = EpochPlans(selection, self._state)
+        self._plans: list[EpochPlan] = []
         self._parts = LoaderRuntime(selection, self._schedule, self.world, self._state, config)
         weakref.finalize(self, self._parts.close)
         if spec.budget is None:
-            self._plans.of(0)  # costs nothing, and says at once if no step can be formed
+            self._plan_of(0)  # costs nothing, and says at once if no step can be formed
         self._position = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples)
         self._active: weakref.ref[EpochIterator] | None = None
@@ -277,7 +241,7 @@ class Loader:
     @property
     def plan(self) -> EpochPlan:
         """The plan of the present epoch."""
-        return self._plans.of(self.epoch)
+        return self._plan_of(self.epoch)
 
     @property
     def num_steps(self) -> int:
@@ -286,7 +250,7 @@ class Loader:
 
     def num_steps_in(self, epoch: int) -> int:
         """Return the steps of any epoch."""
-        return self._plans.of(epoch).num_steps
+        return self._plan_of(epoch).num_steps
 
     def summary(self) -> PlanSummary:
         """Return the numbers of the present epoch: steps, and what its tail leaves out, repeats or pads."""
@@ -329,7 +293,7 @@ class Loader:
             numbers: Which, counted over the epoch's steps, 0 to ``len(loader) - 1``.
             pool: Where their memory comes from; the loader's own if not given.
         """
-        return self._here().stream(self._plans.of(epoch), numbers, self._quarantine, pool)
+        return self._here().stream(self._plan_of(epoch), numbers, self._quarantine, pool)
 
     def count(self, batch: Batch, number: int) -> None:
         """Count a micro-batch as consumed and keep its masks.
@@ -502,11 +466,27 @@ class Loader:
             num_steps=self.num_steps_in(epoch),
         )
 
+    def _plan_of(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch.
+
+        Only plans that are asked for are made: under a token budget one takes a second at 200 million
+        samples, so a run that resumes in epoch 7 never plans epoch 0.
+        """
+        for plan in self._plans:
+            if plan.epoch == epoch:
+                return plan
+        if self._plans:
+            plan = self._plans[0].for_epoch(epoch)
+        else:
+            plan = self._parts.selection.plan(self._state.spec, seed=self._state.seed, epoch=epoch)
+        self._plans = [plan, *self._plans[: _NUM_PLANS - 1]]
+        return plan
+
     def _here(self) -> LoaderRuntime:
         """Return the parts of this process: a forked child cannot use its parent's."""
         parts = self._parts
         if parts.pid != os.getpid():
-            selection = self._plans.selection = parts.selection.reopened()
+            selection = parts.selection.reopened()
             self._parts = LoaderRuntime(selection, self._schedule, self.world, self._state, parts.config)
             weakref.finalize(self, self._parts.close)
         return self._parts
@@ -515,7 +495,7 @@ class Loader:
         """Open a stream as the settings say now."""
         parts = self._here()
         if parts.config.execution != "threads":
-            self._plans.of(epoch)
+            self._plan_of(epoch)
             return parts.process_stream(epoch, numbers, self.masks())
         parts.retire_processes()
         return self.stream(epoch, numbers)

@@ -38,6 +38,15 @@ from shardflow.storage.cache import Cache, CachedStore, Run
 from shardflow.telemetry import StageCounters
 from shardflow.threads import join_all, wait_for_at_exit
 
+_LOGGER = logging.getLogger(__name__)
+# Most of publishing is the kernel's work, and two are ahead of any link that one process fills.
+_NUM_PUBLISHERS: Final = 2
+# Samples of the node that are known ahead: what does not come within them counts as never.
+_MAX_SAMPLES_AHEAD = 1 << 22
+# The walk takes at most this share of a thread, so that it does not slow down the reading it serves.
+_WALK_SHARE = 0.25
+_IDLE_S = 0.2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardRead:
@@ -171,12 +180,6 @@ class PlannedReads:
                 continue
             for place in range(len(rows)):
                 yield num_before + number, epoch, number, rows[place : place + 1]
-
-
-_LOGGER = logging.getLogger(__name__)
-
-# Most of publishing is the kernel's work, and two are ahead of any link that one process fills.
-_NUM_PUBLISHERS: Final = 2
 
 
 class Prefetcher:
@@ -362,13 +365,6 @@ class Prefetcher:
             if place >= self._next:
                 self._ahead[place] += num_bytes
             self._changed.notify_all()
-
-
-# Samples of the node that are known ahead: what does not come within them counts as never.
-_MAX_SAMPLES_AHEAD = 1 << 22
-# The walk takes at most this share of a thread, so that it does not slow down the reading it serves.
-_WALK_SHARE = 0.25
-_IDLE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,6 +48,9 @@ _ASK_EVERY_S: Final = 1.0
 _EXIT_S: Final = 5.0
 _STARVED_S: Final = 1e-3
 """A wait that is longer found nothing handed over."""
+_ENDLESS_S: Final = 1e8
+"""Deadline of a wait inside a loader process: the trainer's own is what counts."""
+_TOLD: Final = ("num_threads", "prefetch_bytes", "read_bytes")
 
 
 class LoaderProcess:
@@ -231,11 +234,6 @@ class LoaderProcess:
             f"loader process {self._number} must live as long as its trainer, got its end by {how}; look for "
             "what killed it (out of memory, mostly), or set execution to threads; iter() starts another."
         )
-
-
-_ENDLESS_S: Final = 1e8
-"""Deadline of a wait inside a loader process: the trainer's own is what counts."""
-_TOLD: Final = ("num_threads", "prefetch_bytes", "read_bytes")
 
 
 class LoaderProcesses:

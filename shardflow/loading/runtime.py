@@ -44,6 +44,42 @@ from shardflow.telemetry import KnobLimit, StageCounters
 from shardflow.telemetry.machine import machine_bytes, num_processors
 
 _CACHE_SETTINGS: Final = ("read_ahead_bytes", "read_ahead_threads", "ram_bytes", "max_bytes")
+_LOGGER = logging.getLogger(__name__)
+_JOIN_TIMEOUT_S: Final = 5.0
+_SETTINGS: Final = ("execution", "num_threads", "prefetch_bytes", "read_bytes")
+_MIB: Final = 1 << 20
+_EXECUTIONS: Final[tuple[str, ...]] = ("threads", "process", "workers")
+# More threads than processors pay only where they wait: a little for a disk, much for a network.
+_PER_PROCESSOR: Final = 2
+_PER_PROCESSOR_REMOTE: Final = 8
+# Descriptors that are left to everybody else, and how many one more of something may take.
+_SPARE_DESCRIPTORS: Final = 64
+_DESCRIPTORS: Final = {
+    "loader.num_threads": 2,
+    "cache.read_ahead_threads": 2,
+    "store.max_concurrency": 2,
+}
+_DESCRIPTORS_OF_A_PROCESS: Final = 8
+_LEAST: Final = {
+    "loader.num_threads": 1,
+    "loader.prefetch_bytes": _MIB,
+    "loader.read_bytes": 64 << 10,
+    "cache.read_ahead_bytes": 0,
+    "cache.read_ahead_threads": 1,
+    "cache.ram_bytes": 0,
+    "cache.max_bytes": 0,
+    "store.max_concurrency": 1,
+}
+_MOST: Final = {
+    "loader.num_threads": 256,
+    "loader.prefetch_bytes": 1 << 40,
+    "loader.read_bytes": 256 * _MIB,
+    "cache.read_ahead_bytes": 1 << 40,
+    "cache.read_ahead_threads": 64,
+    "cache.ram_bytes": 1 << 40,
+    "cache.max_bytes": 1 << 60,
+    "store.max_concurrency": 256,
+}
 
 
 class Tiers:
@@ -196,12 +232,6 @@ def _close(engine: OrderedEngine[Batch], watch: ReadProgress | None) -> None:
 
 def _open(source: BatchSource, numbers: range, place: int) -> MicroBatchTask:
     return source.open(numbers[place])
-
-
-_LOGGER = logging.getLogger(__name__)
-
-_JOIN_TIMEOUT_S: Final = 5.0
-_SETTINGS: Final = ("execution", "num_threads", "prefetch_bytes", "read_bytes")
 
 
 class LoaderRuntime:
@@ -371,41 +401,6 @@ class LoaderRuntime:
             self._retired = [other for other in self._retired if other is not side]
             kept: dict[str, Any] = {"execution": "threads"} if side is None else side.structure
             self.config = replace(self.config, **kept)
-
-
-_MIB: Final = 1 << 20
-_EXECUTIONS: Final[tuple[str, ...]] = ("threads", "process", "workers")
-# More threads than processors pay only where they wait: a little for a disk, much for a network.
-_PER_PROCESSOR: Final = 2
-_PER_PROCESSOR_REMOTE: Final = 8
-# Descriptors that are left to everybody else, and how many one more of something may take.
-_SPARE_DESCRIPTORS: Final = 64
-_DESCRIPTORS: Final = {
-    "loader.num_threads": 2,
-    "cache.read_ahead_threads": 2,
-    "store.max_concurrency": 2,
-}
-_DESCRIPTORS_OF_A_PROCESS: Final = 8
-_LEAST: Final = {
-    "loader.num_threads": 1,
-    "loader.prefetch_bytes": _MIB,
-    "loader.read_bytes": 64 << 10,
-    "cache.read_ahead_bytes": 0,
-    "cache.read_ahead_threads": 1,
-    "cache.ram_bytes": 0,
-    "cache.max_bytes": 0,
-    "store.max_concurrency": 1,
-}
-_MOST: Final = {
-    "loader.num_threads": 256,
-    "loader.prefetch_bytes": 1 << 40,
-    "loader.read_bytes": 256 * _MIB,
-    "cache.read_ahead_bytes": 1 << 40,
-    "cache.read_ahead_threads": 64,
-    "cache.ram_bytes": 1 << 40,
-    "cache.max_bytes": 1 << 60,
-    "store.max_concurrency": 256,
-}
 
 
 class LoaderTunables:

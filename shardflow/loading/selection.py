@@ -38,6 +38,25 @@ from shardflow.storage import LocalStore
 
 _DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_TERM = re.compile(r"([a-z_]+)\s*(<=|>=|!=|=|<|>)\s*(\S.*)")
+_NUMBER = re.compile(r"\d{1,18}")
+_COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+# Where a sample lies says nothing about it, and modality and keys have terms of their own.
+_NOT_FACTS = frozenset({"sample_key", "shard", "row_in_shard", "offset_bytes", "modality"})
+_SEPARATOR = "+"
+Choice = Callable[[int, int], NDArray[np.bool_]]
+"""Says which of the rows ``[start, stop)`` of the samples table are chosen."""
+FULL_STUDY = "full_study"
+"""The view whose samples are whole studies."""
+Int64Array = NDArray[np.int64]
+_MAX_ASCII = 127
 
 
 def listed_rows(dataset: Dataset, spans: Sequence[range], path: Path) -> Rows:
@@ -140,24 +159,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             f"the key list of a subset must be a text file that can be read, got {type(error).__name__} "
             f"({path.name}); check it."
         ) from None
-
-
-_TERM = re.compile(r"([a-z_]+)\s*(<=|>=|!=|=|<|>)\s*(\S.*)")
-_NUMBER = re.compile(r"\d{1,18}")
-_COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-# Where a sample lies says nothing about it, and modality and keys have terms of their own.
-_NOT_FACTS = frozenset({"sample_key", "shard", "row_in_shard", "offset_bytes", "modality"})
-_SEPARATOR = "+"
-
-Choice = Callable[[int, int], NDArray[np.bool_]]
-"""Says which of the rows ``[start, stop)`` of the samples table are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,13 +356,6 @@ def _facts(dataset: Dataset, rule: CostRule) -> dict[str, Any]:
         else:
             facts[name] = dataset.samples.column(name)
     return facts
-
-
-FULL_STUDY = "full_study"
-"""The view whose samples are whole studies."""
-
-Int64Array = NDArray[np.int64]
-_MAX_ASCII = 127
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
