@@ -524,6 +524,7 @@ class TileView(_Settings):
 
 
 View: TypeAlias = ImageView | NativeView | SizedView | TileView
+"""A view of slices: what a loader may be asked to deliver of a study's primary series."""
 
 
 def _too_many(num_chosen: int) -> FormatError:
