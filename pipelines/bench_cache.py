@@ -22,7 +22,7 @@ from pipelines.bench_measure import BenchOptions, Measured
 from shardflow.epochs.rows import rows_digest, select_rows
 from shardflow.errors import ChecksumError
 from shardflow.loading import Loader, Selection, select
-from shardflow.loading.subset import choose_rows
+from shardflow.loading.selection import choose_rows
 from shardflow.shards import Dataset
 from shardflow.storage import CacheConfig
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardflow.epochs import BatchSpec
+from shardflow.fields.raw import readable_fields
 from shardflow.loading import FieldsView, LoaderConfig, NativeView, StoredTokens
-from shardflow.loading.fields_view import readable_fields
 from shardflow.shards import Dataset
 
 __all__ = ["bench_config", "bench_spec", "foreign_fields", "has_texts_alone"]

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from pipelines.bench_limits import Extent, drop_from_memory, read_extents, scratch_extent
 from pipelines.bench_loader import bench_config, bench_spec, foreign_fields, has_texts_alone
 from shardflow.errors import ChecksumError, ConfigError, NoListingError
+from shardflow.fields.raw import is_image_field
+from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.scratch import ThreadState
 from shardflow.loading import Loader
-from shardflow.loading.fields_view import is_image_field
-from shardflow.loading.reader import FieldReader, Shard
 from shardflow.loading.selection import select
-from shardflow.loading.thread_state import ThreadState
 from shardflow.shards import Dataset, array_header, decode_array
 from shardflow.shards.tokens import stored_tokenizers
 from shardflow.storage import ByteRange

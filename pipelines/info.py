@@ -117,7 +117,7 @@ def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
 
 def _subset_rows(dataset: Dataset, terms: Sequence[str]) -> NDArray[np.int64]:
     # Only here is the loader needed, which takes a moment to import.
-    from shardflow.loading.subset import choose_rows
+    from shardflow.loading.selection import choose_rows
 
     held = "+".join(name for name, span in dataset.splits.items() if span)
     return np.fromiter(choose_rows(dataset, held, terms).rows, np.int64)

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from benchmarks.about import about_run
 from benchmarks.stream.content import PHANTOM
 from pipelines.cli import main as shardflow
-from shardflow.augmentation import Draw, Warp
 from shardflow.configs import load_config
 from shardflow.epochs import BatchSpec
+from shardflow.fields.augmentation import Draw, Warp
 from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.packing import PackConfig, pack
 from shardflow.shards import Dataset

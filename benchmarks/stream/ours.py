@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.stream.records import BATCH, NUM_SLICES, SIZE, Loop
 from shardflow.epochs import BatchSpec
+from shardflow.fields.tokens import StoredTokens
 from shardflow.loading import FieldsView, ImageView, Loader, LoaderConfig
-from shardflow.loading.fill_tokens import StoredTokens
 from shardflow.shards import Dataset
 
 _VIEWS = {

@@ -12,34 +12,52 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from shardflow.loading.field_values import decode_value
-from shardflow.loading.quarantine import QuarantineRow
-from shardflow.loading.slot_keys import SlotKeys
-
-__all__ = ["ArraySpec", "Batch", "BatchLayout"]
+from shardflow.fields.quarantine import QuarantineRow
+from shardflow.fields.raw import decode_value, field_of
+from shardflow.fields.text import text_of
+from shardflow.fields.views import ArraySpec, slices_of
 
 _ALIGNMENT = 64  # a cache line, and what vector instructions like
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """Name, dtype and shape of an array of a batch."""
+class SlotKeys:
+    """Keys by slot; immutable.
 
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+    Args:
+        keys: ``(n,)`` byte strings, keys of the slots that hold a sample.
+        is_sample: ``(B,)`` bool, which slots those are.
+    """
 
-    @classmethod
-    def of(cls, name: str, dtype: DTypeLike, *shape: int) -> ArraySpec:
-        """Make a spec from anything that NumPy takes for a dtype."""
-        return cls(name, np.dtype(dtype), shape)
+    __slots__ = ("_is_sample", "_keys")
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __init__(self, keys: NDArray[Any], is_sample: NDArray[np.bool_]) -> None:
+        self._is_sample = is_sample
+        self._keys = keys
+        if len(keys) != len(is_sample):
+            self._keys = np.zeros(len(is_sample), keys.dtype)
+            self._keys[is_sample] = keys
+
+    def __len__(self) -> int:
+        """Number of slots, padding included."""
+        return len(self._is_sample)
+
+    def __getitem__(self, slot: int) -> str | None:
+        """Return the key of a slot; None in padding."""
+        return self._keys[slot].decode("ascii") if self._is_sample[slot] else None
+
+    def of(self, slots: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the keys of some slots as byte strings, ``(n,)``."""
+        keys: NDArray[Any] = self._keys[slots]
+        return keys
+
+    def to_list(self) -> list[str | None]:
+        """Return the key of each slot."""
+        keys: list[str | None] = self._keys.astype("U").tolist()
+        for slot in np.flatnonzero(~self._is_sample).tolist():
+            keys[slot] = None
+        return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +214,7 @@ class Batch:
         Raises:
             KeyError: The loader was configured without text.
         """
-        start, stop = self._arrays["text_offsets"][slot : slot + 2].tolist()
-        return self._arrays["text_bytes"][start:stop].tobytes().decode()
+        return text_of(self._arrays, slot).tobytes().decode()
 
     def tokens(self, slot: int) -> NDArray[np.uint32]:
         """Return the stored token ids of a slot's report, ``(tokens,)``, without a copy.
@@ -217,12 +234,7 @@ class Batch:
         Raises:
             KeyError: The loader was configured without images.
         """
-        if "image" in self._arrays:
-            slices: NDArray[Any] = self._arrays["image"][slot]
-            return slices[: int(self._arrays["slice_mask"][slot].sum())]
-        start = int(self._arrays["pixel_start"][slot])
-        shape = self._arrays["image_shape"][slot].tolist()
-        return self._arrays["pixels"][start : start + int(np.prod(shape))].reshape(shape)
+        return slices_of(self._arrays, slot)
 
     @property
     def fields(self) -> list[str]:
@@ -241,15 +253,7 @@ class Batch:
         fields = self.fields
         if name not in fields:
             raise KeyError(name)
-        number = fields.index(name)
-        shape = self._arrays["field_shape"][slot, number].tolist()
-        if shape[0] < 0:
-            return None
-        start = int(self._arrays["field_start"][slot, number])
-        is_image = bool(shape[2])
-        stop = start + (int(np.prod(shape)) if is_image else shape[0])
-        flat: NDArray[np.uint8] = self._arrays["field_data"][start:stop]
-        return flat.reshape(shape) if is_image else flat
+        return field_of(self._arrays, slot, fields.index(name))
 
     def field(self, slot: int, name: str) -> Any:
         """Return a field of a slot decoded by the last part of its name; None where the sample has none.

@@ -27,8 +27,7 @@ from shardflow.epochs.blend import BLEND_SPLIT, Blend, BlendComponent
 from shardflow.epochs.component_state import MAX_COMPONENTS
 from shardflow.epochs.shares import draws_by_repeat, draws_by_weight
 from shardflow.errors import ConfigError, PlanError, ShardflowError
-from shardflow.loading.selection import FULL_STUDY, Selection, open_view
-from shardflow.loading.subset import choose_rows, resolve_terms
+from shardflow.loading.selection import FULL_STUDY, Selection, choose_rows, open_view, resolve_terms
 from shardflow.shards import Dataset
 from shardflow.storage.cache import Cache, CacheConfig
 

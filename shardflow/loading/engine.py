@@ -1,9 +1,9 @@
 """Threads that work ahead, in order, within a bound of bytes, and never leave a consumer waiting in silence.
 
-The engine runs *tickets*: pieces of ordered work (here: one micro-batch each) that split into independent
-parts (here: one sample each). All threads work on the parts of the oldest open ticket first, so that the
-first result comes soon; results are handed out strictly in order. A ticket is opened only when its bytes fit
-beside those of the tickets that are open already; one that alone exceeds the bound runs alone.
+The engine runs *tasks*: pieces of ordered work (here: one micro-batch each) that split into independent
+parts (here: one sample each). All threads work on the parts of the oldest open task first, so that the
+first result comes soon; results are handed out strictly in order. A task is opened only when its bytes fit
+beside those of the tasks that are open already; one that alone exceeds the bound runs alone.
 
 Invariants: threads start with the first `take` and none outlives `close`; an error in a thread comes out of
 the `take` that would have returned its result; every wait of the consumer has a deadline. How many threads
@@ -14,25 +14,30 @@ first, and nothing that is open is given up.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.errors import ShardflowError, WaitTimeoutError
-from shardflow.loading.thread_state import ThreadState
+from shardflow.fields.scratch import ThreadState
+from shardflow.telemetry import StageCounters
 from shardflow.threads import wait_for_at_exit
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from shardflow.telemetry import StageCounters
-
-__all__ = ["OrderedEngine", "Ticket"]
-
+_MIN_BYTES = 1 << 16
+_STEPS_PER_DOUBLING = 8
+_NUM_SPARE = 2
+# NumPy asks for huge pages from this size on as well.
+_MIN_HUGE_BYTES = 4 << 20
 _logger = logging.getLogger(__name__)
-
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 _JOIN_TIMEOUT_S = 5.0
@@ -41,12 +46,171 @@ _STARVED_S = 1e-3
 """A wait for a result that is longer found nothing ready; a shorter one is the cost of asking."""
 
 
-class Ticket(Protocol[_Result_co]):
+class Pool(Protocol):
+    """Where the memory of batches comes from."""
+
+    @staticmethod
+    def size_of(num_bytes: int) -> int:
+        """Return how much memory a buffer of ``num_bytes`` takes."""
+
+    def lend(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return a writable buffer, ``(num_bytes,)`` uint8; it comes back when its last view dies."""
+
+    def bound(self, max_free_bytes: int) -> None:
+        """Change how much memory may lie idle; what is too much goes back to the system."""
+
+
+class BufferPool:
+    """Recycles memory of nearly equal sizes.
+
+    Sizes are rounded up by at most an eighth, so that batches whose text differs a little share buffers.
+
+    Args:
+        max_free_bytes: How much memory may lie idle in the pool, and two buffers more, which are those that a
+            consumer held; beyond it the sizes that were not asked for the longest go back to the system.
+    """
+
+    def __init__(self, max_free_bytes: int) -> None:
+        self._max_free_bytes = max_free_bytes
+        self._lock = threading.Lock()
+        self._free: dict[int, list[mmap.mmap]] = {}  # in the order of last use
+        self._free_bytes = 0
+        # A lease may die anywhere, also while this thread is inside the pool: so it only appends here, which
+        # needs no lock.
+        self._returned: deque[mmap.mmap] = deque()
+        self._num_allocated = 0
+
+    @property
+    def num_allocated(self) -> int:
+        """Buffers ever asked from the system; stands still once iteration is in its stride."""
+        return self._num_allocated
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that lies idle in the pool."""
+        self._settle()
+        return self._free_bytes
+
+    @staticmethod
+    def size_of(num_bytes: int) -> int:
+        """Return how much memory a buffer of ``num_bytes`` takes: at most an eighth more, at least 64 KiB."""
+        size = max(num_bytes, _MIN_BYTES)
+        step = max((1 << (size - 1).bit_length()) // (2 * _STEPS_PER_DOUBLING), mmap.PAGESIZE)
+        return -(-size // step) * step
+
+    def lend(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return a writable buffer whose content is whatever its last user left.
+
+        Args:
+            num_bytes: Size; may be zero.
+
+        Returns:
+            ``(num_bytes,)`` uint8, page-aligned. The memory returns to the pool when the last view of it
+            dies.
+        """
+        size = self.size_of(num_bytes)
+        with self._lock:
+            self._drain()
+            memory = self._pop(size)
+            self._num_allocated += memory is None
+        self._settle()  # what came back while we held the lock
+        if memory is None:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if size >= _MIN_HUGE_BYTES:
+                _ask_for_huge_pages(memory)
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        return np.asarray(Lease(address, size, partial(self.take_back, memory)))[:num_bytes]
+
+    def bound(self, max_free_bytes: int) -> None:
+        """Change how much memory may lie idle; what is too much goes back to the system."""
+        with self._lock:
+            self._max_free_bytes = max_free_bytes
+            self._drain()
+            self._trim(0)
+        self._settle()
+
+    def take_back(self, memory: mmap.mmap) -> None:
+        """Accept memory from a lease that died; safe in any thread and inside a garbage collection."""
+        self._returned.append(memory)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Move what was returned to the free lists, unless someone else is at it."""
+        while self._returned:
+            if not self._lock.acquire(blocking=False):
+                return  # the holder, possibly this very thread further up, looks again when it is done
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._returned:
+            self._keep(self._returned.popleft())
+
+    def _keep(self, memory: mmap.mmap) -> None:
+        size = len(memory)
+        self._free[size] = [*self._free.pop(size, ()), memory]
+        self._free_bytes += size
+        self._trim(_NUM_SPARE * size)
+
+    def _trim(self, spare_bytes: int) -> None:
+        while self._free_bytes > self._max_free_bytes + spare_bytes:
+            oldest = next(iter(self._free))
+            self._free_bytes -= len(self._free[oldest].pop())
+            if not self._free[oldest]:
+                del self._free[oldest]
+
+    def _pop(self, size: int) -> mmap.mmap | None:
+        """Take a free buffer of a size, which then counts as the size asked for last."""
+        stack = self._free.pop(size, None)
+        if stack is None:
+            return None
+        memory = stack.pop()
+        self._free_bytes -= size
+        if stack:
+            self._free[size] = stack
+        return memory
+
+
+def _ask_for_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for pages of 2 MiB: a first touch of 21 MB costs 3 ms in place of 17, and decoding into it less."""
+    # Systems without them (their kernel, or not Linux) go on with small pages.
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+class Lease:
+    """What the arrays on a lent buffer keep alive.
+
+    Args:
+        address: Of the buffer.
+        size: Of the buffer in bytes.
+        give_back: Keeps the memory alive until it is called, when the last array on the buffer has died; that
+            may be in any thread and inside a garbage collection.
+    """
+
+    __slots__ = ("_address", "_give_back", "_size")
+
+    def __init__(self, address: int, size: int, give_back: Callable[[], None]) -> None:
+        self._address = address
+        self._size = size
+        self._give_back = give_back
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        return {"version": 3, "shape": (self._size,), "typestr": "|u1", "data": (self._address, False)}
+
+    def __del__(self) -> None:
+        self._give_back()
+
+
+class Task(Protocol[_Result_co]):
     """One piece of ordered work."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the ticket holds from `begin` until its result is taken."""
+        """Memory that the task holds from `begin` until its result is taken."""
 
     @property
     def num_parts(self) -> int:
@@ -66,46 +230,46 @@ class Ticket(Protocol[_Result_co]):
 
 
 class _Open(Generic[_Result]):
-    """A ticket under way and what is still to do for it."""
+    """A task under way and what is still to do for it."""
 
-    __slots__ = ("error", "is_done", "num_bytes", "num_left", "result", "ticket")
+    __slots__ = ("error", "is_done", "num_bytes", "num_left", "result", "task")
 
-    def __init__(self, ticket: Ticket[_Result] | None, error: BaseException | None = None) -> None:
-        self.ticket = ticket
-        self.num_bytes = 0 if ticket is None else ticket.num_bytes
-        self.num_left = 0 if ticket is None else ticket.num_parts
+    def __init__(self, task: Task[_Result] | None, error: BaseException | None = None) -> None:
+        self.task = task
+        self.num_bytes = 0 if task is None else task.num_bytes
+        self.num_left = 0 if task is None else task.num_parts
         self.result: _Result | None = None
         self.error = error
         self.is_done = False
 
 
 class OrderedEngine(Generic[_Result]):
-    """Runs tickets ``0 .. num_tickets - 1`` on threads and hands their results out in order.
+    """Runs tasks ``0 .. num_tasks - 1`` on threads and hands their results out in order.
 
     Args:
-        open_ticket: Makes a ticket from its number; called by one thread at a time, in order.
-        num_tickets: How many there are.
+        open_task: Makes a task from its number; called by one thread at a time, in order.
+        num_tasks: How many there are.
         num_threads: At least 1.
-        max_bytes: Bound on the bytes of tickets that are open or done but not taken.
+        max_bytes: Bound on the bytes of tasks that are open or done but not taken.
         wait_timeout_s: Deadline of one `take`.
         counters: Gets the stages ``wait`` (the consumer waited), ``starved`` (it waited because nothing was
-            ready), ``idle`` (a thread had nothing to do) and ``collate`` (tickets began and finished), the
+            ready), ``idle`` (a thread had nothing to do) and ``collate`` (tasks began and finished), the
             gauges ``ready_batches`` and ``buffered_bytes``, seen at each take, and ``threads_busy``, a mean
             over time.
     """
 
     def __init__(
         self,
-        open_ticket: Callable[[int], Ticket[_Result]],
-        num_tickets: int,
+        open_task: Callable[[int], Task[_Result]],
+        num_tasks: int,
         *,
         num_threads: int,
         max_bytes: int,
         wait_timeout_s: float,
         counters: StageCounters,
     ) -> None:
-        self._open_ticket = open_ticket
-        self._num_tickets = num_tickets
+        self._open_task = open_task
+        self._num_tasks = num_tasks
         self._num_threads = num_threads
         self._max_bytes = max_bytes
         self._wait_timeout_s = wait_timeout_s
@@ -155,7 +319,7 @@ class OrderedEngine(Generic[_Result]):
             )
         start = time.monotonic()
         with self._lock:
-            if self._is_closed or self._num_taken == self._num_tickets:
+            if self._is_closed or self._num_taken == self._num_tasks:
                 return None
             self.start()
             self._counters.observe("ready_batches", self._num_ready)
@@ -219,8 +383,8 @@ class OrderedEngine(Generic[_Result]):
         """Say what the next result waits for, as the message of a wait that was too long."""
         number = self._num_taken
         with self._lock:
-            ticket = self._window[0].ticket if self._window else None
-        what = ticket.describe() if ticket is not None else f"micro-batch {number} of this iteration"
+            task = self._window[0].task if self._window else None
+        what = task.describe() if task is not None else f"micro-batch {number} of this iteration"
         doing = self.describe_activity() or "no thread is at work on it"
         return (
             f"{what} must be ready within {timeout_s:g} s, got nothing ({doing}); "
@@ -229,7 +393,7 @@ class OrderedEngine(Generic[_Result]):
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of the tickets that are open or done but not taken."""
+        """Bytes of the tasks that are open or done but not taken."""
         return self._buffered_bytes
 
     def resize(self, *, num_threads: int | None = None, max_bytes: int | None = None) -> None:
@@ -270,24 +434,24 @@ class OrderedEngine(Generic[_Result]):
 
     def _run(self, state: ThreadState) -> None:
         while True:
-            task = self._next_task(state)
-            if task is None:
+            part_task = self._next_part(state)
+            if part_task is None:
                 return
-            entry, part = task
+            entry, part = part_task
             if entry is None:
                 self._open_next(state)
                 continue
             try:
-                if entry.error is None and entry.ticket is not None and part != _FINISH_ONLY:
-                    entry.ticket.run(part, state)
+                if entry.error is None and entry.task is not None and part != _FINISH_ONLY:
+                    entry.task.run(part, state)
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
                 entry.error = entry.error or error
             self._part_done(entry)
             # The names must not keep a batch alive while this thread waits for work.
-            del entry, task
+            del entry, part_task
 
-    def _next_task(self, state: ThreadState) -> tuple[_Open[_Result] | None, int] | None:
-        """Wait for a part, or for room to open a ticket (``(None, 0)``); ``None`` when the engine closed."""
+    def _next_part(self, state: ThreadState) -> tuple[_Open[_Result] | None, int] | None:
+        """Wait for a part, or for room to open a task (``(None, 0)``); ``None`` when the engine closed."""
         with self._lock:
             idle_since: float | None = None
             state.enter("idle", "")
@@ -300,17 +464,17 @@ class OrderedEngine(Generic[_Result]):
                     thread = threading.current_thread()
                     self._leaving[thread] = self._threads.pop(thread)
                     return None
-                task: tuple[_Open[_Result] | None, int] | None = None
+                part_task: tuple[_Open[_Result] | None, int] | None = None
                 if len(self._parts) < self._num_threads and self._can_open():
                     self._is_opening = True
-                    task = (None, 0)
+                    part_task = (None, 0)
                 elif self._parts:
-                    task = self._parts.popleft()
-                if task is not None:
+                    part_task = self._parts.popleft()
+                if part_task is not None:
                     if idle_since is not None:
                         self._counters.add("idle", time.monotonic() - idle_since, 0, 1)
                         self._note_busy(1)
-                    return task
+                    return part_task
                 if idle_since is None:
                     idle_since = time.monotonic()
                     self._note_busy(-1)
@@ -327,7 +491,7 @@ class OrderedEngine(Generic[_Result]):
             return False
         if self._held is not None:
             return self._fits(self._held)
-        return self._num_opened < self._num_tickets and (
+        return self._num_opened < self._num_tasks and (
             self._buffered_bytes < self._max_bytes or not self._window
         )
 
@@ -335,12 +499,12 @@ class OrderedEngine(Generic[_Result]):
         return not self._window or self._buffered_bytes + entry.num_bytes <= self._max_bytes
 
     def _open_next(self, state: ThreadState) -> None:
-        """Open the next ticket and put its parts up, by the one thread that set ``_is_opening``."""
+        """Open the next task and put its parts up, by the one thread that set ``_is_opening``."""
         entry = self._held
         if entry is None:
             state.enter("plan", "")
             try:
-                entry = _Open(self._open_ticket(self._num_opened))
+                entry = _Open(self._open_task(self._num_opened))
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
                 entry = _Open(None, error)
         with self._lock:
@@ -355,9 +519,9 @@ class OrderedEngine(Generic[_Result]):
             self._buffered_bytes += entry.num_bytes
             self._window.append(entry)
         try:
-            if entry.ticket is not None:
+            if entry.task is not None:
                 with self._counters.timed("collate", num_items=0):
-                    entry.ticket.begin()
+                    entry.task.begin()
         except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
             entry.error = error
         with self._lock:
@@ -365,7 +529,7 @@ class OrderedEngine(Generic[_Result]):
             if entry.num_left and entry.error is None:
                 self._parts.extend((entry, part) for part in range(entry.num_left))
             else:
-                entry.num_left = 1  # a ticket of no parts, or one that failed
+                entry.num_left = 1  # a task of no parts, or one that failed
                 self._parts.append((entry, _FINISH_ONLY))
             self._work.notify_all()
 
@@ -375,15 +539,15 @@ class OrderedEngine(Generic[_Result]):
             if entry.num_left:
                 return
         try:
-            if entry.error is None and entry.ticket is not None:
+            if entry.error is None and entry.task is not None:
                 with self._counters.timed("collate", entry.num_bytes):
-                    entry.result = entry.ticket.finish()
+                    entry.result = entry.task.finish()
         except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
             entry.error = error
         with self._lock:
             entry.is_done = True
             self._num_ready += 1
-            entry.ticket = None
+            entry.task = None
             if self._window and self._window[0] is entry:
                 self._done.notify_all()
 

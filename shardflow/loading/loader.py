@@ -8,31 +8,141 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.errors import StateError
+from shardflow.fields.quarantine import Quarantine, QuarantineRow
+from shardflow.fields.registry import check_view
 from shardflow.loading.batch import Batch
-from shardflow.loading.buffers import Pool
-from shardflow.loading.config import LoaderConfig
-from shardflow.loading.epoch_iterator import EpochIterator
-from shardflow.loading.epoch_plans import EpochPlans
-from shardflow.loading.fillers import check_view
-from shardflow.loading.knobs import LoaderKnobs
-from shardflow.loading.loader_parts import LoaderParts
-from shardflow.loading.node_room import check_node
-from shardflow.loading.quarantine import Quarantine, QuarantineRow
+from shardflow.loading.config import LoaderConfig, check_node
+from shardflow.loading.engine import Pool
+from shardflow.loading.process import ProcessStream
+from shardflow.loading.runtime import BatchStream, LoaderRuntime, LoaderTunables
 from shardflow.loading.selection import Selection, select
-from shardflow.loading.side_stream import SideStream
-from shardflow.loading.stream import BatchStream
 from shardflow.loading.world import World
 from shardflow.shards import Dataset
 from shardflow.telemetry import StageCounters
 
-__all__ = ["EpochIterator", "Loader"]
+# Where one epoch ends and the next begins both are asked for, in turn.
+_NUM_PLANS = 2
+
+
+class Stream(Protocol):
+    """Micro-batches in order, made by threads or processes that `close` ends."""
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch."""
+
+    def describe_activity(self) -> str:
+        """Say which shard, tier and stage they wait for, from any thread; nothing where there is no wait."""
+
+    def start(self) -> None:
+        """Begin before the first one is asked for."""
+
+    def close(self) -> None:
+        """End what makes them."""
+
+
+class EpochIterator(Iterator[Batch]):
+    """An iteration. The loader knows it weakly: when its user drops it, its threads end.
+
+    Args:
+        stream: The micro-batches.
+        numbers: Their numbers among the rank's micro-batches of the epoch.
+        check_alive: Raises if the iteration is no longer the loader's newest.
+        count: Counts a micro-batch as consumed: its epoch, its masked slots, its number.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        numbers: range,
+        check_alive: Callable[[EpochIterator], None],
+        count: Callable[[int, list[QuarantineRow], int], None],
+    ) -> None:
+        self._stream = stream
+        self._numbers = numbers
+        self._check_alive = check_alive
+        self._count = count
+        self._num_fetched = 0
+        self._has_failed = False
+        # Of the micro-batches that were fetched and not counted: what counting needs, not their memory.
+        self._uncounted: deque[tuple[int, list[QuarantineRow], int]] = deque()
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch and count it; raises what `fetch` and `count_fetched` raise."""
+        batch = self.fetch()
+        if batch is None:
+            raise StopIteration
+        self.count_fetched()
+        return batch
+
+    def fetch(self) -> Batch | None:
+        """Return the next micro-batch without counting it as consumed, or None after the last one.
+
+        For those who work ahead of their own steps, such as a copy to a device: the loader's position is
+        where the steps are, so each micro-batch is counted, with `count_fetched`, when its step takes it.
+        """
+        if self._num_fetched == len(self._numbers):
+            if not self._uncounted:
+                self.close()
+            return None
+        self._check_alive(self)
+        try:
+            batch = next(self._stream)
+        except BaseException:
+            self._has_failed = True
+            raise
+        self._uncounted.append((batch.epoch, batch.quarantined, self._numbers[self._num_fetched]))
+        self._num_fetched += 1
+        return batch
+
+    def count_fetched(self) -> None:
+        """Count the oldest micro-batch that was fetched and not counted as consumed.
+
+        Raises:
+            SampleError: There are more bad samples than ``max_bad_samples`` allows.
+            StateError: The iteration was retired.
+        """
+        self._check_alive(self)
+        try:
+            self._count(*self._uncounted.popleft())
+        except BaseException:
+            self.close()
+            raise
+
+    def hand_over(self, open_stream: Callable[[range], Stream]) -> bool:
+        """Go on with another stream from the next micro-batch to fetch; call it between two of them.
+
+        What the present one has made ahead is dropped. If the other cannot start, this one goes on.
+
+        Args:
+            open_stream: Makes a stream of the numbers that are left.
+
+        Returns:
+            Whether it does; there may be nothing left.
+        """
+        left = self._numbers[self._num_fetched :]
+        if not left or self._has_failed:
+            return False
+        following = open_stream(left)
+        following.start()
+        present, self._stream = self._stream, following
+        present.close()
+        return True
+
+    def describe_activity(self) -> str:
+        """Say what its micro-batches wait for, from any thread."""
+        return self._stream.describe_activity()
+
+    def close(self) -> None:
+        """End the iteration."""
+        self._stream.close()
 
 
 class Loader:
@@ -55,7 +165,7 @@ class Loader:
         split: Which of its splits; several are joined by ``+``. Left out for a blend.
         spec: How steps are formed.
         seed: Run-level seed.
-        subset: Terms that all samples must meet, such as ``"modality=CT"``, see `shardflow.loading.subset`.
+        subset: Terms that all samples must meet, such as ``"modality=CT"``, see `select`.
         world: This rank; one of one by default.
         config: How to run; never changes what a micro-batch holds.
 
@@ -88,7 +198,7 @@ class Loader:
         self.world = world or World()
         config = config or LoaderConfig()
         selection = select(dataset, split, subset)
-        check_view(selection, config)
+        check_view(selection, config.view)
         check_node(config, selection.datasets, self.world)
         self._schedule = RankSchedule(
             spec.micro_batches_per_step,
@@ -97,11 +207,11 @@ class Loader:
             ranks_per_node=self.world.ranks_per_node,
         )
         self._state = selection.state(spec, seed=seed)
-        self._plans = EpochPlans(selection, self._state)
-        self._parts = LoaderParts(selection, self._schedule, self.world, self._state, config)
+        self._plans: list[EpochPlan] = []
+        self._parts = LoaderRuntime(selection, self._schedule, self.world, self._state, config)
         weakref.finalize(self, self._parts.close)
         if spec.budget is None:
-            self._plans.of(0)  # costs nothing, and says at once if no step can be formed
+            self._plan_of(0)  # costs nothing, and says at once if no step can be formed
         self._position = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples)
         self._active: weakref.ref[EpochIterator] | None = None
@@ -131,7 +241,7 @@ class Loader:
     @property
     def plan(self) -> EpochPlan:
         """The plan of the present epoch."""
-        return self._plans.of(self.epoch)
+        return self._plan_of(self.epoch)
 
     @property
     def num_steps(self) -> int:
@@ -140,7 +250,7 @@ class Loader:
 
     def num_steps_in(self, epoch: int) -> int:
         """Return the steps of any epoch."""
-        return self._plans.of(epoch).num_steps
+        return self._plan_of(epoch).num_steps
 
     def summary(self) -> PlanSummary:
         """Return the numbers of the present epoch: steps, and what its tail leaves out, repeats or pads."""
@@ -183,7 +293,7 @@ class Loader:
             numbers: Which, counted over the epoch's steps, 0 to ``len(loader) - 1``.
             pool: Where their memory comes from; the loader's own if not given.
         """
-        return self._here().stream(self._plans.of(epoch), numbers, self._quarantine, pool)
+        return self._here().stream(self._plan_of(epoch), numbers, self._quarantine, pool)
 
     def count(self, batch: Batch, number: int) -> None:
         """Count a micro-batch as consumed and keep its masks.
@@ -215,9 +325,9 @@ class Loader:
     # ---- settings that may change ----------------------------------------------------------------
 
     @property
-    def knobs(self) -> LoaderKnobs:
+    def knobs(self) -> LoaderTunables:
         """The settings that may change while it runs, those of its caches and stores among them."""
-        return LoaderKnobs(self._here())
+        return LoaderTunables(self._here())
 
     def apply_pending(self) -> bool:
         """Let changes act that wait for a boundary: ``loader.execution``, and how many processes there are.
@@ -244,7 +354,7 @@ class Loader:
             raise
         parts.close_retired()
         if has_changed and parts.side is not None:
-            parts.foresight.rest()  # the processes report for themselves
+            parts.planner.rest()  # the processes report for themselves
         return has_changed
 
     def change(self, changes: Mapping[str, int | str]) -> None:
@@ -356,22 +466,38 @@ class Loader:
             num_steps=self.num_steps_in(epoch),
         )
 
-    def _here(self) -> LoaderParts:
+    def _plan_of(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch.
+
+        Only plans that are asked for are made: under a token budget one takes a second at 200 million
+        samples, so a run that resumes in epoch 7 never plans epoch 0.
+        """
+        for plan in self._plans:
+            if plan.epoch == epoch:
+                return plan
+        if self._plans:
+            plan = self._plans[0].for_epoch(epoch)
+        else:
+            plan = self._parts.selection.plan(self._state.spec, seed=self._state.seed, epoch=epoch)
+        self._plans = [plan, *self._plans[: _NUM_PLANS - 1]]
+        return plan
+
+    def _here(self) -> LoaderRuntime:
         """Return the parts of this process: a forked child cannot use its parent's."""
         parts = self._parts
         if parts.pid != os.getpid():
-            selection = self._plans.selection = parts.selection.reopened()
-            self._parts = LoaderParts(selection, self._schedule, self.world, self._state, parts.config)
+            selection = parts.selection.reopened()
+            self._parts = LoaderRuntime(selection, self._schedule, self.world, self._state, parts.config)
             weakref.finalize(self, self._parts.close)
         return self._parts
 
-    def _open(self, epoch: int, numbers: range) -> BatchStream | SideStream:
+    def _open(self, epoch: int, numbers: range) -> BatchStream | ProcessStream:
         """Open a stream as the settings say now."""
         parts = self._here()
         if parts.config.execution != "threads":
-            self._plans.of(epoch)
-            return parts.side_stream(epoch, numbers, self.masks())
-        parts.retire_side()
+            self._plan_of(epoch)
+            return parts.process_stream(epoch, numbers, self.masks())
+        parts.retire_processes()
         return self.stream(epoch, numbers)
 
     def _current(self) -> EpochIterator | None:

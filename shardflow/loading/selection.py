@@ -1,31 +1,361 @@
-"""Which samples a loader runs over: a split of a dataset, a subset of one, or a blend of several."""
+"""Selection: which samples a loader runs over; a split of a dataset, a subset of one, or a blend of several.
+
+A subset is a list of terms, and a sample belongs to it where all of them hold::
+
+    modality=CT,MR      one of these; modality!=... none of these; of an entity view label, anatomy, assertion
+                        and laterality too
+    num_slices>=16      a column of integers of the samples table: = != < <= > >=
+    keys=wanted.txt     a text file, one sample key a line, or ``sha256:`` and the SHA-256 of one
+
+The same terms are written in a training configuration, in a blend file and behind ``--subset``. What counts
+afterwards is which rows they give: the rows' digest is part of the plan's identity, the terms are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, SampleLayout, choose_lanes
+from shardflow.epochs import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
 from shardflow.epochs.blend import BLEND_SPLIT, Blend
 from shardflow.epochs.blend_lanes import blend_layout
-from shardflow.epochs.rows import Rows
+from shardflow.epochs.chosen import chosen_layout
+from shardflow.epochs.rows import Rows, mask_of, rows_digest, select_rows
 from shardflow.errors import ChecksumError, ConfigError
-from shardflow.loading.layout import rows_layout
-from shardflow.loading.subset import choose_rows
 from shardflow.shards import Dataset
 from shardflow.shards.entity_dataset import EntityDataset, EntityPlace
+from shardflow.shards.keys import SAMPLE_KEY_PATTERN
+from shardflow.shards.tokens import COUNT_COLUMN, open_counts
 from shardflow.storage import LocalStore
 
-__all__ = ["FULL_STUDY", "Selection", "open_view", "select"]
-
+_DIGEST_PREFIX = "sha256:"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TERM = re.compile(r"([a-z_]+)\s*(<=|>=|!=|=|<|>)\s*(\S.*)")
+_NUMBER = re.compile(r"\d{1,18}")
+_COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+# Where a sample lies says nothing about it, and modality and keys have terms of their own.
+_NOT_FACTS = frozenset({"sample_key", "shard", "row_in_shard", "offset_bytes", "modality"})
+_SEPARATOR = "+"
+Choice = Callable[[int, int], NDArray[np.bool_]]
+"""Says which of the rows ``[start, stop)`` of the samples table are chosen."""
 FULL_STUDY = "full_study"
 """The view whose samples are whole studies."""
-
 Int64Array = NDArray[np.int64]
 _MAX_ASCII = 127
+
+
+def listed_rows(dataset: Dataset, spans: Sequence[range], path: Path) -> Rows:
+    """Return the rows of the samples that a file lists.
+
+    Args:
+        dataset: The dataset.
+        spans: Rows of the splits that the samples lie in, ascending.
+        path: A sample key a line, or ``sha256:`` and the SHA-256 of one; blank lines do not count.
+
+    Raises:
+        ConfigError: The file cannot be read, a line is no key, or stands twice, or names no sample.
+    """
+    keys, digests = _read_list(path)
+    column = dataset.samples.column("sample_key")
+    wanted = np.array(sorted(keys), "S") if keys else np.zeros(0, "S1")
+    is_found = np.zeros(len(wanted), bool)
+    seen: set[bytes] = set()
+
+    def choose(start: int, stop: int) -> NDArray[np.bool_]:
+        inside = np.zeros(stop - start, bool)
+        for span in spans:
+            inside[max(span.start - start, 0) : max(span.stop - start, 0)] = True
+        block = column[start:stop]
+        chosen = np.zeros(len(block), bool)
+        if len(wanted):
+            place = np.minimum(np.searchsorted(wanted, block), len(wanted) - 1)
+            chosen = (wanted[place] == block) & inside
+            is_found[place[chosen]] = True
+        if digests:
+            hits = [hashlib.sha256(key).digest() for key in block.tolist()]
+            is_listed = np.array([hit in digests for hit in hits], bool) & inside
+            seen.update(hits[number] for number in np.flatnonzero(is_listed).tolist())
+            chosen |= is_listed
+        return chosen
+
+    rows = select_rows(range(spans[0].start, spans[-1].stop), choose)
+    num_missing = len(wanted) - int(is_found.sum()) + len(digests) - len(seen)
+    if num_missing:
+        unknown = next(iter(wanted[~is_found].tolist()), b"")
+        example = f"{unknown.decode('ascii')} the first" if unknown else "all of them as digests"
+        raise ConfigError(
+            f"every line of a key list must be a sample of the split, got {num_missing:,} that are not, "
+            f"{example} ({path.name}); correct the list or the split."
+        )
+    return rows
+
+
+def _read_list(path: Path) -> tuple[set[bytes], set[bytes]]:
+    """Return the keys of a list, and the digests."""
+    keys: set[bytes] = set()
+    digests: set[bytes] = set()
+    for number, line in _lines(path):
+        if line.startswith(_DIGEST_PREFIX):
+            digest = line.removeprefix(_DIGEST_PREFIX)
+            if not _DIGEST.fullmatch(digest):
+                raise ConfigError(
+                    f"a digest in a key list must be 64 hexadecimal digits, got {len(digest)} characters "
+                    f"(line {number} of {path.name}); correct it."
+                )
+            target, entry = digests, bytes.fromhex(digest)
+        elif SAMPLE_KEY_PATTERN.fullmatch(line):
+            target, entry = keys, line.encode("ascii")
+        else:
+            # Not repeated: a file that is no key list may hold anything.
+            raise ConfigError(
+                f"a line of a key list must be a sample key, got {len(line)} characters that are none (line "
+                f"{number} of {path.name}); sample keys are 1 to 64 of a-z and 0-9."
+            )
+        if entry in target:
+            raise ConfigError(
+                f"a key list must name a sample once, got {line} a second time (line {number} of "
+                f"{path.name}); remove the line."
+            )
+        target.add(entry)
+    both = next((key for key in keys if digests and hashlib.sha256(key).digest() in digests), None)
+    if both is not None:
+        raise ConfigError(
+            f"a key list must name a sample once, got {both.decode('ascii')} as key and as digest "
+            f"({path.name}); remove one."
+        )
+    if not keys and not digests:
+        raise ConfigError(f"a key list must hold at least one line, got none ({path.name}); correct it.")
+    return keys, digests
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not blank, and their numbers from 1."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line.strip()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the key list of a subset must exist, got no file of the name {path.name!r}; correct the path."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the key list of a subset must be a text file that can be read, got {type(error).__name__} "
+            f"({path.name}); check it."
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """The rows of one split or several, or a subset of them."""
+
+    split: str
+    """Name of the split; several are joined by ``+``, in the order of the table."""
+    rows: Rows
+    digest: str | None
+    """Digest of the rows where they are a subset; None for whole splits."""
+
+
+def choose_rows(dataset: Dataset, split: str, terms: Sequence[str] = ()) -> SplitRows:
+    """Return the rows of a split, or of several such as ``train+val``, that a subset consists of.
+
+    Args:
+        dataset: The dataset.
+        split: Names of splits, joined by ``+``.
+        terms: All must hold; none chooses whole splits.
+
+    Raises:
+        ConfigError: There is no such split, column, modality or key, a term cannot be read, or no sample is
+            left.
+    """
+    names = split_names(dataset, split)
+    spans = [dataset.splits[name] for name in names]
+    choices = [_choice(dataset, spans, term) for term in terms]
+    hull = range(spans[0].start, spans[-1].stop)
+
+    def choose(start: int, stop: int) -> NDArray[np.bool_]:
+        chosen = np.zeros(stop - start, bool)
+        for span in spans:
+            chosen[max(span.start - start, 0) : max(span.stop - start, 0)] = True
+        for choice in choices:
+            chosen &= choice(start, stop)
+        return chosen
+
+    whole = sum(len(span) for span in spans)
+    if not terms and whole == len(hull):
+        return SplitRows(_SEPARATOR.join(names), hull, None)
+    rows = select_rows(hull, choose)
+    if not rows:
+        raise ConfigError(
+            f"a subset must hold at least one sample, got none of {whole:,} of split {split!r} "
+            f"({_quoted(terms)}); loosen a term."
+        )
+    if len(rows) == whole:
+        return SplitRows(_SEPARATOR.join(names), rows, None)
+    return SplitRows(_SEPARATOR.join(names), rows, rows_digest(rows))
+
+
+def split_names(dataset: Dataset, split: str) -> list[str]:
+    """Return the splits that ``split`` names, in the order of the table.
+
+    Raises:
+        ConfigError: One is unknown, empty or named twice.
+    """
+    names = [name.strip() for name in split.split(_SEPARATOR)]
+    known = dataset.splits
+    for name in names:
+        if not known.get(name):
+            held = ", ".join(sorted(known)) or "none"
+            raise ConfigError(f"split must be one that holds samples ({held}), got {name!r}; correct it.")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"split must name each split once, got {split!r}; remove the second one.")
+    return sorted(names, key=lambda name: known[name].start)
+
+
+def resolve_terms(terms: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """Return terms whose files lie where the file that names them lies."""
+    resolved = []
+    for term in terms:
+        name, sign, value = _parse(term)
+        path = folder / Path(value).expanduser() if name == "keys" else value
+        resolved.append(f"{name}{sign}{path}")
+    return tuple(resolved)
+
+
+def _parse(term: str) -> tuple[str, str, str]:
+    match = _TERM.fullmatch(term.strip())
+    if match is None:
+        raise ConfigError(
+            f"a term of a subset must be a name, a sign of {' '.join(_COMPARISONS)} and a value, such as "
+            f'"num_slices>=16" or "modality=CT", got {term!r}; correct it.'
+        )
+    return match[1], match[2], match[3].strip()
+
+
+def _choice(dataset: Dataset, spans: Sequence[range], term: str) -> Choice:
+    name, sign, value = _parse(term)
+    vocabularies = dataset.samples.vocabularies
+    if name == "keys" or name in vocabularies:
+        allowed = ("=", "!=") if name in vocabularies else ("=",)
+        if sign not in allowed:
+            raise ConfigError(
+                f"{name} of a subset must come with {' or '.join(allowed)}, got {sign!r} ({term!r})."
+            )
+        if name in vocabularies:
+            return _named(dataset, name, value, is_wanted=sign == "=")
+        listed = listed_rows(dataset, spans, Path(value))
+        return lambda start, stop: mask_of(listed, start, stop)
+    facts = sorted(
+        column
+        for column in dataset.samples.column_names
+        if column not in _NOT_FACTS
+        and column not in vocabularies
+        and dataset.samples.gather(column, np.zeros(0, np.int64)).dtype.kind in "iu"
+    )
+    if name not in facts:
+        raise ConfigError(
+            f"a term of a subset must begin with modality, keys or one of {', '.join(facts)}, got {name!r}; "
+            f"correct it."
+        )
+    if not _NUMBER.fullmatch(value):
+        raise ConfigError(
+            f"{name} of a subset must be compared with an integer of at least 0, got {value!r}; correct it."
+        )
+    compare, bound = _COMPARISONS[sign], np.int64(value)
+    column = dataset.samples.column(name)
+    return lambda start, stop: np.asarray(compare(column[start:stop].astype(np.int64), bound))
+
+
+def _named(dataset: Dataset, column_name: str, value: str, *, is_wanted: bool) -> Choice:
+    known = dataset.samples.vocabularies[column_name]
+    names = [name.strip() for name in value.split(",")]
+    for name in names:
+        if name not in known:
+            held = ", ".join(name or "(none)" for name in known)
+            raise ConfigError(
+                f"{column_name} of a subset must be one of the dataset ({held}), got {name!r}; correct it."
+            )
+    column = dataset.samples.column(column_name)
+    table = np.full(max(len(known), 1 << 8), not is_wanted)
+    table[[known.index(name) for name in names]] = is_wanted
+    return lambda start, stop: table[column[start:stop]]
+
+
+def _quoted(terms: Sequence[str]) -> str:
+    return ", ".join(repr(term) for term in terms if not term.startswith("keys")) or "a key list"
+
+
+def rows_layout(dataset: Dataset, rows: Rows, spec: BatchSpec) -> SampleLayout:
+    """Return where some samples lie, with the facts that a batch spec needs.
+
+    Raises:
+        ConfigError: The cost rule names a tokenizer whose counts do not lie beside the dataset.
+        PlanError: The samples table is not ordered by shard and offset.
+    """
+    column = dataset.samples.column
+    facts = {} if spec.budget is None else _facts(dataset, spec.budget.cost)
+    shard, num_bytes = column("shard"), column("num_bytes")
+    if not isinstance(rows, range):
+        return chosen_layout(
+            rows, dataset_id=dataset.dataset_id, shard=shard, num_bytes=num_bytes, facts=facts
+        )
+    return SampleLayout.of_columns(
+        rows,
+        dataset_id=dataset.dataset_id,
+        shard=shard,
+        offset_bytes=column("offset_bytes"),
+        num_bytes=num_bytes,
+        facts=facts,
+    )
+
+
+class RowNumbers:
+    """The number of each row as a column of the samples table: what a keyed choice of the plan hangs on.
+
+    Args:
+        num_rows: Rows of the table.
+    """
+
+    __slots__ = ("dtype", "ndim", "shape")
+
+    def __init__(self, num_rows: int) -> None:
+        self.dtype, self.ndim, self.shape = np.dtype(np.int64), 1, (num_rows,)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return np.arange(*key.indices(len(self)), dtype=np.int64)
+        return np.asarray(key, np.int64)
+
+
+def _facts(dataset: Dataset, rule: CostRule) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for name in rule.used_facts():
+        if name == COUNT_COLUMN:
+            facts[name] = open_counts(dataset, rule.tokenizer)
+        elif name == "row":
+            facts[name] = RowNumbers(dataset.samples.num_samples)
+        else:
+            facts[name] = dataset.samples.column(name)
+    return facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -246,7 +576,7 @@ def select(source: Dataset | Selection, split: str = "", subset: Sequence[str] =
     Args:
         source: A dataset, or a selection.
         split: Of a dataset: its split, or several joined by ``+``.
-        subset: Of a dataset: terms that all samples must meet, see `shardflow.loading.subset`.
+        subset: Of a dataset: terms that all samples must meet, see `shardflow.loading.selection`.
 
     Raises:
         ConfigError: There is no such split, a term cannot be read, no sample is left, or a selection is

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
+from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
 from shardflow.packing.workplace import storage_error
 from shardflow.shards.codecs import decode_array, encode_array
 from shardflow.shards.keys import variant_field

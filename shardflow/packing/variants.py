@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardflow.augmentation import Draw
+    from shardflow.fields.augmentation import Draw
     from shardflow.packing.field_order import InOrder
     from shardflow.packing.variants_config import VariantsConfig
     from shardflow.sources.dicom import DecodedSlice, SliceForm, Stack

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardflow.augmentation import Draw, draw_sample, names_a_side
+from shardflow.fields.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch
 from shardflow.telemetry import StageCounters
 from shardflow.training.config import AugmentSettings

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, ViTConfig
 
-from shardflow.loading.room import check_fits
+from shardflow.loading.config import check_fits
 from shardflow.seeds import derive
 from shardflow.training.config import ImageSettings, ModelSettings
 from shardflow.training.device.images import window_images

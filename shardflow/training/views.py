@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardflow.fields.views import View
 from shardflow.loading import ImageView, SizedView, SliceSize, TileView
-from shardflow.loading.views import View
 from shardflow.telemetry import StageCounters
 from shardflow.training.config import ImageSettings, TrainConfig
 from shardflow.training.device.images import ImagePipeline

@@ -150,7 +150,7 @@ def before_each(target: str, seconds: float) -> Hurt:
 unhurried = before_each("shardflow.training.step.seed_micro_batch", 0.2)
 
 
-_BEGUN = "shardflow.loading.side_process.SideProcess.start_iteration"
+_BEGUN = "shardflow.loading.process.LoaderProcess.start_iteration"
 """Called right after a loader's process was started, and when it goes on with another epoch."""
 
 CASES: dict[str, Case] = {

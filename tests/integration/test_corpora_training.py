@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardflow.epochs import BatchSpec
+from shardflow.fields.slots import SlotAssembler
 from shardflow.loading import Loader, LoaderConfig, StoredTokens, open_blend
-from shardflow.loading.fill import SlotFiller
 from shardflow.shards import Dataset
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
@@ -84,7 +84,7 @@ def test_texts_take_the_short_way_of_the_loader(folder: Path, monkeypatch: pytes
     def refuse(*_: object) -> None:
         raise AssertionError("the long way")
 
-    monkeypatch.setattr(SlotFiller, "fill", refuse)
+    monkeypatch.setattr(SlotAssembler, "fill", refuse)
     dataset = Dataset.open(folder / "notes" / "out")
     spec = BatchSpec(micro_batch_size=8, micro_batches_per_step=1, tail="mask")
     with Loader(dataset, split="train", spec=spec, seed=5, config=LoaderConfig(view=None)) as loader:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardflow.entities import EntityRules, build_view
 from shardflow.epochs import BatchSpec, CostRule, TokenBudget
 from shardflow.errors import ChecksumError, ConfigError, FormatError, StateError
+from shardflow.fields.views import View
 from shardflow.loading import (
     Batch,
     EntityNames,
@@ -31,7 +32,6 @@ from shardflow.loading import (
     open_view,
     select,
 )
-from shardflow.loading.views import View
 from shardflow.shards import Dataset
 from shardflow.shards.entity_dataset import EntityDataset
 from shardflow.storage import ByteRange, CacheConfig

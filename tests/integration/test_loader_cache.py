@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from shardflow.epochs import BatchSpec, RankSchedule, TokenBudget
+from shardflow.fields.reader import FieldReader
+from shardflow.fields.registry import field_kinds
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.slots import SlotRequest
+from shardflow.fields.views import DrawKey
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World, open_blend
-from shardflow.loading.needs import needed_fields
-from shardflow.loading.reader import FieldReader
 from shardflow.loading.selection import select
-from shardflow.loading.thread_state import ThreadState
 from shardflow.shards import Dataset
 from shardflow.storage import (
     ByteRange,
@@ -109,7 +111,15 @@ def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> se
     for row in rows[rows >= 0].tolist():
         shard = reader.open_shard(int(dataset.samples.gather("shard", row)), ThreadState())
         inside = int(dataset.samples.gather("row_in_shard", row))
-        fields = needed_fields(shard, inside, CONFIG, seed=SEED, epoch=epoch, row=row, table_row=row)
+        request = SlotRequest(
+            slot=0,
+            draw=DrawKey(SEED, epoch, row, table_row=row),
+            row_in_shard=inside,
+            key="",
+            text_bytes=0,
+        )
+        kinds = field_kinds(CONFIG.view, text=CONFIG.text, counters=StageCounters())
+        fields = sorted(number for kind in kinds for number in kind.needed(shard, request))
         blocks = dataset.store._blocks(shard.path)
         assert blocks is not None
         offsets = shard.index.field_offsets[fields].tolist()
@@ -136,7 +146,7 @@ def test_close_waits_for_what_is_read_ahead(url: str, config: CacheConfig) -> No
             if threading.current_thread().name.startswith("shardflow-ahead"):
                 is_reading.set()
                 # Until everything is told to end, and a while longer: only a join outlasts that.
-                while not all(watch.is_closed for watch in source._parts.foresight._watches):
+                while not all(watch.is_closed for watch in source._parts.planner._watches):
                     time.sleep(0.001)
                 time.sleep(0.3)
 
@@ -307,7 +317,7 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
     outlook = dataset.store.cache.outlook
     iterator = iter(source)
     next(iterator)
-    (told,) = source._parts.foresight._told
+    (told,) = source._parts.planner._told
     assert eventually(lambda: told.run.table.has_epoch(0) and told.run.table.has_epoch(1))
     schedule = RankSchedule(4, 4, lanes=SPECS[kind].lanes, ranks_per_node=2)
     micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_filler(micro)]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import tests.factories
 from shardflow.epochs import BatchSpec
+from shardflow.fields.views import DrawKey
 from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView
 from shardflow.shards import Dataset, decode_array, encode_array
 from shardflow.storage import ByteRange, LocalStore
@@ -68,7 +69,7 @@ def test_images_and_texts_equal_a_direct_decode(
                 continue
             rows.append(row)
             slices, text = _stored(dataset, row)
-            chosen = view.choose(len(slices), seed=5, epoch=0, row=row)
+            chosen = view.choose(len(slices), DrawKey(5, 0, row))
             assert mask.tolist() == [1] * len(chosen) + [0] * (num_slices - len(chosen))
             assert not image[len(chosen) :].any()
             for place, index in enumerate(chosen.tolist()):
@@ -129,7 +130,7 @@ def test_only_the_chosen_slices_are_read_in_one_ascending_call_a_sample(url: str
     wanted = set()
     for row in range(11):
         slices = [name for name in dataset.read_fields(row) if name.startswith("s000")]
-        names = [slices[index] for index in view.choose(len(slices), seed=5, epoch=0, row=row)]
+        names = [slices[index] for index in view.choose(len(slices), DrawKey(5, 0, row))]
         for name in [*names, "study.json"]:
             path, offset, num_bytes = locate(dataset, row, name)
             wanted.add((path.name, offset, num_bytes))

@@ -28,6 +28,7 @@ from shardflow.errors import (
     StorageError,
     WaitTimeoutError,
 )
+from shardflow.fields.views import DrawKey
 from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView, World
 from shardflow.shards import Dataset
 from shardflow.storage import ByteRange
@@ -398,9 +399,7 @@ def test_a_stalled_read_ends_in_an_error_that_names_shard_stage_and_tier(url: st
 class BrokenView(ImageView):
     """A view with a programming error."""
 
-    def choose(
-        self, num_slices: int, *, seed: int, epoch: int, row: int, place: tuple[int, ...] = ()
-    ) -> NDArray[np.int64]:
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
         raise ZeroDivisionError("a bug in the view")
 
 

@@ -27,7 +27,7 @@ from shardflow.errors import (
     WaitTimeoutError,
 )
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, World
-from shardflow.loading.side_process import SideProcess
+from shardflow.loading.process import LoaderProcess
 from shardflow.shards import Dataset
 from tests.factories import make_dataset
 from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate
@@ -290,15 +290,15 @@ def test_a_killed_process_is_an_error_at_once_and_iter_starts_another(url: str, 
 
 
 def test_signals_to_the_whole_group_do_not_end_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_iteration, signals = SideProcess.start_iteration, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    start_iteration, signals = LoaderProcess.start_iteration, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def signalled(self: SideProcess, *arguments: Any) -> None:
+    def signalled(self: LoaderProcess, *arguments: Any) -> None:
         # Its Python has hardly begun, and none of our code runs in it.
         for number in signals:
             os.kill(self.pid, number)
         start_iteration(self, *arguments)
 
-    monkeypatch.setattr(SideProcess, "start_iteration", signalled)
+    monkeypatch.setattr(LoaderProcess, "start_iteration", signalled)
     with _loader(url, prefetch_bytes=1) as loader:
         iterator = iter(loader)
         next(iterator)

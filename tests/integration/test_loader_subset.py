@@ -10,7 +10,7 @@ import pytest
 from shardflow.epochs import BatchSpec, TokenBudget
 from shardflow.errors import StateError
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World
-from shardflow.loading.subset import choose_rows
+from shardflow.loading.selection import choose_rows
 from shardflow.shards import Dataset
 from tests.factories import make_dataset
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardflow.epochs import BatchSpec
+from shardflow.fields.slots import SlotAssembler
 from shardflow.loading import Loader, LoaderConfig
-from shardflow.loading.fill import SlotFiller
 from shardflow.shards import Dataset
 from shardflow.storage import LocalStore
 from tests.factories import make_dataset
@@ -51,7 +51,7 @@ def test_every_text_is_the_stored_one_and_takes_the_short_way(
     def refuse(*_: Any) -> None:
         raise AssertionError("the long way")
 
-    monkeypatch.setattr(SlotFiller, "fill", refuse)
+    monkeypatch.setattr(SlotAssembler, "fill", refuse)
     dataset = Dataset.open(url) if is_local else hooked(url, lambda *_: None)[0]
     assert isinstance(dataset.store, LocalStore) == is_local
     assert _texts(_loader(dataset)) == _stored(Dataset.open(url))

@@ -15,6 +15,7 @@ import tests.factories
 from shardflow.epochs import BatchSpec, CostRule, TokenBudget
 from shardflow.epochs.buckets import BucketDraw
 from shardflow.errors import ConfigError
+from shardflow.fields.views import WINDOWS
 from shardflow.loading import (
     Batch,
     ImageView,
@@ -26,7 +27,6 @@ from shardflow.loading import (
     World,
     open_blend,
 )
-from shardflow.loading.windows import WINDOWS
 from shardflow.shards import Dataset, decode_array
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.integration.loader_support import flip_bit, locate
@@ -180,8 +180,11 @@ def test_a_sample_gets_the_size_that_the_plan_drew(url: str) -> None:
                 size = TWO_SIZES.sizes[sizes[row]]
                 num_slices = min(size.num_slices, len(stored(url, row)))
                 assert sample["image"].shape == (num_slices, size.rows, size.columns)
-            for number in range(len(TWO_SIZES.sizes)):
-                alone = loader(url, TWO_SIZES.of_size(number))
+            for number, size in enumerate(TWO_SIZES.sizes):
+                one = ImageView(
+                    num_slices=size.num_slices, rows=size.rows, columns=size.columns, slice_choice="random"
+                )
+                alone = loader(url, one)
                 alone.set_epoch(epoch)
                 for row, sample in by_row(list(alone)).items():
                     if sizes[row] == number:

@@ -13,7 +13,7 @@ import pytest
 from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.loading.node_room import rank_num_bytes
+from shardflow.loading.config import rank_num_bytes
 from shardflow.shards import Dataset
 from shardflow.storage import CacheConfig, RemoteStore
 from shardflow.telemetry.machine import machine_bytes

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
 
-from shardflow.augmentation import ALLOWED, Draw, Warp, change_intensity
 from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
+from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
 from shardflow.packing.augmented import speaks_of_sides
 from shardflow.shards import Dataset, decode_array

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.augmentation import Draw, source_affine
+from shardflow.fields.augmentation import Draw, source_affine
 
 __all__ = ["stack_draws"]
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardflow.loading.batch import ArraySpec, BatchLayout
+from shardflow.fields.views import ArraySpec
+from shardflow.loading.batch import BatchLayout
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.ring import PinnedRing
 

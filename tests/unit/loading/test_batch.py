@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from shardflow.fields.views import ArraySpec
 from shardflow.loading import Batch
-from shardflow.loading.batch import ArraySpec, BatchLayout
-from shardflow.loading.slot_keys import SlotKeys
+from shardflow.loading.batch import BatchLayout, SlotKeys
 
 pytestmark = pytest.mark.fast
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from shardflow.loading.buffers import BufferPool
+from shardflow.loading.engine import BufferPool
 
 pytestmark = pytest.mark.fast
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 
 from shardflow.configs import load_config
 from shardflow.errors import ConfigError
-from shardflow.loading import ImageView, LoaderConfig
+from shardflow.loading import ImageView, LoaderConfig, NativeView
 
 pytestmark = pytest.mark.fast
 
@@ -26,6 +26,12 @@ pytestmark = pytest.mark.fast
 def test_a_setting_out_of_range_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         LoaderConfig(**{setting: value})
+
+
+def test_a_loader_delivers_one_view() -> None:
+    view: Any = (ImageView(num_slices=1, rows=8, columns=8), NativeView())
+    with pytest.raises(ConfigError, match=r"view must be one of .* got tuple"):
+        LoaderConfig(view=view)
 
 
 @pytest.mark.parametrize(

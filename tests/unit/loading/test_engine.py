@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from shardflow.errors import ShardflowError, WaitTimeoutError
+from shardflow.fields.scratch import ThreadState
 from shardflow.loading.engine import OrderedEngine
-from shardflow.loading.thread_state import ThreadState
 from shardflow.telemetry import StageCounters
 
 pytestmark = pytest.mark.fast
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.fast
 DEADLINE_S = 60.0
 
 
-class Ticket:
-    """A ticket whose parts run a function; its result is its number."""
+class Task:
+    """A task whose parts run a function; its result is its number."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Ticket:
         return self.number
 
     def describe(self) -> str:
-        return f"ticket {self.number}"
+        return f"task {self.number}"
 
 
 def _engine(
-    open_ticket: Callable[[int], Ticket],
-    num_tickets: int,
+    open_task: Callable[[int], Task],
+    num_tasks: int,
     *,
     num_threads: int = 3,
     max_bytes: int = 100,
@@ -67,8 +67,8 @@ def _engine(
     counters: StageCounters | None = None,
 ) -> OrderedEngine[int]:
     return OrderedEngine(
-        open_ticket,
-        num_tickets,
+        open_task,
+        num_tasks,
         num_threads=num_threads,
         max_bytes=max_bytes,
         wait_timeout_s=wait_timeout_s,
@@ -99,13 +99,13 @@ def test_results_come_in_order_however_long_each_takes(num_threads: int, num_par
     def part(_: int) -> None:
         time.sleep(rng.random() * 0.002)
 
-    engine = _engine(lambda n: Ticket(n, num_parts=num_parts, part=part), 40, num_threads=num_threads)
+    engine = _engine(lambda n: Task(n, num_parts=num_parts, part=part), 40, num_threads=num_threads)
     assert _take_all(engine) == list(range(40))
     assert not _loader_threads()
 
 
 def test_no_threads_run_before_the_first_take_and_none_after_close() -> None:
-    engine = _engine(Ticket, 5)
+    engine = _engine(Task, 5)
     assert not _loader_threads()
     assert engine.take() == 0
     assert len(_loader_threads()) == 3
@@ -121,7 +121,7 @@ def test_work_ahead_is_bounded_in_bytes_and_one_ticket_may_exceed_it_alone(num_b
     seen: list[int] = []
     lock = threading.Lock()
 
-    class Counting(Ticket):
+    class Counting(Task):
         def begin(self) -> None:
             super().begin()
             with lock:
@@ -135,14 +135,14 @@ def test_work_ahead_is_bounded_in_bytes_and_one_ticket_may_exceed_it_alone(num_b
             open_tickets.discard(expected)
         time.sleep(0.002)
     engine.close()
-    # A ticket counts until it is taken; the consumer takes it off our list a little later.
+    # A task counts until it is taken; the consumer takes it off our list a little later.
     assert most <= max(seen) <= most + 1
 
 
 def test_nothing_is_opened_while_the_bound_is_full() -> None:
     begun: list[int] = []
 
-    class Noting(Ticket):
+    class Noting(Task):
         def begin(self) -> None:
             super().begin()
             begun.append(self.number)
@@ -157,15 +157,15 @@ def test_nothing_is_opened_while_the_bound_is_full() -> None:
 
 def test_all_threads_work_on_the_oldest_ticket_first() -> None:
     barrier = threading.Barrier(3, timeout=DEADLINE_S)
-    engine = _engine(lambda n: Ticket(n, part=lambda _: _wait(barrier)), 1)
-    assert _take_all(engine) == [0]  # three parts met, so three threads ran parts of one ticket
+    engine = _engine(lambda n: Task(n, part=lambda _: _wait(barrier)), 1)
+    assert _take_all(engine) == [0]  # three parts met, so three threads ran parts of one task
 
 
 def test_an_error_comes_out_in_order_with_the_threads_traceback() -> None:
     def part_of_seven(_: int) -> None:
         raise ZeroDivisionError("in the view")
 
-    engine = _engine(lambda n: Ticket(n, part=part_of_seven if n == 7 else None), 20)
+    engine = _engine(lambda n: Task(n, part=part_of_seven if n == 7 else None), 20)
     for expected in range(7):
         assert engine.take() == expected
     with pytest.raises(ZeroDivisionError, match="in the view") as caught:
@@ -176,7 +176,7 @@ def test_an_error_comes_out_in_order_with_the_threads_traceback() -> None:
 
 @pytest.mark.parametrize("where", ["open", "begin", "finish"])
 def test_an_error_anywhere_comes_out(where: str) -> None:
-    class Failing(Ticket):
+    class Failing(Task):
         def begin(self) -> None:
             if where == "begin" and self.number == 2:
                 raise OSError(where)
@@ -187,12 +187,12 @@ def test_an_error_anywhere_comes_out(where: str) -> None:
                 raise OSError(where)
             return super().finish()
 
-    def open_ticket(number: int) -> Ticket:
+    def open_task(number: int) -> Task:
         if where == "open" and number == 2:
             raise OSError(where)
         return Failing(number)
 
-    engine = _engine(open_ticket, 5)
+    engine = _engine(open_task, 5)
     assert [engine.take(), engine.take()] == [0, 1]
     with pytest.raises(OSError, match=where):
         engine.take()
@@ -203,14 +203,14 @@ def test_an_error_anywhere_comes_out(where: str) -> None:
 def test_a_wait_has_a_deadline_that_names_ticket_stage_shard_and_tier() -> None:
     release = threading.Event()
     engine = _engine(
-        lambda n: Ticket(n, part=(lambda _: _wait(release)) if n == 1 else None),
+        lambda n: Task(n, part=(lambda _: _wait(release)) if n == 1 else None),
         3,
         wait_timeout_s=1.5,
     )
     assert engine.take() == 0
     with pytest.raises(
         WaitTimeoutError,
-        match=r"ticket 1 must be ready within 1\.5 s.*stage read of shard train-000001, tier local",
+        match=r"task 1 must be ready within 1\.5 s.*stage read of shard train-000001, tier local",
     ):
         engine.take()
     release.set()
@@ -224,7 +224,7 @@ def test_a_thread_that_cannot_end_is_named_by_close(
     monkeypatch.setattr("shardflow.loading.engine._JOIN_TIMEOUT_S", 0.1)
     release = threading.Event()
     engine = _engine(
-        lambda n: Ticket(n, num_parts=1, part=lambda _: _wait(release)),
+        lambda n: Task(n, num_parts=1, part=lambda _: _wait(release)),
         1,
         wait_timeout_s=0.1,
         num_threads=1,
@@ -242,7 +242,7 @@ def test_a_thread_that_cannot_end_is_named_by_close(
 
 
 def test_a_forked_child_cannot_go_on_and_can_close() -> None:
-    engine = _engine(Ticket, 50)
+    engine = _engine(Task, 50)
     assert engine.take() == 0
     pid = os.fork()
     if pid == 0:
@@ -259,7 +259,7 @@ def test_a_forked_child_cannot_go_on_and_can_close() -> None:
 
 def test_waiting_and_queue_depth_are_counted() -> None:
     counters = StageCounters()
-    engine = _engine(lambda n: Ticket(n, part=lambda _: time.sleep(0.005)), 10, counters=counters)
+    engine = _engine(lambda n: Task(n, part=lambda _: time.sleep(0.005)), 10, counters=counters)
     _take_all(engine)
     snapshot = counters.snapshot()
     assert counters.totals("wait").num_items == 10
@@ -276,7 +276,7 @@ def test_a_take_that_finds_nothing_ready_is_starved_and_one_that_need_not_wait_i
 ) -> None:
     counters = StageCounters()
     slow = threading.Event()
-    engine = _engine(lambda n: Ticket(n, part=None if n else lambda _: _wait(slow)), 2, counters=counters)
+    engine = _engine(lambda n: Task(n, part=None if n else lambda _: _wait(slow)), 2, counters=counters)
     wait_for_next = engine._wait_for_next
 
     def waits(deadline: float) -> bool:
@@ -315,7 +315,7 @@ def test_threads_are_as_many_as_were_asked_for_last() -> None:
         begun.append(number)
         _wait(gate)
 
-    engine = _engine(lambda number: Ticket(number, part=part), 40, num_threads=2)
+    engine = _engine(lambda number: Task(number, part=part), 40, num_threads=2)
     engine.resize(num_threads=3)
     assert not _loader_threads()  # they start with the first take
     engine.start()
@@ -344,7 +344,7 @@ def test_a_thread_that_is_too_many_loses_no_part_and_its_error_comes_out_in_plac
     def fail(number: int) -> None:
         raise ValueError("seven")
 
-    engine = _engine(lambda number: Ticket(number, part=fail if number == 70 else part), 90, num_threads=4)
+    engine = _engine(lambda number: Task(number, part=fail if number == 70 else part), 90, num_threads=4)
     for number in range(70):
         assert engine.take() == number
         engine.resize(num_threads=rng.randint(1, 6), max_bytes=rng.choice([5, 40, 300]))
@@ -358,11 +358,11 @@ def test_a_thread_that_is_too_many_loses_no_part_and_its_error_comes_out_in_plac
 def test_a_lower_bound_drops_nothing_and_opens_nothing() -> None:
     opened: list[int] = []
 
-    def open_ticket(number: int) -> Ticket:
+    def open_task(number: int) -> Task:
         opened.append(number)
-        return Ticket(number)
+        return Task(number)
 
-    engine = _engine(open_ticket, 40, max_bytes=100)
+    engine = _engine(open_task, 40, max_bytes=100)
     assert engine.take() == 0
     assert _eventually(lambda: len(opened) == 11)
     engine.resize(max_bytes=20)

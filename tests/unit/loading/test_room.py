@@ -9,7 +9,7 @@ import pytest
 from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.loading.room import check_fits
+from shardflow.loading.config import check_fits
 from shardflow.shards import Dataset
 from tests.factories import make_dataset
 

@@ -17,7 +17,7 @@ import pytest
 from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
 from shardflow.loading import Loader, LoaderConfig
-from shardflow.loading.side_process import SideProcess
+from shardflow.loading.process import LoaderProcess
 from shardflow.monitoring.history import read_history
 from shardflow.monitoring.tuner import Change, Tuner
 from shardflow.monitoring.tuner_file import TUNED_FILE, read_tuned, tuned_text
@@ -238,7 +238,7 @@ def test_processes_that_cannot_start_leave_the_run_as_it_is(
         kept.append(self)
 
     monkeypatch.setattr(Tuning, "__init__", begun)
-    monkeypatch.setattr(SideProcess, "__init__", fail)
+    monkeypatch.setattr(LoaderProcess, "__init__", fail)
     change = Change(setting="loader.execution", value="process")
     scripted(monkeypatch, {decided_at: lambda _: change})
     summary = train(tiny_config(tiny, tmp_path, "tune.mode=on", "run.num_epochs=2"))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardflow.augmentation import Draw
+from shardflow.fields.augmentation import Draw
 from shardflow.training.device.augmentation import stack_draws
 from shardflow.training.device.images import ImageParameters, ImagePipeline
 

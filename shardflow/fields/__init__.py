@@ -1,0 +1,88 @@
+"""Fields: what a batch holds of a sample, and how it is read and decoded.
+
+Views say what is wanted of the images (`views`) or which stored fields (`raw`). The reader finds and checks
+bytes (`reader`); `slots` assembles `images`, `text` and raw fields into the arrays of a micro-batch, `tokens`
+and `findings` add what is stored beside the shards. Nothing here knows which samples make a micro-batch.
+Names are imported when they are asked for, because packing and training import parts of this package that
+need no decoder.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from shardflow.fields.augmentation import (
+        ALLOWED,
+        Allowance,
+        Draw,
+        Wanted,
+        Warp,
+        change_intensity,
+        draw_sample,
+        names_a_side,
+        source_affine,
+    )
+    from shardflow.fields.findings import EntityNames
+    from shardflow.fields.quarantine import QuarantineRow
+    from shardflow.fields.raw import FieldsView
+    from shardflow.fields.regions import carry_box, carry_mask, region_masks
+    from shardflow.fields.tokens import StoredTokens
+    from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView, View
+
+__all__ = [
+    "ALLOWED",
+    "Allowance",
+    "Draw",
+    "EntityNames",
+    "FieldsView",
+    "ImageView",
+    "NativeView",
+    "QuarantineRow",
+    "SizedView",
+    "SliceSize",
+    "StoredTokens",
+    "TileView",
+    "View",
+    "Wanted",
+    "Warp",
+    "carry_box",
+    "carry_mask",
+    "change_intensity",
+    "draw_sample",
+    "names_a_side",
+    "region_masks",
+    "source_affine",
+]
+
+_MODULES: Final = {
+    "ALLOWED": "augmentation",
+    "Allowance": "augmentation",
+    "Draw": "augmentation",
+    "EntityNames": "findings",
+    "FieldsView": "raw",
+    "ImageView": "views",
+    "NativeView": "views",
+    "QuarantineRow": "quarantine",
+    "SizedView": "views",
+    "SliceSize": "views",
+    "StoredTokens": "tokens",
+    "TileView": "views",
+    "View": "views",
+    "Wanted": "augmentation",
+    "Warp": "augmentation",
+    "carry_box": "regions",
+    "carry_mask": "regions",
+    "change_intensity": "augmentation",
+    "draw_sample": "augmentation",
+    "names_a_side": "augmentation",
+    "region_masks": "regions",
+    "source_affine": "augmentation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

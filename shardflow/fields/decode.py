@@ -1,0 +1,119 @@
+"""From a slice's bytes to its place in a batch: decode, luminance, size, number type.
+
+Where the stored slice has the size and dtype of its place, it is decoded straight into it. Otherwise it
+passes through scratch memory of the thread; OpenCV and NumPy let other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import blosc2  # noqa: F401 - 0.3 s, for which neither the first batch nor every forked worker shall wait
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.fields.scratch import Scratch
+from shardflow.shards import array_header, decode_array
+
+# What cv2.resize and cv2.cvtColor take; everything else goes through float64, which holds any of it.
+_CV_RESIZE_DTYPES = {np.dtype(name) for name in ("uint8", "uint16", "int16", "float32", "float64")}
+_CV_COLOUR_DTYPES = {np.dtype(name) for name in ("uint8", "uint16", "float32")}
+_COLOUR_SAMPLES = 3
+
+
+def decode_slice(
+    codec: str, payload: NDArray[np.uint8], target: NDArray[Any], scratch: Scratch, *, may_resize: bool
+) -> NDArray[Any] | None:
+    """Decode a slice, into ``target`` if it fits there as it is.
+
+    Args:
+        codec: Codec of the field.
+        payload: The field's bytes, checked.
+        target: ``(rows, columns)``, the slice's place in the batch.
+        scratch: The thread's memory.
+        may_resize: Whether a slice of another size is allowed.
+
+    Returns:
+        None if ``target`` is filled, or the decoded slice, in scratch memory, that `convert_slice` must bring
+        there.
+
+    Raises:
+        FormatError: The payload cannot be decoded, or has a size that is not allowed.
+    """
+    shape, dtype = array_header(codec, payload)
+    if shape == target.shape and dtype == target.dtype:
+        decode_array(codec, payload, out=target)
+        return None
+    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, _COLOUR_SAMPLES)):
+        raise FormatError(
+            f"a slice must be grey or have {_COLOUR_SAMPLES} samples per pixel, got shape {shape}."
+        )
+    if not may_resize and shape[:2] != target.shape:
+        raise FormatError(f"a slice must be {target.shape} as the samples table says, got {shape[:2]}.")
+    return decode_array(codec, payload, out=scratch.array("slice", shape, dtype))
+
+
+def convert_slice(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) -> int:
+    """Bring a decoded slice to its place: luminance, then size, then number type.
+
+    Args:
+        source: ``(rows, columns)`` or ``(rows, columns, 1 or 3)``; may be overwritten.
+        target: ``(rows, columns)`` int16 or float32.
+        scratch: The thread's memory.
+
+    Returns:
+        How many pixels the target's type could not hold and were saturated.
+    """
+    if source.ndim == target.ndim + 1:
+        source = _luminance(source, scratch)
+    if source.shape != target.shape:
+        if source.dtype not in _CV_RESIZE_DTYPES:
+            source = source.astype(np.float64)
+        # First what shrinks, by area, so that nothing aliases; then what grows.
+        common = (min(source.shape[0], target.shape[0]), min(source.shape[1], target.shape[1]))
+        if common not in (source.shape, target.shape):
+            shrunk = scratch.array("shrunk", common, source.dtype)
+            source = _resize(source, shrunk, cv2.INTER_AREA)
+        is_direct = source.dtype == target.dtype
+        sized = target if is_direct else scratch.array("sized", target.shape, source.dtype)
+        _resize(source, sized, cv2.INTER_AREA if common == target.shape else cv2.INTER_LINEAR)
+        if is_direct:
+            return 0
+        source = sized
+    return _cast(source, target)
+
+
+def _resize(source: NDArray[Any], target: NDArray[Any], interpolation: int) -> NDArray[Any]:
+    cv2.resize(source, (target.shape[1], target.shape[0]), dst=target, interpolation=interpolation)
+    return target
+
+
+def _luminance(source: NDArray[Any], scratch: Scratch) -> NDArray[Any]:
+    if source.shape[2] == 1:
+        return source[:, :, 0]
+    if source.dtype not in _CV_COLOUR_DTYPES:
+        source = source.astype(np.float32)
+    grey = scratch.array("grey", source.shape[:2], source.dtype)
+    cv2.cvtColor(source, cv2.COLOR_RGB2GRAY, dst=grey)
+    return grey
+
+
+def _cast(source: NDArray[Any], target: NDArray[Any]) -> int:
+    """Copy with a change of dtype; integers saturate, what is no number becomes 0."""
+    if target.dtype.kind == "f" or np.can_cast(source.dtype, target.dtype):
+        np.copyto(target, source, casting="unsafe")
+        return 0
+    limits = np.iinfo(target.dtype)
+    if source.dtype.kind == "f":
+        np.rint(source, out=source)
+        np.copyto(source, 0, where=np.isnan(source))
+    is_outside = source > limits.max
+    if source.dtype.kind != "u":
+        is_outside |= source < limits.min
+    num_saturated = int(np.count_nonzero(is_outside))
+    if num_saturated:
+        source = np.clip(source, 0 if source.dtype.kind == "u" else limits.min, limits.max)
+    np.copyto(target, source, casting="unsafe")
+    return num_saturated

@@ -1,0 +1,156 @@
+"""Samples that could not be delivered at run time: what was wrong, where, and how many are too many.
+
+A bad sample never changes a step count: its slot stays in the micro-batch with weight 0 and zeroed arrays,
+and a row says so (contract S6). The rows go into a run's checkpoint, so that a replay masks the same slots
+without reading them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from shardflow.errors import SampleError, StateError
+
+
+class BadSampleReason(StrEnum):
+    """Why a sample was masked; stable codes."""
+
+    #: The field's bytes do not have the crc32c of the index, also when read a second time.
+    CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH"
+    #: The shard ends before the field does.
+    FIELD_TRUNCATED = "FIELD_TRUNCATED"
+    #: The index names no such field for the sample.
+    FIELD_MISSING = "FIELD_MISSING"
+    #: The shard's index is damaged, so nothing in the shard can be trusted.
+    INDEX_DAMAGED = "INDEX_DAMAGED"
+    #: The bytes are right, and no slice comes out of them.
+    DECODE_FAILED = "DECODE_FAILED"
+    #: A slice or text has another size than the samples table or the view allows.
+    SIZE_MISMATCH = "SIZE_MISMATCH"
+    #: The report is no UTF-8, or study.json no JSON of the right shape.
+    TEXT_UNREADABLE = "TEXT_UNREADABLE"
+
+
+class BadSample(Exception):  # noqa: N818 - a finding on its way to a quarantine row, not an error to the caller
+    """Raised between reading and masking; never leaves the loader."""
+
+    def __init__(self, reason: BadSampleReason, shard: str, field: str, detail: str = "") -> None:
+        super().__init__(f"{reason} (shard {shard}, field {field or '-'}){': ' if detail else ''}{detail}")
+        self.reason = reason
+        self.shard = shard
+        self.field = field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantineRow:
+    """One masked slot. Holds surrogates and positions only, so that it may be logged."""
+
+    epoch: int
+    step: int
+    micro: int
+    slot_in_batch: int
+    row: int
+    key: str
+    shard: str
+    field: str
+    reason: str
+    component: int | None = None
+    """Component of a blend, from 0, which the key, the row and the shard belong to; None for one dataset."""
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """What identifies the slot in a run: epoch, step, micro-batch, slot in the batch."""
+        return (self.epoch, self.step, self.micro, self.slot_in_batch)
+
+    def to_json(self) -> dict[str, int | str]:
+        """Return the row as a JSON object; without a blend it has no component."""
+        row = asdict(self)
+        if self.component is None:
+            del row["component"]
+        return row
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> QuarantineRow:
+        """Read what `to_json` wrote.
+
+        Raises:
+            StateError: A key is missing, unknown or of the wrong type.
+        """
+        expected = {
+            field.name: str if field.type == "str" else int
+            for field in fields(cls)
+            if field.name != "component" or "component" in value
+        }
+        if set(value) != set(expected):
+            raise StateError(
+                f"a mask must be an object with the keys {', '.join(expected)}, got another one; "
+                "pass what masks() returned, unchanged."
+            )
+        for name, kind in expected.items():
+            if type(value[name]) is not kind:
+                raise StateError(
+                    f"{name} of a mask must be {kind.__name__}, got {type(value[name]).__name__}; "
+                    "pass what masks() returned, unchanged."
+                )
+        return cls(**value)
+
+
+class Quarantine:
+    """The masked slots that one loader knows of, and the bound on those it found itself.
+
+    Args:
+        max_bad_samples: How many the loader may find before it stops the run.
+    """
+
+    def __init__(self, max_bad_samples: int) -> None:
+        self._max_bad_samples = max_bad_samples
+        self._rows: dict[tuple[int, int, int, int], QuarantineRow] = {}
+        self._num_found = 0
+
+    @property
+    def rows(self) -> list[QuarantineRow]:
+        """All masked slots, in the order of the run."""
+        return [self._rows[place] for place in sorted(self._rows)]
+
+    def __len__(self) -> int:
+        """Number of slots that are known to be masked."""
+        return len(self._rows)
+
+    def find(self, place: tuple[int, int, int, int]) -> QuarantineRow | None:
+        """Return the row of a slot that is known to be masked."""
+        return self._rows.get(place)
+
+    def load(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take over the rows of a checkpoint; they do not count towards the bound.
+
+        Raises:
+            StateError: A row is malformed; none is taken over.
+        """
+        parsed = [QuarantineRow.from_json(row) for row in rows]
+        self._rows.update({row.place: row for row in parsed})
+
+    def record(self, rows: Iterable[QuarantineRow]) -> None:
+        """Add the rows of a micro-batch that is about to be delivered; known ones count once.
+
+        Raises:
+            SampleError: More were found than the bound allows.
+        """
+        for row in rows:
+            if row.place in self._rows:
+                continue
+            self._rows[row.place] = row
+            self._num_found += 1
+            if self._num_found > self._max_bad_samples:
+                raise SampleError(
+                    f"bad samples must be at most {self._max_bad_samples}, got {self._num_found} (the last: "
+                    f"sample {row.key}{_of(row)}, shard {row.shard}, field {row.field or '-'}, "
+                    f"{row.reason}); run "
+                    "`shardflow verify` on the dataset, or raise max_bad_samples."
+                )
+
+
+def _of(row: QuarantineRow) -> str:
+    return "" if row.component is None else f" of component {row.component + 1}"

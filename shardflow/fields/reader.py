@@ -1,0 +1,383 @@
+"""From index rows to checked bytes: find the fields of a sample, read just those, and trust none unchecked.
+
+Owns finding, reading and checking; knows nothing of pixels or batches. Nothing walks a tar: a field's place
+and crc32c come from the shard's index. Ranges are handed to the byte store in ascending order, many in one
+call, and the store joins those that lie close together, since it knows what a request costs. A payload is
+checked as soon as it is read, while it is in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError, ShortReadError
+from shardflow.fields.quarantine import BadSample, BadSampleReason
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.views import Resolution
+from shardflow.shards import Dataset, ShardIndex
+from shardflow.shards.codecs import CODECS
+from shardflow.shards.keys import STUDY_FIELD, parse_slice_field, parse_small_field, parse_variant_field
+from shardflow.storage import ByteRange, ByteStore, LocalStore
+from shardflow.storage.cache import CachedStore, read_afresh
+from shardflow.telemetry import StageCounters
+
+_MAX_RANGES = 512
+# What is read from the page cache is still in the processor's second-level cache when it is checked and
+# decoded: reading 8 MB at once costs checking twice the time.
+_LOCAL_READ_BYTES = 1 << 20
+# Between two fields lie a tar header and padding. Other stores are told of each field by itself, since they
+# know what a gap costs them.
+_LOCAL_GAP_BYTES = 4096
+_MAX_SHARDS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _NameTable:
+    """What the field names of a shard mean, by their number in the index."""
+
+    codecs: tuple[str, ...]
+    """Codec of a slice, empty for everything else."""
+    series: NDArray[np.int64]
+    """Number of its series, -1 for everything else."""
+    slice_index: NDArray[np.int64]
+    """Place of a slice of the primary series along the normal, -1 for everything else."""
+    small_index: NDArray[np.int64]
+    """The same for small versions of slices."""
+    all_index: NDArray[np.int64]
+    """Place of a slice of any series."""
+    all_small_index: NDArray[np.int64]
+    variant: NDArray[np.int64]
+    """Number of an augmented variant, from 1; 0 for everything else."""
+    variant_index: NDArray[np.int64]
+    """Place of the slice that a variant is made of, of any series."""
+    preference: NDArray[np.int64]
+    """Which of several codecs of one slice is taken: the smallest number."""
+    report: int
+    study: int
+    positions: Mapping[str, int]
+    """Number of each name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard that can be read: its index, and what the names in it mean.
+
+    Fields are named by their number in the index, so that a study of 300 slices makes no 300 objects.
+    """
+
+    number: int
+    name: str
+    path: str
+    index: ShardIndex
+    names: _NameTable
+    store: ByteStore
+    place: str
+    """Shard, tier and, in a blend, component, for messages."""
+
+    def num_variants(self, row: int, series: int = 0) -> int:
+        """Return how many augmented variants a series of a sample has."""
+        start, stop = self._span(row)
+        ids = self.index.field_name_ids[start:stop]
+        return int(self.names.variant[ids[self.names.series[ids] == series]].max(initial=0))
+
+    def variant_slices(self, row: int, variant: int, series: int = 0) -> NDArray[np.int64]:
+        """Return the fields of an augmented variant of a series, in geometric order."""
+        names = self.names
+        is_wanted = (names.series == series) & (names.variant == variant)
+        return self._fields_by_index(row, np.where(is_wanted, names.variant_index, -1))
+
+    def slices(self, row: int, resolution: Resolution = "full", series: int = 0) -> NDArray[np.int64]:
+        """Return the fields that hold a series of a sample, in geometric order.
+
+        Args:
+            row: Of the sample in the shard.
+            resolution: ``small`` takes the small version, unless slices have none.
+            series: Number of the series; 0 is the primary one.
+        """
+        names = self.names
+        full_index, small_index = names.slice_index, names.small_index
+        if series:
+            is_wanted = names.series == series
+            full_index = np.where(is_wanted, names.all_index, -1)
+            small_index = np.where(is_wanted, names.all_small_index, -1)
+        full = self._fields_by_index(row, full_index)
+        if resolution == "full":
+            return full
+        small = self._fields_by_index(row, small_index)
+        return small if len(small) == len(full) else full
+
+    def _fields_by_index(self, row: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        start, stop = self._span(row)
+        ids = self.index.field_name_ids[start:stop]
+        order = index[ids]
+        found = np.flatnonzero(order >= 0)
+        order = order[found]
+        if (np.diff(order) <= 0).any():  # stored in several codecs, or more than 9,999 slices
+            preferred = np.lexsort((self.names.preference[ids[found]], order))
+            found, order = found[preferred], order[preferred]
+            found = found[np.concatenate(([True], np.diff(order) > 0))]
+        return found + start
+
+    def report(self, row: int) -> int | None:
+        """Return the field that holds the report of a sample."""
+        return self._find(row, self.names.report)
+
+    def study(self, row: int) -> int | None:
+        """Return the field that holds the description of a sample."""
+        return self._find(row, self.names.study)
+
+    def find(self, row: int, name: str) -> int | None:
+        """Return a field of a sample by its name; None where it has none of that name."""
+        return self._find(row, self.names.positions.get(name, -1))
+
+    def field_name(self, field: int) -> str:
+        """Return the name of a field."""
+        return self.index.field_names[int(self.index.field_name_ids[field])]
+
+    def codec(self, field: int) -> str:
+        """Return the codec of a slice."""
+        return self.names.codecs[int(self.index.field_name_ids[field])]
+
+    def num_bytes(self, field: int) -> int:
+        """Return the size of a field."""
+        return int(self.index.field_num_bytes[field])
+
+    def bad(self, reason: BadSampleReason, field: int | str, detail: str = "") -> BadSample:
+        """Make the finding that a field of this shard is bad."""
+        return BadSample(
+            reason, self.name, field if isinstance(field, str) else self.field_name(field), detail
+        )
+
+    def _span(self, row: int) -> tuple[int, int]:
+        start, stop = self.index.first_field[row : row + 2].tolist()
+        return start, stop
+
+    def _find(self, row: int, name: int) -> int | None:
+        start, stop = self._span(row)
+        found = np.flatnonzero(self.index.field_name_ids[start:stop] == name)
+        return start + int(found[0]) if len(found) else None
+
+
+class Samples(Protocol):
+    """The samples that are read, and the datasets that hold them; rows count over all datasets."""
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """One, or that of each component of a blend."""
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether the samples are those of a blend."""
+
+    def shard(self, number: int) -> tuple[int, int]:
+        """Return component and position in its manifest of a shard, counted over all datasets."""
+
+    def components_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the component, from 0, that each row belongs to."""
+
+    def table_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each sample in its own dataset's table."""
+
+
+class FieldReader:
+    """Reads fields of a dataset's shards. Safe for many threads.
+
+    Args:
+        samples: The samples, and the datasets that hold them.
+        read_bytes: How much one call to the store may read; a larger field is read alone.
+        counters: Gets the stages ``index``, ``read`` and ``check``.
+
+    Attributes:
+        read_bytes: As given; may be set at any time, and holds for reads that begin afterwards.
+    """
+
+    def __init__(self, samples: Samples, *, read_bytes: int, counters: StageCounters) -> None:
+        self.read_bytes = read_bytes
+        self._samples = samples
+        self._counters = counters
+        self._shards: dict[int, Shard] = {}
+
+    def open_shard(self, number: int, thread: ThreadState) -> Shard:
+        """Open a shard by its position in the manifest, in a blend counted over all manifests.
+
+        Raises:
+            BadSample: The index is damaged, and with it every sample of the shard.
+            StorageError: The index cannot be read.
+        """
+        component, position = self._samples.shard(number)
+        dataset = self._samples.datasets[component]
+        entry = dataset.manifest.shards[position]
+        place = f"shard {entry.name}, tier {_tier(dataset.store)}"
+        if self._samples.is_blend:
+            place = f"component {component + 1}, {place}"
+        thread.enter("index", place)
+        start = time.perf_counter()
+        try:
+            index = dataset.shard_index(position)
+        except FormatError as error:
+            raise BadSample(BadSampleReason.INDEX_DAMAGED, entry.name, "", error.message) from None
+        shard = self._shards.get(number)
+        if shard is None or shard.index is not index:
+            names = _read_names(index.field_names, index.text_field)
+            shard = Shard(number, entry.name, entry.path, index, names, dataset.store, place)
+            if len(self._shards) >= _MAX_SHARDS:
+                self._shards.clear()
+            self._shards[number] = shard
+        self._counters.add("index", time.perf_counter() - start, 0, 1)
+        return shard
+
+    def read(
+        self, shard: Shard, fields: NDArray[np.int64], thread: ThreadState
+    ) -> Iterator[tuple[int, NDArray[np.uint8] | BadSample]]:
+        """Read fields in the order in which they lie in the shard.
+
+        Args:
+            shard: From `open_shard`.
+            fields: ``(n,)`` numbers of fields, in any order, no two alike.
+            thread: Of the caller; a payload lies in its scratch memory and is valid until the next one is
+                asked for.
+
+        Yields:
+            The position in ``fields``, and the field's bytes, which have the crc32c of the index; or what is
+            wrong with the field.
+
+        Raises:
+            StorageError: The store cannot read the shard at all.
+        """
+        max_bytes = self.read_bytes
+        if isinstance(shard.store, LocalStore):
+            max_bytes = min(max_bytes, _LOCAL_READ_BYTES)
+        order = np.argsort(shard.index.field_offsets[fields], kind="stable")
+        sizes = shard.index.field_num_bytes[fields[order]].tolist()
+        first = 0
+        while first < len(order):
+            stop, num_bytes = first + 1, sizes[first]
+            while stop < len(order) and stop - first < _MAX_RANGES and num_bytes + sizes[stop] <= max_bytes:
+                num_bytes += sizes[stop]
+                stop += 1
+            yield from self._read_group(shard, fields, order[first:stop], sizes[first:stop], thread)
+            first = stop
+
+    def _read_group(
+        self,
+        shard: Shard,
+        fields: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        sizes: list[int],
+        thread: ThreadState,
+    ) -> Iterator[tuple[int, NDArray[np.uint8] | BadSample]]:
+        numbers = fields[positions]
+        offsets = shard.index.field_offsets[numbers].tolist()
+        checksums = shard.index.field_crc32c[numbers].tolist()
+        is_local = isinstance(shard.store, LocalStore)
+        spans, places = _joined(offsets, sizes, _LOCAL_GAP_BYTES if is_local else -1)
+        memory = thread.scratch.bytes("read", places[-1] + sizes[-1])
+        buffers, begin = [], 0
+        for span in spans:
+            buffers.append(memory[begin : begin + span.num_bytes].data)
+            begin += span.num_bytes
+        payloads = [memory[place : place + size] for place, size in zip(places, sizes, strict=True)]
+        where = shard.place
+        thread.enter("read", where)
+        try:
+            with self._counters.timed("read", sum(sizes), len(sizes)):
+                shard.store.read_ranges(shard.path, spans, buffers)
+        except ShortReadError:
+            if len(positions) == 1:
+                yield int(positions[0]), shard.bad(BadSampleReason.FIELD_TRUNCATED, int(numbers[0]))
+                return
+            # The shard ends inside one of the fields; those before its end are whole.
+            for place in range(len(positions)):
+                one = slice(place, place + 1)
+                yield from self._read_group(shard, fields, positions[one], sizes[one], thread)
+            return
+        for place, payload in enumerate(payloads):
+            thread.enter("check", where)
+            with self._counters.timed("check", sizes[place]):
+                is_right = google_crc32c.value(payload) == checksums[place]
+            if not is_right:
+                # Once more: what came wrong over a bus or from a cache may lie right at its origin.
+                alone = ByteRange(offsets[place], sizes[place])
+                is_right = self._read_again(shard, alone, payload, checksums[place])
+            bad = None if is_right else shard.bad(BadSampleReason.CHECKSUM_MISMATCH, int(numbers[place]))
+            yield int(positions[place]), bad or payload
+
+    def _read_again(self, shard: Shard, span: ByteRange, payload: NDArray[np.uint8], checksum: int) -> bool:
+        try:
+            read_afresh(shard.store, shard.path, [span], [payload.data])
+        except ShortReadError:
+            return False
+        return bool(google_crc32c.value(payload) == checksum)
+
+
+def _joined(offsets: list[int], sizes: list[int], max_gap: int) -> tuple[list[ByteRange], list[int]]:
+    """Join ascending fields that lie close together.
+
+    Returns:
+        The spans to read, and where each field begins in the spans' bytes one after another.
+    """
+    spans: list[ByteRange] = []
+    places: list[int] = []
+    start = stop = offsets[0]
+    begin = 0  # of the present span
+    for offset, size in zip(offsets, sizes, strict=True):
+        if not 0 <= offset - stop <= max_gap and places:
+            spans.append(ByteRange(start, stop - start))
+            begin += stop - start
+            start = offset
+        places.append(begin + offset - start)
+        stop = offset + size
+    spans.append(ByteRange(start, stop - start))
+    return spans, places
+
+
+def _tier(store: ByteStore) -> str:
+    if isinstance(store, CachedStore):
+        return f"cache before {_tier(store.origin)}"
+    scheme, separator, _ = store.url.partition("://")
+    return scheme if separator and scheme != "file" else "local"
+
+
+@lru_cache(maxsize=256)
+def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
+    """Take the field names of a shard apart; most shards of a dataset have equal ones."""
+    ranks = {codec: rank for rank, codec in enumerate(CODECS)}
+    codecs = [""] * len(field_names)
+    series = np.full(len(field_names), -1, np.int64)
+    all_index, all_small_index, variant_index = series.copy(), series.copy(), series.copy()
+    variant = np.zeros(len(field_names), np.int64)
+    preference = np.zeros(len(field_names), np.int64)
+    for number, name in enumerate(field_names):
+        full, small = parse_slice_field(name), parse_small_field(name)
+        augmented = parse_variant_field(name)
+        parsed = full or small or augmented
+        if parsed is not None and parsed.codec in ranks:
+            codecs[number] = parsed.codec
+            series[number] = parsed.series
+            index = all_index if full else all_small_index if small else variant_index
+            index[number] = parsed.index
+            variant[number] = 0 if augmented is None else augmented.variant
+            preference[number] = ranks[parsed.codec]
+    positions = {name: number for number, name in enumerate(field_names)}
+    return _NameTable(
+        tuple(codecs),
+        series,
+        np.where(series == 0, all_index, -1),
+        np.where(series == 0, all_small_index, -1),
+        all_index,
+        all_small_index,
+        variant,
+        variant_index,
+        preference,
+        positions.get(text_field, -1),
+        positions.get(STUDY_FIELD, -1),
+        positions,
+    )

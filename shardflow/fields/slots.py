@@ -1,0 +1,158 @@
+"""Slot assembly: reads what the samples of a micro-batch need from a shard, and puts each field in its place.
+
+What a batch holds is a list of field kinds: slices of a view, fields by name, text. Each kind names the
+stored fields that a sample needs and takes their bytes; the assembler reads the fields of many samples in one
+go. A finding that a sample is bad concerns its slot alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.fields.quarantine import BadSample, BadSampleReason
+from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.views import Arrays, DrawKey
+from shardflow.shards.entity_dataset import EntityPlace, entity_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRequest:
+    """A sample to read, and the slot that it belongs to."""
+
+    slot: int
+    draw: DrawKey
+    """What its keyed choices follow from."""
+    row_in_shard: int
+    key: str
+    text_bytes: int
+    """Size of the text as the table has it: of the report, or of a piece of it."""
+    entity: EntityPlace | None = None
+    """Where the sample is in its study; None for all of it."""
+
+
+class SlotContent(Protocol):
+    """What a field kind puts into one slot."""
+
+    @property
+    def fields(self) -> Sequence[int]:
+        """Numbers of the stored fields to read, no two alike."""
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Take the bytes of the field at a place of `fields`; fields come in any order.
+
+        Raises:
+            BadSample: They are not what the sample must have.
+        """
+
+    def close(self) -> None:
+        """Finish the slot, after all fields."""
+
+
+class FieldKind(Protocol):
+    """One kind of content of a micro-batch's slots. Safe for many threads."""
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the numbers of the fields that a sample needs, before any array exists.
+
+        Raises:
+            BadSample: The shard lacks one of them.
+        """
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot.
+
+        Raises:
+            BadSample: The shard lacks what the sample must have, or it does not fit into its slot.
+        """
+
+
+class SlotAssembler:
+    """Fills slots for the micro-batches of one epoch. Safe for many threads.
+
+    Args:
+        reader: Where bytes come from.
+        kinds: What belongs into a slot.
+    """
+
+    def __init__(self, reader: FieldReader, kinds: Sequence[FieldKind]) -> None:
+        self._reader = reader
+        self._kinds = kinds
+
+    def fill(
+        self, shard_number: int, requests: Sequence[SlotRequest], arrays: Arrays, thread: ThreadState
+    ) -> dict[int, BadSample]:
+        """Fill slots whose samples lie in one shard.
+
+        Args:
+            shard_number: Position of the shard in the manifest, in a blend counted over all manifests.
+            requests: The slots.
+            arrays: The arrays of the micro-batch.
+            thread: Of the caller.
+
+        Returns:
+            The slots whose sample is bad, and why; their arrays hold anything.
+
+        Raises:
+            StorageError: The store cannot read the shard at all.
+        """
+        try:
+            shard = self._reader.open_shard(shard_number, thread)
+        except BadSample as bad:
+            return {request.slot: bad for request in requests}
+        opened: dict[int, list[SlotContent]] = {}
+        bad_slots: dict[int, BadSample] = {}
+        for request in requests:
+            try:
+                opened[request.slot] = self._open(shard, request, arrays)
+            except BadSample as bad:
+                bad_slots[request.slot] = bad
+        wanted = _by_field(opened)
+        numbers = list(wanted)
+        for position, payload in self._reader.read(shard, np.array(numbers, np.int64), thread):
+            for slot, content, place in wanted[numbers[position]]:
+                if slot in bad_slots:
+                    continue
+                try:
+                    if isinstance(payload, BadSample):
+                        raise payload
+                    content.put(place, payload, thread)
+                except BadSample as bad:
+                    bad_slots[slot] = bad
+        for slot in opened.keys() - bad_slots.keys():
+            for content in opened[slot]:
+                content.close()
+        return bad_slots
+
+    def _open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> list[SlotContent]:
+        _check_row(shard, request)
+        return [kind.open(shard, request, arrays) for kind in self._kinds]
+
+
+def _by_field(opened: Mapping[int, list[SlotContent]]) -> dict[int, list[tuple[int, SlotContent, int]]]:
+    """Return who needs each field, since one that several slots or kinds need is read once."""
+    wanted: dict[int, list[tuple[int, SlotContent, int]]] = {}
+    for slot, contents in opened.items():
+        for content in contents:
+            for place, number in enumerate(content.fields):
+                wanted.setdefault(number, []).append((slot, content, place))
+    return wanted
+
+
+def _check_row(shard: Shard, request: SlotRequest) -> None:
+    """Compare index and samples table.
+
+    Raises:
+        BadSample: They name two samples.
+    """
+    index, row = shard.index, request.row_in_shard
+    key = index.sample_key(row) if row < index.num_samples else ""
+    if key and request.entity is not None:
+        key = entity_key(key, request.entity.entity, request.entity.series)
+    if key != request.key:
+        raise shard.bad(BadSampleReason.INDEX_DAMAGED, "", "the samples table names another sample")

@@ -1,0 +1,531 @@
+"""Views: which slices of a sample a batch holds, at which size, as which numbers.
+
+A view decides sizes from facts alone, before anything is read, so that slices are decoded straight into their
+place. Choices are keyed by (seed, epoch, row), and in a blend, whose epoch may draw a sample again, by the
+slot of the plan too: the same on every rank, worker and restart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+
+import cv2
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from shardflow.configs import Bounds, check_fields
+from shardflow.epochs import ImageBucket, Permutation, TileRule
+from shardflow.epochs.buckets import MAX_BUCKETS, BucketDraw
+from shardflow.errors import ConfigError, FormatError
+from shardflow.seeds import derive
+
+PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
+Resolution: TypeAlias = Literal["full", "small"]
+SliceChoice: TypeAlias = Literal["even", "random"]
+Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+"""The arrays of a micro-batch by name."""
+
+# Level and width as radiologists set them; the low and high ends are level -+ width / 2.
+WINDOWS: Final = MappingProxyType(
+    {
+        "abdomen": (-160.0, 240.0),
+        "angiography": (0.0, 600.0),
+        "bone": (-450.0, 1050.0),
+        "brain": (0.0, 80.0),
+        "full": (-1024.0, 3071.0),
+        "liver": (-20.0, 140.0),
+        "lung": (-1350.0, 150.0),
+        "mediastinum": (-125.0, 225.0),
+        "stroke": (20.0, 60.0),
+        "subdural": (-25.0, 175.0),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Name, dtype and shape of an array of a batch."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, dtype: DTypeLike, *shape: int) -> ArraySpec:
+        """Make a spec from anything that NumPy takes for a dtype."""
+        return cls(name, np.dtype(dtype), shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SliceFacts:
+    """Facts of the samples of a micro-batch, ``(B,)`` int64 each; zeros in padding slots."""
+
+    num_slices: NDArray[np.int64]
+    """Slices of all series: a bound on those of the primary one."""
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    num_bytes: NDArray[np.int64]
+    """Size of the whole sample in its shard."""
+    table_row: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Row of the samples table of its dataset."""
+    seed: int = 0
+    epoch: int = 0
+    """What keyed choices of the plan follow from."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """What the keyed choices of a sample in an epoch follow from; equal on all ranks and after a resume."""
+
+    seed: int
+    epoch: int
+    row: int
+    """Row of the selection."""
+    place: tuple[int, ...] = ()
+    """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; else nothing."""
+    table_row: int = 0
+    """Row of the samples table of its dataset, which decides the size of a `SizedView`."""
+
+    def derive(self, name: str) -> int:
+        """Return the 64-bit number of a choice."""
+        return derive(self.seed, name, self.epoch, self.row, *self.place)
+
+
+def content_boxes(
+    rows: NDArray[np.int64], columns: NDArray[np.int64], frame: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Return where images lie that keep their shape in a frame, as large as they fit, centred.
+
+    Args:
+        rows: ``(B,)`` rows of the images; 0 where there is none.
+        columns: Likewise.
+        frame: Rows and columns of the frame.
+
+    Returns:
+        ``(B, 4)`` int64: first row, first column, rows, columns. Integers alone, so that every machine finds
+        the same.
+    """
+    high, wide = np.maximum(rows, 1), np.maximum(columns, 1)
+    # The frame's height is what bounds an image that is, for its width, taller than the frame.
+    by_height = high * frame[1] >= wide * frame[0]
+    height = np.where(by_height, frame[0], np.maximum(1, (2 * high * frame[1] + wide) // (2 * wide)))
+    width = np.where(by_height, np.maximum(1, (2 * wide * frame[0] + high) // (2 * high)), frame[1])
+    boxes = np.stack([(frame[0] - height) // 2, (frame[1] - width) // 2, height, width], axis=1)
+    boxes[(rows == 0) | (columns == 0)] = 0
+    return boxes.astype(np.int64)
+
+
+def slices_of(arrays: Arrays, slot: int) -> NDArray[Any]:
+    """Return the slices of a slot that exist, ``(slices, rows, columns)``, without a copy.
+
+    Raises:
+        KeyError: The arrays hold no slices.
+    """
+    if "image" in arrays:
+        slices: NDArray[Any] = arrays["image"][slot]
+        return slices[: int(arrays["slice_mask"][slot].sum())]
+    start = int(arrays["pixel_start"][slot])
+    shape = arrays["image_shape"][slot].tolist()
+    return arrays["pixels"][start : start + math.prod(shape)].reshape(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    """Settings of every view that delivers some slices, at a size of its own."""
+
+    resolution: Resolution = "full"
+    """``small`` reads the small versions that packing made (its ``variants`` settings), and no byte of the
+    large slices. A series that is no larger than its small version would be has none, and is read as it is.
+    Which slices are chosen does not depend on it.
+    """
+    slice_choice: SliceChoice = "even"
+    """``even``: the middles of K equal parts. ``random``: K different slices, others in each epoch, in
+    order.
+    """
+    dtype: PixelDtype = "int16"
+    """``int16`` is for series that are stored as int16 or uint8, such as CT; ``uint16`` for radiographs of 16
+    bits, ``uint8`` for pictures of 8 bits. Others are cut and rounded, and the loader counts it and warns.
+    ``float32`` holds all 16-bit values exactly.
+    """
+    windows: tuple[str, ...] = ()
+    """Names of `shardflow.fields.views.WINDOWS`: each sample of a CT gets one of them as its display range,
+    drawn anew each epoch, all as likely. None: what the study says, or what the slices hold.
+    """
+
+    may_resize: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        unknown = sorted(set(self.windows) - set(WINDOWS))
+        if unknown:
+            raise ConfigError(f"windows must be of {', '.join(WINDOWS)}, got {unknown[0]!r}; correct it.")
+
+    def window(self, key: DrawKey) -> tuple[float, float] | None:
+        """Return the display range that a sample of a CT gets in an epoch; None for that of the study."""
+        if len(self.windows) < 2:
+            return WINDOWS[self.windows[0]] if self.windows else None
+        order = Permutation(len(self.windows), key.derive("window-choice"))
+        return WINDOWS[self.windows[int(order(np.array([0]))[0])]]
+
+    def _choose(self, num_slices: int, most: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending; all where there are at most ``most``."""
+        if num_slices <= most:
+            return np.arange(num_slices, dtype=np.int64)
+        places = np.arange(most, dtype=np.int64)
+        if self.slice_choice == "even":
+            return (2 * places + 1) * num_slices // (2 * most)
+        return np.sort(Permutation(num_slices, key.derive("slice-choice"))(places))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageView(_Settings):
+    """K of the N slices of the primary series, each resized to one size.
+
+    A slice is stretched to ``rows x columns`` (area averaging where it shrinks, linear where it grows).
+    Colour becomes luminance. A series of fewer slices fills the first places; ``slice_mask`` tells.
+    """
+
+    num_slices: Annotated[int, Bounds(1)]
+    rows: Annotated[int, Bounds(1)]
+    columns: Annotated[int, Bounds(1)]
+    padding: Literal["cap", "longest"] = "cap"
+    """Places for slices: always ``num_slices``, or as many as the longest study of the micro-batch needs, at
+    most ``num_slices`` and at least one. The samples table counts the slices of all series, so there may be a
+    place too many.
+    """
+    fit: Literal["stretch", "letterbox"] = "stretch"
+    """``letterbox`` keeps the shape of a slice and centres it in its place; ``content_box`` says where it is,
+    and the rest is 0.
+    """
+    augment_pool: Annotated[float, Bounds(0.0, 1.0)] = 0.0
+    """Share of the samples that get one of the augmented variants that packing made of them (its
+    ``variants.augment`` settings), drawn anew each epoch; all slices of a sample alike. ``variant`` in the
+    batch says which one, and 0 for the original.
+    """
+
+    def __post_init__(self) -> None:
+        _Settings.__post_init__(self)
+        if self.augment_pool and self.resolution != "full":
+            raise ConfigError(
+                f"resolution must be full with augment_pool, got {self.resolution}: variants have the size "
+                "of the slices; leave out one."
+            )
+
+    def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        num_slots, num_places = len(facts.rows), self.num_slices
+        if self.padding == "longest":
+            num_places = min(num_places, max(1, int(facts.num_slices.max(initial=1))))
+        specs = [
+            ArraySpec.of("image", self.dtype, num_slots, num_places, self.rows, self.columns),
+            ArraySpec.of("slice_mask", np.uint8, num_slots, num_places),
+            ArraySpec.of("display_range", np.float32, num_slots, 2),
+        ]
+        if self.fit == "letterbox":
+            specs.append(ArraySpec.of("content_box", np.int64, num_slots, 4))
+        if self.augment_pool:
+            specs.append(ArraySpec.of("variant", np.int64, num_slots))
+        return specs
+
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
+        """Fill what does not depend on any pixel."""
+        arrays["display_range"][:] = 0
+        if self.fit == "letterbox":
+            arrays["content_box"][:] = content_boxes(facts.rows, facts.columns, (self.rows, self.columns))
+        if self.augment_pool:
+            arrays["variant"][:] = -1
+
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending."""
+        return self._choose(num_slices, self.num_slices, key)
+
+    def target(self, arrays: Arrays, slot: int, num_chosen: int) -> NDArray[Any]:
+        """Zero the places that stay empty; return the others, ``(num_chosen, rows, columns)``.
+
+        Raises:
+            FormatError: There are more slices than the samples table says.
+        """
+        image: NDArray[Any] = arrays["image"][slot]
+        if num_chosen > len(image):
+            raise _too_many(num_chosen)
+        image[num_chosen:] = 0
+        mask = arrays["slice_mask"][slot]
+        mask[:num_chosen] = 1
+        mask[num_chosen:] = 0
+        if self.fit == "stretch":
+            return image[:num_chosen]
+        image[:num_chosen] = 0
+        top, left, height, width = arrays["content_box"][slot].tolist()
+        return image[:num_chosen, top : top + height, left : left + width]
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without slices."""
+        arrays["image"][slot] = 0
+        arrays["slice_mask"][slot] = 0
+        arrays["display_range"][slot] = 0
+        if self.fit == "letterbox":
+            arrays["content_box"][slot] = 0
+        if self.augment_pool:
+            arrays["variant"][slot] = -1
+
+
+class _FlatArrays:
+    """Samples of several sizes, one after another in a flat array."""
+
+    __slots__ = ()
+
+    def target(self, arrays: Arrays, slot: int, num_chosen: int) -> NDArray[Any]:
+        """Return the place of a slot's slices, ``(num_chosen, rows, columns)``.
+
+        Raises:
+            FormatError: There are more slices than the samples table says.
+        """
+        shape, starts = arrays["image_shape"][slot], arrays["pixel_start"]
+        shape[0] = num_chosen
+        start = int(starts[slot])
+        stop = int(starts[slot + 1]) if slot + 1 < len(starts) else len(arrays["pixels"])
+        size = int(np.prod(shape))
+        if start + size > stop:
+            raise _too_many(num_chosen)
+        return arrays["pixels"][start : start + size].reshape(shape.tolist())
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without slices; its pixels are out of reach then."""
+        arrays["image_shape"][slot, 0] = 0
+        arrays["display_range"][slot] = 0
+
+    @staticmethod
+    def _specs(shapes: NDArray[np.int64], dtype: PixelDtype) -> list[ArraySpec]:
+        """Name the arrays.
+
+        Args:
+            shapes: ``(B, 3)``, slices at most, rows and columns of each slot.
+            dtype: Of the pixels.
+        """
+        return [
+            ArraySpec.of("pixels", dtype, int(shapes.prod(axis=1).sum())),
+            ArraySpec.of("pixel_start", np.int64, len(shapes)),
+            ArraySpec.of("image_shape", np.int64, len(shapes), 3),
+            ArraySpec.of("display_range", np.float32, len(shapes), 2),
+        ]
+
+    @staticmethod
+    def _prepare(arrays: Arrays, shapes: NDArray[np.int64]) -> None:
+        num_pixels = shapes.prod(axis=1)
+        arrays["display_range"][:] = 0
+        arrays["pixel_start"][:] = np.cumsum(num_pixels) - num_pixels
+        arrays["image_shape"][:] = shapes
+        arrays["image_shape"][:, 0] = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeView(_FlatArrays):
+    """All slices of the primary series at their own size, one sample after another in a flat array.
+
+    Room is made for what the samples table allows (all series of the study), so a batch may be larger than
+    what it shows; memory that is not used is not touched.
+    """
+
+    resolution: ClassVar[Resolution] = "full"
+    """The samples table knows the sizes of full slices alone."""
+    may_resize: ClassVar[bool] = False
+    """A slice of another size than the table says is damaged."""
+
+    dtype: PixelDtype = "int16"
+    """As in `ImageView`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        return self._specs(self._shapes(facts), self.dtype)
+
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
+        """Fill what does not depend on any pixel."""
+        self._prepare(arrays, self._shapes(facts))
+
+    def window(self, key: DrawKey) -> None:  # noqa: ARG002
+        """Return None: the display range is that of the study."""
+        return
+
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:  # noqa: ARG002
+        """Return the indices of all slices."""
+        return np.arange(num_slices, dtype=np.int64)
+
+    @staticmethod
+    def _shapes(facts: SliceFacts) -> NDArray[np.int64]:
+        return np.stack([facts.num_slices, facts.rows, facts.columns], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceSize:
+    """One of the sizes that a sample may get."""
+
+    num_slices: Annotated[int, Bounds(1, 2**17)]
+    rows: Annotated[int, Bounds(1)]
+    columns: Annotated[int, Bounds(1)]
+    weight: Annotated[int, Bounds(1, 2**16)] = 1
+    """How likely it is, against the weights of the others."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizedView(_FlatArrays, _Settings):
+    """K of the N slices of the primary series, with K, rows and columns by a keyed choice of each sample.
+
+    Samples lie one after another in a flat array, as with a `NativeView`; `Batch.image` puts one together.
+    """
+
+    sizes: tuple[SliceSize, ...]
+
+    def __post_init__(self) -> None:
+        _Settings.__post_init__(self)
+        if not 1 <= len(self.sizes) <= MAX_BUCKETS:
+            raise ConfigError(f"sizes must be 1 to {MAX_BUCKETS}, got {len(self.sizes)}; correct them.")
+
+    def buckets(self, tokens_per_slice: tuple[int, ...]) -> tuple[ImageBucket, ...]:
+        """Return what a cost rule has to know for a token budget.
+
+        Args:
+            tokens_per_slice: What a slice of each size costs.
+        """
+        return tuple(
+            ImageBucket(weight=size.weight, max_slices=size.num_slices, tokens_per_slice=tokens)
+            for size, tokens in zip(self.sizes, tokens_per_slice, strict=True)
+        )
+
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending."""
+        drawn = self._draw(np.array([key.table_row], np.int64), key.seed, key.epoch)
+        return self._choose(num_slices, self.sizes[int(drawn[0])].num_slices, key)
+
+    def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        specs = self._specs(self._shapes(facts), self.dtype)
+        return [*specs, ArraySpec.of("size", np.int64, len(facts.rows))]
+
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
+        """Fill what does not depend on any pixel."""
+        self._prepare(arrays, self._shapes(facts))
+        arrays["size"][:] = self._choices(facts)
+
+    def _draw(self, table_rows: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the number of the size that each sample gets."""
+        weights = [size.weight for size in self.sizes]
+        return BucketDraw.of(seed, epoch).choose(table_rows, weights)
+
+    def _choices(self, facts: SliceFacts) -> NDArray[np.int64]:
+        return self._draw(facts.table_row, facts.seed, facts.epoch)
+
+    def _shapes(self, facts: SliceFacts) -> NDArray[np.int64]:
+        """Return slices at most, rows and columns of each slot, ``(B, 3)``."""
+        table = np.array([(size.num_slices, size.rows, size.columns) for size in self.sizes], np.int64)
+        shapes: NDArray[np.int64] = table[self._choices(facts)]
+        shapes[:, 0] = np.minimum(shapes[:, 0], facts.num_slices)
+        return shapes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileView(_Settings):
+    """Tiles of K of the N slices of the primary series, each a place of its own, as slices are elsewhere.
+
+    The number of tiles is that of the full size, also with ``resolution="small"``. A slice is brought to a
+    whole number of tiles, see `shardflow.epochs.TileRule`; the overview comes first,
+    then the tiles row by row. A batch has as many places as its sample of most tiles needs.
+    """
+
+    rows: Annotated[int, Bounds(1, 2**16)]
+    """Rows of a tile."""
+    columns: Annotated[int, Bounds(1, 2**16)]
+    max_tiles: Annotated[int, Bounds(1, 2**10)]
+    """Tiles of a slice at most, the overview not counted."""
+    num_slices: Annotated[int, Bounds(1)] = 1
+
+    @property
+    def rule(self) -> TileRule:
+        """How images are cut; a cost rule takes it for a token budget."""
+        return TileRule(rows=self.rows, columns=self.columns, max_tiles=self.max_tiles)
+
+    def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        num_slots = len(facts.rows)
+        num_tiles = self.rule.num_places(facts.rows, facts.columns)
+        num_places = max(1, int((np.minimum(facts.num_slices, self.num_slices) * num_tiles).max(initial=1)))
+        return [
+            ArraySpec.of("image", self.dtype, num_slots, num_places, self.rows, self.columns),
+            ArraySpec.of("slice_mask", np.uint8, num_slots, num_places),
+            ArraySpec.of("tile_grid", np.int64, num_slots, 2),
+            ArraySpec.of("display_range", np.float32, num_slots, 2),
+        ]
+
+    def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
+        """Fill what does not depend on any pixel."""
+        arrays["display_range"][:] = 0
+        arrays["tile_grid"][:] = np.stack(self.rule.grids(facts.rows, facts.columns), axis=1)
+
+    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
+        """Return the indices of the slices to deliver, ascending."""
+        return self._choose(num_slices, self.num_slices, key)
+
+    def target(self, arrays: Arrays, slot: int, num_chosen: int) -> NDArray[Any]:
+        """Zero the places that stay empty; return the others, ``(num_chosen, places, rows, columns)``.
+
+        Raises:
+            FormatError: There are more slices than the samples table says.
+        """
+        image: NDArray[Any] = arrays["image"][slot]
+        each = self._places(arrays, slot)
+        used = num_chosen * each
+        if used > len(image):
+            raise _too_many(num_chosen)
+        image[used:] = 0
+        arrays["slice_mask"][slot] = np.arange(len(image)) < used
+        return image[:used].reshape(num_chosen, each, self.rows, self.columns)
+
+    def canvas_shape(self, arrays: Arrays, slot: int) -> tuple[int, int]:
+        """Return the size that a slice of a slot is brought to before it is cut."""
+        high, wide = arrays["tile_grid"][slot].tolist()
+        return high * self.rows, wide * self.columns
+
+    def cut(self, canvas: NDArray[Any], places: NDArray[Any]) -> None:
+        """Cut a slice into its places.
+
+        Args:
+            canvas: ``(rows, columns)`` of `canvas_shape`.
+            places: ``(tiles, rows, columns)``, the overview first where there are several.
+        """
+        high, wide = canvas.shape[0] // self.rows, canvas.shape[1] // self.columns
+        tiles = canvas.reshape(high, self.rows, wide, self.columns).swapaxes(1, 2)
+        if high * wide > 1:
+            cv2.resize(canvas, (self.columns, self.rows), dst=places[0], interpolation=cv2.INTER_AREA)
+        places[-high * wide :].reshape(tiles.shape)[:] = tiles
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without slices."""
+        for name in ("image", "slice_mask", "display_range"):
+            arrays[name][slot] = 0
+
+    @staticmethod
+    def _places(arrays: Arrays, slot: int) -> int:
+        num_tiles = int(arrays["tile_grid"][slot].prod())
+        return num_tiles + (num_tiles > 1)
+
+
+View: TypeAlias = ImageView | NativeView | SizedView | TileView
+"""A view of slices: what a loader may be asked to deliver of a study's primary series."""
+
+
+def _too_many(num_chosen: int) -> FormatError:
+    return FormatError(f"slices must be at most as many as the samples table says, got {num_chosen}.")

@@ -1,0 +1,444 @@
+"""One micro-batch from plan to `Batch`: lay it out, fill its slots sample by sample, close it.
+
+Sizes are known from facts before anything is read, so memory is taken once and every slice is decoded into
+its place. A sample that turns out to be bad leaves a masked slot; the other slots never notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.epochs import EpochPlan, RankSchedule
+from shardflow.epochs.micros import PADDING_ROW
+from shardflow.errors import SampleError
+from shardflow.fields.findings import EntitySlots
+from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
+from shardflow.fields.raw import FieldsView
+from shardflow.fields.scratch import ThreadState
+from shardflow.fields.slots import SlotAssembler, SlotRequest
+from shardflow.fields.text import TextAssembler
+from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
+from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
+from shardflow.fields.views import ArraySpec, DrawKey, SliceFacts, View
+from shardflow.loading.batch import Batch, BatchLayout, SlotKeys
+from shardflow.loading.config import LoaderConfig, check_layout
+from shardflow.loading.engine import Pool
+from shardflow.loading.prefetch import ReadProgress
+from shardflow.loading.selection import Selection
+from shardflow.telemetry import StageCounters
+
+# Without images a sample is a few kilobytes, and what costs time is done once for all of a shard.
+_TEXT_SAMPLES = 1024
+_PARTS_PER_THREAD = 2
+_LOCAL_BYTES = 1 << 20
+
+
+class PartSize:
+    """How large parts are; the same for all micro-batches of a loader.
+
+    Args:
+        selection: The samples, and the datasets that hold them.
+        config: What is read of them.
+    """
+
+    __slots__ = ("_has_images", "_max_bytes", "_num_parts")
+
+    def __init__(self, selection: Selection, config: LoaderConfig) -> None:
+        self._has_images = config.view is not None
+        self._num_parts = _PARTS_PER_THREAD * config.num_threads
+        self._max_bytes = _LOCAL_BYTES if selection.is_local else None
+
+    def divide_among(self, num_threads: int) -> None:
+        """Say how many threads there are now; holds for micro-batches that are cut afterwards."""
+        self._num_parts = _PARTS_PER_THREAD * num_threads
+
+    def cut(
+        self,
+        slots: NDArray[np.int64],
+        *,
+        shards: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        num_bytes: NDArray[np.int64],
+    ) -> list[NDArray[np.int64]]:
+        """Cut slots into parts, in the order in which they lie on disk.
+
+        Args:
+            slots: ``(n,)``, those that hold a sample.
+            shards: ``(B,)``, shard of each slot.
+            offsets: ``(B,)``, where the sample lies in it.
+            num_bytes: ``(B,)``, size of the sample; zeros where none is known.
+
+        Returns:
+            Parts of one shard each, where samples have images.
+        """
+        slots = slots[np.lexsort((offsets[slots], shards[slots]))]
+        if not self._has_images:
+            return [slots[first : first + _TEXT_SAMPLES] for first in range(0, len(slots), _TEXT_SAMPLES)]
+        max_samples = max(1, len(slots) // self._num_parts)
+        parts: list[NDArray[np.int64]] = []
+        first = held = 0
+        where, sizes = shards[slots].tolist(), num_bytes[slots].tolist()
+        for place, size in enumerate(sizes):
+            is_full = place - first == max_samples or (
+                self._max_bytes is not None and held + size > self._max_bytes
+            )
+            if place > first and (is_full or where[place] != where[first]):
+                parts.append(slots[first:place])
+                first, held = place, 0
+            held += size
+        return [*parts, slots[first:]] if len(slots) else parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSource:
+    """Everything that the micro-batches of one epoch have in common; shared by all threads."""
+
+    selection: Selection
+    plan: EpochPlan
+    schedule: RankSchedule
+    rank: int
+    config: LoaderConfig
+    pool: Pool
+    assembler: SlotAssembler
+    texts: TextAssembler | None
+    """The short way for samples of text alone."""
+    tokens: TokenAssembler | None
+    part_size: PartSize
+    counters: StageCounters
+    known_masks: Quarantine
+    """Slots that a checkpoint says are masked; they are not read."""
+    transform: Transform | None = None
+    """What the user wants done to each sample."""
+    entities: EntitySlots | None = None
+    """What slots of entities get, where some samples are."""
+    watch: ReadProgress | None = None
+    """Follows the reads for a cache that is told the future."""
+
+    def num_threads(self, config: LoaderConfig) -> int:
+        """Return how many threads get work done at the same time, of those that a config gives.
+
+        Tokens alone are copied out of maps under the interpreter's lock: a second thread would only take
+        turns with the first, and each turn costs. Remote ones are fetched first, for which threads wait.
+        """
+        is_copied = config.view is None and not config.text and self.selection.is_local
+        return 1 if is_copied else config.num_threads
+
+    def open(self, number: int) -> MicroBatchTask:
+        """Open this rank's micro-batch ``number`` of the epoch, counted over steps."""
+        step, slot = divmod(number, self.schedule.num_micro_batches_per_rank)
+        if self.watch is not None:
+            self.watch.opened(number)
+        with self.counters.timed("plan"):
+            return MicroBatchTask(self, step, slot)
+
+
+class MicroBatchTask:
+    """A micro-batch under way; see `engine.Task`.
+
+    Args:
+        source: What it is made from.
+        step: Step of the epoch.
+        slot: Which of the rank's micro-batches of the step.
+    """
+
+    def __init__(self, source: BatchSource, step: int, slot: int) -> None:
+        self._source = source
+        self._step = step
+        self._slot = slot
+        self._micro = source.schedule.micro(source.rank, slot)
+        planned = source.plan.micro_batch(step, self._micro)
+        self._rows = planned.rows
+        self._weights = planned.weights
+        self._bad: dict[int, QuarantineRow] = {}
+        self._is_sample = self._rows >= 0
+        at = self._rows[self._is_sample]
+        self._keys = SlotKeys(source.selection.key_bytes(at), self._is_sample)
+        config = source.config
+        self._modalities = []
+        if isinstance(config.view, View):
+            self._modalities = [""] * len(self._rows)
+            places = np.flatnonzero(self._is_sample).tolist()
+            for place, modality in zip(places, source.selection.modalities(at), strict=True):
+                self._modalities[place] = modality
+        self._table_rows, self._components = self._rows, None
+        if source.selection.is_blend:
+            self._table_rows = self._padded(source.selection.table_rows(at))
+            self._components = self._padded(source.selection.components_of(at))
+        nothing = np.zeros_like(self._rows)
+        # Stored tokens alone are found by row: no shard is read for them.
+        is_read = config.text or config.view is not None
+        self._shard = self._column("shard", at) if is_read else nothing
+        self._row_in_shard = self._column("row_in_shard", at) if is_read else nothing
+        self._offset = self._column("offset_bytes", at) if is_read else nothing
+        self._text_bytes = self._column("text_bytes", at) if config.text else nothing.copy()
+        self._tokens: MeasuredTokens | None = None
+        self._mask_known()
+        self._measure_tokens()
+        self._facts = self._read_facts(at)
+        self._layout = BatchLayout.of(self._array_specs())
+        check_layout(self._layout)
+        self._parts = self._cut_parts()
+        self._buffer = np.empty(0, np.uint8)
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    # ---- engine.Task ---------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the batch's buffer."""
+        return self._source.pool.size_of(self._layout.num_bytes)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts: one for all stored tokens, and those of `PartSize`."""
+        return len(self._parts)
+
+    def begin(self) -> None:
+        """Take memory and fill what the plan and the facts say."""
+        self._buffer = self._source.pool.lend(self._layout.num_bytes)
+        self._arrays = self._layout.views(self._buffer)
+        self._arrays["row"][:] = self._table_rows
+        if self._components is not None:
+            self._arrays["component"][:] = self._components
+        self._arrays["weight"][:] = self._weights
+        if self._source.entities is not None:
+            self._source.entities.put(self._rows, self._arrays)
+        if self._source.config.text:
+            offsets = self._arrays["text_offsets"]
+            offsets[0] = 0
+            np.cumsum(self._text_bytes, out=offsets[1:])
+        if self._tokens is not None:
+            offsets = self._arrays["token_offsets"]
+            offsets[0] = 0
+            np.cumsum(self._tokens.lengths, out=offsets[1:])
+        if self._source.config.view is not None:
+            self._source.config.view.prepare(self._arrays, self._facts)
+
+    def run(self, part: int, thread: ThreadState) -> None:
+        """Fill the slots of a part.
+
+        Raises:
+            SampleError: A sample is bad, and the loader is told to raise.
+            StorageError: A shard cannot be read at all.
+        """
+        if self._source.tokens is not None and self._tokens is not None and part == 0:
+            self._fill_tokens(self._source.tokens, self._tokens, thread)
+            return
+        source, arrays = self._source, self._arrays
+        slots = self._parts[part]
+        for here in np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1):
+            shard, left = int(self._shard[here[0]]), here
+            if source.texts is not None:
+                left = source.texts.fill(
+                    shard,
+                    here,
+                    rows_in_shard=self._row_in_shard[here],
+                    keys=self._keys.of(here),
+                    text_bytes=self._text_bytes[here],
+                    arrays=arrays,
+                    thread=thread,
+                )
+            if len(left):
+                requests = [self._request(slot) for slot in left.tolist()]
+                for slot, bad in source.assembler.fill(shard, requests, arrays, thread).items():
+                    self._mask(slot, bad)
+            if source.transform is not None:
+                self._transform(source.transform, [s for s in here.tolist() if s not in self._bad], thread)
+
+    def finish(self) -> Batch:
+        """Blank what holds no sample and make the batch."""
+        if self._source.watch is not None:
+            per_rank = self._source.schedule.num_micro_batches_per_rank
+            self._source.watch.finished(self._step * per_rank + self._slot)
+        view, text = self._source.config.view, self._source.config.text
+        blank = sorted({*np.flatnonzero(~self._is_sample).tolist(), *self._bad})
+        for slot in blank:
+            self._arrays["weight"][slot] = 0
+            if view is not None:
+                view.blank(self._arrays, slot)
+        entries = self._layout.to_json()
+        if text:
+            self._close_gaps("text_bytes", "text_offsets", self._text_bytes, blank, entries)
+        if self._tokens is not None:
+            self._close_gaps("token_ids", "token_offsets", self._tokens.lengths, blank, entries)
+        fields = {"fields": list(view.fields)} if isinstance(view, FieldsView) else {}
+        return Batch(
+            self._buffer,
+            {
+                **fields,
+                "version": 1,
+                "epoch": self._source.plan.epoch,
+                "step": self._step,
+                "micro": self._micro,
+                "slot": self._slot,
+                "arrays": entries,
+                "keys": None,
+                **({"modalities": self._modalities} if isinstance(view, View) else {}),
+                "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
+            },
+            keys=self._keys,
+        )
+
+    def describe(self) -> str:
+        """Name the micro-batch for a message."""
+        return f"micro-batch {self._micro} of step {self._step} of epoch {self._source.plan.epoch}"
+
+    # ---- slots -----------------------------------------------------------------------------------
+
+    def _request(self, slot: int) -> SlotRequest:
+        return SlotRequest(
+            slot=slot,
+            draw=self._draw(slot),
+            row_in_shard=int(self._row_in_shard[slot]),
+            key=self._keys[slot] or "",
+            text_bytes=int(self._text_bytes[slot]),
+            entity=self._source.selection.entity(int(self._rows[slot])),
+        )
+
+    def _draw(self, slot: int) -> DrawKey:
+        """Return what the keyed choices of a slot's sample follow from."""
+        plan = self._source.plan
+        place = (self._step, self._micro, slot) if self._source.selection.is_blend else ()
+        return DrawKey(plan.seed, plan.epoch, int(self._rows[slot]), place, int(self._table_rows[slot]))
+
+    def _transform(self, transform: Transform, slots: list[int], thread: ThreadState) -> None:
+        """Let the user's function change the samples of some slots."""
+        thread.enter("transform", "")
+        for slot in slots:
+            generator = sample_generator(self._draw(slot))
+            with self._source.counters.timed("user_transform"):
+                transform(sample_arrays(self._arrays, slot, self._source.config.view), generator)
+
+    def _mask(self, slot: int, bad: BadSample) -> None:
+        row = QuarantineRow(
+            epoch=self._source.plan.epoch,
+            step=self._step,
+            micro=self._micro,
+            slot_in_batch=slot,
+            row=int(self._table_rows[slot]),
+            key=self._keys[slot] or "",
+            shard=bad.shard,
+            field=bad.field,
+            reason=bad.reason.value,
+            component=None if self._components is None else int(self._components[slot]),
+        )
+        if self._source.config.on_bad_sample == "raise":
+            raise SampleError(
+                f"sample {row.key} must be readable, got {bad} ({self.describe()}); run `shardflow verify` "
+                'on the dataset, or set on_bad_sample to "mask".'
+            )
+        self._bad[slot] = row
+
+    def _measure_tokens(self) -> None:
+        """Learn how many tokens each slot gets, before memory is taken."""
+        if self._source.tokens is None:
+            return
+        wanted = self._rows
+        if self._bad:
+            wanted = wanted.copy()
+            wanted[list(self._bad)] = PADDING_ROW
+        self._tokens = self._source.tokens.measure(wanted)
+        for slot, reason in self._tokens.bad.items():
+            self._mask(slot, self._bad_tokens(slot, reason))
+            self._text_bytes[slot] = 0
+
+    def _fill_tokens(self, tokens: TokenAssembler, measured: MeasuredTokens, thread: ThreadState) -> None:
+        thread.enter("read", "tokens")
+        out = self._arrays["token_ids"]
+        with self._source.counters.timed("tokens", out.nbytes, len(self._rows)):
+            bad = tokens.fill(measured, self._arrays["token_offsets"], out)
+        for slot, reason in bad.items():
+            self._mask(slot, self._bad_tokens(slot, reason))
+
+    def _bad_tokens(self, slot: int, reason: BadSampleReason) -> BadSample:
+        number = int(self._source.selection.column("shard", self._rows[slot : slot + 1])[0])
+        component, position = self._source.selection.shard(number)
+        shard = self._source.selection.datasets[component].manifest.shards[position]
+        return BadSample(reason, shard.name, "tokens")
+
+    def _close_gaps(
+        self, flat: str, ends: str, sizes: NDArray[np.int64], blank: list[int], entries: list[dict[str, Any]]
+    ) -> None:
+        """Take what masked slots hold out of a flat array, so that the offsets say what is there."""
+        slots = [slot for slot in blank if sizes[slot]]
+        if not slots:
+            return
+        offsets, data = self._arrays[ends], self._arrays[flat]
+        kept = np.ones(len(data), bool)
+        for slot in slots:
+            kept[offsets[slot] : offsets[slot + 1]] = False
+            sizes[slot] = 0
+        num_kept = int(np.count_nonzero(kept))
+        data[:num_kept] = data[kept]
+        np.cumsum(sizes, out=offsets[1:])
+        next(entry for entry in entries if entry["name"] == flat)["shape"] = [num_kept]
+
+    # ---- layout ----------------------------------------------------------------------------------
+
+    def _column(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a column of the samples table, ``(B,)`` int64, zero in padding slots."""
+        found = self._source.selection.column(name, rows)
+        if len(found) == len(self._rows):
+            return found
+        values = np.zeros(len(self._rows), np.int64)
+        values[self._is_sample] = found
+        return values
+
+    def _padded(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a number for every slot, -1 in padding slots."""
+        padded = np.full(len(self._rows), PADDING_ROW, np.int64)
+        padded[self._is_sample] = values
+        return padded
+
+    def _mask_known(self) -> None:
+        if not self._source.known_masks:
+            return
+        for slot in np.flatnonzero(self._is_sample).tolist():
+            known = self._source.known_masks.find((self._source.plan.epoch, self._step, self._micro, slot))
+            if known is not None:
+                self._bad[slot] = known
+                self._text_bytes[slot] = 0
+
+    def _read_facts(self, rows: NDArray[np.int64]) -> SliceFacts:
+        names = ("num_slices", "rows", "columns", "num_bytes")
+        plan, nothing = self._source.plan, np.zeros(len(self._rows), np.int64)
+        is_wanted = self._source.config.view is not None
+        columns = {name: self._column(name, rows) if is_wanted else nothing for name in names}
+        # A padding slot has no row; what is drawn for it lays out nothing.
+        return SliceFacts(
+            **columns, table_row=np.maximum(self._table_rows, 0), seed=plan.seed, epoch=plan.epoch
+        )
+
+    def _array_specs(self) -> list[ArraySpec]:
+        num_slots = len(self._rows)
+        specs = [ArraySpec.of("row", np.int64, num_slots), ArraySpec.of("weight", np.float32, num_slots)]
+        if self._components is not None:
+            specs.append(ArraySpec.of("component", np.int64, num_slots))
+        if self._source.entities is not None:
+            specs += self._source.entities.array_specs(num_slots)
+        if self._source.config.view is not None:
+            specs += self._source.config.view.array_specs(self._facts)
+        if self._source.config.text:
+            specs.append(ArraySpec.of("text_offsets", np.int64, num_slots + 1))
+            specs.append(ArraySpec.of("text_bytes", np.uint8, int(self._text_bytes.sum())))
+        if self._tokens is not None:
+            specs.append(ArraySpec.of("token_offsets", np.int64, num_slots + 1))
+            specs.append(ArraySpec.of("token_ids", np.uint32, int(self._tokens.lengths.sum())))
+        return specs
+
+    def _cut_parts(self) -> list[NDArray[np.int64]]:
+        """Cut the slots that need reading into parts."""
+        config = self._source.config
+        tokens = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
+        if config.view is None and not config.text:
+            return tokens
+        is_wanted = self._is_sample.copy()
+        is_wanted[list(self._bad)] = False
+        slots = np.flatnonzero(is_wanted)
+        return tokens + self._source.part_size.cut(
+            slots, shards=self._shard, offsets=self._offset, num_bytes=self._facts.num_bytes
+        )
