@@ -144,14 +144,14 @@ def packed_sequences(stage: Stage) -> Result:
 def slow_rank(stage: Stage) -> Result:
     """Two ranks measure a run, the second of which computes slowly; and the same run measures nothing."""
     ranks = stage.first(2)
-    forward = step_module._forward
+    forward = step_module.compute_loss
 
     def slowly(*arguments: Any) -> torch.Tensor:
         if ranks is not None and ranks.rank == 1:
             time.sleep(0.25)
         return forward(*arguments)
 
-    with mock.patch.object(step_module, "_forward", slowly):
+    with mock.patch.object(step_module, "compute_loss", slowly):
         stage.train(ranks, "slow-rank", "run.max_steps=4", "monitor.interval_s=0.01")
     stage.train(ranks, "unmeasured", "run.max_steps=4", "monitor.interval_s=0")
     return {}

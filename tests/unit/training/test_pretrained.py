@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from shardflow.errors import ConfigError, StateError
-from shardflow.training.building import build_report_model
 from shardflow.training.checkpoint import read_checkpoint
 from shardflow.training.config import TrainConfig
 from shardflow.training.losses import weighted_token_loss
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.text import ReportTokenizer
-from tests.tiny_models import TEMPLATE, make_encoder_decoder, make_llava
+from tests.tiny_models import TEMPLATE, make_encoder_decoder, make_llava, model_of
 from tests.tiny_runs import TinyInput, tiny_config
 
 KINDS = ("llava", "encoder-decoder")
@@ -43,7 +42,7 @@ def config_of(tiny: TinyInput, output: Path, folder: Path, *overrides: str) -> T
 
 def build(tiny: TinyInput, folder: Path, *overrides: str) -> tuple[nn.Module, ReportTokenizer]:
     config = config_of(tiny, tiny.folder / "unused", folder, *overrides)
-    return build_report_model(config, ReportTokenizer.load(config.text.tokenizer))
+    return model_of(config)
 
 
 def run(tiny: TinyInput, output: Path, folder: Path, *overrides: str) -> TrainSummary:
@@ -194,10 +193,7 @@ def test_adapters_alone_are_trained_and_kept(
         config = tiny_config(tiny, output, *settings)
     else:
         config = config_of(tiny, output, folders[kind], *settings)
-    tokenizer = ReportTokenizer.load(config.text.tokenizer)
-    before = {
-        name: p.detach().clone() for name, p in build_report_model(config, tokenizer)[0].named_parameters()
-    }
+    before = {name: p.detach().clone() for name, p in model_of(config)[0].named_parameters()}
     train(config)
     after = newest(output)
     assert after.keys() == {name for name in before if "lora_" in name}
