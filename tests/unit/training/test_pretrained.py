@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_rows_begin_where_generation_begins_and_end_with_the_turn(
     length = bare.index(plain.end_id) + 1
     assert row[1:length] == bare[1:length]
     assert row[length] == row[0]  # and what it puts behind the end
+
+
+def test_a_decoder_without_a_start_token_begins_as_the_tokenizer_does(
+    tiny: TinyInput, tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    folder = shutil.copytree(folders["encoder-decoder"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["decoder_start_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    _, framed = build(tiny, folder)
+    assert framed.begin_id == ReportTokenizer.load(folder).begin_id
 
 
 def test_the_prompt_stands_before_the_rows(tiny: TinyInput, folders: dict[str, Path]) -> None:
