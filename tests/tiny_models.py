@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     CLIPVisionConfig,
     GPT2Config,
@@ -20,7 +21,20 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["IMAGE_TOKEN", "TEMPLATE", "make_encoder_decoder", "make_llava"]
+from shardflow.training import TrainConfig
+from shardflow.training.building import build_report_model
+from shardflow.training.tensors import named_optimizer_tensors, named_tensors
+from shardflow.training.text import ReportTokenizer
+
+__all__ = [
+    "IMAGE_TOKEN",
+    "TEMPLATE",
+    "make_encoder_decoder",
+    "make_llava",
+    "model_of",
+    "model_tensors",
+    "optimizer_tensors",
+]
 
 IMAGE_TOKEN = "<image>"
 TEMPLATE = (
@@ -29,6 +43,28 @@ TEMPLATE = (
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %} {% endfor %}"
 )
 SIZE, PATCH = 16, 8
+
+
+def model_of(config: TrainConfig) -> tuple[nn.Module, ReportTokenizer]:
+    """Build the model of a configuration, as a run does."""
+    return build_report_model(
+        config.model,
+        ReportTokenizer.load(config.text.tokenizer),
+        image=config.image,
+        text=config.text,
+        lora=config.lora,
+        seed=config.run.seed,
+    )
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copy parameters and persistent buffers; of a model that is not sharded."""
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copy the optimizer's state; of a model that is not sharded."""
+    return {name: tensor.detach().clone() for name, tensor in named_optimizer_tensors(model, optimizer)}
 
 
 def make_llava(folder: Path, tokenizer: Path, *, template: str = TEMPLATE) -> Path:

@@ -73,13 +73,18 @@ class Blocks:
     def run(self, num_steps: int, *, is_measured: bool) -> float:
         """Return the seconds of a step, of all ranks together: each ends with an exchange."""
         interval_s = self._interval_s if is_measured else 0.0
-        config = replace(self._config, monitor=replace(self._config.monitor, interval_s=interval_s))
         parts = self._parts
         measures, close = open_measures(
-            config, parts.ranks, parts.loader, parts.wrapped, parts.inputs.transfer, parts.metrics
+            interval_s,
+            parts.ranks,
+            parts.loader,
+            parts.wrapped,
+            parts.inputs.transfer,
+            parts.metrics,
+            pinned_bytes=self._config.loader.pinned_bytes,
         )
         try:
-            loop = TrainingLoop(replace(parts, config=config, measures=measures), self._progress)
+            loop = TrainingLoop(replace(parts, measures=measures), self._progress)
             for _ in range(RUN_IN):
                 self._step(loop)
             started = time.perf_counter()

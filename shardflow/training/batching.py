@@ -12,7 +12,7 @@ from shardflow.epochs.spec import Tail
 from shardflow.errors import ConfigError
 from shardflow.loading import World
 from shardflow.loading.selection import Selection
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import BatchSettings, ImageSettings, TextSettings
 from shardflow.training.tokenizing import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -21,18 +21,26 @@ if TYPE_CHECKING:
 __all__ = ["batch_spec", "mesh_world"]
 
 
-def batch_spec(config: TrainConfig, selection: Selection, *, tail: Tail | None = None) -> BatchSpec:
+def batch_spec(
+    batch: BatchSettings,
+    image: ImageSettings,
+    text: TextSettings,
+    selection: Selection,
+    *,
+    tail: Tail | None = None,
+) -> BatchSpec:
     """Return how steps are formed.
 
     Args:
-        config: All settings.
+        batch: The table ``[batch]``.
+        image: Decides what images cost.
+        text: Decides what text costs.
         selection: The samples; where lanes are to be chosen they follow from them, never from the world.
         tail: Instead of the tail of the settings.
     """
-    batch = config.batch
     spec = BatchSpec(
         micro_batch_size=batch.micro_batch_size or 0,
-        budget=_budget(config),
+        budget=_budget(batch, image, text),
         micro_batches_per_step=batch.micro_batches_per_step,
         tail=tail or batch.tail,
         lanes=batch.lanes or (0 if batch.max_tokens is None else 1),
@@ -43,8 +51,7 @@ def batch_spec(config: TrainConfig, selection: Selection, *, tail: Tail | None =
     return replace(spec, lanes=choose_lanes(selection.layout(spec), spec))
 
 
-def _budget(config: TrainConfig) -> TokenBudget | None:
-    batch = config.batch
+def _budget(batch: BatchSettings, image: ImageSettings, text: TextSettings) -> TokenBudget | None:
     if batch.max_tokens is None:
         return None
     return TokenBudget(
@@ -55,17 +62,16 @@ def _budget(config: TrainConfig) -> TokenBudget | None:
         cost=CostRule(
             # Begin and end of the text, and in a packed sequence the start of the sample.
             tokens_per_sample=2 + batch.packed,
-            max_text_tokens=config.text.max_tokens,
-            **_image_cost(config),
+            max_text_tokens=text.max_tokens,
+            **_image_cost(image, batch.image_tokens_per_slice),
             quadratic_tokens=batch.quadratic_tokens,
-            tokenizer=tokenizer_digest(config.text.tokenizer) if batch.text_tokens == "counted" else "",
+            tokenizer=tokenizer_digest(text.tokenizer) if batch.text_tokens == "counted" else "",
         ),
     )
 
 
-def _image_cost(config: TrainConfig) -> dict[str, Any]:
+def _image_cost(image: ImageSettings, tokens: int) -> dict[str, Any]:
     """Return what a sample's images cost, as the view takes them."""
-    image, tokens = config.image, config.batch.image_tokens_per_slice
     if not tokens:
         return {}
     if image.sizes:

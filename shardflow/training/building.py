@@ -11,23 +11,33 @@ import torch
 from torch import nn
 
 from shardflow.errors import ConfigError
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import ImageSettings, LoraSettings, ModelSettings, TextSettings
 from shardflow.training.lora import add_lora
 from shardflow.training.model import build_model
 from shardflow.training.pretrained import build_pretrained
 from shardflow.training.text import ReportTokenizer
 
-__all__ = ["build_report_model", "folder_digest"]
-
 _LOGGER = logging.getLogger(__name__)
 
 
-def build_report_model(config: TrainConfig, tokenizer: ReportTokenizer) -> tuple[nn.Module, ReportTokenizer]:
+def build_report_model(
+    settings: ModelSettings,
+    tokenizer: ReportTokenizer,
+    *,
+    image: ImageSettings,
+    text: TextSettings,
+    lora: LoraSettings,
+    seed: int,
+) -> tuple[nn.Module, ReportTokenizer]:
     """Build what is trained.
 
     Args:
-        config: All settings.
+        settings: The table ``[model]``.
         tokenizer: That of ``text.tokenizer``.
+        image: Number and size of slices.
+        text: Longest text, and the prompt.
+        lora: Adapters, where its rank is above 0.
+        seed: Run-level seed, of all weights that are not read.
 
     Returns:
         The model on the CPU in training mode, every parameter that is trained taking part in every forward;
@@ -37,28 +47,25 @@ def build_report_model(config: TrainConfig, tokenizer: ReportTokenizer) -> tuple
         ConfigError: the model's folder, its size, names of parameters or layers do not fit the settings, or a
             package is missing.
     """
-    settings = config.model
     if settings.path is None:
         model: nn.Module = build_model(
             settings,
-            config.image,
+            image,
             vocab_size=tokenizer.vocab_size,
-            max_tokens=config.text.max_tokens,
-            seed=config.run.seed,
+            max_tokens=text.max_tokens,
+            seed=seed,
         )
         language: Any = model.language
     else:
-        model, tokenizer = build_pretrained(
-            settings, config.image, config.text, tokenizer, seed=config.run.seed
-        )
+        model, tokenizer = build_pretrained(settings, image, text, tokenizer, seed=seed)
         inner: Any = model.model
         language = getattr(inner, "decoder", None) or inner.model.language_model
-        _freeze_idle(model, config)
+        _freeze_idle(model, image)
         if settings.activation_checkpointing:
             inner.activation_checkpointing_enable()
     _freeze(model, settings.frozen)
-    if config.lora.rank:
-        add_lora(model, language, config.lora, seed=config.run.seed)
+    if lora.rank:
+        add_lora(model, language, lora, seed=seed)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model.frozen must leave something to train, got nothing left; name fewer parts.")
     return model, tokenizer
@@ -92,12 +99,11 @@ def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
             names[name].requires_grad_(False)
 
 
-def _freeze_idle(model: nn.Module, config: TrainConfig) -> None:
+def _freeze_idle(model: nn.Module, image: ImageSettings) -> None:
     """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
 
     A parameter without a gradient makes an exchange of gradients wait for ever.
     """
-    image = config.image
     with torch.enable_grad():
         logits = model(
             torch.zeros((1, image.num_slices, image.rows, image.columns)),

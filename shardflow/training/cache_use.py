@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shardflow.telemetry import StageCounters
-
-__all__ = ["CacheUse"]
+from shardflow.training.hooks import LoopHook, StepReport
 
 _TIERS = ("cache_ram", "cache_disk", "cache_origin")
 
 
-class CacheUse:
+class CacheUse(LoopHook):
     """Turns the growing totals of the cache stages into numbers of a step.
 
     Args:
@@ -33,18 +30,23 @@ class CacheUse:
         self._counters = counters
         self._seen = self._totals()
 
-    def since(self) -> list[float]:
+    def since(self) -> dict[str, float]:
         """Return this rank's numbers since the last call."""
         before, self._seen = self._seen, self._totals()
-        return [now - past for now, past in zip(self._seen, before, strict=True)]
+        return {name: self._seen[name] - before[name] for name in self.names}
+
+    def fill(self, report: StepReport) -> None:
+        """Set the fields of the same names."""
+        for name, number in self.since().items():
+            setattr(report, name, number)
 
     @classmethod
-    def named(cls, numbers: Sequence[float]) -> dict[str, float]:
-        """Name numbers, or sums of them over ranks."""
-        return dict(zip(cls.names, numbers, strict=True))
+    def of(cls, report: StepReport) -> dict[str, float]:
+        """Return the numbers of a report."""
+        return {name: getattr(report, name) for name in cls.names}
 
-    def _totals(self) -> list[float]:
+    def _totals(self) -> dict[str, float]:
         tiers = [self._counters.totals(tier) for tier in _TIERS]
         found = [float(number) for tier in tiers for number in (tier.num_items, tier.num_bytes)]
         waits = self._counters.totals("cache_wait")
-        return [*found, float(waits.num_items), waits.seconds]
+        return dict(zip(self.names, [*found, float(waits.num_items), waits.seconds], strict=True))

@@ -22,11 +22,9 @@ from torch import nn
 from shardflow.loading import Batch
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import MicroInputs
-from shardflow.training.losses import weighted_token_loss
 from shardflow.training.metrics import EvaluationMetrics
 from shardflow.training.sharding import settle
-
-__all__ = ["evaluate"]
+from shardflow.training.step import compute_loss
 
 _LOOK_EVERY_S: Final = 2.0
 """Whether to stop is asked about so often; schedulers leave 30 s and more."""
@@ -72,7 +70,7 @@ def evaluate(
             ranks.watch.enter(f"evaluation after {global_step} steps")
             for batch in batches:
                 inputs = make_inputs(batch)
-                losses.append(_loss(model, inputs, autocast))
+                losses.append(float(compute_loss(model, inputs, autocast)))
                 num_tokens += inputs.num_tokens
                 num_samples += inputs.num_samples
                 if len(losses) == next_look:
@@ -98,9 +96,3 @@ def evaluate(
         num_samples=sums[2],
         evaluation_s=time.perf_counter() - started,
     )
-
-
-def _loss(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | None) -> float:
-    with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
-        logits = model(*inputs.model_arguments)
-    return float(weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B))

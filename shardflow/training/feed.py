@@ -1,4 +1,4 @@
-"""Takes micro-batches from the loader to the device; notes which samples they held and how long they took.
+"""Path of micro-batches from the loader to the device, with the ledger's entry of each.
 
 On a device the feed is one micro-batch ahead across the end of a step: while the device still computes the
 last backward, the next step's first micro-batch is copied. The loader's position counts what was handed out,
@@ -7,16 +7,14 @@ never what was only sent ahead, so a checkpoint between the two says the right s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardflow.loading import Batch, Loader
+from shardflow.training.hooks import LoopHook
 from shardflow.training.inputs import InputMaker, MicroInputs, SentInputs
 from shardflow.training.ledger import LedgerMicroBatch
-from shardflow.training.watch import Watch
-
-__all__ = ["DeviceFeed", "FedMicroBatch", "MicroFeed", "StepFeed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,62 +105,29 @@ class DeviceFeed:
         return None if batch is None else _Sent(self._maker.send(batch), _entry(batch))
 
 
-class StepFeed:
-    """A rank's micro-batches of one step.
+def step_inputs(
+    feed: MicroFeed, num_micro_batches: int, hooks: LoopHook | None = None
+) -> Iterator[tuple[int, MicroInputs]]:
+    """Yield number and inputs of a rank's micro-batches of one step, padding ones included.
 
     Args:
         feed: At the step's first micro-batch.
-        per_step: Micro-batches of the step over all ranks; from this number on they are fillers.
-        watch: Hears when the step waits for data and when it computes.
-        where: Names the step there.
-        limit_s: How long one micro-batch may be computed; None for ever.
-        describe_wait: Says what the loader is at.
-
-    Attributes:
-        taken: What was taken so far, without fillers: they belong to the world size, not to the step.
+        num_micro_batches: Of this rank in the step; fewer come where the loader ends.
+        hooks: Called around each.
     """
-
-    def __init__(
-        self,
-        feed: MicroFeed,
-        per_step: int,
-        *,
-        watch: Watch,
-        where: str,
-        limit_s: float | None,
-        describe_wait: Callable[[], str],
-    ) -> None:
-        self.taken: list[LedgerMicroBatch] = []
-        self._feed = feed
-        self._per_step = per_step
-        self._watch = watch
-        self._where = where
-        self._limit_s = limit_s
-        self._describe_wait = describe_wait
-
-    def take(self, num_micro_batches: int) -> Iterator[tuple[int, MicroInputs]]:
-        """Yield number and inputs of each micro-batch, fillers included; fewer where the loader ends."""
-        for slot in range(num_micro_batches):
-            # The loader has a deadline of its own, so this phase has none.
-            self._watch.enter(f"{self._where}, waiting for data", describe=self._describe_wait)
-            fed = self._feed.take()
-            if fed is None:
-                return
-            if fed.entry.micro < self._per_step:
-                self.taken.append(fed.entry)
-            # Gradients are exchanged in the last one: what it waits for may be another rank.
-            is_last = slot == num_micro_batches - 1
-            self._watch.enter(f"{self._where}, computing", self._limit_s, together=is_last)
-            yield fed.entry.micro, fed.inputs
-        if self._feed.looks_ahead:
-            # Whoever asks for one more has launched the last backward.
-            self._watch.enter(f"{self._where}, reading ahead", describe=self._describe_wait)
-            self._feed.look_ahead()
-            self._watch.enter(f"{self._where}, computing", self._limit_s, together=True)
-
-    def drain(self) -> float:
-        """Return the seconds of the step that were waited for data; call it once the step's loss is known."""
-        return self._feed.drain()
+    hooks = hooks or LoopHook()
+    for slot in range(num_micro_batches):
+        hooks.on_data_wait()
+        fed = feed.take()
+        if fed is None:
+            return
+        hooks.on_micro_batch(fed.entry, is_last=slot == num_micro_batches - 1)
+        yield fed.entry.micro, fed.inputs
+    if feed.looks_ahead:
+        # Whoever asks for one more has launched the last backward.
+        hooks.on_look_ahead()
+        feed.look_ahead()
+        hooks.on_look_ahead_end()
 
 
 def _entry(batch: Batch) -> LedgerMicroBatch:

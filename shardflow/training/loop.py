@@ -1,36 +1,36 @@
-"""The loop: steps become epochs, and what they leave behind is written down.
+"""The training loop: steps become epochs.
 
-Owns the order of things around a step: data, gradient, update, ledger line, metrics, evaluation,
-checkpoint, stop. All ranks take the same branches, because each decision follows from numbers that every
-rank holds: the plan, the settings, and one small exchange a step (sums, waits, stop requests).
+A step is a straight line: forward and backward of each micro-batch, one exchange of a `StepReport`, one
+update of the weights. Everything beside it is a hook (`shardflow.training.hooks`): health monitor, clock,
+ledger, stop signals, checkpoints, metrics, tuner, evaluation. All ranks take the same branches, because each
+decision follows from numbers that every rank holds: the plan, the settings, and the reports.
 """
 
+# ruff: noqa: ARG002 - a hook gets more than it needs
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardflow.configs import dump_config
 from shardflow.loading import Batch, Loader
 from shardflow.training.agreement import agree
 from shardflow.training.cache_use import CacheUse
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import OptimizerSettings, RunSettings
 from shardflow.training.distributed import Ranks
 from shardflow.training.evaluate import evaluate
-from shardflow.training.feed import DeviceFeed, MicroFeed, StepFeed
+from shardflow.training.feed import DeviceFeed, MicroFeed, step_inputs
+from shardflow.training.hooks import LoopHook, LoopHooks, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.inputs import InputMaker
-from shardflow.training.ledger import LedgerWriter
+from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
 from shardflow.training.measuring import RunMeasures
 from shardflow.training.metrics import CheckpointMetrics, EvaluationMetrics, MetricsWriter, StepMetrics
 from shardflow.training.optimizer import learning_rate, set_learning_rate
@@ -40,8 +40,6 @@ from shardflow.training.step import accumulate_gradients
 from shardflow.training.tuning import Tuning
 from shardflow.training.updates import Updates
 
-__all__ = ["LoopProgress", "Outcome", "RunParts", "TrainingLoop"]
-
 _LOGGER = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "stopped"]
@@ -49,9 +47,16 @@ Outcome = Literal["finished", "stopped"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What a run is made of; built once by ``shardflow.training.run``."""
+    """What a run is made of; built once by ``shardflow.training.prepare``."""
 
-    config: TrainConfig
+    run: RunSettings
+    optimization: OptimizerSettings
+    micro_batches_per_step: int
+    """Over all ranks."""
+    exchanges_each: bool
+    """Exchange gradients after each micro-batch, not once a step."""
+    agreement: Mapping[str, Any]
+    """Settings that all ranks must share, besides those of the plan."""
     ranks: Ranks
     model: nn.Module
     wrapped: nn.Module
@@ -61,6 +66,8 @@ class RunParts:
     loader: Loader
     open_evaluation: Callable[[], AbstractContextManager[Iterable[Batch]]] | None
     """Opens one pass over the evaluation split; None where there is none."""
+    open_tuning: Callable[[], Tuning] | None
+    """Begins the tuner, with an exchange; None where it is off."""
     inputs: InputMaker
     autocast: torch.dtype | None
     saver: CheckpointSaver
@@ -68,19 +75,24 @@ class RunParts:
     metrics: MetricsWriter | None
     """On rank 0 only."""
     measures: RunMeasures
+    cache_use: CacheUse | None
+    """None without a cache."""
     stop: StopRequest
-    bindings: Mapping[str, Any]
-    """Settings that a checkpoint of this run only fits together with."""
+    identity: Mapping[str, Any]
+    """Written into every checkpoint: the settings that its tensors only fit together with, and the digest of
+    the configuration."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LoopProgress:
-    """Where the run stands, besides the loader's position; goes into every checkpoint."""
+    """Where the run stands, besides the loader's position."""
 
     global_step: int = 0
-    """Steps done over all epochs."""
+    """Steps done over all epochs; in every checkpoint."""
     last_evaluation_step: int = -1
-    """Global step of the newest evaluation: one that a kill or a stop cut off is made up for."""
+    """Global step of the newest evaluation, in every checkpoint: one that was cut off is made up for."""
+    is_stopping: bool = False
+    """The ranks agreed to stop."""
 
 
 class TrainingLoop:
@@ -90,7 +102,7 @@ class TrainingLoop:
         parts: Everything the loop works with; the model and optimizer already hold the resumed state.
         progress: Where the run stands.
         on_step: Called on every rank after every step, with its metrics and the steps of the whole run.
-        is_saved: A checkpoint of this very state stands already.
+        is_saved: A checkpoint of this very state exists already.
     """
 
     def __init__(
@@ -103,272 +115,307 @@ class TrainingLoop:
     ) -> None:
         self.parts = parts
         self.progress = progress
-        self.num_steps = _run_length(parts.config, parts.loader.num_steps_in)
+        self.num_steps = parts.measures.total_steps = _run_length(parts.run, parts.loader.num_steps_in)
         self.last_step: StepMetrics | None = None
-        self.last_evaluation: EvaluationMetrics | None = None
         self._on_step = on_step
-        self._cache_use = CacheUse(parts.loader.counters) if parts.config.cache.is_on else None
-        self._tuning: Tuning | None = None
-        self._saved_step = progress.global_step if is_saved else -1
-        self._stopping = False
+        self.evaluation = _Evaluation(parts, progress, self.num_steps)
+        self._checkpoints = _Checkpoints(parts, progress, is_saved=is_saved)
+        self._hooks = self._all_hooks(tuning=None)
 
     def run(self) -> Outcome:
-        """Train; a checkpoint stands at the end, however the run ends.
+        """Train; a checkpoint exists at the end, however the run ends.
 
         Raises:
             RanksDisagreeError: the ranks would not run the same steps; raised before the epoch's first one.
             ShardflowError: whatever ends a run: data that does not come, a gradient that is not finite, ...
         """
-        self._say_plan()
-        metrics = self.parts.metrics
-        if metrics is not None:
-            metrics.write_plan(self.num_steps)
-        # What is measured and tuned says what ranks exchange, now and in each step.
-        self._agree(self.parts.loader.position.epoch, self.parts.loader.position.step)
-        if self.parts.config.tune.mode != "off":
-            self._tuning = Tuning(self.parts.config, self.parts.ranks, self.parts.loader, metrics)
-            self.parts.measures.listeners.append(self._tuning)
-        self._evaluate_if_due()
-        while self.progress.global_step < self.num_steps and not self._stopping:
-            self._run_epoch()
-        self._save()
-        self._note_checkpoint(self.parts.saver.finish())
-        self.parts.measures.finish(self.num_steps)
-        outcome: Outcome = "stopped" if self._stopping else "finished"
-        if metrics is not None:
-            metrics.write_end(outcome, global_step=self.progress.global_step)
-        return outcome
-
-    def _say_plan(self) -> None:
-        """Say what the first epoch's steps hold, leave out, repeat or pad, before one runs."""
-        if self.parts.ranks.rank == 0:
-            for line in self.parts.loader.summary().lines():
+        parts, progress = self.parts, self.progress
+        if parts.ranks.rank == 0:
+            for line in parts.loader.summary().lines():
                 _LOGGER.info("%s", line)
+        if parts.metrics is not None:
+            parts.metrics.write_plan(self.num_steps)
+        self._agree()
+        if parts.open_tuning is not None:
+            tuning = parts.open_tuning()
+            parts.measures.listeners.append(tuning)
+            self._hooks = self._all_hooks(tuning)
+        self._hooks.on_run_begin()
+        while progress.global_step < self.num_steps and not progress.is_stopping:
+            self._run_epoch()
+        self._hooks.on_run_end()
+        outcome: Outcome = "stopped" if progress.is_stopping else "finished"
+        if parts.metrics is not None:
+            parts.metrics.write_end(outcome, global_step=progress.global_step)
+        return outcome
 
     def _run_epoch(self) -> None:
         """Run the rest of the loader's epoch."""
-        loader, progress = self.parts.loader, self.progress
-        first = loader.position
-        self._agree(first.epoch, first.step)
-        last = min(loader.num_steps, first.step + self.num_steps - progress.global_step)
+        parts, progress = self.parts, self.progress
+        self._agree()
+        first = parts.loader.position
+        last = min(parts.loader.num_steps, first.step + self.num_steps - progress.global_step)
         # Two micro-batches on a CPU's way to itself would only take memory.
-        feed = DeviceFeed(loader, self.parts.inputs, looks_ahead=self.parts.ranks.device.type != "cpu")
+        feed = DeviceFeed(parts.loader, parts.inputs, looks_ahead=parts.ranks.device.type != "cpu")
         for step in range(first.step, last):
             self.run_step(feed, first.epoch, step)
-            self._carry_out(feed, f"epoch {first.epoch}, step {step}", is_last=step + 1 == last)
             progress.global_step += 1
-            if self._stopping:
+            if not progress.is_stopping:
+                self._hooks.on_boundary(feed, is_last=step + 1 == last)
+            if progress.is_stopping:
                 return
-            if not self._evaluate_if_due():
-                return
-            if progress.global_step % self.parts.config.run.checkpoint_every_steps == 0:
-                self._save()
-
-    def _carry_out(self, feed: DeviceFeed, where: str, *, is_last: bool) -> None:
-        """Make the tuner's change, if one is due; whoever is about to stop needs none."""
-        if self._tuning is None or self._stopping:
-            return
-        if self._tuning.due is not None:  # processes may need a while to end
-            ranks = self.parts.ranks
-            ranks.watch.enter(f"{where}, changing a setting", ranks.timeouts.control_s)
-        self._tuning.carry_out(feed, is_last=is_last)
-
-    def _agree(self, epoch: int, step: int) -> None:
-        loader, config = self.parts.loader, self.parts.config
-        agree(
-            self.parts.ranks,
-            f"epoch {epoch}",
-            {
-                "plan_id": loader.plan_id,
-                "seed": config.run.seed,
-                "epoch": epoch,
-                "start step": step,
-                "global step": self.progress.global_step,
-                "num_steps": loader.num_steps,
-                "steps of the run": self.num_steps,
-                "micro-batches per rank and step": loader.num_micro_batches_per_rank,
-                "world_size": self.parts.ranks.world_size,
-                "tune.mode": config.tune.mode,
-                "monitor.interval_s": config.monitor.interval_s,
-                "a cache": config.cache.is_on,
-            },
-        )
 
     def run_step(self, data: MicroFeed, epoch: int, step: int) -> None:
-        """Run one step and write down what it left; whoever calls it counts it in ``progress``.
+        """Run one step; whoever calls it counts it in ``progress``.
 
         Args:
             data: At the step's first micro-batch.
             epoch: The step's epoch.
             step: Its number in the epoch.
         """
-        parts, config = self.parts, self.parts.config
+        parts, hooks = self.parts, self._hooks
         started = time.perf_counter()
-        watch, where = parts.ranks.watch, f"epoch {epoch}, step {step}"
-        feed = StepFeed(
-            data,
-            config.batch.micro_batches_per_step,
-            watch=watch,
-            where=where,
-            limit_s=self._limit_s,
-            describe_wait=parts.loader.describe_activity,
-        )
+        place = StepPlace(global_step=self.progress.global_step, epoch=epoch, step=step)
+        hooks.on_step_begin(place)
+
+        # Forward and backward of this rank's micro-batches; gradients are zero or None before.
+        num_micro_batches = parts.loader.num_micro_batches_per_rank
         sums = accumulate_gradients(
             parts.wrapped,
-            feed.take(parts.loader.num_micro_batches_per_rank),
-            num_micro_batches=parts.loader.num_micro_batches_per_rank,
+            step_inputs(data, num_micro_batches, hooks),
+            num_micro_batches=num_micro_batches,
             world_size=parts.ranks.world_size,
-            position=(config.run.seed, epoch, step),
+            position=(parts.run.seed, epoch, step),
             autocast=parts.autocast,
             loss_scale=parts.updates.loss_scale,
-            exchange_each=config.parallel.accumulation == "sharded",
-            clock=parts.measures.clock,
-            last_gradient=parts.measures.last_gradient,
+            exchange_each=parts.exchanges_each,
+            hooks=hooks,
         )
-        # The loss is known, so the device has passed all of the backward.
-        parts.measures.clock.settle()
-        watch.enter(f"{where}, updating the weights", self._limit_s)
-        own = [
-            sums.loss,
-            sums.num_tokens,
-            sums.num_samples,
-            feed.drain(),
-            parts.stop.is_set,
-            parts.saver.stage,
-            parts.measures.elapsed(),
-        ]
-        if self._cache_use is not None:
-            own += self._cache_use.since()
-        tuning = self._tuning.column() if self._tuning is not None else []
-        own += tuning
+        hooks.on_loss()
+
+        own = StepReport(
+            loss=sums.loss,
+            num_tokens=sums.num_tokens,
+            num_samples=sums.num_samples,
+            data_wait_s=data.drain(),
+        )
+        hooks.fill(own)
+        timeouts = parts.ranks.timeouts
+        # The first exchange may take longer: it builds the connections.
+        timeout = timeouts.startup if self.last_step is None else timeouts.steady
         with parts.measures.timed("agree"):
-            by_rank = parts.ranks.gather_numbers(own, self._exchange_timeout)
-        sum_of_ranks = by_rank[:, : len(own) - len(tuning)].sum(dim=0)
-        loss, num_tokens, num_samples, wait_s, num_stops, _, _, *cache = sum_of_ranks.tolist()
-        rate = learning_rate(config.optimizer, self.progress.global_step, self.num_steps)
+            reports = StepReports.exchange(parts.ranks, own, timeout)
+        total = reports.total
+
+        # Clip, step, zero_grad.
+        rate = learning_rate(parts.optimization, place.global_step, self.num_steps)
         set_learning_rate(parts.optimizer, rate)
-        parts.measures.clock.optimizer()
-        update = parts.updates.apply(num_tokens, loss=loss, where=where)
-        parts.measures.clock.updated()
-        parts.ledger.write(self.progress.global_step, epoch=epoch, step=step, micro_batches=feed.taken)
-        self._stopping = num_stops > 0
-        self._note_checkpoint(parts.saver.advance(by_rank[:, 5].tolist()))
-        if self._tuning is not None:
-            self._tuning.heard(by_rank[0, len(own) - len(tuning) :].tolist())
-        self._report(
-            StepMetrics(
-                global_step=self.progress.global_step,
-                epoch=epoch,
-                step=step,
-                loss=loss / num_tokens if num_tokens and math.isfinite(loss) else None,
-                num_tokens=num_tokens,
-                num_samples=num_samples,
-                learning_rate=rate,
-                gradient_norm=update.norm,
-                num_skipped=parts.updates.num_skipped,
-                loss_scale=parts.updates.loss_scale,
-                step_s=time.perf_counter() - started,
-                data_wait_s=float(by_rank[:, 3].max()),
-                mean_data_wait_s=wait_s / parts.ranks.world_size,
-                cache=CacheUse.named(cache) if cache else None,
-            ),
-            elapsed_s=float(by_rank[:, 6].max()),
+        hooks.on_optimizer()
+        update = parts.updates.apply(total.num_tokens, loss=total.loss, where=str(place))
+        hooks.on_optimizer_end()
+
+        if self.last_step is None:
+            parts.ranks.enter_steady_state()
+        self.last_step = StepMetrics(
+            global_step=place.global_step,
+            epoch=epoch,
+            step=step,
+            loss=total.loss / total.num_tokens if total.num_tokens and math.isfinite(total.loss) else None,
+            num_tokens=total.num_tokens,
+            num_samples=total.num_samples,
+            learning_rate=rate,
+            gradient_norm=update.norm,
+            num_skipped=parts.updates.num_skipped,
+            loss_scale=parts.updates.loss_scale,
+            step_s=time.perf_counter() - started,
+            data_wait_s=reports.largest.data_wait_s,
+            mean_data_wait_s=total.data_wait_s / parts.ranks.world_size,
+            cache=None if parts.cache_use is None else CacheUse.of(total),
+        )
+        hooks.on_step_end(self.last_step, reports)
+
+    def _all_hooks(self, tuning: Tuning | None) -> LoopHooks:
+        """Return the hooks in the order in which they are called."""
+        parts = self.parts
+        observers = [
+            _Phases(parts),
+            parts.measures.clock,
+            parts.measures.last_gradient,
+            parts.cache_use,
+            _Ledger(parts),
+            _Stop(parts.stop, self.progress),
+            _Metrics(parts.metrics, self._on_step, self.num_steps),
+            tuning,
+            self.evaluation,
+            self._checkpoints,  # behind the evaluation, which it notes
+            parts.measures,
+        ]
+        return LoopHooks([hook for hook in observers if hook is not None])
+
+    def _agree(self) -> None:
+        """Compare with all ranks what the coming epoch follows from; an exchange."""
+        loader, position = self.parts.loader, self.parts.loader.position
+        agree(
+            self.parts.ranks,
+            f"epoch {position.epoch}",
+            {
+                "plan_id": loader.plan_id,
+                "seed": self.parts.run.seed,
+                "epoch": position.epoch,
+                "start step": position.step,
+                "global step": self.progress.global_step,
+                "num_steps": loader.num_steps,
+                "steps of the run": self.num_steps,
+                "micro-batches per rank and step": loader.num_micro_batches_per_rank,
+                "world_size": self.parts.ranks.world_size,
+                **self.parts.agreement,
+            },
         )
 
-    @property
-    def _exchange_timeout(self) -> timedelta:
-        """For one exchange of a step; the first one may take longer, it builds the connections."""
-        timeouts = self.parts.ranks.timeouts
-        return timeouts.startup if self.last_step is None else timeouts.steady
+
+class _Phases(LoopHook):
+    """Tells the health monitor what this rank is at, and how long it may take alone."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._ranks, self._compiles = parts.ranks, parts.run.compile
+        self._describe_wait = parts.loader.describe_activity
+        self._place: StepPlace | None = None
+        self._is_first = True
+
+    def on_step_begin(self, place: StepPlace) -> None:
+        self._place = place
+
+    def on_data_wait(self) -> None:
+        # The loader has a deadline of its own, so this phase has none.
+        self._ranks.watch.enter(f"{self._place}, waiting for data", describe=self._describe_wait)
+
+    def on_micro_batch(self, entry: LedgerMicroBatch, *, is_last: bool) -> None:
+        # Gradients are exchanged in the last one: what it waits for may be another rank.
+        self._ranks.watch.enter(f"{self._place}, computing", self._limit_s, together=is_last)
+
+    def on_look_ahead(self) -> None:
+        self._ranks.watch.enter(f"{self._place}, reading ahead", describe=self._describe_wait)
+
+    def on_look_ahead_end(self) -> None:
+        self._ranks.watch.enter(f"{self._place}, computing", self._limit_s, together=True)
+
+    def on_loss(self) -> None:
+        self._ranks.watch.enter(f"{self._place}, updating the weights", self._limit_s)
+
+    def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
+        self._is_first = False
 
     @property
     def _limit_s(self) -> float | None:
-        """For what a rank does alone in a step; the first one, and a compiled model in any, may compile."""
-        timeouts = self.parts.ranks.timeouts
-        may_compile = self.last_step is None or self.parts.config.run.compile
+        """The first step, and any of a compiled model, may take as long as compiling does."""
+        timeouts = self._ranks.timeouts
+        may_compile = self._is_first or self._compiles
         return timeouts.startup_s if may_compile and timeouts.hang else timeouts.hang_s
 
-    def _report(self, metrics: StepMetrics, *, elapsed_s: float) -> None:
-        if self.last_step is None:  # the first exchange has built all connections
-            self.parts.ranks.enter_steady_state()
-        self.last_step = metrics
-        if self.parts.metrics is not None:
-            self.parts.metrics.write_step(metrics)
-        if self._tuning is not None:
-            self._tuning.stepped(metrics)
-        if self._on_step is not None:
-            self._on_step(metrics, self.num_steps)
-        self.parts.measures.stepped(metrics, elapsed_s=elapsed_s, total_steps=self.num_steps)
 
-    def _evaluate_if_due(self) -> bool:
-        """Measure the loss, if it is time to; returns whether the run goes on, as no stop cut it off."""
-        parts, step = self.parts, self.progress.global_step
-        if parts.open_evaluation is None or step in {0, self.progress.last_evaluation_step}:
-            return True
-        every = parts.config.run.evaluate_every_steps
-        is_due = step % every == 0 if every else parts.loader.position.step == 0
-        if not is_due and step < self.num_steps:
-            return True
-        position = parts.loader.position
-        epoch = position.epoch - (
-            position.step == 0
-        )  # at an epoch's end the position is the next one's start
-        with parts.measures.timed("evaluate"), parts.open_evaluation() as batches:
-            found = evaluate(
-                parts.model,
-                batches,
-                parts.ranks,
-                make_inputs=parts.inputs.for_evaluation(),
-                autocast=parts.autocast,
-                global_step=step,
-                epoch=epoch,
-                is_stopping=lambda: parts.stop.is_set,
-            )
-        if found is None:
-            _LOGGER.info("the evaluation after %d steps was cut off by a stop; the next start does it", step)
-            self._stopping = True
-            return False
-        self.last_evaluation = found
-        self.progress.last_evaluation_step = step
-        if parts.metrics is not None:
-            parts.metrics.write_evaluation(found)
-        _LOGGER.info("evaluation after %d steps: loss %s", step, found.loss)
-        return True
+class _Ledger(LoopHook):
+    """Writes which samples made each step, without padding micro-batches: those depend on the world size."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._writer, self._per_step = parts.ledger, parts.micro_batches_per_step
+        self._taken: list[LedgerMicroBatch] = []
+
+    def on_step_begin(self, place: StepPlace) -> None:
+        self._taken = []
+
+    def on_micro_batch(self, entry: LedgerMicroBatch, *, is_last: bool) -> None:
+        if entry.micro < self._per_step:
+            self._taken.append(entry)
+
+    def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
+        self._writer.write(
+            metrics.global_step, epoch=metrics.epoch, step=metrics.step, micro_batches=self._taken
+        )
+
+
+class _Stop(LoopHook):
+    """Ends the run on all ranks once one was asked to stop."""
+
+    def __init__(self, stop: StopRequest, progress: LoopProgress) -> None:
+        self._stop, self._progress = stop, progress
+
+    def fill(self, report: StepReport) -> None:
+        report.is_stopping = self._stop.is_set
+
+    def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
+        self._progress.is_stopping = reports.largest.is_stopping > 0
+
+
+class _Metrics(LoopHook):
+    """Writes the line of each step on rank 0, and calls who wants to know."""
+
+    def __init__(
+        self,
+        writer: MetricsWriter | None,
+        on_step: Callable[[StepMetrics, int], None] | None,
+        num_steps: int,
+    ) -> None:
+        self._writer, self._on_step, self._num_steps = writer, on_step, num_steps
+
+    def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
+        if self._writer is not None:
+            self._writer.write_step(metrics)
+        if self._on_step is not None:
+            self._on_step(metrics, self._num_steps)
+
+
+class _Checkpoints(LoopHook):
+    """Begins a checkpoint every so many steps and at the end; it is written while the next steps run."""
+
+    def __init__(self, parts: RunParts, progress: LoopProgress, *, is_saved: bool) -> None:
+        self._parts, self._progress = parts, progress
+        self._saved_step = progress.global_step if is_saved else -1
+
+    def fill(self, report: StepReport) -> None:
+        report.saving_stage = self._parts.saver.stage
+
+    def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
+        stages = [reports.least.saving_stage, reports.largest.saving_stage]
+        self._note(self._parts.saver.advance(stages))
+
+    def on_boundary(self, feed: PendingFeed, *, is_last: bool) -> None:
+        if self._progress.global_step % self._parts.run.checkpoint_every_steps == 0:
+            self._save()
+
+    def on_run_end(self) -> None:
+        self._save()
+        self._note(self._parts.saver.finish())
 
     def _save(self) -> None:
-        """Begin a checkpoint of what is done; it is written while the next steps run."""
-        parts, progress = self.parts, self.progress
-        if self._saved_step == progress.global_step:
+        parts, global_step = self._parts, self._progress.global_step
+        if self._saved_step == global_step:
             return
-        parts.ranks.watch.enter(
-            f"checkpoint after {progress.global_step} steps", parts.ranks.timeouts.control_s
-        )
+        parts.ranks.watch.enter(f"checkpoint after {global_step} steps", parts.ranks.timeouts.control_s)
         # Synced before the masks are exchanged, so no checkpoint counts a step whose lines could be lost.
         with parts.measures.timed("checkpoint"):
             parts.ledger.sync()
-            former = parts.saver.begin(progress.global_step, facts=parts.loader.masks(), state=self._state)
-        self._note_checkpoint(former)
-        self._saved_step = progress.global_step
+            former = parts.saver.begin(global_step, facts=parts.loader.masks(), state=self._state)
+        self._note(former)
+        self._saved_step = global_step
 
     def _state(self, masks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
-        """Everything of a checkpoint that is no tensor."""
-        parts, progress = self.parts, self.progress
+        """Return everything of a checkpoint that is no tensor."""
+        parts = self._parts
         return {
-            "global_step": progress.global_step,
-            "last_evaluation_step": progress.last_evaluation_step,
+            "global_step": self._progress.global_step,
+            "last_evaluation_step": self._progress.last_evaluation_step,
             "loader": parts.loader.state_dict(),
             "masks": _union(masks),
             "updates": parts.updates.state_dict(),
-            "bindings": dict(parts.bindings),
-            "config_digest": hashlib.sha256(dump_config(parts.config).encode()).hexdigest(),
+            **parts.identity,
             "world_size": parts.ranks.world_size,
             "versions": {name: version(name) for name in ("shardflow", "torch", "transformers")},
         }
 
-    def _note_checkpoint(self, metrics: CheckpointMetrics | None) -> None:
-        if metrics is None or self.parts.metrics is None:
+    def _note(self, metrics: CheckpointMetrics | None) -> None:
+        if metrics is None or self._parts.metrics is None:
             return
-        self.parts.metrics.write_checkpoint(metrics)
+        self._parts.metrics.write_checkpoint(metrics)
         _LOGGER.info(
             "checkpoint step-%08d stands: %.2f s of training, %.1f s beside it",
             metrics.global_step,
@@ -377,16 +424,59 @@ class TrainingLoop:
         )
 
 
-def _run_length(config: TrainConfig, steps_in: Callable[[int], int]) -> int:
+class _Evaluation(LoopHook):
+    """Measures the loss of the evaluation split when it is due, at the start too where one was cut off."""
+
+    def __init__(self, parts: RunParts, progress: LoopProgress, num_steps: int) -> None:
+        self._parts, self._progress, self._num_steps = parts, progress, num_steps
+        self.newest: EvaluationMetrics | None = None
+
+    def on_run_begin(self) -> None:
+        self._evaluate_if_due()
+
+    def on_boundary(self, feed: PendingFeed, *, is_last: bool) -> None:
+        self._evaluate_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        parts, step, position = self._parts, self._progress.global_step, self._parts.loader.position
+        if parts.open_evaluation is None or step in {0, self._progress.last_evaluation_step}:
+            return
+        every = parts.run.evaluate_every_steps
+        is_due = step % every == 0 if every else position.step == 0
+        if not is_due and step < self._num_steps:
+            return
+        with parts.measures.timed("evaluate"), parts.open_evaluation() as batches:
+            found = evaluate(
+                parts.model,
+                batches,
+                parts.ranks,
+                make_inputs=parts.inputs.for_evaluation(),
+                autocast=parts.autocast,
+                global_step=step,
+                # At an epoch's end the position is the next one's start.
+                epoch=position.epoch - (position.step == 0),
+                is_stopping=lambda: parts.stop.is_set,
+            )
+        if found is None:
+            _LOGGER.info("the evaluation after %d steps was cut off by a stop; the next start does it", step)
+            self._progress.is_stopping = True
+            return
+        self.newest = found
+        self._progress.last_evaluation_step = step
+        if parts.metrics is not None:
+            parts.metrics.write_evaluation(found)
+        _LOGGER.info("evaluation after %d steps: loss %s", step, found.loss)
+
+
+def _run_length(run: RunSettings, steps_in: Callable[[int], int]) -> int:
     """Global steps of the whole run; under a token budget epochs differ by a few steps."""
-    num_epochs, max_steps = config.run.num_epochs, config.run.max_steps
-    if num_epochs is None and max_steps is not None:
-        return max_steps
+    if run.num_epochs is None and run.max_steps is not None:
+        return run.max_steps
     num_steps = 0
-    for epoch in range(num_epochs or 1):
+    for epoch in range(run.num_epochs or 1):
         num_steps += steps_in(epoch)
-        if max_steps is not None and num_steps >= max_steps:
-            return max_steps
+        if run.max_steps is not None and num_steps >= run.max_steps:
+            return run.max_steps
     return num_steps
 
 

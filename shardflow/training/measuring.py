@@ -22,19 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.loading import Loader
 from shardflow.telemetry import Interval, IntervalListener, RankMeasures, StageCounters, interval_of
-from shardflow.training.config import TrainConfig
 from shardflow.training.device.transfer import Transfer
 from shardflow.training.distributed import Ranks
+from shardflow.training.hooks import LoopHook, StepReport, StepReports
 from shardflow.training.metrics import MetricsWriter, StepMetrics
-from shardflow.training.step_clock import DeviceClock, HostClock, LastGradient, NoClock, StepClock
-
-__all__ = ["RunMeasures", "open_measures"]
+from shardflow.training.step_clock import DeviceClock, HostClock, LastGradient, StepClock
 
 _LOGGER = logging.getLogger(__name__)
 _LOCAL: Final = "local"
 
 
-class RunMeasures:
+class RunMeasures(LoopHook):
     """Measures a run of any number of ranks.
 
     Args:
@@ -52,6 +50,7 @@ class RunMeasures:
         last_gradient: Tells it where the exchange goes on alone; None where no exchange can be told from the
             backward.
         listeners: Get each interval, on rank 0.
+        total_steps: Steps of the whole run.
     """
 
     def __init__(
@@ -67,7 +66,8 @@ class RunMeasures:
         metrics: MetricsWriter | None = None,
     ) -> None:
         self.listeners: list[IntervalListener] = []
-        self.clock: StepClock = NoClock() if rows is None else _clock(ranks.device, counters)
+        self.total_steps = 0
+        self.clock: StepClock = StepClock() if rows is None else _clock(ranks.device, counters)
         self.last_gradient: LastGradient | None = None
         if rows is not None and ranks.world_size > 1 and isinstance(wrapped, DistributedDataParallel):
             self.last_gradient = LastGradient(wrapped, self.clock)
@@ -90,25 +90,20 @@ class RunMeasures:
         """Return a context manager that counts the time of its block."""
         return nullcontext() if self._rows is None else self._counters.timed(stage)
 
-    def elapsed(self) -> float:
-        """Return the seconds since the last call: the number that ranks exchange in each step."""
+    def fill(self, report: StepReport) -> None:
+        """Report the time since the last call."""
         before, self._told_s = self._told_s, time.perf_counter()
-        return self._told_s - before
+        report.elapsed_s = self._told_s - before
 
-    def stepped(self, metrics: StepMetrics, *, elapsed_s: float, total_steps: int) -> None:
-        """Note that a step is done, and end the interval if it is time; every rank calls this.
-
-        Args:
-            metrics: Of the step.
-            elapsed_s: The longest `elapsed` of all ranks, from the step's exchange.
-            total_steps: Steps of the whole run.
+    def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
+        """Count the step, and end the interval if it is time; an exchange then.
 
         Raises:
             WaitTimeoutError: a rank did not give its numbers.
         """
         if self._rows is None:
             return
-        self._passed_s += elapsed_s
+        self._passed_s += reports.largest.elapsed_s
         self._step_s += metrics.step_s
         self._slowest_wait_s += metrics.data_wait_s
         self._num_steps += 1
@@ -116,10 +111,10 @@ class RunMeasures:
         self._num_tokens += metrics.num_tokens
         self._newest = metrics
         if self._is_warm_up or self._passed_s >= self._interval_s:
-            self.finish(total_steps)
+            self.on_run_end()
 
-    def finish(self, total_steps: int) -> None:
-        """End the interval where it stands, if it has a step; every rank calls this. See `stepped`."""
+    def on_run_end(self) -> None:
+        """End the interval, if it has a step; an exchange. See `on_step_end`."""
         if self._rows is None or self._newest is None:
             return
         limit = self._ranks.timeouts.control
@@ -142,7 +137,7 @@ class RunMeasures:
                     num_tokens=self._num_tokens,
                     settings=dict(self._settings()),
                     tier=self._tier,
-                    total_steps=total_steps,
+                    total_steps=self.total_steps,
                 )
             )
         self._passed_s = self._step_s = self._slowest_wait_s = 0.0
@@ -164,15 +159,16 @@ class RunMeasures:
 
 
 def open_measures(
-    config: TrainConfig,
+    interval_s: float,
     ranks: Ranks,
     loader: Loader,
     wrapped: nn.Module,
     transfer: Transfer,
     metrics: MetricsWriter | None,
+    *,
+    pinned_bytes: int,
 ) -> tuple[RunMeasures, Callable[[], None]]:
-    """Open what measures a run, as the table ``[monitor]`` says; returns it, and what ends it."""
-    interval_s = config.monitor.interval_s
+    """Open what measures a run, unless ``interval_s`` is 0; returns it, and what ends it."""
     rows = None
     if interval_s:
         rows = RankMeasures(
@@ -188,7 +184,7 @@ def open_measures(
         wrapped,
         rows=rows,
         interval_s=interval_s,
-        settings=lambda: _settings(config, loader),
+        settings=lambda: {"loader.pinned_bytes": pinned_bytes, **loader.knobs.values()},
         tier=_tier(loader),
         metrics=metrics,
     )
@@ -199,7 +195,7 @@ def _clock(device: torch.device, counters: StageCounters) -> StepClock:
     if device.type == "cuda":
         return DeviceClock(counters, device)
     # The wall says nothing of a device that works on its own, and of others we know no events.
-    return HostClock(counters) if device.type == "cpu" else NoClock()
+    return HostClock(counters) if device.type == "cpu" else StepClock()
 
 
 def _memory(loader: Loader, transfer: Transfer, device: torch.device) -> dict[str, int]:
@@ -217,12 +213,6 @@ def _memory(loader: Loader, transfer: Transfer, device: torch.device) -> dict[st
                 free = shutil.disk_usage(cache.config.directory.expanduser()).free
                 memory["cache_free_bytes"] = min(memory.get("cache_free_bytes", free), free)
     return memory
-
-
-def _settings(config: TrainConfig, loader: Loader) -> dict[str, int | float | str]:
-    """Return the settings that decide how fast a run is, by their names in the configuration."""
-    settings: dict[str, int | float | str] = {"loader.pinned_bytes": config.loader.pinned_bytes}
-    return settings | loader.knobs.values()
 
 
 def _tier(loader: Loader) -> str:

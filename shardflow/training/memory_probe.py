@@ -22,7 +22,7 @@ from shardflow.training.losses import weighted_token_loss
 from shardflow.training.optimizer import build_optimizer
 from shardflow.training.sharding import compile_blocks
 from shardflow.training.text import ReportTokenizer
-from shardflow.training.views import full_inputs
+from shardflow.training.views import sample_inputs
 
 __all__ = ["main"]
 
@@ -36,7 +36,14 @@ def main(path: str) -> int:
     device = choose_device(config.run.device, 0)
     peak = _PeakOfDevice(device) if device.type != "cpu" else _PeakOfProcess()
     _say(room_bytes=peak.room_bytes(), device=device.type)
-    model, _ = build_report_model(config, ReportTokenizer.load(config.text.tokenizer))
+    model, _ = build_report_model(
+        config.model,
+        ReportTokenizer.load(config.text.tokenizer),
+        image=config.image,
+        text=config.text,
+        lora=config.lora,
+        seed=config.run.seed,
+    )
     if config.run.compile:
         compile_blocks(model)
     model.to(device)
@@ -44,7 +51,15 @@ def main(path: str) -> int:
     compute = _COMPUTE[config.run.precision]
     room_bytes = peak.room_bytes()
     for size in _SIZES:
-        inputs = full_inputs(config, device, num_samples=size)
+        inputs = sample_inputs(
+            config.image,
+            config.augment,
+            device,
+            packed=config.batch.packed,
+            num_samples=size,
+            num_tokens=config.text.max_tokens,
+            is_full=True,
+        )
         peak.begin()
         try:
             with torch.autocast(device.type, dtype=compute, enabled=compute is not None):

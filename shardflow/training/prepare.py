@@ -7,6 +7,7 @@ wrapped and warmed up.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import ExitStack
 from functools import partial
@@ -21,6 +22,7 @@ from shardflow.monitoring.verdict import VerdictWatch
 from shardflow.storage import write_atomic
 from shardflow.training.batching import batch_spec
 from shardflow.training.building import build_report_model
+from shardflow.training.cache_use import CacheUse
 from shardflow.training.checkpoint import Checkpoint, CheckpointFolder
 from shardflow.training.config import TrainConfig
 from shardflow.training.data import open_data
@@ -39,10 +41,9 @@ from shardflow.training.step import warm_up
 from shardflow.training.tensors import load_model, load_optimizer
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tokenizing import tokenizer_digest
+from shardflow.training.tuning import Tuning, given_settings
 from shardflow.training.updates import Updates
-from shardflow.training.views import empty_inputs, image_view, input_maker
-
-__all__ = ["prepare_run"]
+from shardflow.training.views import image_view, open_inputs, sample_inputs
 
 _LOGGER = logging.getLogger(__name__)
 _COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +81,14 @@ def prepare_run(
     data = open_data(config.data, checkpoint.state["loader"] if checkpoint else None, cache=config.cache)
     data.check_modalities("image.standardise", config.image.standardise)
     loader = stack.enter_context(_open_loader(config, ranks, data.training))
-    model, tokenizer = build_report_model(config, tokenizer)
+    model, tokenizer = build_report_model(
+        config.model,
+        tokenizer,
+        image=config.image,
+        text=config.text,
+        lora=config.lora,
+        seed=config.run.seed,
+    )
     compute = _COMPUTE[config.run.precision]
     is_sharded = config.parallel.strategy == "fsdp2"
     if config.run.compile:
@@ -114,15 +122,51 @@ def prepare_run(
     wrapped = model if is_sharded else replicate(model, ranks)
     saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded)
     stack.callback(saver.close)
-    warm_up(wrapped, empty_inputs(config, ranks.device), autocast=autocast)
-    inputs = input_maker(config, tokenizer, ranks.device, loader.counters)
-    measures, close_measures = open_measures(config, ranks, loader, wrapped, inputs.transfer, metrics)
+    padding = sample_inputs(config.image, config.augment, ranks.device, packed=config.batch.packed)
+    warm_up(wrapped, padding, autocast=autocast)
+    inputs = open_inputs(
+        tokenizer,
+        ranks.device,
+        loader.counters,
+        image=config.image,
+        text=config.text,
+        augment=config.augment,
+        packed=config.batch.packed,
+        pinned_bytes=config.loader.pinned_bytes,
+        seed=config.run.seed,
+    )
+    measures, close_measures = open_measures(
+        config.monitor.interval_s,
+        ranks,
+        loader,
+        wrapped,
+        inputs.transfer,
+        metrics,
+        pinned_bytes=config.loader.pinned_bytes,
+    )
     stack.callback(close_measures)
     if metrics is not None:
         judge = VerdictWatch(metrics.write_verdict, config=read_settings(config.run.output))
         measures.listeners.append(judge)
+    open_tuning = partial(
+        Tuning,
+        config.tune,
+        ranks,
+        loader,
+        metrics,
+        run=config.run.output,
+        given=given_settings(config.loader, config.cache),
+    )
     return RunParts(
-        config=config,
+        run=config.run,
+        optimization=config.optimizer,
+        micro_batches_per_step=config.batch.micro_batches_per_step,
+        exchanges_each=config.parallel.accumulation == "sharded",
+        agreement={
+            "tune.mode": config.tune.mode,
+            "monitor.interval_s": config.monitor.interval_s,
+            "a cache": config.cache.is_on,
+        },
         ranks=ranks,
         model=model,
         wrapped=wrapped,
@@ -132,14 +176,19 @@ def prepare_run(
         open_evaluation=(
             partial(_open_loader, config, ranks, data.evaluation, tail="mask") if data.evaluation else None
         ),
+        open_tuning=None if config.tune.mode == "off" else open_tuning,
         inputs=inputs,
         autocast=autocast,
         saver=saver,
         ledger=ledger,
         metrics=metrics,
         measures=measures,
+        cache_use=CacheUse(loader.counters) if config.cache.is_on else None,
         stop=stop,
-        bindings=bindings,
+        identity={
+            "bindings": bindings,
+            "config_digest": hashlib.sha256(dump_config(config).encode()).hexdigest(),
+        },
     )
 
 
@@ -151,7 +200,7 @@ def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tai
         stored = StoredTokens(tokenizer=digest, max_tokens=config.text.max_tokens)
     return Loader(
         selection,
-        spec=batch_spec(config, selection, tail=tail),
+        spec=batch_spec(config.batch, config.image, config.text, selection, tail=tail),
         seed=config.run.seed,
         world=World(
             rank=ranks.rank,

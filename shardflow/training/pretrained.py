@@ -189,7 +189,7 @@ def build_pretrained(
     words = config.decoder if config.model_type == _ENCODER_DECODER else config.get_text_config()
     _check_words(words, tokenizer)
     if config.model_type == _ENCODER_DECODER:
-        begin = config.decoder_start_token_id
+        begin = getattr(config, "decoder_start_token_id", None)  # absent where the folder does not set it
         framed = tokenizer.framed(
             begin_id=tokenizer.begin_id if begin is None else int(begin), end_ids=tokenizer.end_ids
         )

@@ -18,11 +18,9 @@ from typing import Any, Self
 from shardflow.errors import CheckpointError, ConfigError, StateError
 from shardflow.training.building import folder_digest
 from shardflow.training.checkpoint import STATE_FILE, Checkpoint, CheckpointFolder, read_checkpoint
-from shardflow.training.config import AugmentSettings, ImageSettings, TrainConfig
+from shardflow.training.config import AugmentSettings, ImageSettings, RunSettings, TrainConfig
 from shardflow.training.ledger import next_attempt
 from shardflow.training.text import ReportTokenizer
-
-__all__ = ["RunLock", "StartDecision", "check_bindings", "decide_start", "model_bindings"]
 
 _LOGGER = logging.getLogger(__name__)
 _OPTIONAL = {"model.path digest", "model.frozen", "lora.rank"}
@@ -50,7 +48,7 @@ class StartDecision:
         return cls(attempt=value["attempt"], checkpoint=value["checkpoint"], damaged=tuple(value["damaged"]))
 
 
-def decide_start(config: TrainConfig, folder: CheckpointFolder) -> StartDecision:
+def decide_start(run: RunSettings, folder: CheckpointFolder) -> StartDecision:
     """Find where the run starts; only on rank 0, which holds the lock, before anybody waits in a collective.
 
     Newer checkpoints that are damaged are set aside, so that they are never taken for the run's newest.
@@ -59,7 +57,6 @@ def decide_start(config: TrainConfig, folder: CheckpointFolder) -> StartDecision
         ConfigError: ``run.resume`` names no folder, or is ``never`` and the run has checkpoints.
         CheckpointError: the run has checkpoints and none of them is sound; or the named one is damaged.
     """
-    run = config.run
     attempt = next_attempt(run.output)
     own = folder.names()
     if run.resume == "never" and own:

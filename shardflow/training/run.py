@@ -29,8 +29,6 @@ from shardflow.training.signals import StopRequest
 from shardflow.training.starts import check_progress, recorded
 from shardflow.training.watch import HEALTH_FOLDER
 
-__all__ = ["TrainSummary", "train", "train_on"]
-
 _REFUSALS: Final = (ConfigError, CheckpointError, NoProgressError, StorageError)
 
 
@@ -136,7 +134,7 @@ def train_on(
             global_step=progress.global_step,
             num_steps=loop.num_steps,
             loss=loop.last_step.loss if loop.last_step else None,
-            evaluation_loss=loop.last_evaluation.loss if loop.last_evaluation else None,
+            evaluation_loss=loop.evaluation.newest.loss if loop.evaluation.newest else None,
             num_masked_samples=len(parts.loader.masks()),
             elapsed_s=time.perf_counter() - started,
         )
@@ -152,8 +150,8 @@ def _decide(
             stack.callback(RunLock(config.run.output).release)
             check_outlets(config.monitor.prometheus, config.monitor.sinks)
             checkpoints.remove_unfinished()
-            decision = decide_start(config, checkpoints)
             run = config.run
+            decision = decide_start(run, checkpoints)
             check_progress(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
             stack.enter_context(recorded(run.output, decision.checkpoint, attempt=decision.attempt))
             told["decision"] = decision.to_json()

@@ -17,12 +17,10 @@ from torch import nn
 
 from shardflow.errors import TrainingError
 from shardflow.seeds import derive
+from shardflow.training.hooks import LoopHook
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.losses import weighted_token_loss
 from shardflow.training.sharding import bare, held_back
-from shardflow.training.step_clock import LastGradient, NoClock, StepClock
-
-__all__ = ["RankSums", "accumulate_gradients", "seed_micro_batch", "warm_up"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +52,7 @@ def accumulate_gradients(
     autocast: torch.dtype | None,
     loss_scale: float = 1.0,
     exchange_each: bool = False,
-    clock: StepClock | None = None,
-    last_gradient: LastGradient | None = None,
+    hooks: LoopHook | None = None,
 ) -> RankSums:
     """Run this rank's micro-batches of a step; then ``grad`` holds the gradient of the *sum* over all ranks.
 
@@ -68,26 +65,24 @@ def accumulate_gradients(
         autocast: Type to compute in, or None for that of the weights.
         loss_scale: Another factor of the gradients, but not of the sums that are returned.
         exchange_each: Exchange gradients after every micro-batch instead, to keep no whole ones.
-        clock: Hears what the step is at.
-        last_gradient: Tells the clock where the backward ends and the exchange goes on alone.
+        hooks: Called around each forward and backward.
 
     Raises:
         TrainingError: another number of micro-batches came.
     """
     seed, epoch, step = position
-    clock = clock or NoClock()
+    hooks = hooks or LoopHook()
     losses: list[torch.Tensor] = []
     num_tokens = num_samples = 0.0
     for slot, (micro, inputs) in enumerate(micro_batches):
         seed_micro_batch(seed, epoch, step, micro)
         is_exchanged = exchange_each or slot == num_micro_batches - 1
         with contextlib.nullcontext() if is_exchanged else held_back(model):
-            clock.forward()
-            loss = _forward(model, inputs, autocast)
-            clock.backward()
-            with last_gradient.watched() if last_gradient and is_exchanged else contextlib.nullcontext():
-                torch.autograd.backward(loss * (world_size * loss_scale))
-            clock.done()
+            hooks.on_forward()
+            loss = compute_loss(model, inputs, autocast)
+            hooks.on_backward(is_exchanged=is_exchanged)
+            torch.autograd.backward(loss * (world_size * loss_scale))
+            hooks.on_backward_end()
         losses.append(loss.detach())
         num_tokens += inputs.num_tokens
         num_samples += inputs.num_samples
@@ -123,7 +118,7 @@ def warm_up(model: nn.Module, inputs: MicroInputs, *, autocast: torch.dtype | No
     devices = [] if device.type == "cpu" else [device]
     buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.autograd.backward(_forward(model, inputs, autocast))
+        torch.autograd.backward(compute_loss(model, inputs, autocast))
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
     idle = [name for name, p in bare(model).named_parameters() if p.requires_grad and p.grad is None]
@@ -135,7 +130,8 @@ def warm_up(model: nn.Module, inputs: MicroInputs, *, autocast: torch.dtype | No
     model.zero_grad(set_to_none=True)
 
 
-def _forward(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | None) -> torch.Tensor:
+def compute_loss(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | None) -> torch.Tensor:
+    """Return the sum of the weighted token losses of a micro-batch."""
     with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
         logits = model(*inputs.model_arguments)
     return weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B)

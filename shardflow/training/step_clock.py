@@ -7,73 +7,28 @@ The gradient exchange runs beside the backward, and ends after it. What it costs
 last gradient: it is told by a hook on the parameter whose gradient came last when that was looked at last.
 """
 
+# ruff: noqa: ARG002 - a hook gets more than it needs
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardflow.telemetry import StageCounters
-
-__all__ = ["DeviceClock", "HostClock", "LastGradient", "NoClock", "StepClock"]
-
-
-class StepClock(Protocol):
-    """Hears what a step is at."""
-
-    def forward(self) -> None:
-        """A micro-batch's forward begins."""
-
-    def backward(self) -> None:
-        """Its forward has ended and its backward begins."""
-
-    def gradient(self) -> None:
-        """What may be the backward's last gradient of this rank has come; called from any thread."""
-
-    def done(self) -> None:
-        """The backward has ended, and with it the exchange of its gradients, if any."""
-
-    def optimizer(self) -> None:
-        """The update of the weights begins."""
-
-    def updated(self) -> None:
-        """And has ended."""
-
-    def settle(self) -> None:
-        """Count what has ended; call it where the step has waited for the device."""
+from shardflow.training.hooks import LoopHook
 
 
-class NoClock:
-    """Measures nothing."""
+class StepClock(LoopHook):
+    """Times the parts of a step; this one measures nothing."""
 
-    def forward(self) -> None:
-        """See `StepClock`."""
-
-    def backward(self) -> None:
-        """See `StepClock`."""
-
-    def gradient(self) -> None:
-        """See `StepClock`."""
-
-    def done(self) -> None:
-        """See `StepClock`."""
-
-    def optimizer(self) -> None:
-        """See `StepClock`."""
-
-    def updated(self) -> None:
-        """See `StepClock`."""
-
-    def settle(self) -> None:
-        """See `StepClock`."""
+    def on_last_gradient(self) -> None:
+        """Note that what may be the backward's last gradient of this rank came; called from any thread."""
 
 
-class HostClock:
+class HostClock(StepClock):
     """For models on the CPU, whose work is done when a call returns.
 
     Args:
@@ -85,21 +40,21 @@ class HostClock:
         self._began_s = 0.0
         self._last_s: float | None = None
 
-    def forward(self) -> None:
-        """See `StepClock`."""
+    def on_forward(self) -> None:
+        """See `LoopHook`."""
         self._began_s = time.perf_counter()
 
-    def backward(self) -> None:
-        """See `StepClock`."""
+    def on_backward(self, *, is_exchanged: bool) -> None:
+        """See `LoopHook`."""
         self._end("forward", time.perf_counter())
         self._last_s = None
 
-    def gradient(self) -> None:
+    def on_last_gradient(self) -> None:
         """See `StepClock`."""
         self._last_s = time.perf_counter()
 
-    def done(self) -> None:
-        """See `StepClock`."""
+    def on_backward_end(self) -> None:
+        """See `LoopHook`."""
         now = time.perf_counter()
         if self._last_s is None:
             self._end("backward", now)
@@ -107,23 +62,20 @@ class HostClock:
         self._end("backward", self._last_s)
         self._end("exchange", now)
 
-    def optimizer(self) -> None:
-        """See `StepClock`."""
+    def on_optimizer(self) -> None:
+        """See `LoopHook`."""
         self._began_s = time.perf_counter()
 
-    def updated(self) -> None:
-        """See `StepClock`."""
+    def on_optimizer_end(self) -> None:
+        """See `LoopHook`."""
         self._end("optimizer", time.perf_counter())
-
-    def settle(self) -> None:
-        """See `StepClock`."""
 
     def _end(self, stage: str, now_s: float) -> None:
         self._counters.add(stage, now_s - self._began_s, 0, 1)
         self._began_s = now_s
 
 
-class DeviceClock:
+class DeviceClock(StepClock):
     """For models on a GPU: events in the stream that computes.
 
     Args:
@@ -139,25 +91,25 @@ class DeviceClock:
         self._last: Any = None
         self._ended: list[tuple[str, Any, Any]] = []
 
-    def forward(self) -> None:
-        """See `StepClock`."""
+    def on_forward(self) -> None:
+        """See `LoopHook`."""
         self._stream = torch.cuda.current_stream(self._device)
         self._began = self._record()
 
-    def backward(self) -> None:
-        """See `StepClock`."""
+    def on_backward(self, *, is_exchanged: bool) -> None:
+        """See `LoopHook`."""
         self._end("forward", self._record())
         self._last = None
 
-    def gradient(self) -> None:
+    def on_last_gradient(self) -> None:
         """See `StepClock`."""
         # In the stream of the step, whatever stream the thread of the hook has; the newest record counts.
         if self._last is None:
             self._last = _event()
         self._last.record(self._stream)
 
-    def done(self) -> None:
-        """See `StepClock`."""
+    def on_backward_end(self) -> None:
+        """See `LoopHook`."""
         ended = self._record()
         if self._last is None:
             self._end("backward", ended)
@@ -165,17 +117,17 @@ class DeviceClock:
         self._end("backward", self._last)
         self._end("exchange", ended)
 
-    def optimizer(self) -> None:
-        """See `StepClock`."""
+    def on_optimizer(self) -> None:
+        """See `LoopHook`."""
         self._stream = torch.cuda.current_stream(self._device)
         self._began = self._record()
 
-    def updated(self) -> None:
-        """See `StepClock`."""
+    def on_optimizer_end(self) -> None:
+        """See `LoopHook`."""
         self._end("optimizer", self._record())
 
-    def settle(self) -> None:
-        """See `StepClock`."""
+    def on_loss(self) -> None:
+        """See `LoopHook`."""
         while self._ended and self._ended[0][2].query():
             stage, began, ended = self._ended.pop(0)
             self._counters.add(stage, began.elapsed_time(ended) / 1000, 0, 1)
@@ -190,11 +142,11 @@ class DeviceClock:
         return event
 
 
-class LastGradient:
+class LastGradient(LoopHook):
     """Tells a clock when the last gradient of a backward has come, for the price of one hook a step.
 
-    Which parameter's comes last is a matter of the graph: a look at all of them finds it out, and until the
-    next look that one alone is asked.
+    Which parameter's comes last depends on the graph: a look at all of them finds it out, and until the next
+    look that one alone is asked.
 
     Args:
         model: Its parameters get the hooks, for the time of a backward.
@@ -205,28 +157,30 @@ class LastGradient:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clock = clock
         self._last: nn.Parameter | None = None
+        self._handles: list[RemovableHandle] = []
 
     def look_again(self) -> None:
         """Look at all parameters in the next backward."""
         self._last = None
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch the backward in the block."""
-        asked = self._parameters if self._last is None else [self._last]
-        handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-            for parameter in asked
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def on_backward(self, *, is_exchanged: bool) -> None:
+        """Watch the backward, if it ends with an exchange."""
+        if is_exchanged:
+            asked = self._parameters if self._last is None else [self._last]
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+                for parameter in asked
+            ]
+
+    def on_backward_end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _came(self, parameter: torch.Tensor) -> None:
         self._last = cast("nn.Parameter", parameter)
-        self._clock.gradient()
+        self._clock.on_last_gradient()
 
 
 def _event() -> Any:

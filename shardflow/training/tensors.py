@@ -20,10 +20,8 @@ from shardflow.training.tensor_files import PiecewiseTensors
 __all__ = [
     "load_model",
     "load_optimizer",
-    "model_tensors",
     "named_optimizer_tensors",
     "named_tensors",
-    "optimizer_tensors",
 ]
 
 _STEP = "step"
@@ -48,16 +46,6 @@ def named_optimizer_tensors(
     for name, parameter in model.named_parameters():
         for entry, value in optimizer.state.get(parameter, {}).items():
             yield f"{name}.{entry}", value
-
-
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect parameters and persistent buffers on the CPU; of a model that is not sharded."""
-    return {name: _to_cpu(tensor) for name, tensor in named_tensors(model)}
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Collect the optimizer's state on the CPU; of a model that is not sharded."""
-    return {name: _to_cpu(tensor) for name, tensor in named_optimizer_tensors(model, optimizer)}
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -141,10 +129,6 @@ def _rows_for(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tenso
     if isinstance(tensors, PiecewiseTensors):
         return tensors.rows(name, start, stop)
     return tensors[name][start:stop]
-
-
-def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
 
 
 def _check_names(what: str, own: Iterable[str], given: Iterable[str]) -> None:

@@ -9,9 +9,10 @@ waited for that was not before. What is trained cannot change: micro-batches and
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, fields
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError
 from shardflow.loading import Loader
@@ -23,11 +24,16 @@ from shardflow.storage import CacheConfig
 from shardflow.storage.atomic import write_atomic
 from shardflow.telemetry import Interval, KnobLimit, Move
 from shardflow.telemetry.machine import available_bytes, num_processors
-from shardflow.training.config import LoaderSettings, TrainConfig, TuneSettings
+from shardflow.training.config import LoaderSettings, TuneSettings
 from shardflow.training.distributed import Ranks
+from shardflow.training.hooks import (
+    LoopHook,
+    PendingFeed,
+    StepPlace,
+    StepReport,
+    StepReports,
+)
 from shardflow.training.metrics import MetricsWriter, StepMetrics
-
-__all__ = ["PendingFeed", "Tuning", "capped", "common_limits", "configurable"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,21 +43,16 @@ _SHORT_EPOCH: Final = 16
 Values = Mapping[str, int | str]
 
 
-class PendingFeed(Protocol):
-    """What hands micro-batches out while settings change; see `DeviceFeed`."""
-
-    def apply_pending(self) -> bool:
-        """Let changes act that wait for a boundary."""
-
-
-class Tuning:
+class Tuning(LoopHook):
     """Drives a tuner over the ranks of a run; all ranks make one and call the same methods.
 
     Args:
-        config: All settings; ``tune.mode`` is not ``off``.
+        settings: The table ``[tune]``; its mode is not ``off``.
         ranks: The ranks of the run.
         loader: This rank's, before its first micro-batch.
         metrics: Gets the moves, on rank 0.
+        run: The run folder, where settings that were found are kept.
+        given: Names of settings that the configuration sets, see `given_settings`; they are not defaults.
 
     Attributes:
         tuner: On rank 0.
@@ -62,11 +63,20 @@ class Tuning:
     """
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, loader: Loader, metrics: MetricsWriter | None
+        self,
+        settings: TuneSettings,
+        ranks: Ranks,
+        loader: Loader,
+        metrics: MetricsWriter | None,
+        *,
+        run: Path,
+        given: Set[str] = frozenset(),
     ) -> None:
-        self._config, self._ranks, self._loader, self._metrics = config, ranks, loader, metrics
+        self._tune, self._ranks, self._loader, self._metrics = settings, ranks, loader, metrics
+        self._file, self._given = run / TUNED_FILE, given
+        self._place: StepPlace | None = None
         self._knobs = loader.knobs
-        self._is_on = config.tune.mode == "on"
+        self._is_on = settings.mode == "on"
         self._num_sent = self._num_done = 0
         self._sent: tuple[int, float] = (0, 0.0)
         self.due: Change | None = None
@@ -82,29 +92,44 @@ class Tuning:
         if ranks.rank == 0:
             self.tuner = Tuner(
                 self._knobs.values(),
-                capped(self._limits, self._knobs.values(), config.tune),
+                capped(self._limits, self._knobs.values(), settings),
                 report=self._report,
                 mode="on" if self._is_on else "observe",
-                rules=TunerRules(settle_steps=config.tune.settle_steps),
+                rules=TunerRules(settle_steps=settings.settle_steps),
             )
 
     def settings(self) -> dict[str, int | str]:
         """Return this rank's settings as they are."""
         return self._knobs.values()
 
-    # ---- in each step, on all ranks --------------------------------------------------------------
+    def on_step_begin(self, place: StepPlace) -> None:
+        """Note the place, for messages."""
+        self._place = place
 
-    def column(self) -> list[float]:
-        """Return this rank's numbers for the exchange of the step; only those of rank 0 say something."""
-        return [float(self._num_sent), float(self._sent[0]), self._sent[1]] if self._is_on else []
+    def fill(self, report: StepReport) -> None:
+        """Report the newest decision; only that of rank 0 counts."""
+        if self._is_on:
+            report.tuner_change = self._num_sent
+            report.tuner_setting, report.tuner_value = self._sent
 
-    def heard(self, of_first: Sequence[float]) -> None:
-        """Take note of rank 0's numbers; they say the same until there is something new."""
-        if not self._is_on or int(of_first[0]) == self._num_done:
+    def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
+        """Take note of rank 0's decision, and let its tuner hear of the step."""
+        self._heard(reports.first)
+        self._stepped(metrics)
+
+    def on_boundary(self, feed: PendingFeed, *, is_last: bool) -> None:
+        """Make the change that is due, if any."""
+        if self.due is not None:  # processes may need a while to end
+            self._ranks.watch.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
+        self.carry_out(feed, is_last=is_last)
+
+    def _heard(self, first: StepReport) -> None:
+        """Take note of rank 0's decision; it says the same until there is a new one."""
+        if not self._is_on or int(first.tuner_change) == self._num_done:
             return
-        self._num_done = int(of_first[0])
-        name = self._names[int(of_first[1])]
-        limit, number = self._limits[name], int(of_first[2])
+        self._num_done = int(first.tuner_change)
+        name = self._names[int(first.tuner_setting)]
+        limit, number = self._limits[name], int(first.tuner_value)
         self.due = Change(setting=name, value=limit.choices[number] if limit.choices else number)
 
     def carry_out(self, feed: PendingFeed, *, is_last: bool = False) -> None:
@@ -132,7 +157,7 @@ class Tuning:
         """Note what only intervals tell: how much of the time the interpreter is held."""
         self._gil_wait_share = max((rank.gil_wait_share for rank in interval.ranks), default=0.0)
 
-    def stepped(self, step: StepMetrics) -> None:
+    def _stepped(self, step: StepMetrics) -> None:
         """Let the tuner hear of a step, on rank 0, and keep what it decides for the next exchange."""
         if self.tuner is None:
             return
@@ -189,17 +214,15 @@ class Tuning:
 
     def _start(self) -> dict[str, int | str]:
         """Choose what to begin with: what this run found, or another one, or what suits the machine."""
-        settings = self._config.tune
-        own = self._config.run.output / TUNED_FILE
-        if self._is_on and own.is_file():
+        if self._is_on and self._file.is_file():
             try:
-                return read_tuned(own)
+                return read_tuned(self._file)
             except ConfigError as error:
                 # The run wrote it, and is to go on whatever became of it.
                 _LOGGER.warning("%s The run begins as if it were not there.", error.message)
-        if settings.start_from is not None:
+        if self._tune.start_from is not None:
             try:
-                return read_tuned(settings.start_from)
+                return read_tuned(self._tune.start_from)
             except ConfigError as error:
                 raise ConfigError(f"tune.start_from: {error.message}") from None
         return self._defaults() if self._is_on else {}
@@ -211,7 +234,7 @@ class Tuning:
         """
         fitting: dict[str, int | str] = {}
         for name, value in found.items():
-            limits = capped(self._knobs.limits(), self._knobs.values(), self._config.tune)
+            limits = capped(self._knobs.limits(), self._knobs.values(), self._tune)
             nearest = _clipped(value, limits[name]) if name in limits else None
             if nearest is None:
                 _LOGGER.info("a tuned setting is not for this run and is left out: %s", name)
@@ -228,9 +251,8 @@ class Tuning:
             has_images=loader.config.view is not None,
             is_remote=any("://" in dataset.store.url for dataset in loader.selection.datasets),
         )
-        given = _given(self._config)
         found = default_settings(machine, loader.world.ranks_per_node, data)
-        return {name: value for name, value in found.items() if name not in given}
+        return {name: value for name, value in found.items() if name not in self._given}
 
     def _report(self, move: Move) -> None:
         level = logging.DEBUG if move.kind in {"try", "revert"} else logging.INFO
@@ -241,7 +263,7 @@ class Tuning:
         if move.kind in {"keep", "settle"} and self._is_on and self.tuner is not None:
             text = tuned_text(configurable(self.tuner.values))
             try:
-                write_atomic(self._config.run.output / TUNED_FILE, [text.encode()], replace=True)
+                write_atomic(self._file, [text.encode()], replace=True)
             except StorageError as error:
                 _LOGGER.warning("%s The run goes on; its next start searches again.", error.message)
 
@@ -255,11 +277,11 @@ def configurable(values: Values) -> dict[str, int | str]:
     }
 
 
-def _given(config: TrainConfig) -> set[str]:
-    """Names of the settings that the configuration sets to something else than their default."""
+def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
+    """Return the names of the settings that differ from their default."""
     tables: dict[str, tuple[Any, Any]] = {
-        "loader": (config.loader, LoaderSettings()),
-        "cache": (config.cache, CacheConfig()),
+        "loader": (loader, LoaderSettings()),
+        "cache": (cache, CacheConfig()),
     }
     return {
         f"{table}.{one.name}"

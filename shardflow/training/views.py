@@ -10,15 +10,13 @@ import torch
 from shardflow.fields.views import View
 from shardflow.loading import ImageView, SizedView, SliceSize, TileView
 from shardflow.telemetry import StageCounters
-from shardflow.training.config import ImageSettings, TrainConfig
+from shardflow.training.config import AugmentSettings, ImageSettings, TextSettings
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.device.transfer import HostTransfer, open_transfer
 from shardflow.training.inputs import ImageMaker, InputMaker, MicroInputs
 from shardflow.training.losses import IGNORED_LABEL
 from shardflow.training.packing import Packing, pack_row
 from shardflow.training.text import ReportTokenizer
-
-__all__ = ["empty_inputs", "full_inputs", "image_view", "input_maker"]
 
 
 def image_view(settings: ImageSettings, *, is_evaluation: bool = False) -> View:
@@ -61,53 +59,68 @@ def image_view(settings: ImageSettings, *, is_evaluation: bool = False) -> View:
     )
 
 
-def input_maker(
-    config: TrainConfig, tokenizer: ReportTokenizer, device: torch.device, counters: StageCounters
+def open_inputs(
+    tokenizer: ReportTokenizer,
+    device: torch.device,
+    counters: StageCounters,
+    *,
+    image: ImageSettings,
+    text: TextSettings,
+    augment: AugmentSettings,
+    packed: bool,
+    pinned_bytes: int,
+    seed: int,
 ) -> InputMaker:
-    """Return what makes the model's tensors from the loader's batches."""
+    """Return what makes the model's tensors from the loader's batches.
+
+    Args:
+        tokenizer: Frames the reports.
+        device: Where the tensors go.
+        counters: Get the stages of the way.
+        image: The table ``[image]``.
+        text: The table ``[text]``.
+        augment: The table ``[augment]``.
+        packed: Whether all samples of a micro-batch share one sequence.
+        pinned_bytes: Pinned memory on the way to a GPU.
+        seed: Run-level seed, of the augmentation.
+    """
     return InputMaker(
         tokenizer,
-        max_tokens=config.text.max_tokens,
-        transfer=open_transfer(device, ring_bytes=config.loader.pinned_bytes, counters=counters),
-        images=_image_maker(config),
-        packed=config.batch.packed,
-        size=(config.image.rows, config.image.columns),
+        max_tokens=text.max_tokens,
+        transfer=open_transfer(device, ring_bytes=pinned_bytes, counters=counters),
+        images=_image_maker(image, augment, seed=seed),
+        packed=packed,
+        size=(image.rows, image.columns),
         counters=counters,
     )
 
 
-def empty_inputs(config: TrainConfig, device: torch.device) -> MicroInputs:
-    """Return one padding slot in the run's shapes, for the warm-up."""
-    return _inputs(config, device, num_samples=1, num_slices=config.image.num_slices, num_tokens=2)
-
-
-def full_inputs(config: TrainConfig, device: torch.device, *, num_samples: int) -> MicroInputs:
-    """Return a micro-batch as large as the settings let it become: every slice, and the longest text.
-
-    Args:
-        config: All settings.
-        device: Where its tensors lie.
-        num_samples: Of the micro-batch.
-    """
-    image, num_tokens = config.image, config.text.max_tokens
-    num_slices = image.num_places if image.sizes or image.max_tiles else image.num_slices
-    return _inputs(
-        config, device, num_samples=num_samples, num_slices=num_slices, num_tokens=num_tokens, is_full=True
-    )
-
-
-def _inputs(
-    config: TrainConfig,
+def sample_inputs(
+    image: ImageSettings,
+    augment: AugmentSettings,
     device: torch.device,
     *,
-    num_samples: int,
-    num_slices: int,
-    num_tokens: int,
+    packed: bool,
+    num_samples: int = 1,
+    num_tokens: int = 2,
     is_full: bool = False,
 ) -> MicroInputs:
-    image, label = config.image, 0 if is_full else IGNORED_LABEL
-    rows, columns = (image.rows, image.columns) if _image_maker(config) else _transfer_size(image)
-    is_windowed = _image_maker(config) is not None
+    """Return a made-up micro-batch in the run's shapes.
+
+    Args:
+        image: The table ``[image]``.
+        augment: The table ``[augment]``; whether the device prepares images.
+        device: Where its tensors lie.
+        packed: Whether all samples share one sequence.
+        num_samples: Of the micro-batch.
+        num_tokens: Of each text.
+        is_full: As large as the settings let it become, with every slice; else padding of weight 0, as for
+            the warm-up.
+    """
+    is_windowed = _prepares_images(image, augment)
+    label = 0 if is_full else IGNORED_LABEL
+    num_slices = image.num_places if is_full and (image.sizes or image.max_tiles) else image.num_slices
+    rows, columns = (image.rows, image.columns) if is_windowed else _transfer_size(image)
     slice_mask = np.full((num_samples, num_slices), is_full)
     token_ids = np.zeros((num_samples, num_tokens), np.int64)
     token_mask = np.ones((num_samples, num_tokens), bool)
@@ -120,7 +133,7 @@ def _inputs(
         "weights": np.full(num_samples, is_full, np.float32),
     }
     longest = 0
-    if config.batch.packed:
+    if packed:
         row = pack_row(slice_mask, token_ids, token_mask, labels, arrays["weights"])
         arrays |= row.arrays
         arrays["token_mask"] = np.ones_like(row.arrays["token_ids"], bool)
@@ -142,7 +155,7 @@ def _inputs(
         weights_B=tensors["weights"],
         num_tokens=float(is_full * num_samples * num_tokens),
         num_samples=float(is_full * num_samples),
-        packing=Packing.of(tensors, longest=longest) if config.batch.packed else None,
+        packing=Packing.of(tensors, longest=longest) if packed else None,
     )
 
 
@@ -151,22 +164,25 @@ def _transfer_size(settings: ImageSettings) -> tuple[int, int]:
     return settings.transfer_rows or settings.rows, settings.transfer_columns or settings.columns
 
 
-def _image_maker(config: TrainConfig) -> ImageMaker | None:
-    """Return what images need on the device; None where the model's own window is all."""
-    image = config.image
-    size = (image.rows, image.columns)
-    if not (
-        config.augment.is_active
+def _prepares_images(image: ImageSettings, augment: AugmentSettings) -> bool:
+    """Whether images need more on the device than the model's own window."""
+    return bool(
+        augment.is_active
         or image.standardise
         or image.fit == "letterbox"
-        or _transfer_size(image) != size
-    ):
+        or _transfer_size(image) != (image.rows, image.columns)
+    )
+
+
+def _image_maker(image: ImageSettings, augment: AugmentSettings, *, seed: int) -> ImageMaker | None:
+    if not _prepares_images(image, augment):
         return None
+    size = (image.rows, image.columns)
     pipeline: Any = ImagePipeline(*size)
     return ImageMaker(
         pipeline=torch.compile(pipeline, fullgraph=True) if image.compile else pipeline,
         size=size,
         standardised=image.standardise,
-        augment=config.augment,
-        seed=config.run.seed,
+        augment=augment,
+        seed=seed,
     )

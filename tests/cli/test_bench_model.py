@@ -52,8 +52,8 @@ def sleep(sample: dict[str, NDArray[Any]], rng: np.random.Generator) -> None:
     time.sleep(SLOW_S)
 
 
-def _slow_model(*arguments: Any) -> tuple[nn.Module, Any]:
-    model, tokenizer = build_report_model(*arguments)
+def _slow_model(*arguments: Any, **named: Any) -> tuple[nn.Module, Any]:
+    model, tokenizer = build_report_model(*arguments, **named)
     model.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
     return model, tokenizer
 

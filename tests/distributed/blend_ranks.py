@@ -18,7 +18,7 @@ from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train_on
 from shardflow.training.signals import StopRequest
 
-WAIT = timedelta(seconds=60)
+WAIT = timedelta(seconds=300)
 SETTINGS = (
     "batch.micro_batch_size=2",
     "batch.micro_batches_per_step=2",

@@ -22,7 +22,8 @@ from shardflow.telemetry import KnobLimit, Move
 from shardflow.training import tuning as tuning_module
 from shardflow.training.distributed import Ranks
 from shardflow.training.headspace import HeadspaceOptions, measure_headspace_on
-from shardflow.training.tuning import PendingFeed, Tuning
+from shardflow.training.hooks import PendingFeed
+from shardflow.training.tuning import Tuning
 from tests.distributed.stage import WAIT, Result, Stage
 from tests.verdict_scenarios import NUM_TRIES, is_right, try_scenario
 

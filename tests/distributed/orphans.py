@@ -13,7 +13,7 @@ from typing import Final
 __all__ = ["adopt_orphans", "end_what_is_left"]
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_PATIENCE_S: Final = 15.0
+_PATIENCE_S: Final = 300.0
 """A watch that nobody talks to any more lingers for 5 s."""
 
 

@@ -144,14 +144,14 @@ def packed_sequences(stage: Stage) -> Result:
 def slow_rank(stage: Stage) -> Result:
     """Two ranks measure a run, the second of which computes slowly; and the same run measures nothing."""
     ranks = stage.first(2)
-    forward = step_module._forward
+    forward = step_module.compute_loss
 
     def slowly(*arguments: Any) -> torch.Tensor:
         if ranks is not None and ranks.rank == 1:
             time.sleep(0.25)
         return forward(*arguments)
 
-    with mock.patch.object(step_module, "_forward", slowly):
+    with mock.patch.object(step_module, "compute_loss", slowly):
         stage.train(ranks, "slow-rank", "run.max_steps=4", "monitor.interval_s=0.01")
     stage.train(ranks, "unmeasured", "run.max_steps=4", "monitor.interval_s=0")
     return {}
@@ -248,14 +248,14 @@ def exchange(stage: Stage) -> Result:
 
 
 def slow_preparation(stage: Stage) -> Result:
-    """A rank prepares three times as long as an exchange may take; nobody waits inside a collective."""
-    wait = timedelta(seconds=1)
+    """A rank prepares longer than an exchange may take; nobody waits inside a collective."""
+    wait = timedelta(seconds=5)
     group = dist.new_group(backend="gloo", timeout=wait)
     ranks = replace(stage.ranks, group=group, timeouts=replace(stage.ranks.timeouts, steady=wait))
     ranks.enter_steady_state()
     if ranks.rank == 1:
-        time.sleep(3)
-    ranks.meet("prepared", timedelta(seconds=30))
+        time.sleep(8)
+    ranks.meet("prepared", WAIT)
     numbers = torch.ones(1)
     dist.all_reduce(numbers, group=group)
     return {"sum": numbers.item()}
@@ -276,25 +276,33 @@ def silent_rank(stage: Stage) -> Result:
             timeouts=replace(stage.ranks.timeouts, control=late),
         )
         if ranks.rank == 3:
-            time.sleep(3)
+            until_others_gave_up(stage, name)
         try:
             exchange(ranks)
         except WaitTimeoutError as error:
             results[name] = error.message
+        (stage.output / f"gave-up-{name}-{ranks.rank}").touch()
     return results
+
+
+def until_others_gave_up(stage: Stage, name: str) -> None:
+    """Wait, in rank 3, until the other ranks have."""
+    while not all((stage.output / f"gave-up-{name}-{rank}").exists() for rank in range(3)):
+        time.sleep(0.01)
 
 
 def missing_rank(stage: Stage) -> Result:
     """Rank 3 comes too late; last, because it leaves its group broken."""
-    ranks = replace(stage.ranks, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=30)))
+    ranks = replace(stage.ranks, control=dist.new_group(backend="gloo", timeout=WAIT))
     message = None
     if ranks.rank == 3:
-        time.sleep(3)
+        until_others_gave_up(stage, "meet")
     else:
         try:
             ranks.meet("checkpoint written", timedelta(seconds=1))
         except ShardflowError as error:
             message = f"{type(error).__name__}: {error.message}"
+        (stage.output / f"gave-up-meet-{ranks.rank}").touch()
     return {"message": message}
 
 
@@ -335,7 +343,7 @@ def main() -> None:
             results[scenario.__name__]["elapsed_s"] = time.perf_counter() - started
             if scenario is not missing_rank:
                 # Those that had nothing to do wait for all that the others do.
-                ranks.meet(f"end of {scenario.__name__}", 4 * WAIT)
+                ranks.meet(f"end of {scenario.__name__}", 2 * WAIT)
         (output / f"rank-{ranks.rank}.json").write_text(json.dumps(results), encoding="utf-8")
 
 

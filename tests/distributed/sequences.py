@@ -34,7 +34,7 @@ EPOCH = 1
 DATASET = "dataset"
 DELIVERIES = ("threads-1", "threads-3", "workers-0", "workers-2", "workers-3")
 """Loader threads, or workers of torch's DataLoader."""
-WAIT = timedelta(seconds=60)
+WAIT = timedelta(seconds=300)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +154,7 @@ def main() -> None:
     tasks = [Task(**task) for task in json.loads((folder / sys.argv[2]).read_text(encoding="utf-8"))]
     # torch warns of more workers than processors.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    with join_ranks("cpu", Timeouts(startup=3 * WAIT, steady=WAIT, control=WAIT)) as ranks:
+    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
         for task in tasks:
             run_task(ranks, folder, task)
             ranks.meet(f"end of {task.run}", WAIT)

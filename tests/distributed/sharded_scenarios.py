@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from shardflow.errors import CheckpointError
 from shardflow.loading import Batch
-from shardflow.training.building import build_report_model
 from shardflow.training.checkpoint import CheckpointFolder
 from shardflow.training.config import ParallelSettings
 from shardflow.training.distributed import Ranks
@@ -23,7 +22,7 @@ from shardflow.training.sharding import bare, gather_whole, replicate, shard
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
 from tests.distributed.stage import WAIT, WORLD_SIZES, Result, Stage, exact_model, open_loader
-from tests.tiny_models import make_llava
+from tests.tiny_models import make_llava, model_of
 
 __all__ = ["chat_gradients", "one_rank_fails_to_write", "sharded_gradients", "strategies"]
 
@@ -106,7 +105,7 @@ def chat_gradients(stage: Stage) -> Result:
         if ranks is None:
             continue
         for strategy in ("ddp", "fsdp2"):
-            model, tokenizer = build_report_model(config, ReportTokenizer.load(folder))
+            model, tokenizer = model_of(config)
             model.double()
             make = partial(without_slices_in, {0, 2}, tokenizer=tokenizer, max_tokens=24, device=ranks.device)
             held = (

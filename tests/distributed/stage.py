@@ -25,7 +25,7 @@ __all__ = ["NUM_EPOCHS", "WAIT", "WORLD_SIZES", "Result", "Stage", "exact_model"
 
 Result = dict[str, Any]
 WORLD_SIZES = (1, 2, 3, 4)
-WAIT = timedelta(seconds=60)
+WAIT = timedelta(seconds=300)
 NUM_EPOCHS = 4  # of 6 steps
 SETTINGS = (f"run.num_epochs={NUM_EPOCHS}",)
 

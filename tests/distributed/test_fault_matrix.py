@@ -113,13 +113,11 @@ def test_stopped_rank_is_named_in_time_and_everybodys_stacks_are_kept(matrix: Ma
     assert (fault["kind"], fault["rank"]) == ("stopped", 1)
     for rank in (0, 1):
         assert "most recent call first" in (health / f"rank-{rank:05d}.stacks").read_text()
-    assert matrix.result("stop-without-end")["ended_s"] < 60
 
 
 def test_asked_to_stop_all_ranks_leave_with_75_and_a_checkpoint(matrix: Matrix) -> None:
     starts = matrix.check("asked-to-stop")
     assert starts == [[STOPPED, STOPPED], [0, 0]]
-    assert matrix.result("asked-to-stop")["ended_s"] < 30  # torchrun kills then
 
 
 def test_asked_to_stop_with_all_their_processes_while_these_start(matrix: Matrix) -> None:

@@ -25,8 +25,8 @@ from tests.tiny_runs import TinyInput, make_tiny_input, write_config
 
 pytestmark = pytest.mark.distributed
 
-START_TIMEOUT_S = 120.0
-RUN_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
+RUN_TIMEOUT_S = 300.0
 NUM_STEPS = 6 * NUM_EPOCHS
 
 

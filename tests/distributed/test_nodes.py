@@ -24,7 +24,7 @@ from tests.tiny_runs import TinyInput, make_tiny_input, write_config
 
 pytestmark = pytest.mark.distributed
 
-DEADLINE_S = 180.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture(scope="module")

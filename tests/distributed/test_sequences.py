@@ -35,7 +35,7 @@ from tests.factories import make_dataset
 
 pytestmark = pytest.mark.distributed
 
-LAUNCH_TIMEOUT_S = 240
+LAUNCH_TIMEOUT_S = 480
 SLOW_LAUNCH_TIMEOUT_S = 1200
 NUM_SAMPLES = 150
 M = 8

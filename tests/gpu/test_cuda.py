@@ -118,18 +118,19 @@ def test_the_parts_of_a_step_are_timed_on_the_device_and_nothing_waits_for_it(de
     ended: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     began.record()
     for _ in range(3):
-        clock.forward()
+        clock.on_forward()
         loss = model(inputs).sum()
-        clock.backward()
-        with last.watched():
-            loss.backward()
-        clock.done()
-        clock.optimizer()
+        clock.on_backward(is_exchanged=True)
+        last.on_backward(is_exchanged=True)
+        loss.backward()
+        last.on_backward_end()
+        clock.on_backward_end()
+        clock.on_optimizer()
         model.zero_grad(set_to_none=False)
-        clock.updated()
+        clock.on_optimizer_end()
     ended.record()
     torch.cuda.synchronize()
-    clock.settle()
+    clock.on_loss()
     names = ("forward", "backward", "exchange", "optimizer")
     assert [counters.totals(name).num_items for name in names] == [3, 3, 3, 3]
     seconds = [counters.totals(name).seconds for name in names]

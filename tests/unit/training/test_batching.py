@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardflow.configs import load_config
+from shardflow.epochs import BatchSpec
+from shardflow.epochs.spec import Tail
 from shardflow.errors import ConfigError
-from shardflow.loading import Loader, World, select
+from shardflow.loading import Loader, Selection, World, select
 from shardflow.shards import Dataset
 from shardflow.training import TrainConfig
 from shardflow.training.batching import batch_spec, mesh_world
@@ -34,20 +36,24 @@ def config_of(tiny: TinyInput, *overrides: str) -> TrainConfig:
     return load_config(TrainConfig, tiny.folder / "train.toml", overrides)
 
 
+def spec_of(config: TrainConfig, selection: Selection, tail: Tail | None = None) -> BatchSpec:
+    return batch_spec(config.batch, config.image, config.text, selection, tail=tail)
+
+
 def test_settings_become_a_batch_spec(tiny: TinyInput) -> None:
     dataset = Dataset.open(tiny.dataset)
-    plain = batch_spec(config_of(tiny, "batch.micro_batch_size=2"), select(dataset, "train"))
+    plain = spec_of(config_of(tiny, "batch.micro_batch_size=2"), select(dataset, "train"))
     assert plain.to_json() == {
         "kind": "fixed",
         "micro_batch_size": 2,
         "micro_batches_per_step": 4,
         "tail": "drop",
     }
-    spec = batch_spec(config_of(tiny, *BUDGET), select(dataset, "train"), tail="mask")
+    spec = spec_of(config_of(tiny, *BUDGET), select(dataset, "train"), tail="mask")
     assert spec.budget is not None
     assert (spec.budget.max_tokens, spec.budget.cost.max_text_tokens, spec.tail) == (60, 24, "mask")
     assert spec.lanes >= 1
-    assert batch_spec(config_of(tiny, *BUDGET, "batch.lanes=3"), select(dataset, "train")).lanes == 3
+    assert spec_of(config_of(tiny, *BUDGET, "batch.lanes=3"), select(dataset, "train")).lanes == 3
     loader = Loader(dataset, split="train", spec=spec, seed=3, world=World())
     assert loader.num_steps >= 1
 
@@ -55,10 +61,10 @@ def test_settings_become_a_batch_spec(tiny: TinyInput) -> None:
 def test_budgets_are_filled_by_counts_of_the_runs_tokenizer(tiny: TinyInput) -> None:
     config, dataset = config_of(tiny, *BUDGET, "batch.text_tokens=counted"), Dataset.open(tiny.dataset)
     with pytest.raises(ConfigError, match="run: shardflow tokenize"):
-        batch_spec(config, select(dataset, "train"))
+        spec_of(config, select(dataset, "train"))
     counter = TextTokenizer(tiny.tokenizer)
     tokenize_dataset(dataset, counter)
-    spec = batch_spec(config, select(dataset, "train"))
+    spec = spec_of(config, select(dataset, "train"))
     assert spec.budget is not None
     assert spec.budget.cost.tokenizer == counter.digest
     assert Loader(dataset, split="train", spec=spec, seed=3).summary().num_dropped >= 0
@@ -84,7 +90,7 @@ def test_a_run_under_a_budget_is_as_long_as_its_epochs_and_goes_on_after_a_stop(
 ) -> None:
     settings = (*BUDGET, "batch.lanes=2", "run.num_epochs=3")
     dataset = Dataset.open(tiny.dataset)
-    spec = batch_spec(tiny_config(tiny, tmp_path, *settings), select(dataset, "train"))
+    spec = spec_of(tiny_config(tiny, tmp_path, *settings), select(dataset, "train"))
     loader = Loader(dataset, split="train", spec=spec, seed=3)
     lengths = [loader.num_steps_in(epoch) for epoch in range(3)]
     whole = train(tiny_config(tiny, tmp_path / "whole", *settings, "data.eval_split=val"))

@@ -13,11 +13,14 @@ import pytest
 from pipelines.cli import main
 from shardflow.errors import ConfigError
 from shardflow.storage.cache.config import CacheConfig
-from shardflow.training.config import TrainConfig
-from shardflow.training.config.batch import BatchSettings
-from shardflow.training.config.data import DataSettings, TextSettings
-from shardflow.training.config.run import RunSettings
-from shardflow.training.config.waiting import LoaderSettings
+from shardflow.training.config import (
+    BatchSettings,
+    DataSettings,
+    LoaderSettings,
+    RunSettings,
+    TextSettings,
+    TrainConfig,
+)
 from shardflow.training.doctor import Finding, Surroundings, examine, look_around, refuse_unknown_names
 from shardflow.training.doctor.machine import matching
 from shardflow.training.doctor.names import INVENTED, KNOWN, OLD_NAMES, RANGES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.shards import Dataset
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.transfer import HostTransfer, Parcel
-from shardflow.training.feed import DeviceFeed, StepFeed
+from shardflow.training.feed import DeviceFeed, step_inputs
+from shardflow.training.hooks import LoopHook
 from shardflow.training.inputs import InputMaker
+from shardflow.training.ledger import LedgerMicroBatch
 from shardflow.training.text import ReportTokenizer
-from shardflow.training.watch import Unwatched, Watch
 from tests.tiny_runs import TinyInput
 
 
@@ -55,27 +55,25 @@ def maker(tiny: TinyInput, transfer: HostTransfer) -> InputMaker:
     return InputMaker(ReportTokenizer.load(tiny.tokenizer), max_tokens=24, transfer=transfer)
 
 
-class Phases(Unwatched):
-    """Notes the phases that the watch over the run would see."""
+class Noting(LoopHook):
+    """Notes the phases of a step and what was taken."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.phases: list[str] = []
+        self.taken: list[LedgerMicroBatch] = []
 
-    def enter(
-        self,
-        phase: str,
-        limit_s: float | None = None,
-        *,
-        together: bool = False,
-        describe: Callable[[], str] | None = None,
-    ) -> None:
-        self.names.append(phase)
+    def on_data_wait(self) -> None:
+        self.phases.append("wait")
 
+    def on_micro_batch(self, entry: LedgerMicroBatch, *, is_last: bool) -> None:
+        self.phases.append("compute")
+        self.taken.append(entry)
 
-def step_feed(feed: DeviceFeed, per_step: int = 2, watch: Watch | None = None) -> StepFeed:
-    return StepFeed(
-        feed, per_step, watch=watch or Unwatched(), where="step", limit_s=None, describe_wait=lambda: ""
-    )
+    def on_look_ahead(self) -> None:
+        self.phases.append("read ahead")
+
+    def on_look_ahead_end(self) -> None:
+        self.phases.append("compute")
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
@@ -87,8 +85,8 @@ def test_the_position_counts_what_steps_took(tiny: TinyInput, looks_ahead: bool,
         found = []
         for step in range(loader.num_steps):
             assert loader.position.step == step
-            one = step_feed(feed, per_step)
-            micros = [micro for micro, _ in one.take(per_step)]
+            one = Noting()
+            micros = [micro for micro, _ in step_inputs(feed, per_step, one)]
             assert micros == list(range(per_step))
             found += [entry.keys for entry in one.taken]
         assert found == expected
@@ -99,8 +97,7 @@ def test_the_position_counts_what_steps_took(tiny: TinyInput, looks_ahead: bool,
 def test_a_run_that_stops_goes_on_with_what_was_sent_ahead(tiny: TinyInput) -> None:
     with open_loader(tiny) as loader, open_loader(tiny) as again:
         feed = DeviceFeed(loader, maker(tiny, Watched()), looks_ahead=True)
-        step = step_feed(feed)
-        list(step.take(2))
+        list(step_inputs(feed, 2))
         state = loader.state_dict()
         expected = feed.take()
         assert expected is not None
@@ -116,11 +113,10 @@ def test_the_next_step_is_sent_when_this_ones_work_is_launched(tiny: TinyInput) 
     with open_loader(tiny) as loader:
         transfer = Watched()
         feed = DeviceFeed(loader, maker(tiny, transfer), looks_ahead=True)
-        phases = Phases()
-        for _ in step_feed(feed, watch=phases).take(2):
+        noted = Noting()
+        for _ in step_inputs(feed, 2, noted):
             transfer.events.append("compute")
-        wait, compute = "step, waiting for data", "step, computing"
-        assert phases.names == [wait, compute, wait, compute, "step, reading ahead", compute]
+        assert noted.phases == ["wait", "compute", "wait", "compute", "read ahead", "compute"]
         first = ["ask", "send", "receive", "compute"]
         assert transfer.events == [*first, *first, "ask", "send"]
         transfer.events.clear()
@@ -166,8 +162,8 @@ def test_settings_change_between_steps_under_a_feed_that_is_one_ahead(tiny: Tiny
         expected = [tuple(batch.keys) for batch in plain]
         found, handed_over = [], []
         for step in range(loader.num_steps):
-            one = step_feed(feed)
-            list(one.take(2))
+            one = Noting()
+            list(step_inputs(feed, 2, one))
             found += [entry.keys for entry in one.taken]
             loader.knobs.set("loader.num_threads", 1 + step % 2)
             if step in (0, 2):

@@ -183,8 +183,8 @@ class Noting(HostClock):
         super().__init__(counters)
         self.num_gradients = 0
 
-    def gradient(self) -> None:
-        super().gradient()
+    def on_last_gradient(self) -> None:
+        super().on_last_gradient()
         self.num_gradients += 1
 
 
@@ -203,19 +203,21 @@ def test_the_gradient_that_comes_last_is_found_and_then_asked_alone(
     last = LastGradient(model, clock)
     for expected in (5, 1, 1):
         clock.num_gradients = 0
-        clock.forward()
+        clock.on_forward()
         loss = model(inputs).sum()
-        clock.backward()
-        with last.watched():
-            loss.backward()
-        clock.done()
+        clock.on_backward(is_exchanged=True)
+        last.on_backward(is_exchanged=True)
+        loss.backward()
+        last.on_backward_end()
+        clock.on_backward_end()
         assert clock.num_gradients == expected
     # The first layer's weight is the last that a backward reaches.
     assert last._last is next(model.parameters())
     last.look_again()
     clock.num_gradients = 0
-    with last.watched():
-        model(inputs).sum().backward()
+    last.on_backward(is_exchanged=True)
+    model(inputs).sum().backward()
+    last.on_backward_end()
     assert clock.num_gradients == 5
     assert [counters.totals(name).num_items for name in ("forward", "backward", "exchange")] == [3, 3, 3]
     # Nothing stays behind on the parameters.
@@ -228,9 +230,9 @@ def test_a_backward_that_nobody_watches_has_no_exchange(chain: tuple[nn.Module, 
     model, inputs = chain
     counters = StageCounters()
     clock = HostClock(counters)
-    clock.forward()
+    clock.on_forward()
     loss = model(inputs).sum()
-    clock.backward()
+    clock.on_backward(is_exchanged=True)
     loss.backward()
-    clock.done()
+    clock.on_backward_end()
     assert [counters.totals(name).num_items for name in ("forward", "backward", "exchange")] == [1, 1, 0]

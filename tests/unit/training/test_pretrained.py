@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +14,13 @@ import torch
 from torch import nn
 
 from shardflow.errors import ConfigError, StateError
-from shardflow.training.building import build_report_model
 from shardflow.training.checkpoint import read_checkpoint
 from shardflow.training.config import TrainConfig
 from shardflow.training.losses import weighted_token_loss
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.text import ReportTokenizer
-from tests.tiny_models import TEMPLATE, make_encoder_decoder, make_llava
+from tests.tiny_models import TEMPLATE, make_encoder_decoder, make_llava, model_of
 from tests.tiny_runs import TinyInput, tiny_config
 
 KINDS = ("llava", "encoder-decoder")
@@ -43,7 +43,7 @@ def config_of(tiny: TinyInput, output: Path, folder: Path, *overrides: str) -> T
 
 def build(tiny: TinyInput, folder: Path, *overrides: str) -> tuple[nn.Module, ReportTokenizer]:
     config = config_of(tiny, tiny.folder / "unused", folder, *overrides)
-    return build_report_model(config, ReportTokenizer.load(config.text.tokenizer))
+    return model_of(config)
 
 
 def run(tiny: TinyInput, output: Path, folder: Path, *overrides: str) -> TrainSummary:
@@ -134,6 +134,17 @@ def test_rows_begin_where_generation_begins_and_end_with_the_turn(
     assert row[length] == row[0]  # and what it puts behind the end
 
 
+def test_a_decoder_without_a_start_token_begins_as_the_tokenizer_does(
+    tiny: TinyInput, tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    folder = shutil.copytree(folders["encoder-decoder"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["decoder_start_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    _, framed = build(tiny, folder)
+    assert framed.begin_id == ReportTokenizer.load(folder).begin_id
+
+
 def test_the_prompt_stands_before_the_rows(tiny: TinyInput, folders: dict[str, Path]) -> None:
     model, _ = build(tiny, folders["llava"], "text.prompt=What is seen?", "image.num_slices=2")
     before = model.get_buffer("before_N").tolist()
@@ -194,10 +205,7 @@ def test_adapters_alone_are_trained_and_kept(
         config = tiny_config(tiny, output, *settings)
     else:
         config = config_of(tiny, output, folders[kind], *settings)
-    tokenizer = ReportTokenizer.load(config.text.tokenizer)
-    before = {
-        name: p.detach().clone() for name, p in build_report_model(config, tokenizer)[0].named_parameters()
-    }
+    before = {name: p.detach().clone() for name, p in model_of(config)[0].named_parameters()}
     train(config)
     after = newest(output)
     assert after.keys() == {name for name in before if "lora_" in name}

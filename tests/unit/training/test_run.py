@@ -27,6 +27,7 @@ from shardflow.shards import Dataset, manifest
 from shardflow.storage import LocalStore
 from shardflow.training import checkpoint as checkpoint_module
 from shardflow.training import evaluate as evaluate_module
+from shardflow.training import step as step_module
 from shardflow.training import tensor_files
 from shardflow.training.cache_use import CacheUse
 from shardflow.training.checkpoint import Checkpoint, read_checkpoint
@@ -212,9 +213,9 @@ def test_a_stop_cuts_an_evaluation_off_and_the_next_start_makes_up_for_it(
     tiny: TinyInput, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_seen: int
 ) -> None:
     seen = []
-    measure = evaluate_module._loss
+    measure = step_module.compute_loss
 
-    def and_signal(*args: Any) -> float:
+    def and_signal(*args: Any) -> torch.Tensor:
         seen.append(1)
         if len(seen) == num_seen:
             signal.raise_signal(signal.SIGTERM)
@@ -223,7 +224,7 @@ def test_a_stop_cuts_an_evaluation_off_and_the_next_start_makes_up_for_it(
     settings = ("run.num_epochs=2", "data.eval_split=val")
     stop = StopRequest()
     with monkeypatch.context() as patch, stop.listening():
-        patch.setattr(evaluate_module, "_loss", and_signal)
+        patch.setattr(evaluate_module, "compute_loss", and_signal)
         patch.setattr(evaluate_module, "_LOOK_EVERY_S", 0.0)
         stopped = train(tiny_config(tiny, tmp_path, *settings), stop=stop)
     assert (stopped.outcome, stopped.stop_signal, stopped.global_step) == ("stopped", "SIGTERM", 6)

@@ -19,7 +19,8 @@ from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 from shardflow.training.metrics import CheckpointMetrics
 from shardflow.training.optimizer import build_optimizer
 from shardflow.training.saving import CheckpointSaver, SavingStage
-from shardflow.training.tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
+from shardflow.training.tensors import load_model, load_optimizer
+from tests.tiny_models import model_tensors, optimizer_tensors
 
 WAIT = timedelta(seconds=60)
 

@@ -9,7 +9,8 @@ from torch import nn
 from shardflow.errors import CheckpointError
 from shardflow.training.config import OptimizerSettings
 from shardflow.training.optimizer import build_optimizer
-from shardflow.training.tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
+from shardflow.training.tensors import load_model, load_optimizer
+from tests.tiny_models import model_tensors, optimizer_tensors
 
 
 class Tied(nn.Module):

@@ -108,7 +108,7 @@ def started(tiny: TinyInput, output: Path, *overrides: str) -> dict[str, int | s
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
     running = LoaderConfig(num_threads=1, prefetch_bytes=1 << 20)
     with Loader(Dataset.open(tiny.dataset), split="train", spec=spec, seed=3, config=running) as loader:
-        return Tuning(config, OneRank(), loader, None).settings()  # type: ignore[arg-type]
+        return Tuning(config.tune, OneRank(), loader, None, run=output).settings()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -233,8 +233,8 @@ def test_processes_that_cannot_start_leave_the_run_as_it_is(
     kept: list[Tuning] = []
     begin = Tuning.__init__
 
-    def begun(self: Tuning, *arguments: Any) -> None:
-        begin(self, *arguments)
+    def begun(self: Tuning, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
         kept.append(self)
 
     monkeypatch.setattr(Tuning, "__init__", begun)

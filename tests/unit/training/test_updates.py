@@ -12,8 +12,8 @@ from torch import nn
 from shardflow.errors import TrainingError
 from shardflow.training.config import OptimizerSettings
 from shardflow.training.optimizer import build_optimizer
-from shardflow.training.tensors import optimizer_tensors
 from shardflow.training.updates import Updates
+from tests.tiny_models import optimizer_tensors
 
 
 class Case:

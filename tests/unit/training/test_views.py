@@ -158,15 +158,7 @@ def test_what_images_cost_is_part_of_the_budget(tiny: TinyInput, tmp_path: Path)
 
     def cost(*image: str) -> object:
         config = tiny_config(tiny, tmp_path, *image)
-        config = type(config)(
-            data=config.data,
-            batch=batch,
-            text=config.text,
-            run=config.run,
-            image=config.image,
-            model=config.model,
-        )
-        budget = batch_spec(config, selection).budget
+        budget = batch_spec(batch, config.image, config.text, selection).budget
         assert budget is not None
         assert not budget.padded
         assert budget.cost.tokens_per_sample == 3

@@ -1,0 +1,601 @@
+"""Settings of a training run: one frozen dataclass for each table of the TOML file, `TrainConfig` for all.
+
+Holds the names, defaults and ranges of every setting of ``shardflow train``; `shardflow.configs` reads the
+files. Imports no torch, so that a wrong setting is reported before seconds of imports. An instance that
+exists is consistent: each table checks itself, and `TrainConfig` what two tables must agree on.
+
+A component gets its own tables, never the whole: only ``run`` and ``prepare`` see `TrainConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from shardflow.configs import Bounds, ByteSize, Place, check_fields
+from shardflow.errors import ConfigError
+from shardflow.loading.selection import FULL_STUDY
+from shardflow.monitoring import SINKS, parse_address
+from shardflow.storage import CacheConfig
+
+Count = Annotated[int, Bounds(1)]
+CountOrZero = Annotated[int, Bounds(0)]
+_LONGEST_S = 10_000_000.0  # four months; what is far above no clock of the system takes
+Seconds = Annotated[float, Bounds(0.1, _LONGEST_S)]
+SecondsOrZero = Annotated[float, Bounds(0.0, _LONGEST_S)]
+Share = Annotated[float, Bounds(0.0, 1.0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSettings:
+    """What is trained on."""
+
+    dataset: Place
+    """Folder or address of a packed dataset, or a blend file (``.toml``), whose components name their
+    splits."""
+    manifest_version: Count | None = None
+    """Version to open; without it a fresh run takes the newest, a resumed one the version it began with."""
+    view: str = FULL_STUDY
+    """What a sample is: ``full_study``, or the name of an entity view that ``shardflow entities`` made."""
+    train_split: str = "train"
+    """Split that is trained on, or several joined by ``+``."""
+    subset: tuple[str, ...] = ()
+    """Terms that all samples trained on must meet, such as ``"modality=CT"`` or ``"num_slices>=16"``."""
+    keys: Path | None = None
+    """File of sample keys, one a line: only these are trained on."""
+    eval_split: str = ""
+    """Split whose loss is measured; empty measures none. Of a blend: that of all its datasets."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if any(term.partition("=")[0].strip() == "keys" for term in self.subset):
+            raise ConfigError(
+                "data.subset must hold no keys=, got one; name the file as data.keys, which is found from "
+                "the configuration's folder."
+            )
+        if self.is_blend:
+            given = {
+                "view": self.view != FULL_STUDY,
+                "train_split": self.train_split != "train",
+                "manifest_version": self.manifest_version is not None,
+                "subset": bool(self.subset),
+                "keys": self.keys is not None,
+            }
+            for name, is_given in given.items():
+                if is_given:
+                    raise ConfigError(
+                        f"{name} must be left out where dataset is a blend file, got one; say it for each "
+                        "component of the file."
+                    )
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether ``dataset`` names a blend file."""
+        return self.dataset.endswith(".toml")
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """All terms of the subset that is trained on."""
+        return self.subset if self.keys is None else (*self.subset, f"keys={self.keys}")
+
+
+_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})x([1-9]\d{0,4})(?:\*([1-9]\d{0,3}))?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSettings:
+    """The view of a study that the model sees: K slices of its primary series, resized."""
+
+    num_slices: Count = 8
+    rows: Count = 64
+    columns: Count = 64
+    resolution: Literal["full", "small"] = "full"
+    """``small`` reads the small versions that packing made (``variants.small_px``), and no byte of the large
+    slices; a dataset without them is refused."""
+    slice_choice: Literal["even", "random"] = "even"
+    """``random`` draws other slices each epoch, keyed by (seed, epoch, sample)."""
+    dtype: Literal["uint8", "int16", "uint16", "float32"] = "float32"
+    """How pixels travel to the device. ``float32`` is right for every series. ``int16`` is half the bytes and
+    right for series that are stored as int16 or uint8, such as CT; ``uint16`` for radiographs of 16 bits,
+    ``uint8`` for pictures of 8 bits. Others are cut and rounded, with a warning."""
+    transfer_rows: CountOrZero = 0
+    """Rows that images have on their way to the device, which brings them to ``rows``; 0: the same."""
+    transfer_columns: CountOrZero = 0
+    padding: Literal["cap", "longest"] = "cap"
+    """Places of a micro-batch's slices: always ``num_slices``, or as many as its longest study needs, at most
+    ``num_slices``."""
+    fit: Literal["stretch", "letterbox"] = "stretch"
+    """Slices of another shape are stretched, or keep their shape in a frame that is dark outside them."""
+    windows: tuple[str, ...] = ()
+    """Names of windows, such as ``["lung", "bone"]``: each CT sample of each epoch gets one of them, keyed by
+    (seed, epoch, sample). None: what the study says."""
+    augment_pool: Share = 0.0
+    """Share of the samples that get one of the augmented variants that packing made of them
+    (``variants.augment``), keyed by (seed, epoch, sample); none in evaluations."""
+    sizes: tuple[str, ...] = ()
+    """Sizes that a sample may get in place of ``num_slices`` and the rows and columns that travel, such as
+    ``["32x64x64", "8x224x224*2"]``: slices x rows x columns, and how likely it is. Which one is drawn anew
+    each epoch, keyed by (seed, epoch, sample); the device brings all to ``rows`` x ``columns``."""
+    max_tiles: CountOrZero = 0
+    """Cut each slice into up to so many tiles of ``rows`` x ``columns`` and an overview, each a slice to the
+    model; 0: a slice is one image."""
+    standardise: tuple[str, ...] = ()
+    """Modalities, such as ``["MR"]``, whose images get their own mean 0 and deviation 1 in place of a
+    window."""
+    compile: bool = False
+    """Compile the device's image operators with ``torch.compile``."""
+    transform: str = ""
+    """``package.module:function`` that changes each sample in place, see docs/loading.md; none in
+    evaluations."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        bad = [size for size in self.sizes if not _SIZE.fullmatch(size)]
+        if bad:
+            raise ConfigError(
+                f"image.sizes must be like '8x224x224' or '8x224x224*2' (slices x rows x columns), got "
+                f"{bad[0]!r}."
+            )
+        if self.sizes and self.max_tiles:
+            raise ConfigError(
+                "image.sizes and image.max_tiles must not both be set, got both; leave out one."
+            )
+        if self.augment_pool and (self.sizes or self.max_tiles or self.resolution != "full"):
+            raise ConfigError(
+                "image.augment_pool must be 0 with image.sizes, image.max_tiles or image.resolution small, "
+                f"got {self.augment_pool:g}; leave out one of them."
+            )
+        is_framed = (
+            self.padding != "cap" or self.fit != "stretch" or self.transfer_rows or self.transfer_columns
+        )
+        if is_framed and (self.sizes or self.max_tiles):
+            raise ConfigError(
+                "image.padding, fit, transfer_rows and transfer_columns must be left out with image.sizes or "
+                "image.max_tiles, got one of them; those decide it."
+            )
+
+    @property
+    def size_table(self) -> tuple[tuple[int, int, int, int], ...]:
+        """``sizes`` as numbers: slices, rows, columns and weight of each."""
+        found = [_SIZE.fullmatch(size) for size in self.sizes]
+        numbers = [tuple(int(part or 1) for part in match.groups()) for match in found if match]
+        return tuple((slices, rows, columns, weight) for slices, rows, columns, weight in numbers)
+
+    @property
+    def num_places(self) -> int:
+        """Places for slices, or their tiles, that a sample has at most."""
+        most = max([self.num_slices, *(size[0] for size in self.size_table)])
+        return most * (self.max_tiles + 1 if self.max_tiles > 1 else 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSettings:
+    """How reports become tokens."""
+
+    tokenizer: Path
+    """Folder of a ``PreTrainedTokenizerFast``; ``python -m pipelines.train_tokenizer`` makes one."""
+    max_tokens: Annotated[int, Bounds(2)] = 256
+    """Longer reports are cut; counts the begin and end tokens."""
+    tokens: Literal["online", "stored"] = "online"
+    """Tokenized while training, or taken from what ``shardflow tokenize`` stored with this tokenizer:
+    the same tokens."""
+    prompt: str = "Describe the findings."
+    """What the user says behind the slices, in the chat template of a LLaVA-style model; never predicted."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+_OF_BUDGET = {"text_tokens", "max_samples", "over_budget", "image_tokens_per_slice", "quadratic_tokens"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """The batch spec of the epoch plan; a part of the run's identity."""
+
+    micro_batch_size: Count | None = None
+    """Samples in one forward and backward of one rank; this or ``max_tokens``."""
+    max_tokens: Count | None = None
+    """Token budget of a micro-batch instead; padding counted, but where ``packed``."""
+    packed: bool = False
+    """All samples of a micro-batch stand in one sequence, each attending to itself alone, and nothing is
+    padded."""
+    text_tokens: Literal["estimated", "counted"] = "estimated"
+    """Tokens of text under ``max_tokens``: from the bytes of a report, or as ``shardflow tokenize`` counted
+    them for the run's tokenizer."""
+    max_samples: Count = 64
+    """Samples of a micro-batch under ``max_tokens``, whatever their length."""
+    over_budget: Literal["alone", "skip", "truncate"] = "alone"
+    """A sample longer than ``max_tokens``: a micro-batch of its own, left out, or counted as cut."""
+    image_tokens_per_slice: CountOrZero = 0
+    """Counted towards ``max_tokens`` for each slice that the view takes."""
+    quadratic_tokens: CountOrZero = 0
+    """Length at which attention costs as much as all the rest; ranks are balanced by it. 0 leaves it out."""
+    lanes: CountOrZero | None = None
+    """Lanes that samples are mixed in; 0 mixes the whole epoch. Not given: 0, and under ``max_tokens`` a
+    number chosen from the data."""
+    window_bytes: ByteSize = 1024**3
+    """How much of a lane is mixed at a time."""
+    micro_batches_per_step: Count
+    """Micro-batches in one optimizer step over all ranks (M): ``world_size * accumulation`` fills exactly."""
+    tail: Literal["drop", "repeat", "mask"] = "drop"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.micro_batch_size is None) == (self.max_tokens is None):
+            found = "neither" if self.max_tokens is None else "both"
+            raise ConfigError(f"batch must have one of micro_batch_size and max_tokens, got {found}.")
+        if self.max_tokens is None:
+            for entry in fields(self):
+                if entry.name in _OF_BUDGET and getattr(self, entry.name) != entry.default:
+                    raise ConfigError(
+                        f"batch.{entry.name} must come with max_tokens, got it without; remove it, or set a "
+                        "budget."
+                    )
+        if self.max_tokens is not None and self.lanes == 0:
+            raise ConfigError(
+                "batch.lanes must be at least 1 under max_tokens, got 0; leave it out to have it chosen."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """A small model built from these numbers, or one of transformers from a folder; nothing is downloaded."""
+
+    path: Path | None = None
+    """Folder of a LLaVA-style model or of a vision encoder-decoder, in place of the numbers below."""
+    weights: Literal["stored", "random"] = "stored"
+    """Of the folder: its safetensors, or only its ``config.json``, with weights that follow from the seed."""
+    frozen: tuple[str, ...] = ()
+    """Beginnings of parameter names that are not trained, such as ``"model.model.vision_tower"``."""
+    language: Literal["gpt2", "llama"] = "gpt2"
+    patch_size: Count = 8
+    """Pixels on the side of a vision patch; must divide rows and columns of the view."""
+    vision_width: Count = 128
+    vision_layers: Count = 4
+    vision_heads: Count = 4
+    language_width: Count = 128
+    language_layers: Count = 4
+    language_heads: Count = 4
+    dropout: Annotated[float, Bounds(0.0, 0.9)] = 0.1
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, about a third more compute."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.path is None and self.weights != "stored":
+            raise ConfigError("model.weights must come with model.path, got it without; remove it.")
+        for part in ("vision", "language"):
+            width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
+            if width % heads or (width // heads) % 2:
+                raise ConfigError(
+                    f"{part}_width must be an even multiple of {part}_heads ({heads}), got {width}; "
+                    f"use {2 * heads * max(1, round(width / (2 * heads)))}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSettings:
+    """Adapters of low rank beside frozen weights, by peft; the checkpoints hold the adapters alone."""
+
+    rank: CountOrZero = 0
+    """0 trains the model itself."""
+    alpha: Annotated[float, Bounds(0.0)] = 16.0
+    """Adapters are scaled by ``alpha / rank``."""
+    dropout: Annotated[float, Bounds(0.0, 0.9)] = 0.0
+    targets: tuple[str, ...] = ()
+    """Ends of names of linear layers that get one, such as ``"q_proj"``; none: all of the language blocks."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.rank == 0 and replace(self, rank=1) != LoraSettings(rank=1):
+            raise ConfigError(
+                "lora.alpha, lora.dropout and lora.targets must come with lora.rank, got one without; remove "
+                "it, or set a rank."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    """AdamW, linear warm-up, cosine decay."""
+
+    learning_rate: Annotated[float, Bounds(0.0)] = 3e-4
+    """Highest learning rate, reached at the end of the warm-up."""
+    final_learning_rate_share: Share = 0.1
+    """The cosine ends at this share of the highest learning rate."""
+    warmup_steps: CountOrZero = 10
+    weight_decay: Annotated[float, Bounds(0.0)] = 0.01
+    """Applied to matrices only, not to biases, norms and position tables."""
+    beta1: Annotated[float, Bounds(0.0, 0.9999)] = 0.9
+    beta2: Annotated[float, Bounds(0.0, 0.99999)] = 0.95
+    epsilon: Annotated[float, Bounds(0.0)] = 1e-8
+    max_gradient_norm: Annotated[float, Bounds(0.0)] = 1.0
+    """Gradients of a larger norm are scaled down to it."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """A step whose gradient is not finite: ends the run, or changes nothing and is counted."""
+    max_skipped_steps: Count = 10
+    """Under ``skip``, this many such steps in a row end the run all the same."""
+    initial_loss_scale: Annotated[float, Bounds(1.0)] = 16384.0
+    """Under ``run.precision = "fp16"``: halved when a gradient overflows, doubled after 1,000 good steps."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.epsilon == 0.0:
+            # A weight that got no gradient yet would become 0 / 0.
+            raise ConfigError("epsilon must be above 0, got 0; use 1e-8.")
+        if self.max_gradient_norm == 0.0:
+            raise ConfigError(
+                "max_gradient_norm must be above 0, got 0; use 1.0, or a large number for no clipping."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSettings:
+    """How several ranks hold one model; changes memory and traffic, never what is trained."""
+
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """``ddp``: every rank holds the whole model. ``fsdp2``: each holds an equal share of every parameter,
+    gradient and moment, and gathers a layer at a time; checkpoints load into either."""
+    accumulation: Literal["whole", "sharded"] = "whole"
+    """Under ``fsdp2``, between the micro-batches of a step: keep whole gradients and exchange once a step, or
+    exchange after each one and keep shares."""
+    reshard_after_forward: bool = True
+    """Under ``fsdp2``, free a layer's gathered parameters after its forward and gather them again in the
+    backward: less memory, half as much traffic again."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.strategy == "ddp" and (self.accumulation != "whole" or not self.reshard_after_forward):
+            raise ConfigError(
+                "parallel.accumulation and parallel.reshard_after_forward must be left out under ddp, got "
+                "one; remove it, or set parallel.strategy to 'fsdp2'."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AugmentSettings:
+    """What training images get, within what their modality allows; evaluation images get none of it.
+
+    Each number is drawn anew for each sample of each epoch, keyed by seed, epoch, step, micro-batch and slot.
+    """
+
+    rotate_deg: Annotated[float, Bounds(0.0, 180.0)] = 0.0
+    """Turned by up to this, either way."""
+    zoom: Share = 0.0
+    """Enlarged by up to this share, so that a crop fills the frame."""
+    shift: Share = 0.0
+    """Moved by up to this share of width and height."""
+    intensity: Share = 0.0
+    """Gain, offset and gamma changed by up to this share; never where intensities are measurements."""
+    mirror: Share = 0.0
+    """Probability of left and right exchanged; never where the report names a side."""
+    flip: Share = 0.0
+    """Probability of top and bottom exchanged, where a modality has no top."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is wanted."""
+        return any(
+            (self.rotate_deg, self.zoom, self.shift, self.intensity, self.mirror, self.flip),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """How bytes become batches; none of it changes what is trained."""
+
+    execution: Literal["threads", "process", "workers"] = "threads"
+    """Where it happens, see docs/howto/execution.md; ``process`` where the loop is busy in Python."""
+    num_threads: Count = 2
+    prefetch_bytes: ByteSize = 256 * 1024**2
+    max_node_bytes: ByteSize = 0
+    """Cap on the memory of the loaders of all ranks of a node; 0 is that of the machine or its cgroup."""
+    pinned_bytes: ByteSize = 256 * 1024**2
+    """Pinned memory that micro-batches pass on their way to a GPU; none is taken on CPUs."""
+    wait_timeout_s: Seconds = 60.0
+    """A wait for data that is longer names its shard and stage and ends the run."""
+    on_bad_sample: Literal["mask", "raise"] = "mask"
+    max_bad_samples: CountOrZero = 10
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeoutSettings:
+    """How long ranks wait for one another, in seconds."""
+
+    startup_s: Seconds = 600.0
+    """Until all ranks have joined and prepared; nothing is exchanged before that."""
+    steady_s: Seconds = 100.0
+    """For one exchange of gradients once steps are running."""
+    control_s: Seconds = 600.0
+    """For meetings outside the gradient path: a checkpoint being written, an evaluation ending."""
+    hang_s: SecondsOrZero = 60.0
+    """A rank that does not get on in a step of its own, or shows no sign of its interpreter, for longer is
+    named, and ends the run. 0 waits for ever, as under a debugger."""
+    lost_s: Seconds = 10.0
+    """A machine that nothing is heard of for longer is taken for dead."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.hang_s >= self.steady_s:
+            # Else the ranks that wait for the hung one give up first, and nobody names it.
+            raise ConfigError(
+                f"timeouts.hang_s must be less than timeouts.steady_s ({self.steady_s:g}), got "
+                f"{self.hang_s:g}; lower it, or raise timeouts.steady_s."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitorSettings:
+    """What a run measures of itself, see docs/monitoring.md; changes nothing that is trained."""
+
+    interval_s: SecondsOrZero = 5.0
+    """An interval ends with the first step after so many seconds, and is a line of ``metrics.jsonl``; the
+    first step is one of its own. 0 measures no stages."""
+
+    prometheus: str = ""
+    """``ADDRESS:PORT`` where rank 0 serves its numbers to Prometheus while the run goes on, see
+    docs/prometheus.md: ``127.0.0.1:9464``; port 0 is any free one, and logged. Empty serves none."""
+    sinks: tuple[str, ...] = ()
+    """Services that get steps, intervals, verdicts and evaluations: ``wandb``, ``mlflow``."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.prometheus:
+            parse_address(self.prometheus, "monitor.prometheus")
+        if unknown := [name for name in self.sinks if name not in SINKS]:
+            raise ConfigError(
+                f"monitor.sinks must name some of {', '.join(SINKS)}, got {unknown[0]!r}; correct it."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneSettings:
+    """Finds settings of loader and cache while the run goes on; none of it changes what is trained."""
+
+    mode: Literal["off", "observe", "on"] = "observe"
+    """``observe`` says what it would change; ``on`` changes it, one setting at a time, see docs/tuning.md."""
+    start_from: Path | None = None
+    """A ``tuned.toml`` that another run wrote: settings to begin with. A restart begins with its own."""
+    settle_steps: Annotated[int, Bounds(50)] = 200
+    """A search ends within so many steps."""
+    max_threads: CountOrZero = 0
+    """Most threads, or processes, of the loader of a rank. For all four: 0 leaves it to the machine."""
+    max_fetches: CountOrZero = 0
+    """Most reads ahead, and requests to a store, that a rank has under way."""
+    max_bytes: ByteSize = 0
+    """Most memory that each setting of bytes may take in a rank: what is under way, what is read ahead, the
+    cache in memory. All of a node together stay within ``loader.max_node_bytes`` as well."""
+    max_disk_bytes: ByteSize = 0
+    """Largest cache folder; 0: it is not made larger than ``cache.max_bytes`` says."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("max_bytes", "max_disk_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0 bytes, got {getattr(self, name)}; correct it.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """The run itself: where it writes, how long it goes, on what it runs."""
+
+    output: Path
+    """Run folder; belongs to one run, whose restarts share it."""
+    seed: int = 0
+    num_epochs: Count | None = None
+    """Passes over the training split; one where ``max_steps`` is not set either."""
+    max_steps: Count | None = None
+    """Steps of the whole run, also inside an epoch. With both, what comes first ends the run; the learning
+    rate's cosine ends there too."""
+    checkpoint_every_steps: Count = 100
+    """A checkpoint is also written at the end and on SIGTERM or SIGUSR1."""
+    keep_last: Count = 2
+    resume: str = "auto"
+    """``auto``: the run folder's newest sound checkpoint, else step 0. ``never``: refuse a run folder that
+    holds checkpoints. Or a checkpoint folder to start from where the run folder holds none yet."""
+    max_failed_starts: CountOrZero = 3
+    """So many starts in a row that end before a next checkpoint are enough: another one is refused, with exit
+    code 2. 0 starts for ever."""
+    evaluate_every_steps: CountOrZero = 0
+    """0 evaluates at the end of each epoch; needs ``data.eval_split``."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """``npu``: Ascend, by ``torch_npu`` and HCCL. ``auto``: a GPU, else an NPU, else the CPU."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """``bf16``, ``fp16``: compute in it; weights and optimizer stay fp32. ``fp16`` scales the loss."""
+    compile: bool = False
+    """Compile the model's layers with ``torch.compile``; the first steps take minutes longer."""
+    deterministic: bool = False
+    """Choose kernels that add in a fixed order where there are such; torch warns of the others."""
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.resume:
+            raise ConfigError(
+                "resume must be 'auto', 'never' or a checkpoint folder, got an empty text; use 'auto'."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything that ``pipelines.train`` is told."""
+
+    data: DataSettings
+    batch: BatchSettings
+    text: TextSettings
+    run: RunSettings
+    image: ImageSettings = field(default_factory=ImageSettings)
+    augment: AugmentSettings = field(default_factory=AugmentSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    loader: LoaderSettings = field(default_factory=LoaderSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    timeouts: TimeoutSettings = field(default_factory=TimeoutSettings)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    tune: TuneSettings = field(default_factory=TuneSettings)
+
+    def __post_init__(self) -> None:
+        self._keep_folders_apart()
+        if self.image.augment_pool and self.augment.is_active:
+            raise ConfigError(
+                "image.augment_pool must be 0 with [augment], got both: a sample would be turned twice, "
+                "beyond what its modality allows; leave out one."
+            )
+        for name in ("rows", "columns"):
+            size, patch = getattr(self.image, name), self.model.patch_size
+            if size % patch and self.model.path is None:
+                raise ConfigError(
+                    f"image.{name} must be a multiple of model.patch_size ({patch}), got {size}; "
+                    f"use {patch * max(1, round(size / patch))}."
+                )
+        if self.batch.packed and self.model.path is not None:
+            raise ConfigError(
+                "batch.packed must be false with model.path, got true; the reference model alone packs."
+            )
+        if self.model.path is not None and (self.image.sizes or self.image.max_tiles):
+            raise ConfigError(
+                "image.sizes and image.max_tiles must be left out with model.path, got one; that model takes "
+                "one number of slices."
+            )
+        if self.loader.wait_timeout_s >= self.timeouts.steady_s:
+            # Else the ranks that wait in the gradient exchange give up first, and the message names no shard.
+            raise ConfigError(
+                f"loader.wait_timeout_s must be less than timeouts.steady_s ({self.timeouts.steady_s:g}), "
+                f"got {self.loader.wait_timeout_s:g}; lower it, or raise timeouts.steady_s."
+            )
+        if self.cache.is_on and self.cache.wait_s >= self.loader.wait_timeout_s:
+            # A block that another rank fetches is fetched again before the loader gives up on it.
+            raise ConfigError(
+                f"cache.wait_s must be less than loader.wait_timeout_s ({self.loader.wait_timeout_s:g}), got "
+                f"{self.cache.wait_s:g}; lower it, or raise loader.wait_timeout_s."
+            )
+        if self.run.evaluate_every_steps and not self.data.eval_split:
+            raise ConfigError(
+                "data.eval_split must name a split where run.evaluate_every_steps is set, got an empty text; "
+                "name one, or remove evaluate_every_steps."
+            )
+
+    def _keep_folders_apart(self) -> None:
+        """Refuse to write into the dataset, or a run and a cache into one folder."""
+        dataset, output, cache = self.data.dataset, self.run.output, self.cache.directory
+        # An address has no folders in it.
+        for name, folder in (("run.output", output), ("cache.directory", cache)):
+            if folder is not None and folder.is_relative_to(dataset):
+                raise ConfigError(
+                    f"{name} must lie outside data.dataset, got a folder in it; choose a folder of its own."
+                )
+        if cache is not None and output.is_relative_to(cache):
+            raise ConfigError(
+                "run.output must lie outside cache.directory, got a folder in it; choose another one for the "
+                "cache, on a disk of the node."
+            )
