@@ -20,7 +20,6 @@ from typing import Any
 from shardflow.configs import load_config
 from shardflow.deid.pseudonyms import SecretKey
 from shardflow.packing import PackConfig, PackSummary, Share, pack
-from shardflow.packing.handlers import HANDLERS
 from shardflow.packing.job import PackMode
 from shardflow.packing.version_files import ledger_path
 from shardflow.shards.dataset import Dataset
@@ -107,7 +106,7 @@ class PackCase:
         is_dry_run: bool = False,
         share: Share | None = None,
         is_merge: bool = False,
-        handlers: str = HANDLERS,
+        handlers: str = "studies",
     ) -> PackSummary:
         """Run the job in this process."""
         return pack(
@@ -120,7 +119,7 @@ class PackCase:
         )
 
     def drive(
-        self, point: str, handlers: str = HANDLERS, mode: PackMode = "pack"
+        self, point: str, handlers: str = "studies", mode: PackMode = "pack"
     ) -> subprocess.CompletedProcess[str]:
         """Run the job in a process group of its own that is killed at a named point."""
         return subprocess.run(

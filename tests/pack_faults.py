@@ -45,10 +45,10 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
         if kind == "study":
             _fail(faults.get("study", {}).get(payload["sample_key"]), folder)
         elif kind in {"scan", "probe"}:
-            files = payload["files"] if kind == "scan" else [[payload["root"], payload["path"], 0, None]]
-            for _, path, _, reason in files:
-                if reason is None:
-                    _fail(faults.get("header", {}).get(path), folder)
+            files = payload["files"] if kind == "scan" else [payload["file"]]
+            for file in files:
+                if file["reason"] is None:
+                    _fail(faults.get("header", {}).get(file["relative_path"]), folder)
         return real(kind, payload)
 
     return handle

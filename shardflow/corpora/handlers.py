@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HANDLERS", "make_handler", "make_setup"]
 
-HANDLERS: Final = "shardflow.corpora.handlers:make_handler"
-"""Name by which a packing process finds `make_handler`."""
+HANDLERS: Final = "corpus"
+"""Name of `make_handler` in the registry of packing."""
 
 
 def make_setup(config: CorpusConfig, output: Path, work: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardflow.errors import ConfigError
+from shardflow.packing.engine import WorkerSetup
 from shardflow.packing.handlers import make_setup
 from shardflow.packing.limits import ChildLimits
 from shardflow.packing.pool import ChildPool
@@ -33,26 +34,16 @@ def make_engine(config: PackConfig, place: Workplace, handlers: str) -> Engine:
         task_s=execution.task_timeout_s,
         file_bytes=_FILE_HEADROOM * (config.limits.max_study_bytes + 2 * config.shards.target_bytes),
     )
-    setup = make_setup(config, place)
+    worker = WorkerSetup(
+        limits=limits, handlers=handlers, setup=make_setup(config, place), log_path=place.process_log
+    )
     if execution.engine == "local":
-        return ChildPool(
-            execution.resolved_num_processes,
-            limits,
-            handlers=handlers,
-            setup=setup,
-            log_path=place.process_log,
-        )
+        return ChildPool(execution.resolved_num_processes, worker)
     try:
         from shardflow.packing.ray_engine import RayEngine
     except ImportError:
         raise ConfigError(
             'execution.engine must be "local" without Ray, got "ray"; install shardflow[ray].'
         ) from None
-    return RayEngine(
-        execution.num_processes if execution.ray_address else execution.resolved_num_processes,
-        limits,
-        handlers=handlers,
-        setup=setup,
-        log_path=place.process_log,
-        address=execution.ray_address,
-    )
+    num_processes = execution.num_processes if execution.ray_address else execution.resolved_num_processes
+    return RayEngine(num_processes, worker, address=execution.ray_address)

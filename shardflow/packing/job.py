@@ -19,7 +19,6 @@ from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError
 from shardflow.packing.base import Base
 from shardflow.packing.carry_out import CarryOut, leave
-from shardflow.packing.handlers import HANDLERS
 from shardflow.packing.intake import Intake, lift_deaths, take_in, take_in_more
 from shardflow.packing.kept_splits import keep_splits
 from shardflow.packing.plan import PlanBasis, build_plan
@@ -63,7 +62,7 @@ def pack(
     is_dry_run: bool = False,
     share: Share | None = None,
     is_merge: bool = False,
-    handlers: str = HANDLERS,
+    handlers: str = "studies",
 ) -> PackSummary:
     """Pack the inputs into a dataset or into its next version, or go on where a former run stopped.
 
@@ -74,8 +73,8 @@ def pack(
         is_dry_run: Read headers and plan, and say what would be; nothing is written into the output.
         share: Pack the shards of one task, and publish nothing; of a first version alone.
         is_merge: Publish what tasks have packed, or say which of them are missing.
-        handlers: ``"module:function"`` that makes the task handler of the packing processes; another one
-            serves tests, which make processes fail on purpose.
+        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` serves tests,
+            which make processes fail on purpose.
 
     Returns:
         What was done; its ``status`` says whether a version was published.

@@ -46,7 +46,7 @@ class PackRun:
     place: Workplace
     progress: Progress
     handlers: str
-    """``"module:function"`` that makes the task handler of the packing processes."""
+    """What makes the task handler of the packing processes; see `shardflow.packing.registry`."""
     is_dry_run: bool
     is_merge: bool
     uploader: Uploader | None
