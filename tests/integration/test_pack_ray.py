@@ -19,7 +19,7 @@ import pytest
 from shardflow.packing.engine import Task, WorkerSetup
 from shardflow.packing.limits import ChildLimits
 from tests.dicom_factory import make_study, truncate
-from tests.pack_case import PackCase, tree_digests
+from tests.pack_case import PATIENCE_S, PackCase, tree_digests
 from tests.pack_faults import HANDLERS as FAULTY
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -75,7 +75,7 @@ def _on(cluster: Any, num_processes: int) -> list[str]:
 
 def _once(happened: Callable[[], bool], then: Callable[[], None]) -> threading.Thread:
     def watch() -> None:
-        until = time.monotonic() + 90
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if happened():
                 then()
@@ -177,7 +177,7 @@ def test_ray_started_for_a_job_is_closed_to_others_and_leaves_nothing(tmp_path: 
         assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IRWXU
         assert _named_after(folder)
     assert not folder.exists()
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_S
     while (left := _named_after(folder)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
