@@ -154,7 +154,7 @@ class _Job:
         """Make the first version."""
         key = load_key(self._config)
         recorded = RecordedOutcomes(self._place.recorded_outcomes)
-        with self._run.make_pool() as pool:
+        with self._run.open_engine() as pool:
             intake = self._take_in_all(pool, discovered, key, recorded)
             plan = build_plan(self._config, key.key_id, intake.files, intake.reports)
             for split in plan.empty_splits:
@@ -175,7 +175,7 @@ class _Job:
             self._place.begin(mode)
             if mode == "retry":
                 lift_deaths(base, recorded, self._place)
-        with run.make_pool() as pool:
+        with run.open_engine() as pool:
             intake = take_in_more(
                 mode,
                 base,
@@ -219,7 +219,7 @@ class _Job:
             key = SecretKey.load(self._config.key_file)
             check_same_settings(self._config, key, finished)
             recorded = RecordedOutcomes(self._place.recorded_outcomes)
-            with self._run.make_pool() as pool:
+            with self._run.open_engine() as pool:
                 intake = self._take_in_all(pool, discovered, key, recorded)
                 plan = build_plan(self._config, key.key_id, intake.files, intake.reports)
             if finished.extra.get("plan_digest") != plan.digest:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from shardflow.errors import ConfigError
 from shardflow.packing.attaching import link_attachments
 from shardflow.packing.child import peak_memory_bytes
-from shardflow.packing.engines import make_engine
+from shardflow.packing.engine import WorkerSetup
+from shardflow.packing.handlers import make_setup
 from shardflow.packing.header_pass import HeaderPass
 from shardflow.packing.inventory import count_reasons
+from shardflow.packing.limits import ChildLimits
+from shardflow.packing.pool import ChildPool
 from shardflow.packing.summary import PackSummary, Status
 from shardflow.sources.reasons import Outcome, outcome_of
 
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from shardflow.sources.layouts import Layout
 
 __all__ = ["PackMode", "PackRun"]
+
+_FILE_HEADROOM: Final = 2
+"""A study's own files are bounded by what it decodes to, a shard by its target; both with room for overhead."""
 
 PackMode: TypeAlias = Literal["pack", "append", "retry"]
 """``pack`` makes a first version; ``append`` one with new inputs; ``retry`` one with quarantined studies that
@@ -53,9 +60,39 @@ class PackRun:
     """Sends what stands; None where nothing is to be sent."""
     started: float = field(default_factory=time.monotonic)
 
-    def make_pool(self) -> Engine:
-        """Make the packing processes; a context manager."""
-        return make_engine(self.config, self.place, self.handlers)
+    def open_engine(self) -> Engine:
+        """Return the engine that the settings ask for; a context manager.
+
+        Raises:
+            ConfigError: Ray is asked for and not installed, or a table or kind that the settings name is not
+                there.
+            ShardflowError: Ray cannot be started or reached.
+        """
+        config = self.config
+        execution = config.execution
+        limits = ChildLimits(
+            memory_bytes=execution.memory_bytes,
+            task_s=execution.task_timeout_s,
+            file_bytes=_FILE_HEADROOM * (config.limits.max_study_bytes + 2 * config.shards.target_bytes),
+        )
+        worker = WorkerSetup(
+            limits=limits,
+            handlers=self.handlers,
+            setup=make_setup(config, self.place),
+            log_path=self.place.process_log,
+        )
+        if execution.engine == "local":
+            return ChildPool(execution.resolved_num_processes, worker)
+        try:
+            from shardflow.packing.ray_engine import RayEngine
+        except ImportError:
+            raise ConfigError(
+                'execution.engine must be "local" without Ray, got "ray"; install shardflow[ray].'
+            ) from None
+        num_processes = (
+            execution.num_processes if execution.ray_address else execution.resolved_num_processes
+        )
+        return RayEngine(num_processes, worker, address=execution.ray_address)
 
     def header_reader(self, pool: Engine, key: SecretKey, recorded: RecordedOutcomes) -> ReadHeaders:
         """Return what reads headers with the packing processes."""
