@@ -19,7 +19,7 @@ from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError
 from shardflow.packing.base import Base
 from shardflow.packing.carry_out import CarryOut, leave
-from shardflow.packing.intake import Intake, lift_deaths, take_in, take_in_more
+from shardflow.packing.intake import Intake, lift_deaths
 from shardflow.packing.kept_splits import keep_splits
 from shardflow.packing.plan import PlanBasis, build_plan
 from shardflow.packing.preconditions import (
@@ -176,17 +176,7 @@ class _Job:
             if mode == "retry":
                 lift_deaths(base, recorded, self._place)
         with run.open_engine() as pool:
-            intake = take_in_more(
-                mode,
-                base,
-                discovered,
-                run.header_reader(pool, key, recorded),
-                self._config.inputs,
-                run.layout,
-                key,
-                self._place,
-                run.progress,
-            )
+            intake = run.ingest(pool, key, recorded).more(mode, base, discovered)
             scope, splits = intake.scope, list(self._config.splits)
             if scope is None:
                 return leave(run, finished, intake, pool)
@@ -241,11 +231,7 @@ class _Job:
         key: SecretKey,
         recorded: RecordedOutcomes,
     ) -> Intake:
-        run = self._run
-        read_headers = run.header_reader(pool, key, recorded)
-        intake = take_in(
-            discovered, read_headers, self._config.inputs, run.layout, key, self._place, run.progress
-        )
+        intake = self._run.ingest(pool, key, recorded).everything(discovered)
         if not len(intake.files.studies):
             raise nothing_to_pack(intake.files)
         return intake

@@ -13,6 +13,7 @@ from shardflow.packing.child import peak_memory_bytes
 from shardflow.packing.engine import WorkerSetup
 from shardflow.packing.handlers import make_setup
 from shardflow.packing.header_pass import HeaderPass
+from shardflow.packing.intake import Ingest
 from shardflow.packing.inventory import count_reasons
 from shardflow.packing.limits import ChildLimits
 from shardflow.packing.pool import ChildPool
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
     from shardflow.packing.config import PackConfig
     from shardflow.packing.engine import Engine
-    from shardflow.packing.intake import Intake, ReadHeaders
+    from shardflow.packing.intake import Intake
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.progress import Progress
     from shardflow.packing.recorded import RecordedOutcomes
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["PackMode", "PackRun"]
 
 _FILE_HEADROOM: Final = 2
-"""A study's own files are bounded by what it decodes to, a shard by its target; both with room for overhead."""
+"""A study writes at most what it decodes to, a shard its target; both with room for overhead."""
 
 PackMode: TypeAlias = Literal["pack", "append", "retry"]
 """``pack`` makes a first version; ``append`` one with new inputs; ``retry`` one with quarantined studies that
@@ -89,17 +90,15 @@ class PackRun:
             raise ConfigError(
                 'execution.engine must be "local" without Ray, got "ray"; install shardflow[ray].'
             ) from None
-        num_processes = (
-            execution.num_processes if execution.ray_address else execution.resolved_num_processes
-        )
+        num_processes = execution.num_processes if execution.ray_address else execution.resolved_num_processes
         return RayEngine(num_processes, worker, address=execution.ray_address)
 
-    def header_reader(self, pool: Engine, key: SecretKey, recorded: RecordedOutcomes) -> ReadHeaders:
-        """Return what reads headers with the packing processes."""
+    def ingest(self, pool: Engine, key: SecretKey, recorded: RecordedOutcomes) -> Ingest:
+        """Return what takes inputs in, with the packing processes."""
         timeout_s = self.config.execution.task_timeout_s
+        inputs = self.config.inputs
 
         def read(files: Sequence[DiscoveredFile], studies: StudyTable) -> FileTable:
-            inputs = self.config.inputs
             headers = HeaderPass(
                 pool,
                 files,
@@ -115,7 +114,14 @@ class PackRun:
             link_attachments(table, files, key, 3600 * self.config.attachments.window_hours)
             return table
 
-        return read
+        return Ingest(
+            read_headers=read,
+            inputs=inputs,
+            layout=self.layout,
+            key=key,
+            place=self.place,
+            progress=self.progress,
+        )
 
     def finish_upload(self) -> None:
         """Send what is not sent yet of every version, the manifests last.
