@@ -17,6 +17,7 @@ from pipelines.surface import (
     step_progress,
     write_json,
 )
+from shardflow.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.errors import ConfigError
 from shardflow.monitoring.lines import METRICS_FILE
 from shardflow.monitoring.run_page import read_run, render_comparison, render_run_page
@@ -129,7 +130,7 @@ def _report_dataset(arguments: argparse.Namespace) -> int:
             num_threads=arguments.threads,
             progress=progress,
         )
-    page = render_page(dataset, facts).encode("utf-8")
+    page = render_page(dataset, facts, kept_keywords=KEYWORDS, max_age_years=MAX_AGE_YEARS).encode("utf-8")
     write_atomic(arguments.output, [page], replace=True)
     samples = dataset.samples.num_samples
     own = dataset.manifest.page

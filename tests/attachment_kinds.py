@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.errors import SourceError
-from shardflow.packing import kinds, study_members
+from shardflow.packing import kinds, registry, study_members
 from shardflow.packing.child import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
 from shardflow.shards import codecs
@@ -135,7 +135,6 @@ def write_toy(path: Path, *records: Mapping[str, Any], **rest: Any) -> Path:
 
 def make_handler(setup: Mapping[str, Any]) -> Handler:
     """Make the real handler in a process that knows toys."""
-    if __name__ not in kinds._MODULES:
-        kinds._MODULES = (*kinds._MODULES, __name__)  # type: ignore[misc]
-        kinds.attachment_kinds.cache_clear()
+    registry.ATTACHMENT_KINDS["toys"] = f"{__name__}:KINDS"
+    kinds.attachment_kinds.cache_clear()
     return make_real_handler(setup)

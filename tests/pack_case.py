@@ -20,15 +20,17 @@ from typing import Any
 from shardflow.configs import load_config
 from shardflow.deid.pseudonyms import SecretKey
 from shardflow.packing import PackConfig, PackSummary, Share, pack
-from shardflow.packing.handlers import HANDLERS
 from shardflow.packing.job import PackMode
 from shardflow.packing.version_files import ledger_path
 from shardflow.shards.dataset import Dataset
 from shardflow.shards.verification import verify
+from tests.pack_faults import HELD
 
-__all__ = ["REPOSITORY", "PackCase", "read_ledger", "tree_digests"]
+__all__ = ["PATIENCE_S", "REPOSITORY", "PackCase", "read_ledger", "tree_digests"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PATIENCE_S = 600.0
+"""Deadline of what a test waits for: long, because a loaded machine is no failure."""
 
 _TOML = """
 output = "out"
@@ -44,7 +46,7 @@ target_bytes = "10KiB"
 [execution]
 num_processes = 1
 memory_bytes = "1GiB"
-task_timeout_s = 60
+task_timeout_s = 600
 """
 
 
@@ -107,7 +109,7 @@ class PackCase:
         is_dry_run: bool = False,
         share: Share | None = None,
         is_merge: bool = False,
-        handlers: str = HANDLERS,
+        handlers: str = "studies",
     ) -> PackSummary:
         """Run the job in this process."""
         return pack(
@@ -120,7 +122,7 @@ class PackCase:
         )
 
     def drive(
-        self, point: str, handlers: str = HANDLERS, mode: PackMode = "pack"
+        self, point: str, handlers: str = "studies", mode: PackMode = "pack"
     ) -> subprocess.CompletedProcess[str]:
         """Run the job in a process group of its own that is killed at a named point."""
         return subprocess.run(
@@ -138,7 +140,7 @@ class PackCase:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
     def kill_at_random(self, times: int, *, num_processes: int, mode: PackMode = "pack") -> None:
@@ -160,6 +162,15 @@ class PackCase:
                 with suppress(ProcessLookupError):
                     os.killpg(job.pid, signal.SIGKILL)
 
+    def wait_until_held(self, job: subprocess.Popen[Any]) -> int:
+        """Wait until a process holds, see `tests.pack_faults`; return its process id."""
+        until = time.monotonic() + PATIENCE_S
+        while not (self.folder / HELD).exists():
+            if job.poll() is not None or time.monotonic() > until:
+                raise AssertionError(f"no process held, the job has ended with {job.poll()}")
+            time.sleep(0.05)
+        return int((self.folder / HELD).read_text(encoding="ascii"))
+
     def command(self, *arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
         """Run ``python -m pipelines.pack``."""
         return subprocess.run(
@@ -168,7 +179,7 @@ class PackCase:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
     def sample_key(self, study_instance_uid: str) -> str:

@@ -19,19 +19,29 @@ from shardflow.errors import StorageError
 from shardflow.packing import assembly, fragment
 from shardflow.packing.child import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
-from shardflow.packing.workplace import storage_error
+from shardflow.packing.workplace import storage_error, write_plainly
 
 HANDLERS = "tests.pack_faults:make_handler"
+HELD = "held"
+"""Name of the file that a process writes before it holds."""
+FAULTY_COMMAND = f"""
+import functools, sys, pipelines.pack
+pipelines.pack.pack = functools.partial(pipelines.pack.pack, handlers="{HANDLERS}")
+sys.exit(pipelines.pack.main(sys.argv[1:]))
+"""
+"""``python -m pipelines.pack`` with the faults of ``faults.json``, for ``python -c``."""
 
 
 def make_handler(setup: Mapping[str, Any]) -> Handler:
     """Make the handler.
 
     ``faults.json``: ``{"study": {sample_key: fault}, "header": {relative_path: fault}, "kill_group":
-    point}``; a fault is ``hang``, ``eat``, ``segfault``, ``kill`` or ``raise``, with ``_once`` for the first
-    try only; a point is ``tar``, ``index``, ``record`` or ``fragment`` with the number of the write after
-    which the whole process group is killed, such as ``["tar", 1]``. ``os_error``: ``[errno, number]``, the
-    write, sync or rename of a process that fails.
+    point}``; the key ``*`` stands for every study; a fault is ``hang``, ``hold``, ``eat``, ``segfault``,
+    ``kill`` or ``raise``, with ``_once`` for the first try only. ``hold`` hangs too, after it has written
+    its process id to the file ``held``: a state that lasts until the test ends it. A point is ``tar``,
+    ``index``, ``record`` or ``fragment`` with the number of the write after which the whole process group is
+    killed, such as ``["tar", 1]``. ``os_error``: ``[errno, number]``, the write, sync or rename of a process
+    that fails.
     """
     folder = Path(setup["output"]).parent
     faults: dict[str, Any] = json.loads((folder / "faults.json").read_text(encoding="utf-8"))
@@ -43,12 +53,13 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
 
     def handle(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         if kind == "study":
-            _fail(faults.get("study", {}).get(payload["sample_key"]), folder)
+            studies = faults.get("study", {})
+            _fail(studies.get(payload["sample_key"], studies.get("*")), folder)
         elif kind in {"scan", "probe"}:
-            files = payload["files"] if kind == "scan" else [[payload["root"], payload["path"], 0, None]]
-            for _, path, _, reason in files:
-                if reason is None:
-                    _fail(faults.get("header", {}).get(path), folder)
+            files = payload["files"] if kind == "scan" else [payload["file"]]
+            for file in files:
+                if file["reason"] is None:
+                    _fail(faults.get("header", {}).get(file["relative_path"]), folder)
         return real(kind, payload)
 
     return handle
@@ -64,6 +75,9 @@ def _fail(fault: str | None, folder: Path) -> None:
             return
     match fault.removesuffix("_once"):
         case "hang":
+            time.sleep(3600)
+        case "hold":
+            write_plainly(folder / HELD, str(os.getpid()).encode("ascii"))
             time.sleep(3600)
         case "eat":
             hoard = [bytearray(1 << 26) for _ in range(1 << 10)]

@@ -156,6 +156,7 @@ def headers(folder: Path, output: Path) -> Callable[[], dict[str, Any]]:
     from shardflow.deid.pseudonyms import SecretKey
     from shardflow.packing.header_pass import BATCH_FILES, batch_name
     from shardflow.packing.scan import Scanner
+    from shardflow.packing.tasks import InputFile, ScanTask
     from shardflow.sources.dicom import HeaderLimits, discover
 
     root = folder / "dicom"
@@ -168,9 +169,17 @@ def headers(folder: Path, output: Path) -> Callable[[], dict[str, Any]]:
         found = discover([root])
         for start in range(0, len(found), BATCH_FILES):
             batch = found[start : start + BATCH_FILES]
-            files = [[file.root_index, file.relative_path, file.num_bytes, file.problem] for file in batch]
-            payload = {"name": batch_name(start), "files": files, "placements": [None] * len(files)}
-            scanner.scan(payload)
+            files = [
+                InputFile(
+                    root_index=file.root_index,
+                    relative_path=file.relative_path,
+                    num_bytes=file.num_bytes,
+                    reason=file.problem,
+                    placement=None,
+                )
+                for file in batch
+            ]
+            scanner.scan(ScanTask(name=batch_name(start), files=tuple(files)))
         return {"num_slices": len(found), "output_bytes": 0}
 
     return run

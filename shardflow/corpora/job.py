@@ -18,7 +18,7 @@ from shardflow.corpora.parts import HANDLERS, make_setup
 from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError
 from shardflow.packing.child import peak_memory_bytes
-from shardflow.packing.engine import Task
+from shardflow.packing.engine import Task, WorkerSetup
 from shardflow.packing.limits import ChildLimits
 from shardflow.packing.pool import ChildPool
 from shardflow.packing.preconditions import check_files
@@ -113,8 +113,8 @@ def pack_corpus(
         config: All settings.
         progress: Receives where the job is.
         mode: ``append`` takes new files into the next version.
-        handlers: ``"module:function"`` that makes the task handler of the packing processes; another one
-            serves tests, which make processes fail on purpose.
+        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` serves tests,
+            which make processes fail on purpose.
 
     Returns:
         What was done; its ``status`` says whether a version was published.
@@ -133,10 +133,12 @@ def pack_corpus(
         )
         with ChildPool(
             config.execution.resolved_num_processes,
-            limits,
-            handlers=handlers,
-            setup=make_setup(config, place.output, place.work),
-            log_path=place.process_log,
+            WorkerSetup(
+                limits=limits,
+                handlers=handlers,
+                setup=make_setup(config, place.output, place.work),
+                log_path=place.process_log,
+            ),
         ) as pool:
             job = _Job(config=config, place=place, key=key, pool=pool, progress=progress or SilentProgress())
             return job.make(mode)

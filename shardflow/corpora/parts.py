@@ -39,8 +39,8 @@ from shardflow.shards.writer import SplitFiles, link_shard, storing
 if TYPE_CHECKING:
     from shardflow.packing.child import Handler
 
-HANDLERS: Final = "shardflow.corpora.parts:make_handler"
-"""Name by which a packing process finds `make_handler`."""
+HANDLERS: Final = "corpus"
+"""Name of `make_handler` in the registry of packing."""
 
 _RECORD: Final = "record.json"
 _OUTCOMES: Final = "outcomes"

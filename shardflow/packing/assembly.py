@@ -12,14 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ChecksumError
 from shardflow.packing.fragment import Fragment, copy_members, fragment_path, read_fragment
+from shardflow.packing.tasks import CheckDone, ShardDone
 from shardflow.packing.workplace import storage_error, write_plainly
 from shardflow.shards.index import FieldLocation, ShardIndex
 from shardflow.shards.tar import END_OF_ARCHIVE
 from shardflow.storage.atomic import write_atomic
+
+if TYPE_CHECKING:
+    from shardflow.packing.tasks import CheckTask, ShardTask
 
 __all__ = ["Assembler", "has_sizes", "load_record"]
 
@@ -58,30 +62,22 @@ class Assembler:
     fragments: Path
     records: Path
 
-    def assemble(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def assemble(self, task: ShardTask) -> ShardDone:
         """Write a shard, its index and its record; then remove the fragments.
-
-        Args:
-            payload: ``name``; ``digest`` of all that the shard depends on; ``studies`` as
-                ``[sample_key, task_digest]`` each, in the order of the tar.
-
-        Returns:
-            ``missing``: sample keys whose fragment is absent or damaged; where there are any, nothing was
-            written.
 
         Raises:
             StorageError: A file cannot be written.
         """
-        name = str(payload["name"])
-        places = {key: fragment_path(self.fragments, key) for key, _ in payload["studies"]}
-        found = [read_fragment(places[key], digest) for key, digest in payload["studies"]]
-        missing = [key for (key, _), part in zip(payload["studies"], found, strict=True) if part is None]
+        name = task.name
+        places = {one.sample_key: fragment_path(self.fragments, one.sample_key) for one in task.fragments}
+        found = [read_fragment(places[one.sample_key], one.task_digest) for one in task.fragments]
+        missing = [one.sample_key for one, part in zip(task.fragments, found, strict=True) if part is None]
         if missing:
-            return {"missing": missing}
+            return ShardDone(missing=tuple(missing))
         parts = [fragment for fragment in found if fragment is not None]
         packed = [(places[part.sample_key], part) for part in parts if part.facts is not None]
         record: dict[str, Any] = {
-            "digest": payload["digest"],
+            "digest": task.digest,
             "name": name,
             "tar": None,
             "index": None,
@@ -94,7 +90,7 @@ class Assembler:
             except ChecksumError:
                 with suppress(OSError):
                     places[str(copy.damaged)].unlink()
-                return {"missing": [copy.damaged]}
+                return ShardDone(missing=(str(copy.damaged),))
             record["tar"] = {"num_bytes": copy.num_bytes, "sha256": copy.sha256.hexdigest()}
             samples, table = _index(name, copy.num_bytes, [part for _, part in packed])
             write_atomic(self.output / "shards" / f"{name}.idx", [table], replace=True)
@@ -106,29 +102,21 @@ class Assembler:
         for path in places.values():
             with suppress(OSError):
                 path.unlink()
-        return {"missing": []}
+        return ShardDone(missing=())
 
-    def check(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Tell whether a shard of a former run stands and is whole.
-
-        Args:
-            payload: ``name`` and ``digest`` as in `assemble`; ``trusts_sizes`` for a look at sizes alone.
-
-        Returns:
-            ``stands``.
-        """
-        name = str(payload["name"])
-        record = load_record(self.records, name)
-        if record is None or record["digest"] != payload["digest"]:
-            return {"stands": False}
-        if payload.get("trusts_sizes"):
-            return {"stands": has_sizes(self.output, record)}
-        files = [(f"{name}.tar", record["tar"]), (f"{name}.idx", record["index"])]
-        return {
-            "stands": all(
+    def check(self, task: CheckTask) -> CheckDone:
+        """Check whether a shard of a former run exists and is whole."""
+        record = load_record(self.records, task.name)
+        if record is None or record["digest"] != task.digest:
+            return CheckDone(is_whole=False)
+        if task.trusts_sizes:
+            return CheckDone(is_whole=has_sizes(self.output, record))
+        files = [(f"{task.name}.tar", record["tar"]), (f"{task.name}.idx", record["index"])]
+        return CheckDone(
+            is_whole=all(
                 entry is None or _has_digest(self.output / "shards" / file, entry) for file, entry in files
             )
-        }
+        )
 
 
 def load_record(folder: Path, name: str) -> dict[str, Any] | None:

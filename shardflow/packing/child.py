@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import logging
 import os
 import resource
@@ -18,21 +17,25 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from shardflow.errors import StorageError
 from shardflow.logs import describe_exception
 from shardflow.packing.channel import Channel, ChannelClosedError
-from shardflow.packing.limits import ChildLimits, end_with
+from shardflow.packing.engine import Answer, Task, WorkerSetup
+from shardflow.packing.limits import end_with
+from shardflow.packing.registry import TASK_HANDLERS, resolve
+from shardflow.packing.wire import decode, encode
 
-__all__ = ["Handler", "HandlerFactory", "main", "peak_memory_bytes"]
+__all__ = ["Handler", "HandlerFactory", "answering", "main", "peak_memory_bytes"]
 
 Handler: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
-"""Answers one task: ``handler(kind, payload) -> result``, all of JSON."""
+"""Answers one task: ``handler(kind, payload) -> result``, records as JSON; see `answering`."""
 
 HandlerFactory: TypeAlias = Callable[[Mapping[str, Any]], Handler]
-"""Makes the handler from the job's setup, once per process; named ``"module:function"``."""
+"""Makes the handler from the job's setup, once per process."""
 
 _KIB: Final = 1024
 
@@ -50,19 +53,29 @@ def main(channel_fileno: int, parent_pid: int) -> None:
     channel = Channel(socket.socket(fileno=channel_fileno))
     with suppress(ChannelClosedError):
         try:
-            start = channel.receive()
-            limits = ChildLimits.from_json(start["limits"])
-            limits.apply()
-            handler = _silently(lambda: _make_handler(start["handlers"], start["setup"]))
+            start = decode(WorkerSetup, channel.receive())
+            start.limits.apply()
+            handler = _silently(lambda: _make_handler(start.handlers, start.setup))
         except Exception as error:  # noqa: BLE001 - said to the job, which gives up
-            channel.send({"cannot_start": describe_exception(error)})
+            channel.send(encode(Answer(cannot_start=describe_exception(error))))
             return
-        channel.send({"ready": os.getpid()})
+        channel.send(encode(Answer(pid=os.getpid())))
         _close_streams()
         while True:
-            task = channel.receive()
-            limits.start_task()
-            channel.send({**_answer(handler, task), "peak_memory_bytes": peak_memory_bytes()})
+            task = decode(Task, channel.receive())
+            start.limits.start_task()
+            channel.send(encode(replace(_answer(handler, task), peak_memory_bytes=peak_memory_bytes())))
+
+
+def answering(kinds: Mapping[str, tuple[type[Any], Callable[[Any], Any]]]) -> Handler:
+    """Return the handler of a table of tasks: the record and the function of each kind."""
+
+    def handle(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        record, answer = kinds[kind]
+        result: dict[str, Any] = encode(answer(decode(record, payload)))
+        return result
+
+    return handle
 
 
 def peak_memory_bytes() -> int:
@@ -77,8 +90,7 @@ def peak_memory_bytes() -> int:
 
 
 def _make_handler(name: str, setup: Mapping[str, Any]) -> Handler:
-    module, _, function = name.partition(":")
-    factory: HandlerFactory = getattr(importlib.import_module(module), function)
+    factory: HandlerFactory = resolve(TASK_HANDLERS.get(name, name))
     return factory(setup)
 
 
@@ -103,12 +115,12 @@ def _close_streams() -> None:
     os.close(nowhere)
 
 
-def _answer(handler: Handler, task: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(handler: Handler, task: Task) -> Answer:
     try:
-        return {"result": handler(task["kind"], task["payload"])}
+        return Answer(result=handler(task.kind, task.payload))
     except MemoryError:
-        return {"failure": "out_of_memory", "detail": "MemoryError"}
+        return Answer(failure="out_of_memory", detail="MemoryError")
     except StorageError as error:
-        return {"failure": "storage", "detail": error.message}
+        return Answer(failure="storage", detail=error.message)
     except Exception as error:  # noqa: BLE001 - the one place where whatever a study does becomes an outcome
-        return {"failure": "failed", "detail": describe_exception(error)}
+        return Answer(failure="failed", detail=describe_exception(error))

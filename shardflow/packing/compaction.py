@@ -12,22 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from shardflow.packing.base import Base, sample_entries
-from shardflow.packing.ledger_file import columns_of_known
+from shardflow.packing.base import sample_entries
 from shardflow.packing.progress import SilentProgress
-from shardflow.packing.upload import uploader_of
-from shardflow.packing.version_files import (
-    NewVersion,
-    merge_samples,
-    remove_strangers,
-    write_version,
-)
-from shardflow.packing.workplace import locked_workplace
+from shardflow.packing.version_files import open_newest, remove_strangers
 from shardflow.shards.dataset import Dataset, check_field_bytes
 from shardflow.shards.entity_manifest import view_digests
 from shardflow.shards.index import FieldLocation, ShardIndex
 from shardflow.shards.keys import shard_name
-from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry, load, manifest_path, versions
+from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry, manifest_path, versions
 from shardflow.shards.samples import SampleEntry
 from shardflow.shards.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
 from shardflow.storage import LocalStore
@@ -37,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardflow.packing.progress import Progress
-    from shardflow.packing.upload import Uploader
+    from shardflow.packing.version_files import NewestVersion
     from shardflow.packing.workplace import Workplace
 
 __all__ = ["CompactionSummary", "compact"]
@@ -83,34 +75,31 @@ def compact(
         StorageError: Something cannot be written; the same call goes on.
     """
     said = progress or SilentProgress()
-    with locked_workplace(output, private) as place:
-        store = LocalStore(place.output)
-        manifest = load(store)
-        base = Base.open(place, manifest)
+    with open_newest(output, private) as newest:
+        store, manifest, uploader = LocalStore(newest.place.output), newest.base.manifest, newest.uploader
         holed = [shard for shard in manifest.shards if shard.num_removed]
-        with uploader_of(place) as uploader:
-            if holed:
-                manifest = _write(place, base, said, uploader)
+        if holed:
+            manifest = _write(newest, said)
+        if uploader is not None:
+            uploader.finish()
+        deleted = tuple(number for number in versions(store) if number != manifest.manifest_version)
+        if deletes_old:
+            _delete_old(newest.place, manifest, deleted)
             if uploader is not None:
-                uploader.finish()
-            deleted = tuple(number for number in versions(store) if number != manifest.manifest_version)
-            if deletes_old:
-                _delete_old(place, manifest, deleted)
-                if uploader is not None:
-                    uploader.erase_unnamed()
-        place.remove_work()
-        said.phase("done", 0)
-        return CompactionSummary(
-            status="compacted" if holed or (deletes_old and deleted) else "nothing_new",
-            dataset_id=manifest.dataset_id,
-            manifest_version=manifest.manifest_version,
-            num_shards=len(holed),
-            deleted_versions=deleted if deletes_old else (),
-        )
+                uploader.erase_unnamed()
+    said.phase("done", 0)
+    return CompactionSummary(
+        status="compacted" if holed or (deletes_old and deleted) else "nothing_new",
+        dataset_id=manifest.dataset_id,
+        manifest_version=manifest.manifest_version,
+        num_shards=len(holed),
+        deleted_versions=deleted if deletes_old else (),
+    )
 
 
-def _write(place: Workplace, base: Base, progress: Progress, uploader: Uploader | None) -> Manifest:
-    dataset = Dataset(LocalStore(place.output), base.manifest)
+def _write(newest: NewestVersion, progress: Progress) -> Manifest:
+    base, uploader = newest.base, newest.uploader
+    dataset = Dataset(LocalStore(newest.place.output), base.manifest)
     entries: dict[int, list[SampleEntry]] = {}
     numbers = {number: number for number in range(len(base.manifest.shards))}
     for entry in sample_entries(base.samples, numbers):
@@ -136,21 +125,7 @@ def _write(place: Workplace, base: Base, progress: Progress, uploader: Uploader 
         shards.append(written)
         samples += moved
         progress.advance()
-    ordered, placed = merge_samples([(shards, samples)])
-    manifest = base.manifest
-    new = NewVersion(
-        version=base.next_version,
-        parent=manifest.dataset_id,
-        shards=ordered,
-        samples=placed,
-        ledger=columns_of_known(base.known, base.known.reason),
-        created_with=manifest.created_with,
-        config_digest=manifest.config_digest,
-        key_id=manifest.key_id,
-        page=base.page,
-        extra={**base.extra, "next_shards": next_shards},
-    )
-    return write_version(place.output, new, progress, uploader)
+    return newest.replace(shards, samples, base.known.reason, progress, next_shards=next_shards)
 
 
 def _rewrite(

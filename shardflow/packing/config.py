@@ -12,12 +12,12 @@ import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from shardflow.alignment import AlignmentRules
 from shardflow.configs import Bounds, ByteSize, Inside, check_fields
 from shardflow.errors import ConfigError
-from shardflow.packing.content_config import AttachmentsConfig, ReportsConfig
+from shardflow.packing.content_config import AttachmentsConfig, BadInstancePolicy, ReportsConfig
 from shardflow.packing.deid_config import DeidConfig
 from shardflow.packing.variants_config import VariantsConfig
 from shardflow.records.config import RecordsConfig
@@ -35,8 +35,6 @@ __all__ = [
     "PolicyConfig",
     "ShardsConfig",
 ]
-
-BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
 
 _SPLIT_NAME = re.compile(r"[a-z0-9]{1,32}")
 _KIB = 1 << 10

@@ -6,12 +6,14 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from shardflow.configs import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 
-__all__ = ["AttachmentsConfig", "ReportsConfig", "digest_of"]
+__all__ = ["AttachmentsConfig", "BadInstancePolicy", "ReportsConfig", "digest_of"]
+
+BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
 
 _KIND = re.compile(r"[a-z0-9-]{1,32}")
 _GIB = 1 << 30

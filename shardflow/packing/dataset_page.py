@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
+from shardflow.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.preview import Bounds, gather, render_page
 from shardflow.shards import Dataset
 from shardflow.shards.manifest import FileEntry
@@ -76,7 +77,9 @@ def add_page(
         bounds=Bounds(),
         num_threads=min(num_threads, _MAX_THREADS),
     )
-    page = render_page(dataset, facts, is_inside=True).encode("utf-8")
+    page = render_page(
+        dataset, facts, kept_keywords=KEYWORDS, max_age_years=MAX_AGE_YEARS, is_inside=True
+    ).encode("utf-8")
     path = page_path(manifest.manifest_version)
     write_atomic(output / path, [page], replace=True)
     entry = FileEntry(path=path, num_bytes=len(page), sha256=hashlib.sha256(page).hexdigest())

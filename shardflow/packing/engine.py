@@ -7,9 +7,11 @@ appear whole or not at all. What is run where, and in which order, never shows i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
+
+from shardflow.packing.limits import ChildLimits
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,12 +23,26 @@ Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSetup:
+    """What a packing process is started with."""
+
+    limits: ChildLimits
+    """What it may take."""
+    handlers: str
+    """Of the registry, or ``"module:function"``: makes the handler of its tasks."""
+    setup: Any
+    """Record that this function is given."""
+    log_path: Path
+    """Where the process writes why it could not start, and stacks of crashes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """One piece of work for a packing process."""
 
     kind: str
-    payload: Mapping[str, Any]
-    """JSON; what the handler gets."""
+    payload: Any
+    """Record; what the handler gets."""
     timeout_s: float
     """Wall time after which the process is killed."""
     handle: Any = None
@@ -39,9 +55,26 @@ class TaskDone:
 
     task: Task
     result: dict[str, Any] | None = None
+    """Of the kind's record; see `shardflow.packing.wire.decode`."""
     failure: Failure | None = None
     detail: str = ""
     """Class name and place in the code; never text of an input."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a packing process sends back."""
+
+    result: dict[str, Any] | None = None
+    """Record as JSON; None where the task failed."""
+    failure: Failure | None = None
+    detail: str = ""
+    peak_memory_bytes: int = 0
+    """Most resident memory that the process ever had."""
+    cannot_start: str | None = None
+    """Why no task will ever succeed."""
+    pid: int | None = None
+    """Sent once, when the process is ready for its first task."""
 
 
 class Engine(Protocol):

@@ -14,18 +14,19 @@ import os
 import secrets
 import struct
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
+from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
 import google_crc32c
 
 from shardflow.errors import ChecksumError
+from shardflow.packing.wire import decode
 from shardflow.packing.workplace import storage_error
 from shardflow.shards.index import FieldLocation
 from shardflow.shards.samples import SampleFacts
 from shardflow.shards.tar import BLOCK_NUM_BYTES, member_header, padding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -50,14 +51,6 @@ class StudyOutcome:
 
     tallies: dict[str, int] = field(default_factory=dict)
     """What de-identification did how often."""
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, after a way through JSON."""
-        instances = {int(position): str(reason) for position, reason in fields["instances"].items()}
-        return cls(
-            outcome=fields["outcome"], reason=fields["reason"], instances=instances, tallies=fields["tallies"]
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +205,7 @@ def read_fragment(path: Path, task_digest: str) -> Fragment | None:
     return Fragment(
         sample_key=fields["sample_key"],
         task_digest=task_digest,
-        outcome=StudyOutcome.from_json(fields["outcome"]),
+        outcome=decode(StudyOutcome, fields["outcome"]),
         facts=None if fields["facts"] is None else SampleFacts(**fields["facts"]),
         fields=tuple(FieldLocation(*location) for location in fields["fields"]),
         num_bytes=fields["num_bytes"],

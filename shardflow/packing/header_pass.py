@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from shardflow.errors import ShardflowError, StorageError
 from shardflow.packing.engine import Engine, Failure, Task, TaskDone
 from shardflow.packing.inventory import INPUT_KINDS, FileTable
 from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
 from shardflow.packing.scan import NO_IMAGE
+from shardflow.packing.tasks import InputFile, ProbeTask, ScanDone, ScanTask
+from shardflow.packing.wire import decode
 from shardflow.sources.layouts import Placement
 from shardflow.sources.reasons import Reason
 
@@ -89,21 +91,27 @@ class HeaderPass:
                 _raise_storage(done)
                 troubled.append(start)
             else:
-                forms = [one["form"] if one else "dicom" for one in done.task.payload["placements"]]
-                table.kind[start : start + len(forms)] = [INPUT_KINDS.index(form) for form in forms]
-                table.add(start, **done.result)
-                self.progress.advance(len(done.result["rows"]))
+                task: ScanTask = done.task.payload
+                scanned = decode(ScanDone, done.result).files
+                table.kind[start : start + len(scanned)] = [_kind(file.placement) for file in task.files]
+                table.add(start, scanned)
+                self.progress.advance(len(scanned))
         return troubled
 
     def _scan_task(self, start: int) -> Task:
         batch = self.files[start : start + BATCH_FILES]
-        entries, placements = [], []
-        for file in batch:
-            reason, placement = self._place(file)
-            entries.append([file.root_index, file.relative_path, file.num_bytes, reason])
-            placements.append(None if placement is None else placement.to_json())
-        payload = {"name": batch_name(start), "files": entries, "placements": placements}
+        payload = ScanTask(name=batch_name(start), files=tuple(map(self._input_file, batch)))
         return self._task("scan", payload, start)
+
+    def _input_file(self, file: DiscoveredFile) -> InputFile:
+        reason, placement = self._place(file)
+        return InputFile(
+            root_index=file.root_index,
+            relative_path=file.relative_path,
+            num_bytes=file.num_bytes,
+            reason=reason,
+            placement=placement,
+        )
 
     def _place(self, file: DiscoveredFile) -> tuple[Reason | str | None, Placement | None]:
         """Ask the layout; a reason that it has says more than that a file cannot be read."""
@@ -129,14 +137,7 @@ class HeaderPass:
                     self.recorded.add(self._surrogate(file), file.num_bytes, reason_of_failure(failure))
 
     def _probe(self, file: DiscoveredFile) -> Failure | None:
-        reason, placement = self._place(file)
-        payload = {
-            "root": file.root_index,
-            "path": file.relative_path,
-            "reason": reason,
-            "placement": None if placement is None else placement.to_json(),
-        }
-        self.pool.submit(self._task("probe", payload, 0))
+        self.pool.submit(self._task("probe", ProbeTask(file=self._input_file(file)), 0))
         done = self.pool.wait()
         _raise_storage(done)
         return done.failure
@@ -149,8 +150,12 @@ class HeaderPass:
     def _surrogate(self, file: DiscoveredFile) -> str:
         return self.key.surrogate("input", f"{file.root_index}/{file.relative_path}")
 
-    def _task(self, kind: str, payload: dict[str, Any], start: int) -> Task:
+    def _task(self, kind: str, payload: ScanTask | ProbeTask, start: int) -> Task:
         return Task(kind=kind, payload=payload, timeout_s=self.task_timeout_s, handle=start)
+
+
+def _kind(placement: Placement | None) -> int:
+    return INPUT_KINDS.index("dicom" if placement is None else placement.form)
 
 
 def _raise_storage(done: TaskDone) -> None:

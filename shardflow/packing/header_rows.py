@@ -12,7 +12,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import SourceError, StorageError
 from shardflow.packing.workplace import storage_error, write_plainly
@@ -26,12 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachmentRow", "HeaderRow", "RowPlace", "load_rows", "read_rows", "store_rows"]
 
-RowPlace: TypeAlias = "tuple[str, int, int]"
-"""Name of the file of rows, offset and number of bytes of one row."""
-
 _END: Final = b"end\n"
 # ASCII: a file name that is not UTF-8 travels as lone surrogates, which only escapes can carry.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Where one header row is stored."""
+
+    name: str
+    """Of the file of rows."""
+    offset: int
+    num_bytes: int
 
 
 # Facts of an image by which attachments are linked with its study: they decide none of its bytes.
@@ -205,10 +212,11 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
     rows: list[HeaderRow] = []
     descriptors: dict[str, int] = {}
     try:
-        for name, offset, num_bytes in places:
-            if name not in descriptors:
-                descriptors[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            rows.append(HeaderRow.from_json(json.loads(os.pread(descriptors[name], num_bytes, offset))))
+        for place in places:
+            if place.name not in descriptors:
+                descriptors[place.name] = os.open(folder / place.name, os.O_RDONLY | os.O_CLOEXEC)
+            line = os.pread(descriptors[place.name], place.num_bytes, place.offset)
+            rows.append(HeaderRow.from_json(json.loads(line)))
     except OSError as error:
         raise storage_error("reading header rows of the private folder", error) from None
     except (ValueError, KeyError, TypeError, SourceError) as error:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardflow.packing.workplace import Workplace
     from shardflow.sources.layouts import Layout
 
-__all__ = ["Intake", "ReadHeaders", "lift_deaths", "take_in", "take_in_more"]
+__all__ = ["Ingest", "Intake", "ReadHeaders", "lift_deaths"]
 
 ReadHeaders = Callable[[Sequence[DiscoveredFile], StudyTable], "FileTable"]
 """Reads the headers of files into a table whose first studies are given."""
@@ -50,76 +50,76 @@ class Intake:
     """What the job may decide; None where there is no version before: everything."""
 
 
-def take_in(
-    discovered: Sequence[DiscoveredFile],
-    read_headers: ReadHeaders,
-    inputs: InputsConfig,
-    layout: Layout,
-    key: SecretKey,
-    place: Workplace,
-    progress: Progress,
-) -> Intake:
-    """Take in everything for a first version."""
-    files = read_headers(discovered, StudyTable())
-    return Intake(
-        discovered=discovered, files=files, reports=_link(inputs, layout, files.studies, key, place, progress)
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ingest:
+    """Takes inputs in, with what every way of doing so needs."""
 
+    read_headers: ReadHeaders
+    """Does the header pass."""
+    inputs: InputsConfig
+    layout: Layout
+    key: SecretKey
+    place: Workplace
+    progress: Progress
 
-def take_in_more(
-    mode: GrowMode,
-    base: Base,
-    discovered: Sequence[DiscoveredFile],
-    read_headers: ReadHeaders,
-    inputs: InputsConfig,
-    layout: Layout,
-    key: SecretKey,
-    place: Workplace,
-    progress: Progress,
-) -> Intake:
-    """Take in what a next version is made of.
+    def everything(self, discovered: Sequence[DiscoveredFile]) -> Intake:
+        """Take in everything for a first version."""
+        files = self.read_headers(discovered, StudyTable())
+        return Intake(discovered=discovered, files=files, reports=self._link(files.studies))
 
-    Args:
-        mode: ``append`` or ``retry``.
-        base: The version before.
-        discovered: What was found; empty for ``retry``, which takes its files from the private ledger.
-        read_headers: Does the header pass.
-        inputs: Where the inputs lie.
-        layout: What they are.
-        key: Makes the surrogates.
-        place: The folders.
-        progress: Hears of the phases.
-    """
-    found = list(discovered)
-    if mode == "retry":
-        found += _recall(base.known, np.flatnonzero(_files_to_retry(base)).tolist(), inputs)
-    kin: list[int] = []
-    while True:
-        studies = StudyTable(dict(zip(base.known.keys, base.known.patients, strict=True)))
-        for sample_key in base.known.keys:
-            studies.add(sample_key, "", 0)
-        files = read_headers(found, studies)
-        reports = _link(inputs, layout, files.studies, key, place, progress)
-        found_files = recognise_files(base.known, key, files, found, inputs.roots)
-        found_reports = recognise_reports(base.known, key, reports, inputs.reports or Path())
-        if kin:
-            # They are read with others' reports, and nothing is decided about them, whatever they hold now.
-            of_kin = slice(len(found) - len(kin), len(found))
-            found_files.row[of_kin], found_files.replaced[of_kin] = kin, NEW
-        scope = make_scope(mode, base, files, reports, found_files, found_reports)
-        # A study is packed whole or not at all: its other files are fetched from where they lay.
-        if len(scope.missing):
-            found += _recall(base.known, scope.missing.tolist(), inputs)
-            continue
-        if not kin and (len(reports) or files.attachments):
-            is_found = np.zeros(len(base.known), np.bool_)
-            is_found[found_files.row[found_files.row != NEW]] = True
-            kin = unfound_kin(base.known, files.studies, scope, is_found)
+    def more(self, mode: GrowMode, base: Base, discovered: Sequence[DiscoveredFile]) -> Intake:
+        """Take in what a next version is made of.
+
+        Args:
+            mode: ``append`` or ``retry``.
+            base: The version before.
+            discovered: What was found; empty for ``retry``, which takes its files from the private ledger.
+        """
+        known, inputs = base.known, self.inputs
+        found = list(discovered)
+        if mode == "retry":
+            found += _recall(known, np.flatnonzero(_files_to_retry(base)).tolist(), inputs)
+        kin: list[int] = []
+        while True:
+            studies = StudyTable(dict(zip(known.keys, known.patients, strict=True)))
+            for sample_key in known.keys:
+                studies.add(sample_key, "", 0)
+            files = self.read_headers(found, studies)
+            reports = self._link(files.studies)
+            found_files = recognise_files(known, self.key, files, found, inputs.roots)
+            found_reports = recognise_reports(known, self.key, reports, inputs.reports or Path())
             if kin:
-                found += _recall(base.known, kin, inputs)
+                # They are read with others' reports; nothing is decided about them, whatever they hold now.
+                of_kin = slice(len(found) - len(kin), len(found))
+                found_files.row[of_kin], found_files.replaced[of_kin] = kin, NEW
+            scope = make_scope(mode, base, files, reports, found_files, found_reports)
+            # A study is packed whole or not at all: its other files are fetched from where they lay.
+            if len(scope.missing):
+                found += _recall(known, scope.missing.tolist(), inputs)
                 continue
-        scope = replace(scope, num_known=scope.num_known - len(kin))
-        return Intake(discovered=found, files=files, reports=reports, scope=scope)
+            if not kin and (len(reports) or files.attachments):
+                is_found = np.zeros(len(known), np.bool_)
+                is_found[found_files.row[found_files.row != NEW]] = True
+                kin = unfound_kin(known, files.studies, scope, is_found)
+                if kin:
+                    found += _recall(known, kin, inputs)
+                    continue
+            scope = replace(scope, num_known=scope.num_known - len(kin))
+            return Intake(discovered=found, files=files, reports=reports, scope=scope)
+
+    def _link(self, studies: StudyTable) -> ReportTable:
+        if self.inputs.reports is None:
+            return ReportTable()
+        self.progress.phase("reports", 0)
+        layout = self.inputs.layout
+        return link_reports(
+            self.layout.reports(),
+            studies,
+            self.key,
+            self.place.reports,
+            several=layout.reports_of_one_study,
+            copies=layout.report_of_several_studies == "copy",
+        )
 
 
 def lift_deaths(base: Base, recorded: RecordedOutcomes, place: Workplace) -> None:
@@ -177,24 +177,3 @@ def _recall(known: KnownInputs, rows: Iterable[int], inputs: InputsConfig) -> li
             problem=problem,
         )
     return list(found.values())
-
-
-def _link(
-    inputs: InputsConfig,
-    layout: Layout,
-    studies: StudyTable,
-    key: SecretKey,
-    place: Workplace,
-    progress: Progress,
-) -> ReportTable:
-    if inputs.reports is None:
-        return ReportTable()
-    progress.phase("reports", 0)
-    return link_reports(
-        layout.reports(),
-        studies,
-        key,
-        place.reports,
-        several=inputs.layout.reports_of_one_study,
-        copies=inputs.layout.report_of_several_studies == "copy",
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ __all__ = [
     "Attachment",
     "FileTable",
     "ItemLinks",
+    "ScannedFile",
     "StudyFacts",
     "StudyTable",
     "count_failed",
@@ -74,25 +75,23 @@ def known_code(reason: str | None) -> int:
     return reason_code(reason)
 
 
-_COLUMNS: Final = (
+_SCANNED_COLUMNS: Final = (
     "decoded_bytes",
     "digest",
     "instance",
-    "kind",
     "modified_ns",
     "num_slices",
-    "reason",
     "row_num_bytes",
     "row_offset",
     "series",
-    "source",
-    "study",
     "surrogate",
 )
-"""Columns of `FileTable`."""
+"""Columns of `FileTable` that are fields of `ScannedFile`."""
+_COLUMNS: Final = (*_SCANNED_COLUMNS, "kind", "reason", "source", "study")
 
 
-class StudyFacts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StudyFacts:
     """What tells the attachments of a study, beside identifiers, that it is theirs."""
 
     accession: int = 0
@@ -112,13 +111,14 @@ class StudyFacts(NamedTuple):
 NO_FACTS: Final = StudyFacts()
 
 
-class ItemLinks(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemLinks:
     """What one record of an attachment is linked by: digests and surrogates, in the order of their weight."""
 
     item: int
-    studies: list[str]
-    series: list[int]
-    instances: list[int]
+    studies: tuple[str, ...]
+    series: tuple[int, ...]
+    instances: tuple[int, ...]
     accession: int
     beside: str
     """Study in whose place the file lies."""
@@ -136,6 +136,31 @@ class Attachment:
     links: tuple[ItemLinks, ...]
     items: tuple[int, ...] = ()
     """Records that belong to the study of this row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScannedFile:
+    """What the header pass reports of one input file: numbers, digests and surrogates, no identifier."""
+
+    surrogate: str
+    reason: str | None
+    """Why it cannot be packed."""
+    study: str
+    """Surrogate; empty where the file names no study."""
+    patient: str
+    """Likewise."""
+    bucket: int
+    decoded_bytes: int
+    num_slices: int
+    instance: int
+    series: int
+    digest: int
+    modified_ns: int
+    row_offset: int
+    row_num_bytes: int
+    facts: StudyFacts = NO_FACTS
+    attachment: Attachment | None = None
+    """Set for a file that is not an image and may be an attachment; without links it cannot be packed."""
 
 
 class StudyTable:
@@ -245,30 +270,19 @@ class FileTable:
     def __len__(self) -> int:
         return len(self.reason)
 
-    def add(
-        self,
-        first_file: int,
-        rows: Sequence[Sequence[Any]],
-        studies: Sequence[Sequence[Any]] | None = None,
-        attachments: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Take the rows of a batch, as `shardflow.packing.scan.Scanner` returns them."""
-        said = [NO_FACTS] * len(rows) if studies is None else [StudyFacts(*one) for one in studies]
-        for file, (row, facts) in enumerate(zip(rows, said, strict=True), start=first_file):
-            self.surrogate[file], reason, study, patient, bucket = row[:5]
-            self.reason[file] = UNDECIDED if reason is None else reason_code(reason)
-            if study:
-                self.study[file] = self.studies.add(study, patient, bucket, facts)
-            self.decoded_bytes[file], self.num_slices[file] = row[5:7]
-            self.instance[file], self.series[file], self.digest[file] = row[7:10]
-            self.modified_ns[file], self.row_offset[file], self.row_num_bytes[file] = row[10:]
-        for at, found in (attachments or {}).items():
-            self.kind[first_file + int(at)] = ATTACHMENT_KIND
-            if found["items"]:
-                links = tuple(ItemLinks(*item) for item in found["items"])
-                self.attachments[first_file + int(at)] = Attachment(
-                    kind=found["kind"], version=found["version"], links=links
-                )
+    def add(self, first_file: int, scanned: Sequence[ScannedFile]) -> None:
+        """Take the files of a batch."""
+        batch = slice(first_file, first_file + len(scanned))
+        for name in _SCANNED_COLUMNS:
+            getattr(self, name)[batch] = [getattr(file, name) for file in scanned]
+        for number, file in enumerate(scanned, start=first_file):
+            self.reason[number] = UNDECIDED if file.reason is None else reason_code(file.reason)
+            if file.study:
+                self.study[number] = self.studies.add(file.study, file.patient, file.bucket, file.facts)
+            if file.attachment is not None:
+                self.kind[number] = ATTACHMENT_KIND
+                if file.attachment.links:
+                    self.attachments[number] = file.attachment
 
     def add_parts(self, parts: Sequence[tuple[int, int, str, int, Attachment]]) -> None:
         """Put rows behind all others, each for what a file holds of one study.

@@ -19,8 +19,7 @@ from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError
 from shardflow.packing.base import Base
 from shardflow.packing.carry_out import CarryOut, leave
-from shardflow.packing.handlers import HANDLERS
-from shardflow.packing.intake import Intake, lift_deaths, take_in, take_in_more
+from shardflow.packing.intake import Intake, lift_deaths
 from shardflow.packing.kept_splits import keep_splits
 from shardflow.packing.plan import PlanBasis, build_plan
 from shardflow.packing.preconditions import (
@@ -63,7 +62,7 @@ def pack(
     is_dry_run: bool = False,
     share: Share | None = None,
     is_merge: bool = False,
-    handlers: str = HANDLERS,
+    handlers: str = "studies",
 ) -> PackSummary:
     """Pack the inputs into a dataset or into its next version, or go on where a former run stopped.
 
@@ -74,8 +73,8 @@ def pack(
         is_dry_run: Read headers and plan, and say what would be; nothing is written into the output.
         share: Pack the shards of one task, and publish nothing; of a first version alone.
         is_merge: Publish what tasks have packed, or say which of them are missing.
-        handlers: ``"module:function"`` that makes the task handler of the packing processes; another one
-            serves tests, which make processes fail on purpose.
+        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` serves tests,
+            which make processes fail on purpose.
 
     Returns:
         What was done; its ``status`` says whether a version was published.
@@ -155,7 +154,7 @@ class _Job:
         """Make the first version."""
         key = load_key(self._config)
         recorded = RecordedOutcomes(self._place.recorded_outcomes)
-        with self._run.make_pool() as pool:
+        with self._run.open_engine() as pool:
             intake = self._take_in_all(pool, discovered, key, recorded)
             plan = build_plan(self._config, key.key_id, intake.files, intake.reports)
             for split in plan.empty_splits:
@@ -176,18 +175,8 @@ class _Job:
             self._place.begin(mode)
             if mode == "retry":
                 lift_deaths(base, recorded, self._place)
-        with run.make_pool() as pool:
-            intake = take_in_more(
-                mode,
-                base,
-                discovered,
-                run.header_reader(pool, key, recorded),
-                self._config.inputs,
-                run.layout,
-                key,
-                self._place,
-                run.progress,
-            )
+        with run.open_engine() as pool:
+            intake = run.ingest(pool, key, recorded).more(mode, base, discovered)
             scope, splits = intake.scope, list(self._config.splits)
             if scope is None:
                 return leave(run, finished, intake, pool)
@@ -220,7 +209,7 @@ class _Job:
             key = SecretKey.load(self._config.key_file)
             check_same_settings(self._config, key, finished)
             recorded = RecordedOutcomes(self._place.recorded_outcomes)
-            with self._run.make_pool() as pool:
+            with self._run.open_engine() as pool:
                 intake = self._take_in_all(pool, discovered, key, recorded)
                 plan = build_plan(self._config, key.key_id, intake.files, intake.reports)
             if finished.extra.get("plan_digest") != plan.digest:
@@ -242,11 +231,7 @@ class _Job:
         key: SecretKey,
         recorded: RecordedOutcomes,
     ) -> Intake:
-        run = self._run
-        read_headers = run.header_reader(pool, key, recorded)
-        intake = take_in(
-            discovered, read_headers, self._config.inputs, run.layout, key, self._place, run.progress
-        )
+        intake = self._run.ingest(pool, key, recorded).everything(discovered)
         if not len(intake.files.studies):
             raise nothing_to_pack(intake.files)
         return intake

@@ -7,11 +7,10 @@ beside them by chance.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardflow.packing.header_pass import batch_name
 from shardflow.packing.inventory import NO_STUDY, UNDECIDED
 
 if TYPE_CHECKING:
@@ -91,10 +90,3 @@ class Kin:
     def facts(self, files: Sequence[int]) -> list[list[int]]:
         """Return what tells whether files are still those that were read: header digests, and times."""
         return [self._files.digest[files].tolist(), self._files.modified_ns[files].tolist()]
-
-    def rows(self, files: Sequence[int]) -> list[list[Any]]:
-        """Return where the header rows of files lie: rows file, offset, size."""
-        table = self._files
-        return [
-            [batch_name(file), int(table.row_offset[file]), int(table.row_num_bytes[file])] for file in files
-        ]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from shardflow.packing.registry import load_attachment_kinds
 
 if TYPE_CHECKING:
     from shardflow.sources.attachments import AttachmentKind
 
 __all__ = ["attachment_kinds"]
-
-# Each module holds KINDS, a tuple of them, and imports quickly. The first kind that recognises a file has it.
-_MODULES: Final[tuple[str, ...]] = (
-    "shardflow.annotations.kinds",
-    "shardflow.waveforms.kinds",
-    "shardflow.records.kinds",
-)
 
 
 @cache
@@ -26,7 +20,7 @@ def attachment_kinds(records: str = "") -> tuple[AttachmentKind, ...]:
     Args:
         records: Settings of clinical records, as `shardflow.records.RecordsConfig.to_text` writes them.
     """
-    kinds = (kind for name in _MODULES for kind in importlib.import_module(name).KINDS)
+    kinds = load_attachment_kinds()
     if not records:
         return tuple(kinds)
     from shardflow.records.config import RecordsConfig

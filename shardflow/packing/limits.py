@@ -15,9 +15,9 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Final
 
 __all__ = ["PROCESS_ENVIRONMENT", "ChildLimits", "end_with"]
 
@@ -54,15 +54,6 @@ class ChildLimits:
     """Largest file that it may write (RLIMIT_FSIZE)."""
     open_files: int = 256
     """Open descriptors (RLIMIT_NOFILE)."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
-        return cls(**fields)
 
     def apply(self) -> None:
         """Put the calling process under the limits, for good; processor time starts with `start_task`."""

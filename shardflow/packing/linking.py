@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
     from shardflow.sources.reports import ReportRecord, ReportRole
 
-__all__ = ["ReportTable", "link_reports", "read_people", "read_report"]
+__all__ = ["ReportPlace", "ReportTable", "link_reports", "read_people", "read_report"]
 
 
 SeveralReports: TypeAlias = Literal["append", "quarantine"]
@@ -38,6 +39,15 @@ _HARMLESS: Final = frozenset(
     {UNDECIDED, reason_code(Reason.EMPTY_REPORT), reason_code(Reason.REPORT_WITHDRAWN)}
 )
 """Reasons of reports that do not keep the others of their study from being used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportPlace:
+    """Where a report is stored in the private file: its text, and behind it what it says of people."""
+
+    offset: int
+    num_bytes: int
+    people_num_bytes: int
 
 
 class ReportTable:
@@ -75,9 +85,13 @@ class ReportTable:
     def __len__(self) -> int:
         return len(self.reason)
 
-    def place_of(self, report: int) -> list[int]:
-        """Return where a report lies in the private file: offset, size, size of what it says of people."""
-        return [int(column[report]) for column in (self.offset, self.num_bytes, self.people_num_bytes)]
+    def place_of(self, report: int) -> ReportPlace:
+        """Return where a report is stored in the private file."""
+        return ReportPlace(
+            offset=int(self.offset[report]),
+            num_bytes=int(self.num_bytes[report]),
+            people_num_bytes=int(self.people_num_bytes[report]),
+        )
 
     def digests_of(self, report: int | None) -> tuple[int | None, list[int]]:
         """Return the digest of a report, and that of what it says of people where it says something."""
@@ -185,12 +199,30 @@ def link_reports(
     return table
 
 
-def read_report(spool: Path, offset: int, num_bytes: int) -> bytes:
+def read_report(spool: Path, place: ReportPlace) -> bytes:
     """Read one text back.
 
     Raises:
         StorageError: It cannot be read whole.
     """
+    return _read(spool, place.offset, place.num_bytes)
+
+
+def read_people(spool: Path, place: ReportPlace) -> dict[str, list[str]]:
+    """Read back what a report's document says of people, by DICOM keyword; nothing where it says nothing.
+
+    Raises:
+        StorageError: It cannot be read whole.
+    """
+    if not place.people_num_bytes:
+        return {}
+    people: dict[str, list[str]] = json.loads(
+        _read(spool, place.offset + place.num_bytes, place.people_num_bytes)
+    )
+    return people
+
+
+def _read(spool: Path, offset: int, num_bytes: int) -> bytes:
     try:
         with spool.open("rb") as file:
             text = os.pread(file.fileno(), num_bytes, offset)
@@ -199,18 +231,6 @@ def read_report(spool: Path, offset: int, num_bytes: int) -> bytes:
     if len(text) != num_bytes:
         raise StorageError("a report text must be whole, got a cut one (private folder); run the job again.")
     return text
-
-
-def read_people(spool: Path, offset: int, num_bytes: int, people_num_bytes: int) -> dict[str, list[str]]:
-    """Read back what a report's document says of people, by DICOM keyword; nothing where it says nothing.
-
-    Raises:
-        StorageError: It cannot be read whole.
-    """
-    if not people_num_bytes:
-        return {}
-    people: dict[str, list[str]] = json.loads(read_report(spool, offset + num_bytes, people_num_bytes))
-    return people
 
 
 def _encode(record: ReportRecord | BrokenReport) -> bytes | None:
@@ -296,7 +316,7 @@ class _Appending:
 
     def _write(self, stands: int, parts: Sequence[int]) -> None:
         table = self._table
-        texts = [read_report(self._spool, int(table.offset[one]), int(table.num_bytes[one])) for one in parts]
+        texts = [read_report(self._spool, table.place_of(one)) for one in parts]
         text = b"\n\n".join(part.strip(b"\n") for part in texts) + b"\n"
         people = self._people(parts)
         try:
@@ -317,13 +337,7 @@ class _Appending:
         table = self._table
         merged: dict[str, set[str]] = {}
         for one in parts:
-            people = read_people(
-                self._spool,
-                int(table.offset[one]),
-                int(table.num_bytes[one]),
-                int(table.people_num_bytes[one]),
-            )
-            for keyword, values in people.items():
+            for keyword, values in read_people(self._spool, table.place_of(one)).items():
                 merged.setdefault(keyword, set()).update(values)
         said = {keyword: sorted(values) for keyword, values in merged.items()}
         return json.dumps(said, sort_keys=True).encode("ascii") if said else b""

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from shardflow.deid.dates import parse_date
-from shardflow.packing.inventory import ATTACHMENT_KIND, NO_STUDY, ItemLinks, StudyFacts
+from shardflow.packing.inventory import ATTACHMENT_KIND, NO_STUDY, Attachment, ItemLinks, StudyFacts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ def seconds_of_day(value: str) -> int | None:
     return int(timedelta(hours=hours, minutes=minutes, seconds=seconds).total_seconds()) if inside else None
 
 
-def link_facts(row: AttachmentRow, key: SecretKey) -> dict[str, Any]:
+def link_facts(row: AttachmentRow, key: SecretKey) -> Attachment:
     """Return what the records of an attachment are linked by; identifiers end here."""
     items = []
     for item in row.items:
@@ -80,16 +80,16 @@ def link_facts(row: AttachmentRow, key: SecretKey) -> dict[str, Any]:
         items.append(
             ItemLinks(
                 item=item.item,
-                studies=[key.surrogate("study", uid.strip()) for uid in item.study_uids if uid.strip()],
-                series=[digest64(uid.strip()) for uid in item.series_uids if uid.strip()],
-                instances=[digest64(uid.strip()) for uid in item.sop_uids if uid.strip()],
+                studies=tuple(key.surrogate("study", uid.strip()) for uid in item.study_uids if uid.strip()),
+                series=tuple(digest64(uid.strip()) for uid in item.series_uids if uid.strip()),
+                instances=tuple(digest64(uid.strip()) for uid in item.sop_uids if uid.strip()),
                 accession=digest64(item.accession.strip()),
                 beside=key.surrogate("study", row.study_beside) if row.study_beside else "",
                 patient=key.surrogate("patient", item.patient_id.strip()) if item.patient_id.strip() else "",
                 time_s=seconds,
             )
         )
-    return {"kind": row.kind, "version": row.version, "items": items}
+    return Attachment(kind=row.kind, version=row.version, links=tuple(items))
 
 
 def resolve(files: FileTable, links: Iterable[Sequence[ItemLinks]], window_s: int) -> list[dict[int, int]]:

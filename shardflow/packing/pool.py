@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardflow.errors import ShardflowError
 from shardflow.packing.channel import Channel, ChannelClosedError
-from shardflow.packing.engine import Failure, Task, TaskDone
+from shardflow.packing.engine import Answer, Failure, Task, TaskDone
 from shardflow.packing.limits import PROCESS_ENVIRONMENT
+from shardflow.packing.wire import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
     from types import TracebackType
 
-    from shardflow.packing.limits import ChildLimits
+    from shardflow.packing.engine import WorkerSetup
 
 __all__ = ["ChildPool"]
 
@@ -63,25 +62,12 @@ class ChildPool:
 
     Args:
         num_processes: How many run at once.
-        limits: What each may take.
-        handlers: ``"module:function"`` that makes the task handler inside a process.
-        setup: What that function is given; JSON.
-        log_path: Where processes write why they could not start, and stacks of crashes.
+        worker: What each of them is started with.
     """
 
-    def __init__(
-        self,
-        num_processes: int,
-        limits: ChildLimits,
-        *,
-        handlers: str,
-        setup: Mapping[str, Any],
-        log_path: Path,
-    ) -> None:
-        self._limits = limits
-        self._handlers = handlers
-        self._setup = setup
-        self._log_path = log_path
+    def __init__(self, num_processes: int, worker: WorkerSetup) -> None:
+        self._start_message = encode(worker)
+        self._log_path = worker.log_path
         self._selector = selectors.DefaultSelector()
         self._children: list[_Child] = []
         self._finished: deque[TaskDone] = deque()
@@ -182,10 +168,7 @@ class ChildPool:
         self._children.append(child)
         self._selector.register(child.channel, selectors.EVENT_READ, child)
         with suppress(ChannelClosedError):  # its death is seen when it is read from
-            child.channel.send(
-                {"limits": self._limits.to_json(), "handlers": self._handlers, "setup": dict(self._setup)},
-                timeout_s=_SEND_TIMEOUT_S,
-            )
+            child.channel.send(self._start_message, timeout_s=_SEND_TIMEOUT_S)
         return child
 
     def _send_task(self, child: _Child) -> None:
@@ -194,7 +177,7 @@ class ChildPool:
             return
         child.deadline = time.monotonic() + task.timeout_s
         with suppress(ChannelClosedError):
-            child.channel.send({"kind": task.kind, "payload": dict(task.payload)}, timeout_s=_SEND_TIMEOUT_S)
+            child.channel.send(encode(task), timeout_s=_SEND_TIMEOUT_S)
 
     def _busy(self) -> list[_Child]:
         return [child for child in self._children if child.task is not None]
@@ -208,9 +191,10 @@ class ChildPool:
             self._died(child)
 
     def _take(self, child: _Child, message: dict[str, Any]) -> None:
-        if "cannot_start" in message:
-            raise _cannot_start(str(message["cannot_start"]))
-        if "ready" in message:
+        answer = decode(Answer, message)
+        if answer.cannot_start is not None:
+            raise _cannot_start(answer.cannot_start)
+        if answer.pid is not None:
             child.is_ready = True
             self._num_failed_starts = 0
             self._send_task(child)
@@ -218,17 +202,11 @@ class ChildPool:
         task, child.task = child.task, None
         if task is None:
             return
-        self.peak_memory_bytes = max(self.peak_memory_bytes, int(message.get("peak_memory_bytes", 0)))
-        failure: Failure | None = message.get("failure")
+        self.peak_memory_bytes = max(self.peak_memory_bytes, answer.peak_memory_bytes)
         self._finished.append(
-            TaskDone(
-                task=task,
-                result=message.get("result"),
-                failure=failure,
-                detail=str(message.get("detail", "")),
-            )
+            TaskDone(task=task, result=answer.result, failure=answer.failure, detail=answer.detail)
         )
-        if failure == "out_of_memory":
+        if answer.failure == "out_of_memory":
             # What is left of its address space is in pieces: the next study deserves a whole one.
             self._replace(child)
 

@@ -20,6 +20,7 @@ from shardflow.packing.ledger_file import columns_of_intake
 from shardflow.packing.privacy import profile_codes
 from shardflow.packing.report_content import reading_basis
 from shardflow.packing.version_files import NewVersion, merge_samples, write_version
+from shardflow.packing.wire import decode
 from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry
 from shardflow.shards.samples import SampleEntry, SampleFacts
 
@@ -103,7 +104,7 @@ def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTa
         if record is None:
             raise ShardflowError(f"{planned.name} must have a record, found none; this is an internal error.")
         for study in planned.studies:
-            outcome = StudyOutcome.from_json(record["outcomes"][files.studies.keys[study]])
+            outcome = decode(StudyOutcome, record["outcomes"][files.studies.keys[study]])
             files.decide(study, outcome.reason, outcome.instances)
             study_reason[study] = reason_code(outcome.reason)
             tallies.update(outcome.tallies)

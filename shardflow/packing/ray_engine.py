@@ -26,14 +26,15 @@ from ray._private import ray_constants
 from ray.exceptions import RayError
 
 from shardflow.errors import ShardflowError
-from shardflow.packing.engine import Task, TaskDone
+from shardflow.packing.engine import Answer, Task, TaskDone
 from shardflow.packing.ray_worker import PackingWorker
+from shardflow.packing.wire import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from types import TracebackType
 
-    from shardflow.packing.limits import ChildLimits
+    from shardflow.packing.engine import WorkerSetup
 
 __all__ = ["RayEngine"]
 
@@ -75,10 +76,7 @@ class RayEngine:
 
     Args:
         num_processes: How many run at once; 0 takes every processor of the cluster.
-        limits: What each may take.
-        handlers: ``"module:function"`` that makes the task handler inside a process.
-        setup: What that function is given; JSON.
-        log_path: Where processes write why they could not start, and stacks of crashes.
+        worker: What each of them is started with.
         address: Of a running cluster (``host:port``, or ``auto``); empty starts Ray on this machine, for
             this job alone, reachable from nowhere else.
 
@@ -95,22 +93,11 @@ class RayEngine:
     def __init__(
         self,
         num_processes: int,
-        limits: ChildLimits,
+        worker: WorkerSetup,
         *,
-        handlers: str,
-        setup: Mapping[str, Any],
-        log_path: Path,
         address: str = "",
     ) -> None:
-        self._start_json = json.dumps(
-            {
-                "folder": str(Path.cwd()),
-                "handlers": handlers,
-                "limits": limits.to_json(),
-                "log_path": str(log_path),
-                "setup": dict(setup),
-            }
-        )
+        self._start = json.dumps(encode(worker)), str(Path.cwd())
         self.folder = None if address else Path(tempfile.mkdtemp(prefix="sf-ray-"))
         self._workers: list[_Worker] = []
         self._queue: deque[_Given] = deque()
@@ -216,13 +203,13 @@ class RayEngine:
             if worker.answer is None:
                 worker.given = given = self._queue.popleft()
                 worker.deadline = time.monotonic() + given.task.timeout_s + _GRACE_S
-                worker.answer = worker.actor.run.remote(_encode(given.task))
+                worker.answer = worker.actor.run.remote(json.dumps(encode(given.task)))
         num_starting = sum(worker.pid is None for worker in self._workers)
         missing = min(len(self._queue) - num_starting, self._num_processes - len(self._workers))
         for _ in range(missing):
             actor = self._actor_class.options(
                 max_restarts=0, max_task_retries=0, num_cpus=1, scheduling_strategy="SPREAD"
-            ).remote(self._start_json)
+            ).remote(*self._start)
             self._workers.append(_Worker(actor, actor.pid.remote()))
 
     def _take(self, worker: _Worker) -> None:
@@ -238,12 +225,12 @@ class RayEngine:
             self._num_failed_starts = 0
             return
         task, worker.given = worker.given.task, None
-        done = json.loads(answer)
-        if "cannot_start" in done:
-            raise ShardflowError(done["cannot_start"])
-        self.peak_memory_bytes = max(self.peak_memory_bytes, done["peak_memory_bytes"])
+        done = decode(Answer, json.loads(answer))
+        if done.cannot_start is not None:
+            raise ShardflowError(done.cannot_start)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, done.peak_memory_bytes)
         self._finished.append(
-            TaskDone(task=task, result=done["result"], failure=done["failure"], detail=done["detail"])
+            TaskDone(task=task, result=done.result, failure=done.failure, detail=done.detail)
         )
 
     def _lost(self, worker: _Worker) -> None:
@@ -269,10 +256,6 @@ class RayEngine:
         self._workers.remove(worker)
         with suppress(RayError, RuntimeError):
             ray.kill(worker.actor)
-
-
-def _encode(task: Task) -> str:
-    return json.dumps({"kind": task.kind, "payload": dict(task.payload), "timeout_s": task.timeout_s})
 
 
 def _connect(address: str, num_processes: int, folder: Path | None) -> None:

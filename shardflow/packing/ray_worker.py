@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from shardflow.errors import ShardflowError
 from shardflow.logs import describe_exception
-from shardflow.packing.engine import Task
-from shardflow.packing.limits import ChildLimits
+from shardflow.packing.engine import Answer, Task, WorkerSetup
 from shardflow.packing.pool import ChildPool
+from shardflow.packing.wire import decode, encode
 
 __all__ = ["PackingWorker"]
 
@@ -25,41 +24,32 @@ class PackingWorker:
     """Runs one task at a time in a packing process of its own.
 
     Args:
-        start: JSON: ``limits``, ``handlers``, ``setup`` and ``log_path`` of `ChildPool`, and ``folder``, the
-            working directory of the job.
+        start: `WorkerSetup` as JSON.
+        folder: Working directory of the job.
     """
 
-    def __init__(self, start: str) -> None:
-        fields = json.loads(start)
+    def __init__(self, start: str, folder: str) -> None:
         with suppress(OSError):
-            os.chdir(fields["folder"])
-        self._pool = ChildPool(
-            1,
-            ChildLimits.from_json(fields["limits"]),
-            handlers=fields["handlers"],
-            setup=fields["setup"],
-            log_path=Path(fields["log_path"]),
-        )
+            os.chdir(folder)
+        self._pool = ChildPool(1, decode(WorkerSetup, json.loads(start)))
 
     def pid(self) -> int:
         """Return the process id of the Ray worker."""
         return os.getpid()
 
     def run(self, task: str) -> str:
-        """Run a task.
-
-        Args:
-            task: JSON: ``kind``, ``payload`` and ``timeout_s`` of `Task`.
-
-        Returns:
-            JSON: ``result``, ``failure``, ``detail`` and ``peak_memory_bytes``; or ``cannot_start``.
-        """
+        """Run a `Task`, given as JSON; return the `Answer`, likewise."""
         try:
-            self._pool.submit(Task(**json.loads(task)))
+            self._pool.submit(decode(Task, json.loads(task)))
             done = self._pool.wait()
-            answer = {"result": done.result, "failure": done.failure, "detail": done.detail}
-            return json.dumps({**answer, "peak_memory_bytes": self._pool.peak_memory_bytes})
+            answer = Answer(
+                result=done.result,
+                failure=done.failure,
+                detail=done.detail,
+                peak_memory_bytes=self._pool.peak_memory_bytes,
+            )
         except ShardflowError as error:
-            return json.dumps({"cannot_start": error.message})
+            answer = Answer(cannot_start=error.message)
         except Exception as error:  # noqa: BLE001 - Ray would log its text
-            return json.dumps({"cannot_start": f"a Ray worker failed: {describe_exception(error)}"})
+            answer = Answer(cannot_start=f"a Ray worker failed: {describe_exception(error)}")
+        return json.dumps(encode(answer))

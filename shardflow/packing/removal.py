@@ -17,19 +17,15 @@ import numpy as np
 
 from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError
-from shardflow.packing.base import Base, sample_entries
+from shardflow.packing.base import sample_entries
 from shardflow.packing.deid_counts import counts_without
 from shardflow.packing.inventory import NO_STUDY, reason_code
-from shardflow.packing.ledger_file import columns_of_known
 from shardflow.packing.private_ledger import encode_entry
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.recorded import RecordedOutcomes
-from shardflow.packing.upload import uploader_of
-from shardflow.packing.version_files import NewVersion, merge_samples, write_version
-from shardflow.packing.workplace import locked_workplace
+from shardflow.packing.version_files import open_newest
 from shardflow.shards.dataset import Dataset
 from shardflow.shards.keys import SAMPLE_KEY_PATTERN
-from shardflow.shards.manifest import load
 from shardflow.sources.reasons import Reason
 from shardflow.storage import LocalStore
 from shardflow.storage.atomic import write_atomic
@@ -37,9 +33,9 @@ from shardflow.storage.atomic import write_atomic
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardflow.packing.base import Base
     from shardflow.packing.progress import Progress
-    from shardflow.packing.upload import Uploader
-    from shardflow.packing.workplace import Workplace
+    from shardflow.packing.version_files import NewestVersion
     from shardflow.shards.manifest import Manifest, ShardEntry
     from shardflow.shards.samples import SampleEntry
 
@@ -118,28 +114,26 @@ def remove(
         raise ConfigError(
             "a sample key must match [a-z0-9]{1,64}, got another text; take it from the ledger."
         )
-    with locked_workplace(output, private) as place:
-        manifest = load(LocalStore(place.output))
+    with open_newest(output, private) as newest:
+        place, base, uploader = newest.place, newest.base, newest.uploader
+        manifest = base.manifest
         key = SecretKey.load(key_file or place.private / "secret.key")
         if key.key_id != manifest.key_id:
             raise ConfigError(
                 "the secret key must be the one that the dataset was packed with, got another one; "
                 "name its file."
             )
-        base = Base.open(place, manifest)
         removed, num_unknown = _resolve(base, key, withdrawn)
         packed = base.packed_keys()
         before = base.removed_studies
         is_new = not (removed.studies <= before and removed.patients <= base.removed_patients)
-        with uploader_of(place) as uploader:
-            if is_new:
-                manifest = _write(place, base, removed, progress or SilentProgress(), uploader)
-            if uploader is not None:
-                uploader.finish()
-                uploader.erase_unnamed()
+        if is_new:
+            manifest = _write(newest, removed, progress or SilentProgress())
+        if uploader is not None:
+            uploader.finish()
+            uploader.erase_unnamed()
         # Once more after a kill: what an earlier, unfinished job left here may be of the removed studies.
         RecordedOutcomes(place.recorded_outcomes).lift(removed.studies)
-        place.remove_work()
         return RemovalSummary(
             status="removed" if is_new else "nothing_new",
             dataset_id=manifest.dataset_id,
@@ -166,10 +160,8 @@ def _resolve(base: Base, key: SecretKey, withdrawn: Withdrawn) -> tuple[_Removed
     return removed, num_unknown
 
 
-def _write(
-    place: Workplace, base: Base, removed: _Removed, progress: Progress, uploader: Uploader | None
-) -> Manifest:
-    manifest = base.manifest
+def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Manifest:
+    place, base, manifest = newest.place, newest.base, newest.base.manifest
     kept = [
         entry
         for entry in sample_entries(base.samples, {n: n for n in range(len(manifest.shards))})
@@ -180,38 +172,25 @@ def _write(
             "a dataset must keep at least one sample, got a removal of all; delete the dataset's folder and "
             "its private folder instead."
         )
-    shards, samples = merge_samples([(_count_removed(manifest.shards, kept), kept)])
     facts = [manifest.dataset_id, sorted(removed.studies), sorted(removed.patients)]
     plan_digest = hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
     write_atomic(place.private_ledger(plan_digest), _forget(base, removed), replace=True, mode=0o600)
     reason = base.known.reason.copy()
     reason[_is_removed(base, removed)] = reason_code(Reason.CONSENT_WITHDRAWN)
-    new = NewVersion(
-        version=base.next_version,
-        parent=manifest.dataset_id,
-        shards=shards,
-        samples=samples,
-        ledger=columns_of_known(base.known, reason),
-        created_with=manifest.created_with,
-        config_digest=manifest.config_digest,
-        key_id=manifest.key_id,
-        page=base.page,
-        extra={
-            **base.extra,
-            "deidentification": _deidentification(place, base, removed, uploader),
-            "next_shards": base.next_shards,
-            "plan_digest": plan_digest,
-            "removed": {"patients": sorted(removed.patients), "studies": sorted(removed.studies)},
-        },
+    return newest.replace(
+        _count_removed(manifest.shards, kept),
+        kept,
+        reason,
+        progress,
+        deidentification=_deidentification(newest, removed),
+        plan_digest=plan_digest,
+        removed={"patients": sorted(removed.patients), "studies": sorted(removed.studies)},
     )
-    return write_version(place.output, new, progress, uploader)
 
 
-def _deidentification(
-    place: Workplace, base: Base, removed: _Removed, uploader: Uploader | None
-) -> dict[str, Any]:
-    manifest = base.manifest
-    store = LocalStore(place.output) if uploader is None else uploader.store(manifest)
+def _deidentification(newest: NewestVersion, removed: _Removed) -> dict[str, Any]:
+    base, manifest, uploader = newest.base, newest.base.manifest, newest.uploader
+    store = LocalStore(newest.place.output) if uploader is None else uploader.store(manifest)
     keys = base.samples.column("sample_key").tolist()
     rows = [row for row, key in enumerate(keys) if key.decode("ascii") in removed.studies]
     recorded: Any = manifest.extra.get("deidentification", {})

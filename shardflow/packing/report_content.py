@@ -7,7 +7,7 @@ reports loads none of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,21 +18,51 @@ if TYPE_CHECKING:
     from shardflow.alignment import AlignmentRules
     from shardflow.reports import ReportReader
 
-__all__ = ["REPORT_JSON_VERSION", "ReportParser", "parser_setup", "reading_basis"]
-
 REPORT_JSON_VERSION: Final = 1
 
 
-def parser_setup(config: ReportsConfig, alignment: AlignmentRules) -> dict[str, Any] | None:
-    """Return what a packing process makes its `ReportParser` of, as JSON; None where it is to make none."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableFile:
+    """A table of findings or of anatomy that the settings name."""
+
+    path: Path
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> TableFile:
+        """Read a table's digest.
+
+        Raises:
+            ConfigError: The table cannot be read.
+        """
+        return cls(path=path.absolute(), sha256=digest_of(path))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingSetup:
+    """How a packing process reads reports."""
+
+    alignment: dict[str, Any] | None
+    """Fields of the rules; None where reports are not aligned with slices."""
+    anatomy: tuple[TableFile, ...]
+    findings: tuple[TableFile, ...]
+    extractors: tuple[str, ...]
+
+
+def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSetup | None:
+    """Return how reports are read; None where they are not.
+
+    Raises:
+        ConfigError: A table cannot be read.
+    """
     if not config.extract:
         return None
-    return {
-        "alignment": asdict(alignment) if config.align else None,
-        "anatomy": [[str(path.absolute()), digest_of(path)] for path in config.anatomy],
-        "extractors": sorted(config.extractors),
-        "findings": [[str(path.absolute()), digest_of(path)] for path in config.findings],
-    }
+    return ReadingSetup(
+        alignment=asdict(alignment) if config.align else None,
+        anatomy=tuple(map(TableFile.of, config.anatomy)),
+        findings=tuple(map(TableFile.of, config.findings)),
+        extractors=tuple(sorted(config.extractors)),
+    )
 
 
 def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]:
@@ -41,24 +71,24 @@ def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]
     Raises:
         ConfigError: A table cannot be read.
     """
-    setup = parser_setup(config, alignment)
+    setup = reading_setup(config, alignment)
     if setup is None:
         return []
     from shardflow.reports import rules_digest
 
-    tables = [[digest for _, digest in setup[name]] for name in ("anatomy", "findings")]
-    rules = alignment.digest() if config.align else None
-    return [REPORT_JSON_VERSION, rules_digest(), *tables, setup["extractors"], rules]
+    tables = [[table.sha256 for table in tables] for tables in (setup.anatomy, setup.findings)]
+    rules = None if setup.alignment is None else alignment.digest()
+    return [REPORT_JSON_VERSION, rules_digest(), *tables, list(setup.extractors), rules]
 
 
 class ReportParser:
     """Reads reports; one a process.
 
     Args:
-        setup: From `parser_setup`.
+        setup: How they are read.
     """
 
-    def __init__(self, setup: Mapping[str, Any]) -> None:
+    def __init__(self, setup: ReadingSetup) -> None:
         self._setup = setup
         self._reader: ReportReader | None = None
 
@@ -95,18 +125,19 @@ class ReportParser:
             annotations: ``annotations.json``, if there is one.
             text: The report as it is stored.
         """
-        if self._setup["alignment"] is None:
+        if self._setup.alignment is None:
             return None
         from shardflow.alignment import AlignmentRules, align
 
-        rules = AlignmentRules(**self._setup["alignment"])
+        rules = AlignmentRules(**self._setup.alignment)
         return align({"series": series}, report, annotations, rules, text=text)
 
     def _make_reader(self) -> ReportReader:
         from shardflow.reports import ReportReader, load_extractors, load_lexicon
 
-        lexicon = load_lexicon(self._tables("findings"), self._tables("anatomy"))
-        wanted = self._setup["extractors"]
+        setup = self._setup
+        lexicon = load_lexicon(_unchanged(setup.findings, "findings"), _unchanged(setup.anatomy, "anatomy"))
+        wanted = setup.extractors
         offered = dict(load_extractors()) if wanted else {}
         missing = sorted(set(wanted) - offered.keys())
         if missing:
@@ -115,15 +146,13 @@ class ReportParser:
             )
         return ReportReader(lexicon, [(name, offered[name]) for name in wanted])
 
-    def _tables(self, name: str) -> list[Path]:
-        """Return the tables, if they are still those that the job began with."""
-        paths = []
-        for text, digest in self._setup[name]:
-            path = Path(text)
-            if digest_of(path) != digest:
-                raise ConfigError(
-                    f"the tables of reports.{name} must not change while a job runs, got another one; "
-                    "start the job again."
-                )
-            paths.append(path)
-        return paths
+
+def _unchanged(tables: Sequence[TableFile], name: str) -> list[Path]:
+    """Return the tables, if they are still those that the job began with."""
+    for table in tables:
+        if digest_of(table.path) != table.sha256:
+            raise ConfigError(
+                f"the tables of reports.{name} must not change while a job runs, got another one; "
+                "start the job again."
+            )
+    return [table.path for table in tables]

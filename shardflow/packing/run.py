@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from shardflow.errors import ConfigError
 from shardflow.packing.attaching import link_attachments
 from shardflow.packing.child import peak_memory_bytes
-from shardflow.packing.engines import make_engine
+from shardflow.packing.engine import WorkerSetup
+from shardflow.packing.handlers import make_setup
 from shardflow.packing.header_pass import HeaderPass
+from shardflow.packing.intake import Ingest
 from shardflow.packing.inventory import count_reasons
+from shardflow.packing.limits import ChildLimits
+from shardflow.packing.pool import ChildPool
 from shardflow.packing.summary import PackSummary, Status
 from shardflow.sources.reasons import Outcome, outcome_of
 
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
     from shardflow.deid.pseudonyms import SecretKey
     from shardflow.packing.config import PackConfig
     from shardflow.packing.engine import Engine
-    from shardflow.packing.intake import Intake, ReadHeaders
+    from shardflow.packing.intake import Intake
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.progress import Progress
     from shardflow.packing.recorded import RecordedOutcomes
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
     from shardflow.sources.layouts import Layout
 
 __all__ = ["PackMode", "PackRun"]
+
+_FILE_HEADROOM: Final = 2
+"""A study writes at most what it decodes to, a shard its target; both with room for overhead."""
 
 PackMode: TypeAlias = Literal["pack", "append", "retry"]
 """``pack`` makes a first version; ``append`` one with new inputs; ``retry`` one with quarantined studies that
@@ -46,23 +54,51 @@ class PackRun:
     place: Workplace
     progress: Progress
     handlers: str
-    """``"module:function"`` that makes the task handler of the packing processes."""
+    """What makes the task handler of the packing processes; see `shardflow.packing.registry`."""
     is_dry_run: bool
     is_merge: bool
     uploader: Uploader | None
     """Sends what stands; None where nothing is to be sent."""
     started: float = field(default_factory=time.monotonic)
 
-    def make_pool(self) -> Engine:
-        """Make the packing processes; a context manager."""
-        return make_engine(self.config, self.place, self.handlers)
+    def open_engine(self) -> Engine:
+        """Return the engine that the settings ask for; a context manager.
 
-    def header_reader(self, pool: Engine, key: SecretKey, recorded: RecordedOutcomes) -> ReadHeaders:
-        """Return what reads headers with the packing processes."""
+        Raises:
+            ConfigError: Ray is asked for and not installed, or a table or kind that the settings name is not
+                there.
+            ShardflowError: Ray cannot be started or reached.
+        """
+        config = self.config
+        execution = config.execution
+        limits = ChildLimits(
+            memory_bytes=execution.memory_bytes,
+            task_s=execution.task_timeout_s,
+            file_bytes=_FILE_HEADROOM * (config.limits.max_study_bytes + 2 * config.shards.target_bytes),
+        )
+        worker = WorkerSetup(
+            limits=limits,
+            handlers=self.handlers,
+            setup=make_setup(config, self.place),
+            log_path=self.place.process_log,
+        )
+        if execution.engine == "local":
+            return ChildPool(execution.resolved_num_processes, worker)
+        try:
+            from shardflow.packing.ray_engine import RayEngine
+        except ImportError:
+            raise ConfigError(
+                'execution.engine must be "local" without Ray, got "ray"; install shardflow[ray].'
+            ) from None
+        num_processes = execution.num_processes if execution.ray_address else execution.resolved_num_processes
+        return RayEngine(num_processes, worker, address=execution.ray_address)
+
+    def ingest(self, pool: Engine, key: SecretKey, recorded: RecordedOutcomes) -> Ingest:
+        """Return what takes inputs in, with the packing processes."""
         timeout_s = self.config.execution.task_timeout_s
+        inputs = self.config.inputs
 
         def read(files: Sequence[DiscoveredFile], studies: StudyTable) -> FileTable:
-            inputs = self.config.inputs
             headers = HeaderPass(
                 pool,
                 files,
@@ -78,7 +114,14 @@ class PackRun:
             link_attachments(table, files, key, 3600 * self.config.attachments.window_hours)
             return table
 
-        return read
+        return Ingest(
+            read_headers=read,
+            inputs=inputs,
+            layout=self.layout,
+            key=key,
+            place=self.place,
+            progress=self.progress,
+        )
 
     def finish_upload(self) -> None:
         """Send what is not sent yet of every version, the manifests last.

@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from shardflow.errors import SourceError
 from shardflow.packing.finding import AttachmentFinder
 from shardflow.packing.header_rows import AttachmentRow, HeaderRow, load_rows, store_rows
+from shardflow.packing.inventory import Attachment, ScannedFile
 from shardflow.packing.links import digest64, image_facts, link_facts
+from shardflow.packing.tasks import ProbeDone, ScanDone
 from shardflow.sources.dicom import BrokenInstance, HeaderLimits, InstanceHeader
 from shardflow.sources.images import read_image
-from shardflow.sources.layouts import Placement
 from shardflow.sources.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from shardflow.deid.pseudonyms import SecretKey
+    from shardflow.packing.tasks import InputFile, ProbeTask, ScanTask
+    from shardflow.sources.layouts import Placement
 
 __all__ = ["NO_IMAGE", "NUM_BUCKETS", "Scanner", "decoded_num_bytes"]
 
@@ -61,66 +64,35 @@ class Scanner:
     num_image_roots: int | None = None
     """How many of the roots hold images; None for all."""
 
-    def scan(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the headers of a batch, or take them from a former run.
-
-        Args:
-            payload: ``name`` of the file of rows, ``files`` as ``[root_index, relative_path, num_bytes,
-                reason]`` each; a file with a reason is not opened. ``placements`` of the same length: what
-                the layout says of each file, or None.
-
-        Returns:
-            ``rows``: for each file its surrogate, reason, study and patient surrogates, bucket, decoded
-            bytes, slices, digests of instance, series and content, modification time, and the offset and size
-            of its row. ``studies``: what tells attachments that the study of a file is theirs, see
-            `shardflow.packing.links.image_facts`. ``attachments``: what the records of files that are no
-            images are linked by, by position.
-        """
-        files = [(int(root), str(path), int(size), reason) for root, path, size, reason in payload["files"]]
-        times = [self._modified_ns(root, path) for root, path, _, _ in files]
-        placed = list(payload["placements"])
-        placements = [None if one is None else Placement.from_json(one) for one in placed]
-        digest = self._digest(files, times, placed)
-        path = self.folder / str(payload["name"])
+    def scan(self, task: ScanTask) -> ScanDone:
+        """Read the headers of a batch, or take them from a former run."""
+        times = [self._modified_ns(file) for file in task.files]
+        digest = self._digest(task.files, times)
+        path = self.folder / task.name
         stored = load_rows(path, digest)
         if stored is None:
-            rows = [
-                self._read(root, name, reason, placement)
-                for (root, name, _, reason), placement in zip(files, placements, strict=True)
-            ]
+            rows = [self._read(file) for file in task.files]
             stored = rows, store_rows(path, digest, rows)
-        attachments = {
-            str(at): {"kind": "", "version": 0, "items": []}
-            if row.attachment is None
-            else link_facts(row.attachment, self.key)
-            for at, row in enumerate(stored[0])
-            if row.attachment is not None or self._is_for_attachments(row.root_index)
-        }
-        return {
-            "rows": [
-                [*self._facts(row), modified_ns, *place]
+        return ScanDone(
+            files=tuple(
+                self._scanned(row, place, modified_ns)
                 for row, place, modified_ns in zip(*stored, times, strict=True)
-            ],
-            "studies": [image_facts(row) for row in stored[0]],
-            "attachments": attachments,
-        }
+            )
+        )
 
-    def probe(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Read one file for nothing: whoever asks wants to know whether it can be survived."""
-        placed = payload["placement"]
-        placement = None if placed is None else Placement.from_json(placed)
-        self._read(payload["root"], payload["path"], payload["reason"], placement)
-        return {}
+    def probe(self, task: ProbeTask) -> ProbeDone:
+        """Read one file for nothing: the job wants to know whether a process survives it."""
+        self._read(task.file)
+        return ProbeDone()
 
     def _is_for_attachments(self, root_index: int) -> bool:
         return self.num_image_roots is not None and root_index >= self.num_image_roots
 
-    def _read(
-        self, root_index: int, relative_path: str, reason: str | None, placement: Placement | None
-    ) -> HeaderRow:
-        row = HeaderRow(root_index, relative_path, placement=placement)
-        path = self.roots[root_index] / relative_path
-        if self._is_for_attachments(root_index):
+    def _read(self, file: InputFile) -> HeaderRow:
+        reason, placement = file.reason, file.placement
+        row = HeaderRow(file.root_index, file.relative_path, placement=placement)
+        path = self.roots[file.root_index] / file.relative_path
+        if self._is_for_attachments(file.root_index):
             found = None if reason is not None else self._find_attachment(row, path)
             return found or _without_header(row, reason or Reason.NOT_ATTACHMENT)
         if reason is not None:
@@ -142,7 +114,7 @@ class Scanner:
                 study_instance_uid=header.study_instance_uid,
                 sop_instance_uid=header.sop_instance_uid,
             )
-        return HeaderRow(root_index, relative_path, header, placement=placement)
+        return replace(row, header=header)
 
     def _find_attachment(self, row: HeaderRow, path: Path) -> HeaderRow | None:
         """Return the row of a file that is an attachment, or one that cannot be read; else None."""
@@ -158,23 +130,34 @@ class Scanner:
         found = replace(found, study_beside=beside)
         return replace(row, placement=None, attachment=found, reason=reason)
 
-    def _facts(self, row: HeaderRow) -> list[Any]:
-        surrogate = self.key.surrogate("input", f"{row.root_index}/{row.relative_path}")
+    def _scanned(self, row: HeaderRow, place: tuple[int, int], modified_ns: int) -> ScannedFile:
+        """Turn a row into what the job may know of it."""
         header = row.header
         patient = row.patient_id if header is None else header.patient_id
         study = row.study_instance_uid if header is None else header.study_instance_uid
-        return [
-            surrogate,
-            row.reason,
-            self.key.surrogate("study", study) if study else "",
-            self.key.surrogate("patient", patient) if patient else "",
-            self._bucket(patient, row.placement),
-            0 if header is None else decoded_num_bytes(header),
-            0 if header is None else header.image.num_frames,
-            row.instance_digest(),
-            0 if header is None else digest64(header.series_instance_uid),
-            row.digest(),
-        ]
+        attachment = None
+        if row.attachment is not None:
+            attachment = link_facts(row.attachment, self.key)
+        elif self._is_for_attachments(row.root_index):
+            attachment = Attachment(kind="", version=0, links=())
+        offset, num_bytes = place
+        return ScannedFile(
+            surrogate=self.key.surrogate("input", f"{row.root_index}/{row.relative_path}"),
+            reason=row.reason,
+            study=self.key.surrogate("study", study) if study else "",
+            patient=self.key.surrogate("patient", patient) if patient else "",
+            bucket=self._bucket(patient, row.placement),
+            decoded_bytes=0 if header is None else decoded_num_bytes(header),
+            num_slices=0 if header is None else header.image.num_frames,
+            instance=row.instance_digest(),
+            series=0 if header is None else digest64(header.series_instance_uid),
+            digest=row.digest(),
+            modified_ns=modified_ns,
+            row_offset=offset,
+            row_num_bytes=num_bytes,
+            facts=image_facts(row),
+            attachment=attachment,
+        )
 
     def _bucket(self, patient: str, placement: Placement | None) -> int:
         """Return the keyed bucket of a patient; above `NUM_BUCKETS` the split that the layout names."""
@@ -182,18 +165,13 @@ class Scanner:
             return NUM_BUCKETS + self.splits.index(placement.split)
         return self.key.bucket("split", patient, NUM_BUCKETS) if patient else 0
 
-    def _modified_ns(self, root_index: int, relative_path: str) -> int:
+    def _modified_ns(self, file: InputFile) -> int:
         try:
-            return (self.roots[root_index] / relative_path).stat().st_mtime_ns
+            return (self.roots[file.root_index] / file.relative_path).stat().st_mtime_ns
         except (OSError, ValueError):
             return 0
 
-    def _digest(
-        self,
-        files: Sequence[tuple[int, str, int, str | None]],
-        times: Sequence[int],
-        placements: Sequence[Mapping[str, Any] | None],
-    ) -> str:
+    def _digest(self, files: Sequence[InputFile], times: Sequence[int]) -> str:
         limits = [getattr(self.limits, name) for name in HeaderLimits.__slots__]
         text = json.dumps(
             [
@@ -202,9 +180,9 @@ class Scanner:
                 limits,
                 [*map(str, self.roots)],
                 None if self.finder is None else self.finder.identity(),
-                files,
+                [[file.root_index, file.relative_path, file.num_bytes, file.reason] for file in files],
                 times,
-                placements,
+                [None if file.placement is None else file.placement.to_json() for file in files],
             ]
         )
         return hashlib.sha256(text.encode("ascii")).hexdigest()

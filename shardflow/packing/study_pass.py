@@ -24,6 +24,8 @@ from shardflow.packing.fragment import FragmentWriter, StudyOutcome, fragment_pa
 from shardflow.packing.inventory import UNDECIDED, reason_code
 from shardflow.packing.recorded import RecordedOutcomes, conversion_of, reason_of_failure
 from shardflow.packing.study_tasks import StudyTasks, digest_of_facts
+from shardflow.packing.tasks import CheckDone, CheckTask, FragmentName, ShardDone, ShardTask, StudyDone
+from shardflow.packing.wire import decode
 from shardflow.sources.reasons import HELD_BACK, Outcome, outcome_of
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
+    from shardflow.packing.tasks import StudyTask
     from shardflow.packing.workplace import Workplace
 
 __all__ = ["QuarantineLimitError", "StudyPass"]
@@ -138,11 +141,11 @@ class StudyPass:
         """Return the numbers of the shards that do not stand, by records and the sizes of files."""
         found = []
         for number in self.shards:
-            payload = self._shard_payload(number)
-            record = load_record(self._place.records, payload["name"])
+            task = self._shard_task(number)
+            record = load_record(self._place.records, task.name)
             if (
                 record is None
-                or record["digest"] != payload["digest"]
+                or record["digest"] != task.digest
                 or not (self._stands_elsewhere(record) or has_sizes(self._place.output, record))
             ):
                 found.append(number)
@@ -180,11 +183,12 @@ class StudyPass:
             self._shard_of[study] = number
         record = load_record(self._place.records, shard.name) if may_stand else None
         if record is not None:
-            payload = {**self._shard_payload(number), "trusts_sizes": self._trusts_sizes}
-            if record["digest"] == payload["digest"] and self._stands_elsewhere(record):
+            digest = self._shard_task(number).digest
+            if record["digest"] == digest and self._stands_elsewhere(record):
                 self._take_check(number, stands=True)
                 return
-            self._ready.append(self._task("check", payload, number))
+            check = CheckTask(name=shard.name, digest=digest, trusts_sizes=self._trusts_sizes)
+            self._ready.append(self._task("check", check, number))
             return
         sizes = {study: self._study_bytes(study) for study in shard.studies}
         for study in sorted(shard.studies, key=lambda study: (-sizes[study], self._key(study))):
@@ -207,9 +211,10 @@ class StudyPass:
             case "study" if done.result is None:
                 self._troubled[done.task.handle] = self._attachment_under_way(done.task.handle)
             case "study" if done.result is not None:
-                self._finish_study(done.task.handle, StudyOutcome.from_json(done.result["outcome"]))
+                self._finish_study(done.task.handle, decode(StudyDone, done.result).outcome)
             case "check":
-                self._take_check(done.task.handle, stands=done.result is not None and done.result["stands"])
+                stands = done.result is not None and decode(CheckDone, done.result).is_whole
+                self._take_check(done.task.handle, stands=stands)
             case _:
                 self._take_shard(done)
 
@@ -220,14 +225,14 @@ class StudyPass:
             self._open_shard(number, may_stand=False)
             return
         for study in shard.studies:
-            self._count_outcome(study, StudyOutcome.from_json(record["outcomes"][self._key(study)]))
+            self._count_outcome(study, decode(StudyOutcome, record["outcomes"][self._key(study)]))
         self._close_shard(number)
 
     def _take_shard(self, done: TaskDone) -> None:
         """Close a shard; one that lacks fragments, or whose process died, is assembled again."""
         number: int = done.task.handle
         shard = self._open[number]
-        missing = set(done.result["missing"]) if done.result is not None else None
+        missing = set(decode(ShardDone, done.result).missing) if done.result is not None else None
         if missing is not None and not missing:
             self._close_shard(number)
             return
@@ -262,7 +267,7 @@ class StudyPass:
         shard.waiting.discard(study)
         if shard.waiting:
             return
-        self._ready.appendleft(self._task("shard", self._shard_payload(shard.number), shard.number))
+        self._ready.appendleft(self._task("shard", self._shard_task(shard.number), shard.number))
 
     def _retry_alone(self, study: int, culprit: int | None) -> None:
         """Try a study once more with the machine to itself.
@@ -296,7 +301,7 @@ class StudyPass:
             self._files.reason[culprit] = reason_code(reason)
             self._count_quarantined(1)
         if done.result is not None:
-            self._finish_study(study, StudyOutcome.from_json(done.result["outcome"]))
+            self._finish_study(study, decode(StudyDone, done.result).outcome)
 
     def _attachment_under_way(self, study: int) -> int | None:
         """Return the row of the attachment that was converted when a study failed; None if it was none."""
@@ -363,12 +368,13 @@ class StudyPass:
             raise QuarantineLimitError
 
     def _study_task(self, study: int) -> Task:
-        return self._task("study", self._tasks.payload(study, self._recorded_reason(study)), study)
+        return self._task("study", self._tasks.make(study, self._recorded_reason(study)), study)
 
-    def _shard_payload(self, number: int) -> dict[str, Any]:
+    def _shard_task(self, number: int) -> ShardTask:
         shard = self._plan.shards[number]
-        members = [[self._key(study), self._task_digest(study)] for study in shard.studies]
-        return {"name": shard.name, "digest": digest_of_facts([shard.name, members]), "studies": members}
+        members = [(self._key(study), self._task_digest(study)) for study in shard.studies]
+        fragments = tuple(FragmentName(sample_key=key, task_digest=digest) for key, digest in members)
+        return ShardTask(name=shard.name, digest=digest_of_facts([shard.name, members]), fragments=fragments)
 
     def _task_digest(self, study: int) -> str:
         return self._tasks.digest(study, self._recorded_reason(study))
@@ -378,7 +384,7 @@ class StudyPass:
             return None
         return self._recorded.find(self._key(study), self._study_bytes(study))
 
-    def _task(self, kind: str, payload: Mapping[str, Any], handle: int) -> Task:
+    def _task(self, kind: str, payload: StudyTask | ShardTask | CheckTask, handle: int) -> Task:
         return Task(kind=kind, payload=payload, timeout_s=self._timeout_s, handle=handle)
 
     def _key(self, study: int) -> str:

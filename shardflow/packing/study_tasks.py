@@ -7,8 +7,10 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.packing.header_pass import batch_name
+from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import UNDECIDED
 from shardflow.packing.kin import Kin
+from shardflow.packing.tasks import StudyAttachment, StudyFile, StudyTask
 
 if TYPE_CHECKING:
     from shardflow.packing.inventory import FileTable
@@ -34,30 +36,35 @@ class StudyTasks:
         self._basis = basis
         self._kin = Kin(files)
 
-    def payload(self, study: int, recorded_reason: str | None) -> dict[str, Any]:
-        """Return what `shardflow.packing.study.StudyPacker.pack` takes."""
+    def make(self, study: int, recorded_reason: str | None) -> StudyTask:
+        """Make the task of a study.
+
+        Args:
+            study: Its number.
+            recorded_reason: Of a death that was recorded.
+        """
         table = self._files
-        images: list[list[Any]] = []
-        attachments: list[list[Any]] = []
+        images: list[StudyFile] = []
+        attachments: list[StudyAttachment] = []
         for position, file in enumerate(table.files_of(study).tolist()):
             if table.reason[file] != UNDECIDED:
                 continue
-            name = batch_name(int(table.source[file]))
-            entry = [position, name, int(table.row_offset[file]), int(table.row_num_bytes[file])]
+            row = self._row(file)
             if file in table.attachments:
-                attachments.append([*entry, list(table.attachments[file].items)])
+                items = table.attachments[file].items
+                attachments.append(StudyAttachment(position=position, row=row, items=items))
             else:
-                images.append(entry)
+                images.append(StudyFile(position=position, row=row))
         report = self._reports.report_of.get(study)
-        text = None if report is None else self._reports.place_of(report)
-        return {
-            "sample_key": table.studies.keys[study],
-            "task_digest": self.digest(study, recorded_reason),
-            "files": images,
-            "attachments": attachments,
-            "report": text,
-            "kin": self._kin.rows(self._kin.files_with(study)) if self._has_text(study) else [],
-        }
+        siblings = self._kin.files_with(study) if self._has_text(study) else []
+        return StudyTask(
+            sample_key=table.studies.keys[study],
+            task_digest=self.digest(study, recorded_reason),
+            files=tuple(images),
+            attachments=tuple(attachments),
+            report=None if report is None else self._reports.place_of(report),
+            siblings=tuple(map(self._row, siblings)),
+        )
 
     def digest(self, study: int, recorded_reason: str | None) -> str:
         """Return the digest of all that the fragment of a study depends on.
@@ -85,6 +92,11 @@ class StudyTasks:
                 attached,
             ]
         )
+
+    def _row(self, file: int) -> RowPlace:
+        table = self._files
+        name = batch_name(int(table.source[file]))
+        return RowPlace(name, int(table.row_offset[file]), int(table.row_num_bytes[file]))
 
     def _attached(self, study: int) -> list[list[Any]]:
         """Return the kinds of a study's attachments, and which of their records are its own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -64,8 +63,3 @@ class VariantsConfig:
                 name: repr(value) if isinstance(value, float) else value for name, value in pool.items()
             }
         return said
-
-    @classmethod
-    def from_setup(cls, setup: Mapping[str, Any]) -> VariantsConfig:
-        """Make it from what ``asdict`` made of another."""
-        return cls(**{**setup, "augment": PoolConfig(**setup["augment"])})

@@ -7,13 +7,17 @@ opens the folder finds the one before, however much of the next one stands.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from shardflow.packing.base import Base
 from shardflow.packing.dataset_page import add_page, page_path
 from shardflow.packing.inventory import count_outcomes, count_reasons
-from shardflow.packing.ledger_file import write_ledger
+from shardflow.packing.ledger_file import columns_of_known, write_ledger
+from shardflow.packing.upload import uploader_of
+from shardflow.packing.workplace import locked_workplace
 from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.shards.outcomes import OutcomeCounts
 from shardflow.shards.samples import SampleEntry, SamplesTable
@@ -23,15 +27,21 @@ from shardflow.storage.atomic import write_atomic
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from shardflow.packing.config import PageConfig
     from shardflow.packing.ledger_file import LedgerColumns
     from shardflow.packing.progress import Progress
     from shardflow.packing.upload import Uploader
+    from shardflow.packing.workplace import Workplace
 
 __all__ = [
     "NewVersion",
+    "NewestVersion",
     "ledger_path",
     "merge_samples",
+    "open_newest",
     "remove_strangers",
     "samples_path",
     "shard_order",
@@ -76,6 +86,63 @@ class NewVersion:
     """Threads that read for the page."""
     studies: Mapping[str, int] | None = None
     """Studies by outcome; counted from the ledger if not given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewestVersion:
+    """The newest version of a dataset, open for a change that takes in no input: removal or compaction."""
+
+    place: Workplace
+    base: Base
+    uploader: Uploader | None
+
+    def replace(
+        self,
+        shards: Sequence[ShardEntry],
+        samples: Iterable[SampleEntry],
+        reason: NDArray[np.uint8],
+        progress: Progress,
+        **extra: Any,
+    ) -> Manifest:
+        """Write the next version, which takes everything else over.
+
+        Args:
+            shards: Those of the next version; ones without a sample are left out.
+            samples: Those of the next version, naming their shard by position in ``shards``.
+            reason: ``(num_known,)`` of every input.
+            progress: Hears of the phases.
+            **extra: Facts of the manifest that change.
+        """
+        base, manifest = self.base, self.base.manifest
+        ordered, placed = merge_samples([(shards, samples)])
+        new = NewVersion(
+            version=base.next_version,
+            parent=manifest.dataset_id,
+            shards=ordered,
+            samples=placed,
+            ledger=columns_of_known(base.known, reason),
+            created_with=manifest.created_with,
+            config_digest=manifest.config_digest,
+            key_id=manifest.key_id,
+            page=base.page,
+            extra={**base.extra, "next_shards": base.next_shards, **extra},
+        )
+        return write_version(self.place.output, new, progress, self.uploader)
+
+
+@contextmanager
+def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
+    """Open the newest version for a change, at the address too that it was sent to; clean up behind it.
+
+    Raises:
+        ConfigError: The folders are no dataset and its private folder, or another job works there.
+        StorageError: Something cannot be read or written.
+    """
+    with locked_workplace(output, private) as place:
+        base = Base.open(place, load(LocalStore(place.output)))
+        with uploader_of(place) as uploader:
+            yield NewestVersion(place=place, base=base, uploader=uploader)
+        place.remove_work()
 
 
 def write_version(

@@ -6,12 +6,11 @@ to identifiers changes it too: a page must not promise what did not happen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.preview.html import counted
 
 if TYPE_CHECKING:
@@ -63,12 +62,16 @@ class DeidSummary:
     """Code and meaning of each option of DICOM PS3.15, E.1, that was applied, such as ``("113100", ...)``."""
 
 
-def summarise(manifest: Manifest, *, num_reports: int) -> DeidSummary | None:
+def summarise(
+    manifest: Manifest, *, num_reports: int, kept_keywords: Sequence[str], max_age_years: int
+) -> DeidSummary | None:
     """Say what packing did; None for a dataset that shardflow did not pack.
 
     Args:
         manifest: Of the dataset.
         num_reports: Samples with a report.
+        kept_keywords: DICOM keywords of the technical attributes that packing keeps.
+        max_age_years: Age from which on packing names no year.
     """
     if manifest.key_id is None:
         return None
@@ -87,14 +90,14 @@ def summarise(manifest: Manifest, *, num_reports: int) -> DeidSummary | None:
         Statement(
             treatment=Treatment.GENERALISED,
             category="Age, maker, contrast agent",
-            how=f"whole years, from {MAX_AGE_YEARS} on as one class; one spelling of a known maker; only "
+            how=f"whole years, from {max_age_years} on as one class; one spelling of a known maker; only "
             "whether there was contrast",
         ),
         Statement(
             treatment=Treatment.KEPT,
-            category=f"Sex, and up to {len(KEYWORDS)} technical attributes",
+            category=f"Sex, and up to {len(kept_keywords)} technical attributes",
             how="only where the value is a plausible number or a word of a closed list",
-            details=KEYWORDS,
+            details=tuple(kept_keywords),
         ),
     ]
     done: Any = manifest.extra.get("deidentification", {})

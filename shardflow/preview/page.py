@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from shardflow.preview.deidentification import summarise
@@ -16,12 +17,21 @@ from shardflow.shards.manifest import FORMAT_VERSION, manifest_path
 __all__ = ["render_page"]
 
 
-def render_page(dataset: Dataset, facts: DatasetFacts, *, is_inside: bool = False) -> str:
+def render_page(
+    dataset: Dataset,
+    facts: DatasetFacts,
+    *,
+    kept_keywords: Sequence[str],
+    max_age_years: int,
+    is_inside: bool = False,
+) -> str:
     """Write the page about a dataset.
 
     Args:
         dataset: The dataset.
         facts: From `gather`.
+        kept_keywords: DICOM keywords of the technical attributes that packing keeps.
+        max_age_years: Age from which on packing names no year.
         is_inside: Whether the page becomes a file of the dataset. The manifest names it then, so the page
             cannot hold the dataset_id, which is the manifest's digest.
 
@@ -30,7 +40,12 @@ def render_page(dataset: Dataset, facts: DatasetFacts, *, is_inside: bool = Fals
     """
     has_gallery = facts.thumbnails or facts.num_burned_in
     remedy = "<code>page.num_thumbnails = 0</code>" if is_inside else "<code>--thumbnails 0</code>"
-    deid = summarise(dataset.manifest, num_reports=facts.num_reports)
+    deid = summarise(
+        dataset.manifest,
+        num_reports=facts.num_reports,
+        kept_keywords=kept_keywords,
+        max_age_years=max_age_years,
+    )
     parts = [
         _head(dataset, facts, is_inside=is_inside),
         section("Inputs", inputs(dataset, facts)),

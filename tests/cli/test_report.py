@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, Final
 
 import cv2
 import numpy as np
@@ -21,6 +22,8 @@ from shardflow.shards import Dataset
 from tests.cli.conftest import Call
 from tests.factories import make_dataset
 from tests.run_factory import write_run
+
+LIMITS: Final[dict[str, Any]] = {"kept_keywords": ("Rows", "Columns"), "max_age_years": 90}
 
 pytestmark = pytest.mark.fast
 
@@ -92,7 +95,7 @@ def test_counts_are_those_of_every_pixel(dataset: Path) -> None:
     assert fewer.num_ct_slices_counted == 16
     assert int(fewer.hounsfield.sum()) == 16 * 16 * 16
     assert [thumbnail.place for thumbnail in fewer.thumbnails] == _lowest(opened, 3)
-    assert "16 of" in render_page(opened, fewer)
+    assert "16 of" in render_page(opened, fewer, **LIMITS)
 
 
 def test_gallery_holds_pictures_or_nothing(call: Call, dataset: Path, tmp_path: Path) -> None:
@@ -136,7 +139,7 @@ def test_too_many_thumbnails_are_refused(dataset: Path, tmp_path: Path) -> None:
 
 def test_dataset_of_no_slices_is_shown(tmp_path: Path) -> None:
     opened = Dataset.open(make_dataset(tmp_path / "d", num_samples=2, slices=0))
-    text = render_page(opened, gather(opened))
+    text = render_page(opened, gather(opened), **LIMITS)
     assert "holds no CT" in text
     assert json.dumps(opened.dataset_id)[1:-1] in text
 
@@ -185,7 +188,7 @@ def test_pixels_with_burned_in_text_are_left_out(dataset: Path, monkeypatch: pyt
     opened = Dataset.open(dataset)
     facts = gather(opened, num_thumbnails=3)
     assert (facts.thumbnails, facts.num_burned_in) == ([], 3)
-    assert "burned into" in render_page(opened, facts)
+    assert "burned into" in render_page(opened, facts, **LIMITS)
 
 
 def test_sample_without_a_description_is_counted(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +196,7 @@ def test_sample_without_a_description_is_counted(dataset: Path, monkeypatch: pyt
     opened = Dataset.open(dataset)
     facts = gather(opened)
     assert (facts.num_not_described, facts.num_ct_slices, facts.thumbnails) == (16, 0, [])
-    assert "16 samples have no description" in render_page(opened, facts)
+    assert "16 samples have no description" in render_page(opened, facts, **LIMITS)
 
 
 def test_a_run_and_two_runs_give_a_page(call: Call, tmp_path: Path) -> None:

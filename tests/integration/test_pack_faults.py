@@ -14,7 +14,7 @@ import pytest
 
 from shardflow.errors import StorageError
 from tests.dicom_factory import MadeStudy, make_study
-from tests.pack_case import REPOSITORY, PackCase, read_ledger, tree_digests
+from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, read_ledger, tree_digests
 from tests.pack_faults import HANDLERS
 
 QUICK = (
@@ -212,7 +212,7 @@ pack(load_config(PackConfig, sys.argv[1], overrides), handlers=sys.argv[2])
 
 def _wait_for_children(pid: int, count: int) -> list[int]:
     """Wait until packing processes run and are ready: their streams lead nowhere then."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
             listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()

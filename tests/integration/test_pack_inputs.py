@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError
 from tests.dicom_factory import make_study
-from tests.pack_case import REPOSITORY, PackCase, tree_digests
+from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
+from tests.pack_faults import FAULTY_COMMAND
 
 
 @pytest.fixture
@@ -218,21 +218,21 @@ def test_settings_can_be_shown(case: PackCase) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: signal.Signals) -> None:
-    for patient in range(12):
-        make_study(case.dicom / f"p{patient}", patient=f"Q{patient}", num_slices=8, size=(128, 128))
+    studies = [make_study(case.dicom / f"p{patient}", patient=f"Q{patient}") for patient in range(4)]
+    case.write_faults(study={case.sample_key(studies[-1].study_instance_uid): "hold"})
     with subprocess.Popen(
-        [sys.executable, "-m", "pipelines.pack", "--config", str(case.config_path)],
+        [sys.executable, "-c", FAULTY_COMMAND, "--config", str(case.config_path)],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     ) as job:
-        _wait_for(case.output / ".work" / "fragments")
+        case.wait_until_held(job)
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text(encoding="ascii").split()
         # As a terminal or a scheduler does it: to the whole group.
         os.killpg(job.pid, number)
-        output, errors = job.communicate(timeout=60)
+        output, errors = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 130, output + errors
     assert json.loads(output.splitlines()[-1])["status"] == "interrupted"
     assert "run the job again to go on" in errors
@@ -241,15 +241,6 @@ def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: sign
     assert not list(case.output.glob("manifest*"))
     assert not (case.private / "resource_outcomes.jsonl").exists()
     assert case.pack().reasons == {}
-
-
-def _wait_for(folder: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if folder.is_dir() and any(folder.rglob("*.fragment")):
-            return
-        time.sleep(0.01)
-    raise AssertionError("no fragment appeared")
 
 
 def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None:
@@ -265,7 +256,7 @@ def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 1
     assert "internal error: KeyError at" in done.stderr
@@ -281,7 +272,7 @@ def test_the_recipe_is_whole(case: PackCase) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     shown = case.folder / "shown.toml"
@@ -292,6 +283,6 @@ def test_the_recipe_is_whole(case: PackCase) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert again.stdout == done.stdout

@@ -121,7 +121,7 @@ def test_bounds_count_studies_that_stand_for_the_others(case: PackCase) -> None:
     assert (facts.num_ct_studies_counted, facts.num_ct_slices_counted) == (6, 12)
     facts = gather(dataset, num_thumbnails=0, bounds=Bounds(num_studies=4, num_ct_slices=2))
     assert (facts.num_ct_studies_counted, facts.num_ct_slices_counted) == (2, 2)
-    assert "4 of 9 studies" in render_page(dataset, facts)
+    assert "4 of 9 studies" in render_page(dataset, facts, kept_keywords=(), max_age_years=90)
     assert facts.reasons == whole.reasons
     assert sum(facts.reasons.values()) == sum(
         row["reason"] is not None

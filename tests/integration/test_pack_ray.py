@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from shardflow.packing.engine import Task
+from shardflow.packing.engine import Task, WorkerSetup
 from shardflow.packing.limits import ChildLimits
 from tests.dicom_factory import make_study, truncate
-from tests.pack_case import PackCase, tree_digests
+from tests.pack_case import PATIENCE_S, PackCase, tree_digests
 from tests.pack_faults import HANDLERS as FAULTY
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -75,7 +75,7 @@ def _on(cluster: Any, num_processes: int) -> list[str]:
 
 def _once(happened: Callable[[], bool], then: Callable[[], None]) -> threading.Thread:
     def watch() -> None:
-        until = time.monotonic() + 90
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if happened():
                 then()
@@ -157,13 +157,13 @@ def test_a_lost_machine_costs_nothing_but_time(case: PackCase, expected: Expecte
 def test_ray_started_for_a_job_is_closed_to_others_and_leaves_nothing(tmp_path: Path) -> None:
     limits = ChildLimits(memory_bytes=600 << 20, task_s=30.0, file_bytes=1 << 20)
     before = descendants(os.getpid())
-    engine = RayEngine(
-        1,
-        limits,
+    worker = WorkerSetup(
+        limits=limits,
         handlers="tests.unit.packing.pool_handlers:make_handler",
         setup={},
         log_path=tmp_path / "processes.log",
     )
+    engine = RayEngine(1, worker)
     with engine:
         engine.submit(Task(kind="raise", payload={}, timeout_s=60.0))
         done = engine.wait()
@@ -177,7 +177,7 @@ def test_ray_started_for_a_job_is_closed_to_others_and_leaves_nothing(tmp_path: 
         assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IRWXU
         assert _named_after(folder)
     assert not folder.exists()
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_S
     while (left := _named_after(folder)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left

@@ -25,7 +25,7 @@ from shardflow.storage import LocalStore
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.dicom_factory import MadeStudy, make_study
-from tests.pack_case import REPOSITORY, PackCase, read_ledger, tree_digests
+from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, read_ledger, tree_digests
 
 LOOSE = ("policy.max_quarantined_share=1.0", "shards.target_bytes=64KiB")
 
@@ -339,7 +339,7 @@ def test_the_commands_take_identifiers_from_a_file_only(case: PackCase, studies:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
     done = command("remove", *common, "--patients", "-", text="P1\n\n P1 \n")

@@ -7,14 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from shardflow.shards.verification import verify
 from tests.dicom_factory import make_study, truncate
-from tests.pack_case import REPOSITORY, PackCase, tree_digests
+from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
+from tests.pack_faults import FAULTY_COMMAND
 from tests.pack_faults import HANDLERS as FAULTY
 
 NUM_STUDIES = 7
@@ -230,33 +230,16 @@ def test_a_finished_dataset_is_left_alone(case: PackCase) -> None:
 def test_a_killed_process_is_replaced_and_nothing_shows(
     case: PackCase, expected: tuple[Path, dict[str, str]]
 ) -> None:
-    """kill -9 of single packing processes, from outside, while the job runs."""
+    """kill -9 of a packing process, from outside, while it packs."""
+    case.write_faults(study={"*": "hold_once"})
     with subprocess.Popen(
-        [sys.executable, "-m", "pipelines.pack", "--config", str(case.config_path), "--json"],
+        [sys.executable, "-c", FAULTY_COMMAND, "--config", str(case.config_path), "--json"],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as job:
-        num_killed = 0
-        while job.poll() is None and num_killed < 2:
-            for pid in _children_of(job.pid):
-                # Busy since it is ready: its streams lead nowhere.
-                if os.path.realpath(f"/proc/{pid}/fd/2") == "/dev/null" and num_killed < 2:
-                    os.kill(pid, signal.SIGKILL)
-                    num_killed += 1
-            time.sleep(0.01)
-        output, errors = job.communicate(timeout=100)
+        os.kill(case.wait_until_held(job), signal.SIGKILL)
+        output, errors = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, output + errors
-    assert num_killed
     assert tree_digests(case.output) == expected[1]
-
-
-def _children_of(pid: int) -> list[int]:
-    try:
-        return [
-            int(child)
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        ]
-    except OSError:
-        return []

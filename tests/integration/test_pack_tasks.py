@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +19,8 @@ from shardflow.packing.shares import Share
 from shardflow.packing.workplace import locked_workplace
 from shardflow.shards.verification import verify
 from tests.dicom_factory import make_study, truncate
-from tests.pack_case import REPOSITORY, PackCase, tree_digests
+from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
+from tests.pack_faults import FAULTY_COMMAND
 from tests.pack_faults import HANDLERS as FAULTY
 
 Expected = tuple[Path, dict[str, str]]
@@ -99,8 +99,11 @@ def test_a_shard_that_is_cut_is_missed(case: PackCase) -> None:
 
 
 def test_tasks_beside_each_other_killed_and_run_again(case: PackCase, expected: Expected) -> None:
+    case.write_faults(study={"*": "hold"})
+
     def run(index: int) -> int:
-        arguments = ["-m", "pipelines.pack", "--config", str(case.config_path), "--task", f"{index}/3"]
+        command = ["-c", FAULTY_COMMAND] if index == 0 else ["-m", "pipelines.pack"]
+        arguments = [*command, "--config", str(case.config_path), "--task", f"{index}/3"]
         with subprocess.Popen(
             [sys.executable, *arguments],
             cwd=REPOSITORY,
@@ -108,19 +111,14 @@ def test_tasks_beside_each_other_killed_and_run_again(case: PackCase, expected: 
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         ) as task:
-            fragments = case.output / ".work" / "fragments"
-            until = time.monotonic() + 100
-            while index == 0 and task.poll() is None and time.monotonic() < until:
-                if list(fragments.rglob("*.fragment")):
-                    os.killpg(task.pid, signal.SIGKILL)
-                    return task.wait(60)
-                time.sleep(0.005)
-            return task.wait(100)
+            if index == 0:
+                case.wait_until_held(task)
+                os.killpg(task.pid, signal.SIGKILL)
+            return task.wait(PATIENCE_S)
 
     with ThreadPoolExecutor(3) as pool:
         codes = list(pool.map(run, range(3)))
-    assert codes[1:] == [0, 0]
-    assert codes[0] in {0, -signal.SIGKILL}
+    assert codes == [-signal.SIGKILL, 0, 0]
     assert case.pack(share=Share(0, 3)).status == "task_done"
     assert case.pack(is_merge=True).status == "packed"
     assert tree_digests(case.output) == expected[1]

@@ -22,7 +22,7 @@ from shardflow.shards.verification import verify
 from shardflow.storage import open_store
 from tests.dicom_factory import make_study
 from tests.object_stores import s3_bucket
-from tests.pack_case import REPOSITORY, PackCase
+from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase
 
 _NUMBERS = count()
 
@@ -141,7 +141,7 @@ def test_of_two_jobs_with_one_address_one_is_refused(case: PackCase, address: st
                 text=True,
             )
         )
-    said = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in running]
+    said = [json.loads(process.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for process in running]
     codes = [process.returncode for process in running]
     assert sorted(codes) == [0, 2], said
     _check(jobs[codes.index(0)], address)

@@ -41,6 +41,15 @@ def test_shifted_dates_keep_their_distance_and_leave_their_year(
     assert not weeks or said[0].weekday() == first.weekday()
 
 
+def test_a_date_that_shifts_out_of_the_calendar_is_not_said() -> None:
+    early = _dates(date(1900, 1, 1), "shift")
+    assert early.facts() == {"mode": "shift", "study_date": None}
+    assert early.when(date(1900, 1, 1)) == {}
+    assert early.say()(date(1900, 1, 1)) is None
+    assert parse_date("18991231") is None
+    assert parse_date("19000101") == date(1900, 1, 1)
+
+
 def test_origins_differ_between_patients_and_keys() -> None:
     day = date(2019, 3, 14)
     other = StudyDates(

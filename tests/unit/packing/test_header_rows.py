@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import StorageError
-from shardflow.packing.header_rows import HeaderRow, load_rows, read_rows, store_rows
+from shardflow.packing.header_rows import HeaderRow, RowPlace, load_rows, read_rows, store_rows
 from shardflow.sources.dicom import InstanceHeader, read_header
 from tests.dicom_factory import make_study
 
@@ -32,7 +32,10 @@ def test_rows_read_back_whole_and_one_by_one(tmp_path: Path, rows: list[HeaderRo
     path = tmp_path / "batch"
     places = store_rows(path, "d" * 64, rows)
     assert load_rows(path, "d" * 64) == (rows, places)
-    assert read_rows(tmp_path, [("batch", *places[3]), ("batch", *places[0])]) == [rows[3], rows[0]]
+    assert read_rows(tmp_path, [RowPlace("batch", *places[3]), RowPlace("batch", *places[0])]) == [
+        rows[3],
+        rows[0],
+    ]
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -50,9 +53,9 @@ def test_other_digests_and_torn_files_are_not_taken(tmp_path: Path, rows: list[H
 def test_rows_that_cannot_be_read_back_stop_the_job(tmp_path: Path, rows: list[HeaderRow]) -> None:
     places = store_rows(tmp_path / "batch", "d" * 64, rows)
     with pytest.raises(StorageError, match="header rows must be as they were written"):
-        read_rows(tmp_path, [("batch", places[1][0] + 3, places[1][1])])
+        read_rows(tmp_path, [RowPlace("batch", places[1][0] + 3, places[1][1])])
     with pytest.raises(StorageError, match="reading header rows"):
-        read_rows(tmp_path, [("gone", *places[1])])
+        read_rows(tmp_path, [RowPlace("gone", *places[1])])
 
 
 def test_the_digest_is_of_the_content(rows: list[HeaderRow]) -> None:

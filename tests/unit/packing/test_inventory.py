@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from shardflow.errors import ShardflowError
@@ -12,6 +10,7 @@ from shardflow.packing.inventory import (
     PACKED,
     UNDECIDED,
     FileTable,
+    ScannedFile,
     StudyTable,
     count_outcomes,
     count_reasons,
@@ -25,22 +24,22 @@ pytestmark = pytest.mark.fast
 
 def _row(
     number: int, study: str = "", patient: str = "p", reason: str | None = None, size: int = 10
-) -> list[Any]:
-    return [
-        f"s{number:025d}",
-        reason,
-        study,
-        patient,
-        7,
-        size,
-        1,
-        number,
-        0,
-        number,
-        1000 + number,
-        100 * number,
-        50,
-    ]
+) -> ScannedFile:
+    return ScannedFile(
+        surrogate=f"s{number:025d}",
+        reason=reason,
+        study=study,
+        patient=patient,
+        bucket=7,
+        decoded_bytes=size,
+        num_slices=1,
+        instance=number,
+        series=0,
+        digest=number,
+        modified_ns=1000 + number,
+        row_offset=100 * number,
+        row_num_bytes=50,
+    )
 
 
 def test_files_are_found_by_study_in_ascending_order() -> None:

@@ -10,7 +10,7 @@ import pytest
 from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import StorageError
 from shardflow.packing.inventory import PACKED, UNDECIDED, StudyTable, reason_code, reason_name
-from shardflow.packing.linking import ReportTable, link_reports, read_report
+from shardflow.packing.linking import ReportPlace, ReportTable, link_reports, read_report
 from shardflow.sources.reasons import Reason
 from shardflow.sources.reports import BrokenReport, ReportRecord
 
@@ -39,8 +39,7 @@ def test_texts_wait_in_the_private_file(tmp_path: Path) -> None:
     assert table.study.tolist() == [1, 0]
     assert table.report_of == {0: 1, 1: 0}
     texts = [
-        read_report(tmp_path / "reports.bin", int(offset), int(size)).decode()
-        for offset, size in zip(table.offset, table.num_bytes, strict=True)
+        read_report(tmp_path / "reports.bin", table.place_of(report)).decode() for report in range(len(table))
     ]
     assert texts == ["eins \u2603", "zwei"]
     assert (tmp_path / "reports.bin").stat().st_mode & 0o777 == 0o600
@@ -86,7 +85,7 @@ def test_no_reports_at_all(tmp_path: Path) -> None:
 def test_a_cut_file_of_texts_is_noticed(tmp_path: Path) -> None:
     _link(tmp_path, _report("1.1", "long enough"))
     with pytest.raises(StorageError, match="got a cut one"):
-        read_report(tmp_path / "reports.bin", 4, 100)
+        read_report(tmp_path / "reports.bin", ReportPlace(offset=4, num_bytes=100, people_num_bytes=0))
     (tmp_path / "reports.bin").unlink()
     with pytest.raises(StorageError, match="reading a report text"):
-        read_report(tmp_path / "reports.bin", 0, 1)
+        read_report(tmp_path / "reports.bin", ReportPlace(offset=0, num_bytes=1, people_num_bytes=0))

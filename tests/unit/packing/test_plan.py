@@ -17,7 +17,7 @@ from shardflow.packing.config import (
     PolicyConfig,
     ShardsConfig,
 )
-from shardflow.packing.inventory import UNDECIDED, FileTable, reason_name
+from shardflow.packing.inventory import UNDECIDED, FileTable, ScannedFile, reason_name
 from shardflow.packing.linking import ReportTable
 from shardflow.packing.plan import PackPlan, build_plan, split_of_bucket
 from shardflow.packing.scan import NUM_BUCKETS
@@ -37,27 +37,27 @@ def _config(**changes: Any) -> PackConfig:
 
 def _row(
     number: int, study: str, *, bucket: int, size: int = 1000, reason: str | None = None, instance: int = 0
-) -> list[Any]:
-    return [
-        f"i{number:025d}",
-        reason,
-        study,
-        f"p{study}",
-        bucket,
-        size,
-        1,
-        instance or number + 1,
-        0,
-        number,
-        0,
-        0,
-        0,
-    ]
+) -> ScannedFile:
+    return ScannedFile(
+        surrogate=f"i{number:025d}",
+        reason=reason,
+        study=study,
+        patient=f"p{study}",
+        bucket=bucket,
+        decoded_bytes=size,
+        num_slices=1,
+        instance=instance or number + 1,
+        series=0,
+        digest=number,
+        modified_ns=0,
+        row_offset=0,
+        row_num_bytes=0,
+    )
 
 
-def _files(*rows: list[Any]) -> FileTable:
+def _files(*rows: ScannedFile) -> FileTable:
     table = FileTable(len(rows))
-    table.add(0, list(rows))
+    table.add(0, rows)
     return table
 
 
