@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.bench_advice import advise
-from pipelines.surface import (
+from pipelines.common import (
     add_json,
     add_subset,
     human_bytes,
@@ -28,9 +28,8 @@ from shardflow.storage import CacheConfig
 if TYPE_CHECKING:
     from pipelines.bench_measure import BenchOptions, Measured
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "measure each stage and whole batches beside their limits, and say what would help"
 DESCRIPTION = """\
 Handles the same samples (primary series and report) in several ways, in turns:
 

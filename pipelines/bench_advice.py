@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pipelines.surface import human_bytes
+from pipelines.common import human_bytes
 
 __all__ = ["advise"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.bench_cache import tier_shares
 from pipelines.bench_model_advice import advise_job, short
-from pipelines.surface import human_bytes, show_facts, show_lines, show_table, step_progress, write_json
+from pipelines.common import human_bytes, show_facts, show_lines, show_table, step_progress, write_json
 from shardflow.configs import load_config
 from shardflow.errors import ConfigError
 from shardflow.training.config import TrainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipelines.surface import (
+from pipelines.common import (
     add_dataset,
     add_json,
     counted,
@@ -29,9 +29,8 @@ from shardflow.preview import (
 from shardflow.shards import Dataset
 from shardflow.storage import write_atomic
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "draw slices of a study beside its report (PNG)"
 DESCRIPTION = """\
 Draws slices of a study, evenly spread over its primary series, with the sides of the patient, a scale bar and
 slice numbers, beside the report. With --findings the report is drawn with its findings marked by what is said

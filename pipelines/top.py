@@ -17,9 +17,8 @@ from pipelines.top_screen import show_live, show_replay
 from shardflow.errors import ConfigError
 from shardflow.monitoring.live import LiveRun
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "a run in the terminal: rates, where a step's time goes, ranks, verdict; live or played back"
 DESCRIPTION = """\
 Shows a training run while it goes on: rate of steps and wait for data, parts of a step, what the loader's
 threads do, queues, tiers, ranks, memory, the verdict with its advice, the tuner, goodput. Reads metrics.jsonl

@@ -9,8 +9,8 @@ import shlex
 import pytest
 
 from pipelines import cli, pack, synth, train, train_tokenizer
+from pipelines.common import HelpFormatter
 from pipelines.demo import __main__ as demo
-from pipelines.help_text import HelpFormatter
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, PATHOLOGIES
 
 pytestmark = pytest.mark.fast
