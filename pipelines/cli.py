@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from shardflow.logs import describe_exception
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
+_EXIT_STOPPED = 75  # of training: start again later
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,10 @@ The usual way: synth (or own data) -> pack -> info, verify, preview, report -> p
 _EPILOG = """\
 Each command explains itself: shardflow COMMAND --help
 
-Exit codes: 0 done; 1 damage, or a failure; 2 a setting or an argument is wrong, or an extra is not installed;
-3 (pack) more inputs are quarantined than allowed; 75 (train) stopped with a checkpoint; 130 stopped by a signal.
-An error is one line on standard error. Colours are left out where standard output is no terminal, or NO_COLOR
-is set.
+Exit codes: 0 done; 1 damage, or a failure; 2 a setting or an argument is wrong, or an extra is not
+installed; 3 (pack) more inputs are quarantined than allowed; 75 (train) stopped with a checkpoint; 130
+stopped by a signal. An error is one line on standard error. Colors are left out where standard output is no
+terminal, or NO_COLOR is set.
 """
 # What decides whether two machines can give the same bytes, or run at all.
 _VERSIONS_SHOWN = (
@@ -194,12 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
+    if argv is None and name == "train":
+        # As process 1 of a container a job ignores every signal that it does not handle, imports or not.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_STOPPED))
     as_json = "--json" in arguments
     try:
-        if name and name not in COMMANDS and not name.startswith("-"):
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise ConfigError(f"COMMAND must be one of those in shardflow --help, got {name!r}{hint}")
+        _check_command(name)
         parsed = build_parser(name).parse_args(arguments)
         code: int = parsed.run(parsed)
         sys.stdout.flush()
@@ -226,6 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(message, EXIT_FAILED, as_json=False)
         return _fail(f"internal error: {describe_exception(error)}", EXIT_FAILED, as_json=as_json)
     return code
+
+
+def _check_command(name: str) -> None:
+    if name and name not in COMMANDS and not name.startswith("-"):
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigError(f"COMMAND must be one of those in shardflow --help, got {name!r}{hint}")
 
 
 def extra_of(error: ModuleNotFoundError) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,8 +21,9 @@ from rich.table import Table
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.logs import LINE_EVERY_S, time_left
-from shardflow.shards import Dataset
-from shardflow.storage import LocalStore, open_store
+
+if TYPE_CHECKING:
+    from shardflow.shards import Dataset
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -149,6 +150,8 @@ def existing_dataset(url: str) -> str:
         ConfigError: No folder is there, or no store speaks the scheme of the address. A remote store is not
             asked yet: without a manifest it is no dataset.
     """
+    from shardflow.storage import LocalStore, open_store
+
     try:
         store = open_store(url)
     except StorageError as error:
@@ -170,6 +173,8 @@ def open_dataset(url: str, *, with_studies: bool = False) -> Dataset:
         ConfigError: No such folder, or no studies where there must be.
         ManifestError: No manifest, or one that cannot be trusted.
     """
+    from shardflow.shards import Dataset
+
     dataset = Dataset.open(existing_dataset(url))
     if with_studies and dataset.is_foreign:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The command ``shardflow completion``: a script that completes the command line in a shell (written by shtab)."""
+"""The command ``shardflow completion``: a script of shtab that completes the command line in a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``shardflow plan``: the micro-batches of an epoch and the rank that runs each, before its first step."""
+"""The command ``shardflow plan``: the micro-batches of an epoch, and the rank that runs each of them."""
 
 from __future__ import annotations
 

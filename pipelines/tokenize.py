@@ -1,4 +1,4 @@
-"""The commands for tokens: ``shardflow tokenize`` (token ids beside a dataset) and ``shardflow train-tokenizer``."""
+"""The commands ``shardflow tokenize`` (token ids beside a dataset) and ``shardflow train-tokenizer``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The command ``shardflow train``: torchrun, with an exit code that schedulers can act on.
 
-torchrun turns every exit code of a rank into 1; this launcher exits with the code that the failed ranks of this
-machine share (2, 75), so that Kubernetes and SLURM can tell "start me again" from "do not". It passes the first
-stop signal on to the ranks, SIGUSR1 as well as SIGTERM, and no later one: SLURM may send several, and torchrun
-abandons its ranks at the third. It handles signals from its start, with 75 as the answer, even as process 1 of a
-container, which the kernel shields from signals that nobody handles.
+torchrun turns every exit code of a rank into 1; this launcher exits with the code that the failed ranks of
+this machine share (2, 75), so that Kubernetes and SLURM can tell "start me again" from "do not". It passes
+the first stop signal on to the ranks, SIGUSR1 as well as SIGTERM, and no later one: SLURM may send several,
+and torchrun abandons its ranks at the third. It handles signals from its start, with 75 as the answer, even
+as process 1 of a container, which the kernel shields from signals that nobody handles.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from shardflow.training import __main__ as job
 from shardflow.training.__main__ import CODES_VARIABLE, EXIT_FAILED, EXIT_STOPPED, RANK_MARK
 
 DESCRIPTION: Final = """\
-Trains a vision encoder and a language model on the studies and reports of a dataset. With --nproc-per-node or
-another option of torchrun, torchrun starts a process a GPU (or a share of the CPUs) on this machine; without, the
-job runs as one process. Copy pipelines/recipes/train_reports_cpu.toml or train_reports_gpus.toml to begin a FILE.
+Trains a vision encoder and a language model on the studies and reports of a dataset. With --nproc-per-node
+or another option of torchrun, torchrun starts the processes of this machine, one a GPU (or a share of the
+CPUs); without, the job runs as one process. Copy pipelines/recipes/train_reports_cpu.toml or
+train_reports_gpus.toml to begin a FILE.
 
 Start the same command again to resume from the newest checkpoint, with any number of processes up to
 batch.micro_batches_per_step. Progress goes to standard error; the last line of standard output is one JSON
@@ -44,7 +45,9 @@ examples:
   shardflow train --config my-training.toml --propose-micro-batch
 
 exit codes: 0 finished; 1 failed, the log says why; 2 a setting is wrong, the checkpoint is of another run, or
-three starts in a row made no progress; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint: start again to resume.
+three starts in a row made no progress; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint: start again to
+resume.
+
 Under another launcher each rank is: python -m shardflow.training --config FILE
 """
 
@@ -109,7 +112,7 @@ def _torchrun_options(arguments: argparse.Namespace) -> list[str]:
         return [f"{name}={value}" for name, value in values if value is not None]
 
     processes, nodes = given(_PROCESSES), given(_NODES)
-    # Without a rendezvous of its own, a second job on this machine would meet the first one at torchrun's port.
+    # Without a rendezvous of its own, two jobs on a machine would meet at torchrun's port.
     is_alone = arguments.standalone or (processes and not nodes)
     return [*(["--standalone"] if is_alone else []), *nodes, *processes]
 

@@ -1,6 +1,6 @@
 """Settings of a training run: one frozen dataclass, one table of the TOML file for each part.
 
-Owns the names, defaults and ranges of every setting of ``pipelines.train``; a module for each area, and the
+Owns the names, defaults and ranges of every setting of ``shardflow train``; a module for each area, and the
 whole in ``whole``. Does not read files (that is ``shardflow.configs``) and imports no torch, so that a wrong
 setting is reported before seconds of imports.
 Invariant: an instance that exists is consistent; what two tables must agree on is checked at the top.

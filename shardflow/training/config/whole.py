@@ -22,7 +22,7 @@ __all__ = ["TrainConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Everything that ``pipelines.train`` is told."""
+    """Every setting of a training job."""
 
     data: DataSettings
     batch: BatchSettings

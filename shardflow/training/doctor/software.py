@@ -77,7 +77,7 @@ def _launcher(around: Surroundings) -> Iterator[Finding]:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
             "be 1 where torchrun restarts ranks (pytorch #135712)",
             "it unset: the first restart after a kill fails",
-            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or start python -m pipelines.launch",
+            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or start shardflow train",
         )
     timeout = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     if timeout.isdigit() and int(timeout) < _LEAST_SHUTDOWN_S:

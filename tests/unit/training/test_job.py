@@ -1,4 +1,4 @@
-"""The job ``pipelines.train`` in this process: exit codes, the summary line, progress."""
+"""The training job in this process: exit codes, the summary line, progress."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.launch import EXIT_STOPPED
-from pipelines.train import EXIT_CONFIGURATION, EXIT_FAILED, main
+from shardflow.training.__main__ import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_STOPPED, main
 from shardflow.training.metrics import read_metrics
 from tests.tiny_runs import TinyInput, write_config
 
@@ -71,7 +70,7 @@ def test_wrong_arguments_are_one_line_and_exit_with_two(capsys: pytest.CaptureFi
     assert main(["--config"]) == EXIT_CONFIGURATION
     captured = capsys.readouterr().err
     assert captured.count("\n") == 1
-    assert captured.endswith("see: python -m pipelines.train --help\n")
+    assert captured.endswith("see: python -m shardflow.training --help\n")
 
 
 def test_failure_exits_with_one(tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import train
+from pipelines.cli import main
 from shardflow.configs import dump_config
 from shardflow.errors import ConfigError
 from shardflow.training.config import BatchSettings
@@ -38,7 +38,7 @@ def test_memory_of_the_small_model_grows_and_a_proposal_keeps_the_samples_of_a_s
     config = tiny_config(tiny, tmp_path / "run", *shapes, "batch.micro_batches_per_step=6")
     path = tmp_path / "run.toml"
     path.write_text(dump_config(config), encoding="utf-8")
-    assert train.main(["--config", str(path), "--propose-micro-batch"]) == 0
+    assert main(["train", "--config", str(path), "--propose-micro-batch"]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     sizes, peaks = zip(*found["points"], strict=True)
     assert sizes == (1, 2, 4, 8, 16, 32, 64)[: len(sizes)]
