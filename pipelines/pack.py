@@ -30,7 +30,7 @@ from pipelines.common import (
 )
 from shardflow.configs import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
-from shardflow.logs import configure_logging, describe_exception
+from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left
 
 if TYPE_CHECKING:
     from shardflow.packing import PackMode, PackSummary
