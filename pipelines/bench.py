@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pipelines.common import (
     add_json,
@@ -24,6 +25,10 @@ from pipelines.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardflow.training.config import TrainConfig
+    from shardflow.training.headspace import Headspace, HeadspaceRound
 
 DESCRIPTION: Final = """\
 Handles the same samples (primary series and report) in several ways, in turns:
@@ -180,7 +185,6 @@ def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
             "data.dataset=DATASET."
         )
     # Torch takes seconds to import; a wrong setting is reported before that.
-    from pipelines.bench_measure import describe_job
     from shardflow.training.headspace import HeadspaceOptions, measure_headspace
 
     options = HeadspaceOptions(num_rounds=arguments.repeats, num_steps=arguments.steps)
@@ -192,6 +196,71 @@ def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return None
     facts = describe_job(headspace, config, busy)
     return {**facts, "advice": advise_job(facts)}
+
+
+def describe_job(headspace: Headspace, config: TrainConfig, busy: float) -> dict[str, Any]:
+    """Turn the rounds of a job's ceilings into rates and shares."""
+    results = {name: _steps(rounds) for name, rounds in headspace.rounds.items()}
+    rates: dict[str, float] = {name: one["steps_per_s"] for name, one in results.items()}
+    lower = "loader" if rates["loader"] < rates["compute"] else "compute"
+    together = headspace.rounds["together"]
+    waited = sum(one.data_wait_s for one in together) / sum(one.seconds for one in together)
+    return {
+        "device": headspace.device,
+        "ranks": headspace.world_size,
+        "precision": config.run.precision,
+        "micro_batches_per_step": config.batch.micro_batches_per_step,
+        "execution": config.loader.execution,
+        "threads": config.loader.num_threads,
+        "has_cache": config.cache.is_on,
+        "processors": os.cpu_count(),
+        "load_before": round(busy, 2),
+        "repeats": len(together),
+        "replayed_micro_batches": headspace.num_replayed,
+        "replayed_bytes": headspace.replayed_bytes,
+        "stages": {name: round(seconds, 6) for name, seconds in headspace.stages.items() if seconds},
+        "tiers": _tier_shares(headspace.tier_bytes) if config.cache.is_on else {},
+        "results": results,
+        "lower_ceiling": lower,
+        "share_of_lower": round(rates["together"] / rates[lower], 4),
+        "share_of_loader": round(rates["together"] / rates["loader"], 4),
+        "share_of_compute": round(rates["together"] / rates["compute"], 4),
+        "data_wait_share": round(min(1.0, waited), 4),
+        "headspace": {
+            "with_free_data": round(max(1.0, rates["compute"] / rates["together"]), 4),
+            "with_free_compute": round(max(1.0, rates["loader"] / rates["together"]), 4),
+        },
+    }
+
+
+def _steps(rounds: Sequence[HeadspaceRound]) -> dict[str, Any]:
+    step_s = [one.seconds / one.num_steps for one in rounds]
+    median = statistics.median(step_s)
+    samples = sum(one.num_samples for one in rounds) / sum(one.num_steps for one in rounds)
+    return {
+        "steps": [one.num_steps for one in rounds],
+        "step_seconds": [round(value, 7) for value in step_s],
+        "median_step_seconds": round(median, 7),
+        "spread": round((max(step_s) - min(step_s)) / median, 4),
+        "steps_per_s": 1 / median,
+        "steps_per_s_range": [1 / max(step_s), 1 / min(step_s)],
+        "samples_per_step": round(samples, 3),
+        "samples_per_s": round(samples / median, 3),
+    }
+
+
+def _tier_shares(num_bytes: Mapping[str, float]) -> dict[str, float]:
+    """Return from where a loader's bytes came: its caches, or the origin, prefetched or not.
+
+    What was prefetched is found in a cache when it is read; it counts as fetched.
+    """
+    found = num_bytes["ram"] + num_bytes["disk"]
+    total = max(num_bytes["read"], num_bytes["origin"])
+    if not total:
+        return {}
+    origin = num_bytes["origin"] / total
+    kept = {tier: (1 - origin) * (num_bytes[tier] / found if found else 0.0) for tier in ("ram", "disk")}
+    return {**{tier: round(share, 4) for tier, share in kept.items()}, "origin": round(origin, 4)}
 
 
 def _show_dataset(facts: dict[str, Any]) -> None:

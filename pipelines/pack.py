@@ -21,13 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pipelines.common import (
-    LINE_EVERY_S,
-    add_job_settings,
-    counted,
-    interruptible,
-    time_left,
-)
+from pipelines.common import add_job_settings, counted, interruptible
 from shardflow.configs import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left

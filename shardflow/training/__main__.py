@@ -1,4 +1,4 @@
-"""The training job as one process: ``python -m shardflow.training --config FILE``, which torchrun starts N times.
+"""One process of a training job: ``python -m shardflow.training --config FILE``; torchrun starts several.
 
 ``shardflow train`` starts torchrun on it. Torch is imported only once the settings are known to be right.
 """
@@ -36,7 +36,7 @@ EXIT_STOPPED: Final = 75
 EXIT_INTERRUPTED: Final = 130
 
 CODES_VARIABLE: Final = "SHARDFLOW_EXIT_CODES"
-"""Environment variable with the folder where the ranks of a machine leave their exit codes for the launcher."""
+"""Environment variable: folder where the ranks of a machine leave their exit codes for the launcher."""
 RANK_MARK: Final = "-rank-"
 """In the name of such a file, between the attempt and the local rank."""
 
@@ -145,11 +145,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _propose(config: TrainConfig) -> int:
     """Print the memory curve, a line a size, and last of all JSON."""
-    from shardflow.training.memory_curve import measure_memory_curve
+    from shardflow.training.memory_probe import measure_memory_curve
 
     curve = measure_memory_curve(config, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    for point in curve.points:
-        _LOGGER.info("%d samples take %.3g GB", point.micro_batch_size, point.peak_bytes / 1e9)
+    for size, peak_bytes in curve.points:
+        _LOGGER.info("%d samples take %.3g GB", size, peak_bytes / 1e9)
     _LOGGER.info("%s", curve.text())
     print(json.dumps(curve.to_json()), flush=True)
     return 0

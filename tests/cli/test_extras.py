@@ -76,10 +76,11 @@ def test_a_minimal_install_runs_every_help(tmp_path: Path) -> None:
     uv = [sys.executable, "-m", "uv"] if shutil.which("uv") is None else ["uv"]
     python = tmp_path / "venv" / "bin" / "python"
     constraints = REPOSITORY / "constraints.txt"
-    for command in (
+    commands: list[list[str | Path]] = [
         [*uv, "venv", "--quiet", "--python", sys.executable, python.parents[1]],
         [*uv, "pip", "install", "--quiet", "--python", python, "--constraints", constraints, REPOSITORY],
-    ):
+    ]
+    for command in commands:
         subprocess.run(command, check=True, timeout=300)
     shardflow = python.with_name("shardflow")
     for name in ("", *COMMANDS):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.common import Pace, step_progress, time_left
+from pipelines.common import Pace, step_progress
+from shardflow.logs import time_left
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.verdict.one import make_inputs
-from pipelines.bench_measure import describe_job
+from pipelines.bench import describe_job
 from shardflow.errors import ConfigError, RanksDisagreeError
 from shardflow.monitoring.tuner import Change, Tuner
 from shardflow.monitoring.tuner_file import TUNED_FILE

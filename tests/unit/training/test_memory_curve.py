@@ -12,20 +12,20 @@ from pipelines.cli import main
 from shardflow.configs import dump_config
 from shardflow.errors import ConfigError
 from shardflow.training.config import BatchSettings
-from shardflow.training.memory_curve import MemoryPoint, fit_memory, measure_memory_curve
+from shardflow.training.memory_probe import fit_memory, measure_memory_curve
 from tests.tiny_runs import TinyInput, tiny_config
 
 
-def points(*peaks: int) -> list[MemoryPoint]:
-    return [MemoryPoint(micro_batch_size=1 << place, peak_bytes=peak) for place, peak in enumerate(peaks)]
+def points(*peaks: int) -> list[tuple[int, int]]:
+    return [(1 << place, peak) for place, peak in enumerate(peaks)]
 
 
 def test_a_line_lies_on_or_above_all_points() -> None:
     assert fit_memory(points(120, 140, 180, 260)) == (100, 20)
     seen = points(130, 140, 200, 250)
     fixed, each = fit_memory(seen)
-    for one in seen:
-        assert fixed + each * one.micro_batch_size >= one.peak_bytes - len(seen)  # rounded
+    for size, peak_bytes in seen:
+        assert fixed + each * size >= peak_bytes - len(seen)  # rounded
     assert fit_memory(points(100)) == (0, 100)
     assert fit_memory(points(100, 100, 100)) == (99, 1)
 
