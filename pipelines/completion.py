@@ -12,7 +12,7 @@ DESCRIPTION: Final = """\
 Prints a script that completes commands, options, choices and files.
 
   bash  add to ~/.bashrc:            eval "$(shardflow completion bash)"
-  zsh   add to ~/.zshrc:             eval "$(shardflow completion zsh)"
+  zsh   in ~/.zshrc after compinit:  eval "$(shardflow completion zsh)"
   fish  once, and after an update:   shardflow completion fish > ~/.config/fish/completions/shardflow.fish
 """
 EXAMPLES: Final = """\

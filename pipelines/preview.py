@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_dataset(parser)
     parser.add_argument("key", metavar="KEY", help="sample key, or a row such as train:0")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="PNG file to write")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=_png_file, required=True, help="PNG file to write"
+    )
     parser.add_argument(
         "--series", metavar="S", type=natural_number, default=0, help="series, from 0 (0: primary)"
     )
@@ -80,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--font", metavar="FILE", type=Path, help="font for scripts that the system's fonts lack"
     )
     add_json(parser)
+
+
+def _png_file(text: str) -> Path:
+    if Path(text).suffix.lower() not in {"", ".png"}:
+        raise argparse.ArgumentTypeError(f"must name a .png file, got {text!r}")
+    return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -60,6 +60,10 @@ def test_wrong_command_line_is_one_line_and_code_2(call: Call, arguments: tuple[
     assert called.err.count("\n") == 1
 
 
+def test_unknown_command_is_answered_with_the_nearest_one(call: Call) -> None:
+    assert "did you mean verify?" in call("verfy", "x").err
+
+
 @pytest.mark.parametrize("command", ["info", "verify"])
 def test_missing_folder(call: Call, tmp_path: Path, command: str) -> None:
     called = call(command, tmp_path / "nothing", "--json")

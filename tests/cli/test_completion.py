@@ -77,7 +77,7 @@ def test_fish_offers_what_fits(call: Call, tmp_path: Path) -> None:
         )
         return [each.split("\t")[0] for each in done.stdout.splitlines()]
 
-    assert offered("shardflow p") == ["pack", "pack-text", "plan", "preview"]
+    assert sorted(offered("shardflow p")) == ["pack", "pack-text", "plan", "preview"]
     assert offered("shardflow preview --sl") == ["--slices"]
     assert sorted(offered("shardflow plan x --tail ")) == ["drop", "mask", "repeat"]
     assert offered("shardflow completion z") == ["zsh"]
@@ -101,7 +101,8 @@ def test_zsh_offers_what_fits(call: Call, tmp_path: Path) -> None:
     )
     os.close(follower)
     try:
-        _type(leader, f"source {script} && print lo''aded\n", until="loaded")
+        load = f'autoload -Uz compinit && compinit -u -D && eval "$(<{script})"'
+        _type(leader, f"{load} && print lo''aded\n", until="loaded")
         # A prefix that one name has is completed; one of several lists them.
         _type(leader, "shardflow prev\t", until="preview ")
         _type(leader, "--sl\t", until="--slices ")
