@@ -232,11 +232,7 @@ class LineProgress:
 def make_progress(stream: TextIO | None = None) -> BarProgress | LineProgress:
     """Choose bars for a terminal and lines for anything else."""
     target = stream if stream is not None else sys.stderr
-    if not target.isatty():
-        return LineProgress(target)
-    from pipelines.pack import BarProgress
-
-    return BarProgress(target, _TITLES)
+    return BarProgress(target, _TITLES) if target.isatty() else LineProgress(target)
 
 
 class BarProgress:

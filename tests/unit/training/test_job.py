@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import torch
 
 from shardflow.training.__main__ import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_STOPPED, main
 from shardflow.training.metrics import read_metrics
+from tests.conftest import REPOSITORY
 from tests.tiny_runs import TinyInput, write_config
 
 
@@ -101,3 +104,11 @@ def test_settings_can_be_shown(tiny: TinyInput, tmp_path: Path, capsys: pytest.C
     assert main([f"--config={config}", "--print-config", "--set=run.seed=5"]) == 0
     assert "seed = 5" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_the_entry_of_a_checkout_is_the_same_job(tmp_path: Path) -> None:
+    """``torchrun -m pipelines.train`` of earlier scripts."""
+    command = [sys.executable, "-m", "pipelines.train", "--config", str(tmp_path / "none.toml")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == EXIT_CONFIGURATION, done.stderr
+    assert "ERROR shardflow.training: " in done.stderr
