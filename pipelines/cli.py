@@ -8,82 +8,109 @@ more was quarantined than allowed. An error is one line on standard error, and w
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
-from pipelines import (
-    bench,
-    compact,
-    completion,
-    copy,
-    doctor,
-    entities,
-    goodput,
-    index,
-    info,
-    ledger,
-    metrics,
-    pack_text,
-    plan,
-    preview,
-    remove,
-    report,
-    synth,
-    tokenize,
-    top,
-    verdict,
-    verify,
-    view,
-)
-from pipelines.help_text import CommandParser, HelpFormatter
+from pipelines.common import CommandParser, HelpFormatter
 from shardflow._version import __version__
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.logs import describe_exception
 
-__all__ = [
-    "EXIT_CONFIGURATION",
-    "EXIT_FAILED",
-    "EXIT_INTERRUPTED",
-    "build_parser",
-    "command_parsers",
-    "main",
-]
-
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
+_EXIT_STOPPED = 75  # of training: start again later
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """An entry of the command table; its module is imported when the command is asked for."""
+
+    module: str
+    summary: str
+    declare: str = "add_arguments"
+    """Function of the module that declares the options on a parser."""
+    run: str = "run"
+    """Function of the module that takes what was parsed and returns the exit code."""
+
 
 # In the order in which a newcomer meets them.
-_COMMANDS = {
-    "synth": synth,
-    "pack-text": pack_text,
-    "index": index,
-    "info": info,
-    "verify": verify,
-    "view": view,
-    "preview": preview,
-    "report": report,
-    "copy": copy,
-    "tokenize": tokenize,
-    "entities": entities,
-    "plan": plan,
-    "doctor": doctor,
-    "ledger": ledger,
-    "goodput": goodput,
-    "top": top,
-    "verdict": verdict,
-    "metrics": metrics,
-    "remove": remove,
-    "compact": compact,
-    "bench": bench,
-    "completion": completion,
+COMMANDS: Final = {
+    "synth": Command("pipelines.synth", "generate studies, reports and their truth, for tests and demos"),
+    "pack": Command("pipelines.pack", "pack DICOM studies and reports into a dataset"),
+    "pack-text": Command("pipelines.pack_text", "pack JSONL and Parquet texts into a dataset"),
+    "index": Command(
+        "pipelines.index", "make a dataset of WebDataset tars that others wrote, without copying them"
+    ),
+    "info": Command("pipelines.info", "show what a dataset holds"),
+    "verify": Command("pipelines.verify", "check every byte against index and manifest"),
+    "view": Command("pipelines.view", "look into a dataset in a browser: studies, slices, reports, findings"),
+    "preview": Command("pipelines.preview", "draw slices of a study beside its report (PNG)"),
+    "report": Command(
+        "pipelines.report", "write one page about a dataset, a training run, or two runs (HTML)"
+    ),
+    "copy": Command("pipelines.copy", "copy a dataset between stores, every byte checked"),
+    "train-tokenizer": Command(
+        "pipelines.tokenize",
+        "make a tokenizer from the reports of a dataset",
+        "add_training_arguments",
+        "run_training",
+    ),
+    "tokenize": Command("pipelines.tokenize", "add the token ids of all texts for one tokenizer"),
+    "entities": Command(
+        "pipelines.entities", "make a view whose samples are findings with the slices that show them"
+    ),
+    "plan": Command("pipelines.plan", "show an epoch before its first step: steps, micro-batches, samples"),
+    "doctor": Command("pipelines.doctor", "check this machine and environment before training"),
+    "train": Command("pipelines.train", "train a vision-language model on a dataset, on any number of GPUs"),
+    "ledger": Command("pipelines.ledger", "which samples made a run; compare two runs"),
+    "goodput": Command(
+        "pipelines.goodput", "where a run's time went: useful steps, waits, restarts, lost work"
+    ),
+    "top": Command("pipelines.top", "a run in the terminal: rates, where a step's time goes, ranks, verdict"),
+    "verdict": Command("pipelines.verdict", "say what a training run is bound by, and what to do about it"),
+    "metrics": Command("pipelines.metrics", "serve a run's numbers to Prometheus, from its folder"),
+    "remove": Command(
+        "pipelines.versions",
+        "take studies or patients out of a dataset, for good",
+        "add_remove_arguments",
+        "run_remove",
+    ),
+    "compact": Command(
+        "pipelines.versions",
+        "write shards again without removed samples",
+        "add_compact_arguments",
+        "run_compact",
+    ),
+    "bench": Command(
+        "pipelines.bench", "measure how fast a dataset is read, what limits it, and what would help"
+    ),
+    "completion": Command(
+        "pipelines.completion", "print a script that completes the command line in a shell"
+    ),
 }
-_PACK_SUMMARY = "pack DICOM studies and reports into a dataset"
+EXTRAS: Final = {
+    "pack": "ahocorasick edfio highdicom imagecodecs nibabel PIL pyarrow pydicom rapidfuzz",
+    "wfdb": "wfdb",
+    "train": "safetensors tensorboard tokenizers torch transformers",
+    "remote": "obstore",
+    "ray": "ray",
+    "prometheus": "prometheus_client",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "lora": "peft",
+}
+"""Optional dependencies by the extra that installs them, as import names."""
 _DESCRIPTION = """\
 Packs medical studies into plain WebDataset shards, and streams them, exactly, to GPUs.
 The usual way: synth (or own data) -> pack -> info, verify, preview, report -> plan -> train.
@@ -91,13 +118,10 @@ The usual way: synth (or own data) -> pack -> info, verify, preview, report -> p
 _EPILOG = """\
 Each command explains itself: shardflow COMMAND --help
 
-Training is a job of its own:
-  python -m pipelines.train_tokenizer --dataset DATASET --output FOLDER
-  torchrun --standalone --nproc-per-node N -m pipelines.train --config FILE
-
-Exit codes: 0 done; 1 damage, or a failure; 2 a setting or an argument is wrong; 3 (pack) more inputs are
-quarantined than allowed; 130 stopped by a signal. An error is one line on standard error. Colours are left
-out where standard output is no terminal, or NO_COLOR is set.
+Exit codes: 0 done; 1 damage, or a failure; 2 a setting or an argument is wrong, or an extra is not
+installed; 3 (pack) more inputs are quarantined than allowed; 75 (train) stopped with a checkpoint; 130
+stopped by a signal. An error is one line on standard error. Colors are left out where standard output is no
+terminal, or NO_COLOR is set.
 """
 # What decides whether two machines can give the same bytes, or run at all.
 _VERSIONS_SHOWN = (
@@ -130,8 +154,12 @@ def _describe_versions() -> str:
     return f"shardflow {__version__} (dataset format 1; {', '.join(found)})"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the whole command line."""
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Build the command line.
+
+    Args:
+        only: The command whose options are declared, which takes the import of its module; all by default.
+    """
     parser = CommandParser(
         prog="shardflow",
         description=_DESCRIPTION,
@@ -140,22 +168,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions that matter, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # Listed here for --help; its own parser reads what follows (see main).
-    commands.add_parser("pack", help=_PACK_SUMMARY, add_help=False)
-    for name, command in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.SUMMARY, formatter_class=HelpFormatter)
-        command.add_arguments(subparser)
-        # The function, not the parser: a parser that is built needs no second one.
-        subparser.set_defaults(run=command.run, parser=lambda: parser)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.summary, formatter_class=HelpFormatter)
+        if only in {None, name}:
+            module = import_module(command.module)
+            getattr(module, command.declare)(subparser)
+            subparser.set_defaults(run=getattr(module, command.run))
     return parser
 
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command in the order of ``--help``, without ``pack``, which has one of its own."""
+    """Return the parser of each command, in the order of ``--help``."""
     (commands,) = (
         action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
     )
-    return {name: parser for name, parser in commands.choices.items() if name != "pack"}
+    return dict(commands.choices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,20 +195,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["pack"]:
-        # Packing needs pydicom, which the training image does not carry.
-        from pipelines import pack
-
-        return pack.main(arguments[1:])
+    name = arguments[0] if arguments else ""
+    if argv is None and name == "train":
+        # As process 1 of a container a job ignores every signal that it does not handle, imports or not.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_STOPPED))
     as_json = "--json" in arguments
     try:
-        parsed = build_parser().parse_args(arguments)
+        _check_command(name)
+        parsed = build_parser(name).parse_args(arguments)
         code: int = parsed.run(parsed)
         sys.stdout.flush()
     except (ConfigError, PlanError) as error:
         return _fail(error.message, EXIT_CONFIGURATION, as_json=as_json)
     except ShardflowError as error:
         return _fail(error.message, EXIT_FAILED, as_json=as_json)
+    except ModuleNotFoundError as error:
+        extra = extra_of(error)
+        if extra is None:
+            return _fail(f"internal error: {describe_exception(error)}", EXIT_FAILED, as_json=as_json)
+        message = f"shardflow {name} needs the extra '{extra}': pip install 'shardflow[{extra}]'"
+        return _fail(message, EXIT_CONFIGURATION, as_json=as_json)
     except BrokenPipeError:
         # The reader of a pipe (head, say) has what it wanted.
         _abandon_output()
@@ -195,6 +228,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(message, EXIT_FAILED, as_json=False)
         return _fail(f"internal error: {describe_exception(error)}", EXIT_FAILED, as_json=as_json)
     return code
+
+
+def _check_command(name: str) -> None:
+    if name and name not in COMMANDS and not name.startswith("-"):
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigError(f"COMMAND must be one of those in shardflow --help, got {name!r}{hint}")
+
+
+def extra_of(error: ModuleNotFoundError) -> str | None:
+    """Return the extra that installs what is missing; None where it is no optional dependency."""
+    package = (error.name or "").partition(".")[0]
+    return next((extra for extra, packages in EXTRAS.items() if package in packages.split()), None)
 
 
 def _why_output_is_lost() -> str | None:

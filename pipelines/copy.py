@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import asdict
 
-from pipelines.surface import (
+from pipelines.common import (
     add_json,
     existing_dataset,
     human_bytes,
@@ -20,9 +20,8 @@ from shardflow.errors import ConfigError, StorageError
 from shardflow.shards.copying import CopyReport, copy_dataset
 from shardflow.storage import open_store
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "copy a dataset between stores, every byte checked"
 DESCRIPTION = """\
 Copies what the manifests of SRC name, and nothing else. Each file is compared with its SHA-256 while it is
 copied; nothing is overwritten; manifests come last, so that a reader of DST sees none of it or all. A copy

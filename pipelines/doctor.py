@@ -6,14 +6,13 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from pipelines.surface import add_json, counted, positive_number, show_lines, write_json
+from pipelines.common import add_json, counted, positive_number, show_lines, write_json
 from shardflow.configs import load_config
 from shardflow.training import TrainConfig
 from shardflow.training.doctor import Finding, examine, look_around
 
-__all__ = ["EXIT_WRONG", "SUMMARY", "add_arguments", "run"]
+__all__ = ["EXIT_WRONG", "add_arguments", "run"]
 
-SUMMARY = "what is wrong with this machine and environment for training"
 DESCRIPTION = """\
 Looks at the environment of a training job, on the machine and in the container where it will run: variables
 of NCCL and torch that nothing reads or that have old names or wrong values, network interfaces and adapters,

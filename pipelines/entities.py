@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from typing import get_args
 
-from pipelines.surface import (
+from pipelines.common import (
     add_dataset,
     add_json,
     counted,
@@ -20,9 +20,8 @@ from pipelines.surface import (
 )
 from shardflow.shards.entity_manifest import EntityRules, EntityText
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "make a view whose samples are findings with the slices that show them"
 DESCRIPTION = """\
 Goes through what packing aligned (alignment.json of each study) and writes a row for each finding that the
 report calls present or uncertain, and whose slices are known with a confidence above the threshold; one that

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipelines.surface import add_json, counted, show_lines, show_table, write_json
+from pipelines.common import add_json, counted, show_lines, show_table, write_json
 from shardflow.monitoring.goodput import goodput_of
 from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.tail import EventTail
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "where a run's time went: useful steps, waits, restarts, lost work"
 DESCRIPTION = """\
 Splits the time of a training run, over all its starts, into steps that count, waiting for data, checkpoints,
 evaluations, restarts, and work that a later start did again. The share of useful steps is the number that

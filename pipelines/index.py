@@ -8,7 +8,7 @@ import re
 import time
 from dataclasses import asdict
 
-from pipelines.surface import (
+from pipelines.common import (
     add_json,
     counted,
     human_bytes,
@@ -23,9 +23,8 @@ from shardflow.shards.foreign import ForeignSource, IndexOptions, expand_braces,
 from shardflow.shards.foreign.grouping import GroupingPolicy
 from shardflow.storage import open_store
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "make a dataset of WebDataset tars that others wrote, without copying them"
 DESCRIPTION = """\
 Reads each tar once and writes a dataset that points at it: manifest, indexes, samples table. The dataset then
 streams, verifies and resumes like one that shardflow packed; the tars stay where and what they are.

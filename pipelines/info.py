@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.surface import (
+from pipelines.common import (
     add_dataset,
     add_json,
     add_subset,
@@ -25,9 +25,8 @@ from pipelines.surface import (
 from shardflow.shards import Dataset
 from shardflow.shards.manifest import FORMAT_VERSION
 
-__all__ = ["SUMMARY", "add_arguments", "describe", "run"]
+__all__ = ["add_arguments", "describe", "run"]
 
-SUMMARY = "show what a dataset holds"
 DESCRIPTION = """\
 Samples, shards, bytes, splits, identity, fields and facts of a dataset. Nothing of a sample is read; to check
 its bytes use: shardflow verify DATASET

@@ -7,13 +7,12 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from pipelines.surface import add_json, counted, positive_number, show_lines, write_json
+from pipelines.common import add_json, counted, positive_number, show_lines, write_json
 from shardflow.errors import ConfigError
 from shardflow.training.ledger_diff import StepRecord, compare_ledgers, read_records
 
-__all__ = ["EXIT_DIFFERENT", "SUMMARY", "add_arguments", "run"]
+__all__ = ["EXIT_DIFFERENT", "add_arguments", "run"]
 
-SUMMARY = "which samples made a run; compare two runs"
 DESCRIPTION = """\
 Reads the committed steps of a training run: those that its newest checkpoint counts, each once, as the
 attempt that was kept ran them. `show` lists them, `diff` compares two runs step by step. A RUN is a run

@@ -8,13 +8,12 @@ import sys
 import threading
 from pathlib import Path
 
-from pipelines.surface import show_lines
+from pipelines.common import show_lines
 from shardflow.errors import ConfigError
 from shardflow.monitoring import MetricsServer, read_metrics_text, require_prometheus
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "serve a run's numbers to Prometheus, from its folder"
 DESCRIPTION = """\
 Serves the numbers of a training run under /metrics, as a run with [monitor] prometheus does itself: for a run
 that was started without it, from another machine that sees its folder, and on after the run has ended. The

@@ -1,26 +1,34 @@
-"""The packing job: ``shardflow pack`` or ``python -m pipelines.pack``."""
+"""The command ``shardflow pack``: DICOM studies and reports into a dataset."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Final
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, TextIO
 
-from pipelines.help_text import CommandParser, HelpFormatter
-from pipelines.interrupts import interruptible
-from pipelines.pack_progress import make_progress
-from pipelines.surface import add_job_settings, counted
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from pipelines.common import add_job_settings, counted, interruptible
 from shardflow.configs import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
-from shardflow.logs import configure_logging, describe_exception
-from shardflow.packing import PackConfig, PackMode, PackSummary, Share, pack
+from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left
 
-__all__ = ["SUMMARY", "add_arguments", "build_parser", "main", "run"]
+if TYPE_CHECKING:
+    from shardflow.packing import PackMode, PackSummary
 
-SUMMARY: Final = "pack DICOM studies and reports into a dataset"
 DESCRIPTION: Final = """\
 Packs folders of DICOM files, and the reports that name their studies, into a dataset. FILE says where they
 lie and where the dataset goes; copy pipelines/recipes/pack_folders.toml to begin one.
@@ -29,7 +37,7 @@ Run the same command again to go on where a stopped job was. That is no --append
 of a dataset that is finished. The key that makes all surrogates is made in private_dir at the first run: keep
 it. The last line of standard output is one JSON object; progress goes to standard error.
 """
-EPILOG: Final = """\
+EXAMPLES: Final = """\
 examples:
   shardflow pack --config my-recipe.toml --print-config
   shardflow pack --config my-recipe.toml
@@ -47,11 +55,11 @@ _EXIT_FAILED: Final = 1
 _EXIT_CONFIGURATION: Final = 2
 _EXIT_INTERRUPTED: Final = 130
 
-_logger = logging.getLogger(__name__)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the job."""
+    """Declare the options of ``shardflow pack``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
     add_job_settings(parser)
     parser.add_argument(
         "--engine",
@@ -83,14 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job.
+    """Run the job; returns the exit code."""
+    from shardflow.packing import PackConfig, Share, pack  # needs pydicom, which the training image lacks
 
-    Args:
-        args: What `add_arguments` has parsed.
-
-    Returns:
-        The exit code.
-    """
     configure_logging(withhold_foreign_text=True)
     try:
         engine = [] if args.engine is None else [f"execution.engine={args.engine}"]
@@ -117,27 +120,6 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_describe(summary)))
     print(json.dumps(summary.to_json()))
     return summary.exit_code
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line of the job."""
-    parser = CommandParser(
-        prog="shardflow pack",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=HelpFormatter,
-    )
-    add_arguments(parser)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job from a command line."""
-    try:
-        args = build_parser().parse_args(argv)
-    except ConfigError as error:
-        return _fail("configuration_error", error.message, _EXIT_CONFIGURATION)
-    return run(args)
 
 
 def _fail(status: str, message: str, code: int) -> int:
@@ -187,5 +169,114 @@ def _describe(summary: PackSummary) -> Iterator[str]:
     yield f"dataset_id {summary.dataset_id}"
 
 
+_TITLES: Final = {
+    "headers": "reading headers",
+    "reports": "linking reports",
+    "studies": "packing studies",
+    "inputs": "looking at the files",
+    "duplicates": "looking for duplicates",
+    "parts": "packing parts",
+    "index": "numbering shards",
+    "outcomes": "writing the outcomes of lines",
+    "shards": "writing shards again",
+    "samples": "writing the samples table",
+    "ledger": "writing the ledger",
+    "page": "writing the page (report.html)",
+    "manifest": "publishing the manifest",
+    "upload": "sending the rest to the object store",
+    "done": "done",
+}
+
+
+class LineProgress:
+    """Plain lines: one for each phase, and one every ten seconds of a long one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._title = ""
+        self._total = self._count = 0
+        self._said_at = self._began_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def phase(self, name: str, total: int) -> None:
+        """Begin a phase."""
+        self._title, self._total, self._count = _TITLES[name], total, 0
+        self._began_at = time.monotonic()
+        self._say(f"{self._title} ({total})" if total else self._title)
+
+    def advance(self, count: int = 1) -> None:
+        """Finish units of the phase."""
+        self._count += count
+        now = time.monotonic()
+        if now - self._said_at >= LINE_EVERY_S:
+            rest = time_left(self._count, self._total, now - self._began_at)
+            self._say(f"{self._title}: {self._count} of {self._total}{rest}")
+
+    def note(self, text: str) -> None:
+        """Say something."""
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._said_at = time.monotonic()
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+def make_progress(stream: TextIO | None = None) -> BarProgress | LineProgress:
+    """Choose bars for a terminal and lines for anything else."""
+    target = stream if stream is not None else sys.stderr
+    return BarProgress(target, _TITLES) if target.isatty() else LineProgress(target)
+
+
+class BarProgress:
+    """A bar for each phase, with counts and the time that is left."""
+
+    def __init__(self, stream: TextIO, titles: Mapping[str, str]) -> None:
+        self._titles = titles
+        self._bars = Progress(
+            TextColumn("{task.description:<26}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def phase(self, name: str, total: int) -> None:
+        """Begin a phase: the bar of the one before is full."""
+        if self._task is not None:
+            (task,) = (task for task in self._bars.tasks if task.id == self._task)
+            self._bars.update(self._task, total=task.total or 1, completed=task.total or 1)
+        self._task = None if name == "done" else self._bars.add_task(self._titles[name], total=total or None)
+
+    def advance(self, count: int = 1) -> None:
+        """Finish units of the phase."""
+        if self._task is not None:
+            self._bars.update(self._task, advance=count)
+
+    def note(self, text: str) -> None:
+        """Say something above the bars."""
+        self._bars.console.print(text, markup=False, highlight=False)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    from pipelines.cli import main
+
+    sys.exit(main(["pack", *sys.argv[1:]]))

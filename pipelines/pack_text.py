@@ -7,16 +7,14 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipelines.interrupts import interruptible
-from pipelines.pack_progress import make_progress
-from pipelines.surface import add_job_settings, add_json, counted, human_bytes, show_lines
+from pipelines.common import add_job_settings, add_json, counted, human_bytes, interruptible, show_lines
+from pipelines.pack import make_progress
 
 if TYPE_CHECKING:
     from shardflow.corpora import CorpusSummary
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "pack JSONL and Parquet texts into a dataset"
 DESCRIPTION = """\
 Packs files of JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) and Parquet files into a dataset of texts: texts to
 learn language from, instruction pairs, dialogues, preferences. FILE says where they lie, which field is what,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipelines.surface import (
+from pipelines.common import (
     add_dataset,
     add_json,
     counted,
@@ -29,9 +29,8 @@ from shardflow.preview import (
 from shardflow.shards import Dataset
 from shardflow.storage import write_atomic
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "draw slices of a study beside its report (PNG)"
 DESCRIPTION = """\
 Draws slices of a study, evenly spread over its primary series, with the sides of the patient, a scale bar and
 slice numbers, beside the report. With --findings the report is drawn with its findings marked by what is said
@@ -57,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_dataset(parser)
     parser.add_argument("key", metavar="KEY", help="sample key, or a row such as train:0")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="PNG file to write")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=_png_file, required=True, help="PNG file to write"
+    )
     parser.add_argument(
         "--series", metavar="S", type=natural_number, default=0, help="series, from 0 (0: primary)"
     )
@@ -81,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--font", metavar="FILE", type=Path, help="font for scripts that the system's fonts lack"
     )
     add_json(parser)
+
+
+def _png_file(text: str) -> Path:
+    if Path(text).suffix.lower() not in {"", ".png"}:
+        raise argparse.ArgumentTypeError(f"must name a .png file, got {text!r}")
+    return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

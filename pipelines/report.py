@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from pipelines.surface import (
+from pipelines.common import (
     add_json,
     counted,
     human_bytes,
@@ -25,9 +25,8 @@ from shardflow.monitoring.settings import CONFIG_FILE
 from shardflow.preview import gather, render_page
 from shardflow.storage import write_atomic
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "write one page about a dataset, a training run, or two runs (HTML)"
 DESCRIPTION = """\
 Writes one HTML file, which asks the network for nothing. The same input and options give the same bytes.
 

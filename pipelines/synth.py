@@ -10,7 +10,7 @@ import re
 import time
 from pathlib import Path
 
-from pipelines.surface import (
+from pipelines.common import (
     add_json,
     human_bytes,
     natural_number,
@@ -21,9 +21,8 @@ from pipelines.surface import (
 )
 from shardflow.errors import ConfigError
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "generate studies, reports and their truth, for tests and demos"
 DESCRIPTION = """\
 Generates DICOM studies (CT, MR, CR, DX) of a phantom with lesions of known place and size, reports that
 mention them by series and image, boxes, and a file with the whole truth. The same arguments give the same

@@ -1,13 +1,14 @@
-"""``shardflow tokenize``: the token ids of every text, beside the dataset."""
+"""The commands ``shardflow tokenize`` (token ids beside a dataset) and ``shardflow train-tokenizer``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 
-from pipelines.surface import (
+from pipelines.common import (
     add_dataset,
     add_json,
     open_dataset,
@@ -18,9 +19,6 @@ from pipelines.surface import (
 )
 from shardflow.loading.selection import FULL_STUDY, open_view
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
-
-SUMMARY = "add the token ids of all texts for one tokenizer"
 DESCRIPTION = """\
 Writes the token ids of each report, and how many there are, into tokens/<tokenizer>/<dataset_id>/ of the
 dataset; no shard is touched. The tokens of another tokenizer lie beside them. A plan with `--tokenizer` and a
@@ -80,4 +78,38 @@ def run(arguments: argparse.Namespace) -> int:
         amount = f"{done.num_tokens:,} tokens in {done.num_samples:,} samples of {done.num_shards:,} shards"
         kept = f", {done.num_shards_kept:,} done before" if done.num_shards_kept else ""
         show_lines([amount + kept, f"tokenizer {done.tokenizer}"])
+    return 0
+
+
+TRAIN_DESCRIPTION = """\
+Makes a tokenizer (byte-level BPE) from the reports of one split of a packed dataset. The same reports give
+the same files. It holds pieces of the reports that it was made from: guard it like them. The last line of
+standard output is one JSON object.
+"""
+TRAIN_EXAMPLES = """\
+example:
+  shardflow train-tokenizer --dataset my-dataset --vocab-size 1024 --output my-tokenizer
+"""
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow train-tokenizer``."""
+    parser.description = TRAIN_DESCRIPTION
+    parser.epilog = TRAIN_EXAMPLES
+    parser.add_argument("--dataset", required=True, metavar="DATASET", help="folder of a packed dataset")
+    parser.add_argument("--split", default="train", help="whose reports to learn from (default: train)")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: 4096)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+
+
+def run_training(arguments: argparse.Namespace) -> int:
+    """Run ``shardflow train-tokenizer``."""
+    dataset = open_dataset(arguments.dataset)
+    from shardflow.training.text import train_tokenizer  # transformers takes seconds to import
+
+    with step_progress("reading reports") as progress:
+        tokenizer = train_tokenizer(
+            dataset, arguments.split, arguments.vocab_size, arguments.output, progress
+        )
+    print(json.dumps({"vocab_size": tokenizer.vocab_size, "digest": tokenizer.digest}))
     return 0

@@ -31,7 +31,6 @@ from shardflow.monitoring.units import duration, show
 from shardflow.telemetry import STAGES, Interval, RankNumbers
 from shardflow.telemetry.knobs import setting_text
 
-SUMMARY = "live view of a run in the terminal: rates, where a step's time goes, ranks, verdict"
 DESCRIPTION = """\
 Shows a training run while it is running: rate of steps and wait for data, parts of a step, what the loader's
 threads do, queues, tiers, ranks, memory, the verdict with its advice, the tuner, goodput. Reads metrics.jsonl

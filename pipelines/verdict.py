@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipelines.surface import add_json, show_lines, show_table, write_json
+from pipelines.common import add_json, show_lines, show_table, write_json
 from shardflow.errors import ConfigError
 from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.run_file import RunFile
@@ -18,9 +18,8 @@ from shardflow.monitoring.settings import read_settings
 from shardflow.monitoring.verdict import judge_each
 from shardflow.telemetry import Verdict
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "SUMMARY", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
-SUMMARY = "say what a training run is bound by, and what to do about it"
 DESCRIPTION = """\
 Judges what a run measured (metrics.jsonl in its folder): whether its steps wait for storage, decoding,
 copies, gradients or a slow rank, or compute. Each finding comes with its share of the step, its numbers, and

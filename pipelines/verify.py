@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from pipelines.surface import (
+from pipelines.common import (
     add_dataset,
     add_json,
     counted,
@@ -18,9 +18,8 @@ from pipelines.surface import (
 )
 from shardflow.shards import Damage, VerifyReport, verify
 
-__all__ = ["EXIT_DAMAGED", "SUMMARY", "add_arguments", "run"]
+__all__ = ["EXIT_DAMAGED", "add_arguments", "run"]
 
-SUMMARY = "check every byte against index and manifest"
 DESCRIPTION = """\
 Reads the whole dataset: the manifest against its own digest, every file against the manifest, every field
 against its index, and what lies between the fields; then the entity views and stored tokens beside it,

@@ -6,14 +6,12 @@ import argparse
 import contextlib
 import threading
 
-from pipelines.interrupts import interruptible
-from pipelines.surface import add_dataset, natural_number, open_dataset, show_lines
+from pipelines.common import add_dataset, interruptible, natural_number, open_dataset, show_lines
 from shardflow.errors import ConfigError
 from shardflow.viewing import Viewer
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-SUMMARY = "look into a dataset in a browser: studies, slices, reports, findings"
 DESCRIPTION = """\
 Serves a page on this machine: lists and searches studies, scrolls and windows slices, shows the report with
 its findings marked and the slices that show them, regions, inputs that were not packed, and the samples of

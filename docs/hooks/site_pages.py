@@ -150,13 +150,10 @@ def _describe_commands() -> str:
 
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    from pipelines import cli, pack, train, train_tokenizer
+    from pipelines import cli
     from pipelines.demo import __main__ as demo
 
     yield "shardflow", cli.build_parser()
-    yield "shardflow pack", pack.build_parser()
     for name, parser in cli.command_parsers().items():
         yield f"shardflow {name}", parser
-    yield "pipelines.train_tokenizer", train_tokenizer.build_parser()
-    yield "pipelines.train", train.build_parser()
     yield "pipelines.demo", demo.build_parser()

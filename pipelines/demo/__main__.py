@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipelines.common import HelpFormatter
 from pipelines.demo.story import Story
-from pipelines.help_text import HelpFormatter
 
 __all__ = ["build_parser", "main"]
 

@@ -50,7 +50,7 @@ def _with_program(command: list[str]) -> list[str]:
 
 
 class TrainingJob:
-    """One start of ``pipelines.train`` under torchrun, in its own process group, its text in a log file."""
+    """One start of ``shardflow train``, in its own process group, its text in a log file."""
 
     def __init__(self, command: list[str], *, run: Path, log: Path, folder: Path) -> None:
         self.run = run
@@ -119,7 +119,7 @@ class TrainingJob:
         for pid in self._descendants():
             with suppress(OSError):
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if f"RANK={rank}".encode() in environment and b"pipelines.train" in _command_line(pid):
+                if f"RANK={rank}".encode() in environment and b"shardflow.training" in _command_line(pid):
                     os.kill(pid, signal.SIGKILL)
                     return pid
         raise RuntimeError(f"no process of the training job is rank {rank}; see {self.log}")

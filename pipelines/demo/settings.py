@@ -50,7 +50,7 @@ memory_bytes = "4GiB"
 """
 
 _TRAIN = """\
-# Written by the demo. Train with: torchrun --standalone --nproc-per-node 2 -m pipelines.train --config {name}
+# Written by the demo. Train with: shardflow train --config {name} --nproc-per-node 2
 [data]
 dataset = "dataset"
 train_split = "train"

@@ -154,7 +154,7 @@ class Story:
 
     def _prepare_training(self, course: _Course) -> None:
         self._open("Train a tokenizer on the reports")
-        command = ["python", "-m", "pipelines.train_tokenizer", "--dataset", "dataset"]
+        command = ["shardflow", "train-tokenizer", "--dataset", "dataset"]
         self._run(*command, "--vocab-size", "384", "--output", "tokenizer")
         settings.write_train_config(
             self._output / "train.toml",
@@ -267,8 +267,8 @@ class Story:
         ]
 
     def _job(self, run: str, num_processes: int, attempt: int) -> AbstractContextManager[TrainingJob]:
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes)]
-        command += ["-m", "pipelines.train", "--config", "train.toml", "--set", f"run.output={run}"]
+        command = ["shardflow", "train", "--config", "train.toml", "--set", f"run.output={run}"]
+        command += ["--nproc-per-node", str(num_processes)]
         self._console.print(f"  [dim]$ {' '.join(command)}[/]")
         log = self._output / "logs" / f"{run}-{attempt}.log"
         return TrainingJob.start(command, run=self._output / run, log=log, folder=self._output)

@@ -175,7 +175,7 @@ class TextSettings:
     """How reports become tokens."""
 
     tokenizer: Path
-    """Folder of a ``PreTrainedTokenizerFast``; ``python -m pipelines.train_tokenizer`` makes one."""
+    """Folder of a ``PreTrainedTokenizerFast``; ``shardflow train-tokenizer`` makes one."""
     max_tokens: Annotated[int, Bounds(2)] = 256
     """Longer reports are cut; counts the begin and end tokens."""
     tokens: Literal["online", "stored"] = "online"
@@ -526,7 +526,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Everything that ``pipelines.train`` is told."""
+    """Everything that ``shardflow train`` is told."""
 
     data: DataSettings
     batch: BatchSettings

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
 from shardflow.training.devices import backend_of, choose_device
-from shardflow.training.doctor import refuse_unknown_names
+from shardflow.training.nccl_variables import refuse_unknown_names
 from shardflow.training.watch import Unwatched, Watch
 
 __all__ = ["Ranks", "Timeouts", "join_ranks"]

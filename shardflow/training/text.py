@@ -78,7 +78,7 @@ class ReportTokenizer:
         except OSError as error:
             raise ConfigError(
                 f"text.tokenizer must be a folder with {_FILE}, got {type(error).__name__} ({folder.name}); "
-                "make one with: python -m pipelines.train_tokenizer --help."
+                "make one with: shardflow train-tokenizer --help."
             ) from None
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)

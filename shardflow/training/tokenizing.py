@@ -77,7 +77,7 @@ def _read_tokenizer(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"the tokenizer must be a {_FILE} or a folder with one, got {type(error).__name__}; "
-            f"make one with: python -m pipelines.train_tokenizer --help."
+            f"make one with: shardflow train-tokenizer --help."
         ) from None
 
 

@@ -88,7 +88,7 @@ def test_native_images_are_packed_without_what_reads_others(tmp_path: Path) -> N
 
 
 def test_loading_and_training_never_load_pydicom() -> None:
-    loaded = _loaded("shardflow.loading", "shardflow.training", "pipelines.train")
+    loaded = _loaded("shardflow.loading", "shardflow.training", "shardflow.training.__main__")
     assert "torch" in loaded
     assert not loaded & {"pydicom", "imagecodecs"}
 

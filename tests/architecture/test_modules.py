@@ -29,7 +29,6 @@ PLACES = {
         "shardflow/training/",
         "shardflow/loading/torch_dataset.py",
         "pipelines/train.py",
-        "pipelines/launch.py",
     ),
     "transformers": ("shardflow/training/", "pipelines/"),
     "pickle": (),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.pace import Pace, time_left
-from pipelines.surface import step_progress
+from pipelines.common import Pace, step_progress
+from shardflow.logs import time_left
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -83,7 +83,7 @@ def _on_terminal(code: Sequence[str], environment: dict[str, str]) -> str:
 
 _LONG_WORK = """\
 import time
-from pipelines.surface import step_progress
+from pipelines.common import step_progress
 with step_progress("verifying shards") as advance:
     for done in range(1, 6):
         advance(done, 10)

@@ -28,8 +28,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pipelines.train import main as train_main
 from shardflow.training import run as _run  # noqa: F401 - imported once, before the forks
+from shardflow.training.__main__ import main as train_main
 from shardflow.training.metrics import read_metrics
 from tests.distributed.moving_tuner import moving
 from tests.distributed.orphans import adopt_orphans, end_what_is_left

@@ -18,7 +18,7 @@ MAX_NAMES = 30
 HEAD = """\
 # What becomes of real files
 
-`python -m pipelines.pack` over all public sample files that the tests use, in one job with the default
+`shardflow pack` over all public sample files that the tests use, in one job with the default
 settings: every file, its outcome, and what it is. The page is written by the test that compares it
 (`tests/integration/test_pack_outcomes.py`); names are shown because these files are public.
 [dicom.md](dicom.md) says what each reason means.

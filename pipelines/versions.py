@@ -1,4 +1,4 @@
-"""``shardflow remove``: take studies or patients out of a dataset, because consent was withdrawn."""
+"""The commands that make the next version of a dataset: ``shardflow remove`` and ``shardflow compact``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipelines.surface import add_dataset, add_json, counted, existing_dataset, show_lines, write_json
+from pipelines.common import add_dataset, add_json, counted, existing_dataset, show_lines, write_json
 from shardflow.errors import ConfigError
 from shardflow.storage import LocalStore, open_store
 
-__all__ = ["SUMMARY", "add_arguments", "add_private_dir", "local_dataset", "run"]
-
-SUMMARY = "take studies or patients out of a dataset, for good"
-DESCRIPTION = """\
+REMOVE_DESCRIPTION = """\
 Writes the next version of the dataset: without the samples, with the reason CONSENT_WITHDRAWN for their
 inputs, and with a mark by which no later append or retry takes them in again. Identifiers are read from a
 file or from standard input, one a line, because others can see the arguments of a process.
@@ -22,7 +19,7 @@ The bytes stay in the shards and in earlier versions; `shardflow compact --delet
 A dataset that packing has sent to an object store gets the version there, too.
 """
 _BYTE_ORDER_MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"
-EXAMPLES = """\
+REMOVE_EXAMPLES = """\
 examples:
   shardflow remove my-dataset --private-dir private --patients withdrawn.txt
   shardflow remove my-dataset --private-dir private --studies -
@@ -30,12 +27,12 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow remove``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
+    parser.description = REMOVE_DESCRIPTION
+    parser.epilog = REMOVE_EXAMPLES
     add_dataset(parser)
-    add_private_dir(parser)
+    _add_private_dir(parser)
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="the secret key, if it lies elsewhere")
     parser.add_argument("--patients", metavar="FILE", help="patient IDs, one a line; - for standard input")
     parser.add_argument("--studies", metavar="FILE", help="study instance UIDs, likewise")
@@ -49,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def add_private_dir(parser: argparse.ArgumentParser) -> None:
+def _add_private_dir(parser: argparse.ArgumentParser) -> None:
     """Add ``--private-dir``, which a job that changes a dataset needs."""
     parser.add_argument(
         "--private-dir", type=Path, required=True, metavar="DIR", help="private folder of the dataset"
     )
 
 
-def local_dataset(url: str) -> Path:
+def _local_dataset(url: str) -> Path:
     """Return the folder of a dataset that a command may change.
 
     Raises:
@@ -68,8 +65,8 @@ def local_dataset(url: str) -> Path:
     return store.root
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run_remove(arguments: argparse.Namespace) -> int:
+    """Run ``shardflow remove``."""
     # Packing needs pydicom, which the training image does not carry.
     from shardflow.packing.removal import Withdrawn, remove
 
@@ -81,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         sample_keys=arguments.sample_key,
     )
     summary = remove(
-        local_dataset(arguments.dataset),
+        _local_dataset(arguments.dataset),
         arguments.private_dir,
         withdrawn,
         key_file=arguments.key_file,
@@ -119,3 +116,49 @@ def _read(name: str | None, option: str) -> tuple[str, ...]:
     # Before the first line, some editors' mark would hide the person who stands there.
     lines = text.removeprefix(_BYTE_ORDER_MARK).splitlines()
     return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+
+
+COMPACT_DESCRIPTION = """\
+Writes the next version of the dataset, in which every shard that held a removed sample is replaced by a new
+one without it. Every field is checked on the way.
+
+With --delete-old all earlier versions go, and every file that only they named: after that no byte of a
+removed study is left in the dataset. Training runs that were begun with an earlier version cannot go on.
+"""
+COMPACT_EXAMPLES = """\
+examples:
+  shardflow compact my-dataset --private-dir private
+  shardflow compact my-dataset --private-dir private --delete-old
+"""
+
+
+def add_compact_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow compact``."""
+    parser.description = COMPACT_DESCRIPTION
+    parser.epilog = COMPACT_EXAMPLES
+    add_dataset(parser)
+    _add_private_dir(parser)
+    parser.add_argument("--delete-old", action="store_true", help="delete all earlier versions")
+    add_json(parser)
+
+
+def run_compact(arguments: argparse.Namespace) -> int:
+    """Run ``shardflow compact``."""
+    # Packing needs pydicom, which the training image does not carry.
+    from shardflow.packing.compaction import compact
+
+    summary = compact(
+        _local_dataset(arguments.dataset), arguments.private_dir, deletes_old=arguments.delete_old
+    )
+    if arguments.json:
+        write_json(summary.to_json())
+        return 0
+    lines = [f"version {summary.manifest_version}: {summary.dataset_id}"]
+    if summary.status == "nothing_new":
+        lines.append("nothing to do: no shard holds a removed sample")
+    if summary.num_shards:
+        lines.append(f"shards written again: {summary.num_shards}")
+    if summary.deleted_versions:
+        lines.append(f"deleted versions: {', '.join(map(str, summary.deleted_versions))}")
+    show_lines(lines)
+    return 0

@@ -1,46 +1,105 @@
-"""What all commands share: opening the dataset named on the command line, and writing text or JSON.
-
-Text for people goes through rich, which drops colours where standard output is no terminal; JSON is one
-object a line.
-"""
+"""Shared parts of the commands: options, opening a dataset, text and JSON output, progress, stop signals."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pipelines.pace import Pace
 from shardflow.errors import ConfigError, StorageError
-from shardflow.shards import Dataset
-from shardflow.storage import LocalStore, open_store
+from shardflow.logs import LINE_EVERY_S, time_left
 
-__all__ = [
-    "add_dataset",
-    "add_job_settings",
-    "add_json",
-    "add_subset",
-    "counted",
-    "existing_dataset",
-    "human_bytes",
-    "natural_number",
-    "open_dataset",
-    "positive_number",
-    "show_facts",
-    "show_lines",
-    "show_table",
-    "step_progress",
-    "write_json",
-]
+if TYPE_CHECKING:
+    from shardflow.shards import Dataset
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse that fails the way every other error does, instead of printing its usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError: the command line itself is wrong."""
+        raise ConfigError(f"{message}; see: {self.prog} --help")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs; keeps every paragraph that has an indented line, because its lines mean something."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Make room for the commands, which argparse indents once more than it counts."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = textwrap.dedent(text).strip("\n").split("\n\n")
+        return "\n\n".join(self._fill_paragraph(paragraph, width, indent) for paragraph in paragraphs)
+
+    def _fill_paragraph(self, paragraph: str, width: int, indent: str) -> str:
+        if "\n  " in f"\n{paragraph}":
+            return textwrap.indent(paragraph, indent)
+        return textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent)
+
+
+class Pace:
+    """A line every ten seconds, so that short work says nothing and long work is never silent."""
+
+    def __init__(self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start the clock.
+
+        Args:
+            label: What is being done, such as ``verifying shards``.
+            stream: Where lines go.
+            clock: Seconds that never go back.
+        """
+        self._label = label
+        self._stream = stream
+        self._clock = clock
+        self._started_s = self._said_s = clock()
+
+    def advance(self, done: int, total: int) -> None:
+        """Note how much is done and how much there is; a line comes if it is time for one."""
+        now_s = self._clock()
+        if now_s - self._said_s < LINE_EVERY_S:
+            return
+        self._said_s = now_s
+        rest = time_left(done, total, now_s - self._started_s)
+        self._stream.write(f"{self._label}: {done} of {total}{rest}\n")
+        self._stream.flush()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM (a scheduler's way) end the job as Ctrl-C does; a second signal does not disturb it."""
+
+    def stop(*_: Any) -> NoReturn:
+        for number in stopping:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    stopping = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, stop) for number in stopping}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
 
 _UNIT_BYTES = 1024
 _WIDEST = 1000
@@ -91,6 +150,8 @@ def existing_dataset(url: str) -> str:
         ConfigError: No folder is there, or no store speaks the scheme of the address. A remote store is not
             asked yet: without a manifest it is no dataset.
     """
+    from shardflow.storage import LocalStore, open_store
+
     try:
         store = open_store(url)
     except StorageError as error:
@@ -112,6 +173,8 @@ def open_dataset(url: str, *, with_studies: bool = False) -> Dataset:
         ConfigError: No such folder, or no studies where there must be.
         ManifestError: No manifest, or one that cannot be trusted.
     """
+    from shardflow.shards import Dataset
+
     dataset = Dataset.open(existing_dataset(url))
     if with_studies and dataset.is_foreign:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The variables that NCCL and torch's process groups read, as their own sources have them.
+"""Environment variables of NCCL and torch's process groups, as their own sources have them.
 
 Sources. NCCL: docs/userguide/source/env.rst of NVIDIA/nccl at 0186f08 (2.32), with what older releases called
 a variable; ``_UNDOCUMENTED``: NCCL_PARAM lines of its src. torch: torch/csrc/distributed/c10d/
@@ -8,10 +8,12 @@ taken for a mistake.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DEBUGGING", "INVENTED", "KNOWN", "OLD_NAMES", "RANGES", "Range"]
+from shardflow.errors import ConfigError
 
 _NCCL: Final = """
 ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECK_MODE COLLNET_ENABLE COLLNET_NODE_THRESHOLD
@@ -142,3 +144,39 @@ RANGES: Final = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": Range(0),
 }
 """Of the variables whose values have a range in the sources above."""
+
+
+def unread_names(
+    environment: Iterable[str], allowed: Iterable[str] = ()
+) -> Iterator[tuple[str, str, str, str]]:
+    """Find variables of NCCL and torch that nothing reads.
+
+    Args:
+        environment: Names of all variables.
+        allowed: Names that are left alone, such as a plugin's.
+
+    Yields:
+        The name, what must hold, what was found, and the fix.
+    """
+    skipped = {*allowed, *KNOWN, *OLD_NAMES}
+    for name in sorted(environment):
+        if not name.startswith(("NCCL_", "TORCH_NCCL_")) or name in skipped:
+            continue
+        if name in INVENTED:
+            yield name, "be unset: nothing reads it", "it set", f"use {INVENTED[name]}"
+            continue
+        near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
+        fix = f"unset it{f', or say {near[0]}' if near else ''}; --allow {name} where a plugin reads it"
+        yield name, "be a variable that NCCL or torch reads", "a name that neither knows", fix
+
+
+def refuse_unknown_names(environment: Mapping[str, str]) -> None:
+    """Refuse to start with a variable that nothing reads.
+
+    Raises:
+        ConfigError: There is one; the message names the nearest real one. ``SHARDFLOW_ALLOW_VARIABLES`` lists
+            names, by commas, that are left alone.
+    """
+    allowed = environment.get("SHARDFLOW_ALLOW_VARIABLES", "").split(",")
+    for name, must, found, fix in unread_names(environment, allowed):
+        raise ConfigError(f"{name} must {must}, got {found}; {fix}.")
