@@ -25,8 +25,6 @@ from shardflow.errors import ShardflowError, StorageError
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["LINE_EVERY_S", "EventLog", "configure_logging", "describe_exception", "read_events", "time_left"]
-
 LINE_EVERY_S: Final = 10.0
 """How often long work shows its progress in a log."""
 

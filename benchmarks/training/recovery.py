@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from shardflow import __version__
-from shardflow.monitoring.lines import METRICS_FILE
-from shardflow.monitoring.tail import EventTail
+from shardflow.monitoring.lines import METRICS_FILE, EventTail
 from tests.distributed.launcher import Job, job
 from tests.tiny_runs import make_tiny_input, write_config
 

@@ -150,8 +150,8 @@ def _describe_commands() -> str:
 
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    from pipelines import cli
     from pipelines.demo import __main__ as demo
+    from shardflow.cli import main as cli
 
     yield "shardflow", cli.build_parser()
     for name, parser in cli.command_parsers().items():

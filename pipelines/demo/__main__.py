@@ -8,10 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipelines.common import HelpFormatter
 from pipelines.demo.story import Story
-
-__all__ = ["build_parser", "main"]
+from shardflow.cli.common import HelpFormatter
 
 DESCRIPTION = """\
 Packs real DICOM, trains on two processes, kills one, resumes on one, and shows that nothing was lost: under

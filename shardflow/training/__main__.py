@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
-from shardflow.configs import dump_config, load_config
+from shardflow.config import dump_config, load_config
 from shardflow.errors import (
     ConfigError,
     NoProgressError,
@@ -26,7 +26,7 @@ from shardflow.errors import (
     StateError,
 )
 from shardflow.logs import LINE_EVERY_S, configure_logging, time_left
-from shardflow.training import TrainConfig
+from shardflow.training.config import TrainConfig
 from shardflow.training.metrics import StepMetrics
 
 EXIT_FAILED: Final = 1
@@ -157,8 +157,8 @@ def _propose(config: TrainConfig) -> int:
 
 def _train(config: TrainConfig, rank: int) -> int:
     # Torch takes seconds to import; a wrong setting is reported before that.
+    from shardflow.training.distributed import StopRequest
     from shardflow.training.run import train
-    from shardflow.training.signals import StopRequest
 
     stop = StopRequest()
     with stop.listening(), _progress(rank) as on_step:

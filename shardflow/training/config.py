@@ -1,6 +1,6 @@
 """Settings of a training run: one frozen dataclass for each table of the TOML file, `TrainConfig` for all.
 
-Holds the names, defaults and ranges of every setting of ``shardflow train``; `shardflow.configs` reads the
+Holds the names, defaults and ranges of every setting of ``shardflow train``; `shardflow.config` reads the
 files. Imports no torch, so that a wrong setting is reported before seconds of imports. An instance that
 exists is consistent: each table checks itself, and `TrainConfig` what two tables must agree on.
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from shardflow.configs import Bounds, ByteSize, Place, check_fields
+from shardflow.config import Bounds, ByteSize, Place, check_fields
 from shardflow.errors import ConfigError
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring import SINKS, parse_address

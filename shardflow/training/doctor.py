@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from shardflow.telemetry.machine import machine_bytes, num_processors
+from shardflow.telemetry.process import machine_bytes, num_processors
 from shardflow.training.config import TrainConfig
 from shardflow.training.nccl_variables import DEBUGGING, OLD_NAMES, RANGES, unread_names
 

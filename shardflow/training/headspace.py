@@ -28,16 +28,13 @@ from typing import Any, Final, Literal
 import torch
 
 from shardflow.telemetry import STAGES
-from shardflow.training.checkpoint import CheckpointFolder
+from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.config import MonitorSettings, TrainConfig
-from shardflow.training.devices import prefer_determinism
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
-from shardflow.training.feed import DeviceFeed, FedMicroBatch
+from shardflow.training.distributed import Ranks, StopRequest, Timeouts, join_ranks, prefer_determinism
+from shardflow.training.inputs import DeviceFeed, FedMicroBatch
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
 from shardflow.training.metrics import StepMetrics
-from shardflow.training.prepare import prepare_run
-from shardflow.training.resume import StartDecision
-from shardflow.training.signals import StopRequest
+from shardflow.training.run import StartDecision, prepare_run
 
 Contestant = Literal["loader", "compute", "together"]
 _CONTESTANTS: Final[tuple[Contestant, ...]] = ("loader", "compute", "together")

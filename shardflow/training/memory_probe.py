@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardflow.configs import dump_config, load_config
+from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, TrainingError
-from shardflow.telemetry.machine import available_bytes
+from shardflow.telemetry.process import available_bytes
 from shardflow.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -170,13 +170,12 @@ def main(path: str) -> int:
     """Measure in this process; prints JSON lines."""
     import torch
 
-    from shardflow.training.building import build_report_model
-    from shardflow.training.devices import choose_device
-    from shardflow.training.losses import weighted_token_loss
-    from shardflow.training.optimizer import build_optimizer
-    from shardflow.training.sharding import compile_blocks
+    from shardflow.training.data import sample_inputs
+    from shardflow.training.distributed import choose_device, compile_blocks
+    from shardflow.training.models.building import build_report_model
+    from shardflow.training.sequences import weighted_token_loss
+    from shardflow.training.step import build_optimizer
     from shardflow.training.text import ReportTokenizer
-    from shardflow.training.views import sample_inputs
 
     config = load_config(TrainConfig, path)
     device = choose_device(config.run.device, 0)

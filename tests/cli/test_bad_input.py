@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from tests.cli.conftest import Call
 
 BUNDLED = Path(str(files("pydicom"))) / "data" / "test_files"

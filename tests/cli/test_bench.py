@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines.bench_measure import BenchOptions, _joined, measure
-from shardflow.shards import Dataset, decode_array
+from shardflow.cli.bench_measure import BenchOptions, _joined, measure
+from shardflow.format import Dataset, decode_array
 from tests.cli.conftest import Call
 from tests.factories import make_dataset, make_sample
 

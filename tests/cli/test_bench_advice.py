@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.bench import advise
+from shardflow.cli.bench import advise
 
 pytestmark = pytest.mark.fast
 

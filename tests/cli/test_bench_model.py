@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shardflow.training import headspace, prepare
-from shardflow.training.building import build_report_model
-from shardflow.training.feed import DeviceFeed, FedMicroBatch
+from shardflow.training import headspace
+from shardflow.training import run as prepare
+from shardflow.training.inputs import DeviceFeed, FedMicroBatch
 from shardflow.training.ledger import read_ledger
 from shardflow.training.loop import TrainingLoop
+from shardflow.training.models.building import build_report_model
 from shardflow.training.run import train
 from tests.cli.conftest import Call
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
@@ -189,7 +190,7 @@ def test_settings_that_do_not_belong_together_are_refused(call: Call, tiny: Tiny
 @pytest.mark.distributed
 def test_ranks_measure_together_and_the_first_one_speaks(tiny: TinyInput, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "pipelines.cli", "bench", "--with-model", str(tiny.folder / "train.toml")]
+    command += ["-m", "shardflow.cli.main", "bench", "--with-model", str(tiny.folder / "train.toml")]
     done = subprocess.run(
         [*command, "--steps", "2", "--repeats", "1", "--json"],
         cwd=REPOSITORY,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import info
+from shardflow.cli import info
 from tests.cli.conftest import Call
 
 pytestmark = pytest.mark.fast
@@ -29,7 +29,7 @@ def test_help_of_every_command(call: Call, command: str, capsys: pytest.CaptureF
 
 def test_options_are_frozen(golden: Callable[[str, object], None]) -> None:
     """A new option is a decision: it shows in a diff of the golden file."""
-    from pipelines.cli import command_parsers
+    from shardflow.cli.main import command_parsers
 
     options = {
         name: sorted(

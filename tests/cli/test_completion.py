@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import command_parsers
+from shardflow.cli.main import command_parsers
 from tests.cli.conftest import Call
 
 pytestmark = pytest.mark.fast

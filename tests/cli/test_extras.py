@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import COMMANDS, EXTRAS, extra_of
+from shardflow.cli.main import COMMANDS, EXTRAS, extra_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LACKS_PACK = "shardflow pack needs the extra 'pack': pip install 'shardflow[pack]'"
 # Refuses what the extras install, as if none were installed, and runs the console script.
 _WITHOUT_EXTRAS = """
 import sys
-from pipelines.cli import EXTRAS, main
+from shardflow.cli.main import EXTRAS, main
 refused = {package for packages in EXTRAS.values() for package in packages.split()}
 class Refuse:
     def find_spec(self, name, path=None, target=None):

@@ -8,9 +8,10 @@ import shlex
 
 import pytest
 
-from pipelines import cli, synth
-from pipelines.common import HelpFormatter
 from pipelines.demo import __main__ as demo
+from shardflow.cli import main as cli
+from shardflow.cli import synth
+from shardflow.cli.common import HelpFormatter
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, PATHOLOGIES
 
 pytestmark = pytest.mark.fast

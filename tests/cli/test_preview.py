@@ -9,9 +9,9 @@ import cv2
 import numpy as np
 import pytest
 
-from shardflow.preview import Window, find_row, read_study, render_study
-from shardflow.preview.study import choose_slices, generated_mark
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
+from shardflow.viewing import Window, find_row, read_study, render_study
+from shardflow.viewing.study import choose_slices, generated_mark
 from tests.cli.conftest import Call
 from tests.factories import make_dataset
 

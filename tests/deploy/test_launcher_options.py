@@ -7,8 +7,8 @@ import shlex
 import pytest
 from torch.distributed.run import parse_args
 
-from pipelines import train
-from pipelines.cli import build_parser
+from shardflow.cli import train
+from shardflow.cli.main import build_parser
 from tests.conftest import REPOSITORY
 from tests.deploy.manifests import DEPLOY, pod
 

@@ -12,11 +12,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pipelines.cli import main
-from shardflow.configs import load_config
-from shardflow.deid.pseudonyms import SecretKey
+from shardflow.cli.main import main
+from shardflow.config import load_config
 from shardflow.errors import ConfigError
 from shardflow.packing import PackConfig, Share
+from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.training.__main__ import EXIT_STOPPED
 from shardflow.training.config import TrainConfig
 from tests.conftest import REPOSITORY

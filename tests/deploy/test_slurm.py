@@ -99,7 +99,7 @@ class Submitted:
 
 
 def test_packing_goes_on_after_the_warning_of_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
-    from pipelines import cli
+    from shardflow.cli import main as cli
 
     source = tmp_path / "input"
     arguments = ["--studies=30", "--seed=3", "--modality=CT", "--size=96", "--slices=8:16", "--processes=2"]

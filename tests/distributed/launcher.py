@@ -105,7 +105,7 @@ def job(
         ranks = [*(["--standalone"] if standalone else []), f"--nproc-per-node={num_ranks}", *options]
         command = [*torchrun, *ranks, "-m", module, *arguments]
         if passes_codes:
-            command = [sys.executable, "-m", "pipelines.cli", "train", *ranks, *arguments]
+            command = [sys.executable, "-m", "shardflow.cli.main", "train", *ranks, *arguments]
     environment = job_environment() | {"PYTHONWARNINGS": warnings}
     folder.mkdir(parents=True, exist_ok=True)
     number = time.monotonic_ns()

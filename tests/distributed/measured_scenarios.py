@@ -13,11 +13,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.verdict.one import make_inputs
-from pipelines.bench import describe_job
+from shardflow.cli.bench import describe_job
 from shardflow.errors import ConfigError, RanksDisagreeError
 from shardflow.monitoring.tuner import Change, Tuner
-from shardflow.monitoring.tuner_file import TUNED_FILE
-from shardflow.monitoring.tuner_numbers import StepNumbers
+from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers
 from shardflow.telemetry import KnobLimit, Move
 from shardflow.training import tuning as tuning_module
 from shardflow.training.distributed import Ranks

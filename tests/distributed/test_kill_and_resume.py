@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.cli import main
-from shardflow.configs import load_config
+from shardflow.cli.main import main
+from shardflow.config import load_config
 from shardflow.training import TrainConfig
 from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import read_metrics

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.logs import read_events
 from shardflow.training import TrainConfig
-from shardflow.training.ledger_diff import compare_ledgers, read_records
+from shardflow.training.ledger import compare_ledgers, read_records
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from tests.distributed.launcher import Job, job

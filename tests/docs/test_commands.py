@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli
+from shardflow.cli import main as cli
 from shardflow.errors import AlreadyExistsError
 from shardflow.storage import LocalStore, open_store
 from tests.docs.blocks import REPOSITORY, Block, commands, find_blocks, is_script_page

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from pipelines.cli import command_parsers
+from shardflow.cli.main import command_parsers
 from tests.docs.blocks import REPOSITORY
 
 # What makes a browser ask for something by itself; a link (`a`) is only followed by a reader.

@@ -10,7 +10,7 @@ import pydicom
 import pytest
 from pydicom.uid import UID
 
-from shardflow.sources.reasons import REASONS, Outcome, Reason
+from shardflow.format.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
 
 PAGE = REPOSITORY / "docs" / "outcomes.md"

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
+from shardflow.cli.main import main
 from shardflow.errors import ConfigError
-from shardflow.packing.shares import Share
-from shardflow.packing.workplace import locked_workplace
-from shardflow.shards.verification import verify
+from shardflow.format.verification import verify
+from shardflow.packing.workspace import Share, locked_workplace
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
+from shardflow.cli.main import main
 from shardflow.errors import ConfigError
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.training.config import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.train import code_after_stop, code_of_failures, folder_of_codes
+from shardflow.cli.train import code_after_stop, code_of_failures, folder_of_codes
 from shardflow.training.__main__ import report_code
 
 pytestmark = pytest.mark.fast

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
-from shardflow.configs import dump_config
+from shardflow.cli.main import main
+from shardflow.config import dump_config
 from shardflow.errors import ConfigError
 from shardflow.training.config import BatchSettings
 from shardflow.training.memory_probe import fit_memory, measure_memory_curve

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import main
+from shardflow.cli.main import main
 from shardflow.errors import ConfigError
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from shardflow.training.text import ReportTokenizer, train_tokenizer
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.tiny_runs import TinyInput
@@ -60,7 +60,7 @@ def test_same_reports_give_the_same_files_in_another_process(tiny: TinyInput, tm
         [
             sys.executable,
             "-m",
-            "pipelines.cli",
+            "shardflow.cli.main",
             "train-tokenizer",
             f"--dataset={tiny.dataset}",
             "--vocab-size=320",
