@@ -11,7 +11,7 @@ What was put is marked in the work folder, so that a killed job does not send it
 
 Where the output folder is to hold no shards, each one is read back from the store, marked, and only then
 removed here; and a job that packs faster than it sends waits, so that few shards lie here at any moment
-(docs/adr/0093-a-shard-leaves-when-it-was-read-back.md).
+(docs/adr/0004-manifest-commit-point.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Deaths of packing processes, recorded as inputs of every later run.
 Whether a study runs into a memory limit, a deadline or a crash may depend on the machine and the moment. So
 the first such death only asks for a second try, alone; the second one is written down in the private folder,
 and from then on it is what is known of that input: a re-run quarantines it without trying and comes to the
-same bytes (see docs/adr/0031-recorded-deaths.md). To try again, remove the line.
+same bytes (see docs/adr/0031-packing-processes.md). To try again, remove the line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From slices in their unit to what an eye can judge: grey values, sides of the body, millimetres.
 
-A slice as a small JPEG: for the page, and as a field of a dataset (docs/adr/0076).
+A slice as a small JPEG: for the page, and as a field of a dataset (docs/adr/0113).
 
 The encoder's parameters are all given: the same slice and version of OpenCV give the same bytes.
 """

@@ -66,7 +66,7 @@ def test_packing_never_loads_torch() -> None:
 
 
 def test_native_images_are_packed_without_what_reads_others(tmp_path: Path) -> None:
-    """Each process of a job would pay for it (docs/adr/0090)."""
+    """Each process of a job would pay for it (docs/adr/0031)."""
     image = make_study(tmp_path, num_slices=1).files[0]
     code = (
         "import pathlib, sys, shardflow.packing.handlers, shardflow.packing.job\n"

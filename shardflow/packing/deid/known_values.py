@@ -5,7 +5,7 @@ memory of that process for as long, and are written nowhere.
 
 Names that are words too (*White*, *May*, *Stone*) would shred the text if they were masked wherever they
 stand: such a name counts only beside another part of the same name, after a title, or with a capital in the
-middle of a sentence (see docs/adr/0080-known-values-first.md).
+middle of a sentence (see docs/adr/0080-report-scrubbing.md).
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 A surrogate is a keyed hash, so every process of every run agrees on it with nothing shared but the key;
 nobody without the key can enumerate patient numbers until one fits. Owns the key file and the two ways of
-using it. See docs/adr/0020-keyed-surrogates.md for why this is not a random table, and what that costs.
+using it. See docs/adr/0020-surrogates.md for why this is not a random table, and what that costs.
 
 When a study was made, without saying when: one keyed origin per patient.
 
 The studies of a patient keep their distances in days; the calendar is gone. The origin hangs on nothing but
 the key and the patient identifier, so a study that is added years later falls into its place and no sample
-that is written ever becomes wrong (docs/adr/0081-one-keyed-origin-per-patient.md).
+that is written ever becomes wrong (docs/adr/0020-surrogates.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Owns the order in which ranks agree on a checkpoint. All ranks begin it together
 tensors of its own copies and writes them in a thread; how far it is travels as one number in the exchange
 that every step has anyway, so all ranks learn of an end, or of a failure, at the same step. Where rank 0
 holds everything its thread also gives the checkpoint its name; where every rank holds a part, the parts are
-all written before rank 0 is told to (docs/adr/0124).
+all written before rank 0 is told to (docs/adr/0052).
 
 Invariant: one checkpoint is under way at a time, and :meth:`CheckpointSaver.finish` is passed before a run
 ends, so nothing that a run counts as saved is only in memory.

@@ -16,7 +16,7 @@ Structured reports of measurements (TID 1500 and its relatives): regions, points
 
 The tree is read as it stands, whatever its template: a container with coordinates, with references to images
 or segments and with numbers is a group of measurements. Reports of makers deviate from the template, and what
-highdicom refuses to parse (it is strict, by design) still has coordinates; see docs/adr/0134.
+highdicom refuses to parse (it is strict, by design) still has coordinates; see docs/adr/0132.
 
 Source: DICOM PS3.16, TID 1410, 1411, 1500 and 1501; PS3.3, C.18.6 and C.18.9 (coordinates).
 """
