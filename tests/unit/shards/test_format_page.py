@@ -36,7 +36,7 @@ def _dump(name: str) -> bytes:
         offset, _, rest = line.partition("  ")
         while len(data) < int(offset, 16):
             data += data[-16:]
-        data += bytes.fromhex(rest[:47])
+        data += bytes.fromhex(rest[:35])
     return bytes(data)
 
 
