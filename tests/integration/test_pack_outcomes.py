@@ -14,13 +14,13 @@ from shardflow.sources.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
 
 PAGE = REPOSITORY / "docs" / "outcomes.md"
-MAX_NAMES = 3
+MAX_NAMES = 2
 HEAD = """\
 # Outcomes of real files
 
-The result of `shardflow pack` with default settings over all public sample files that the tests use. The test
-`tests/integration/test_pack_outcomes.py` writes and checks this page. Licenses, readme files and gradient tables are
-omitted: all are skipped as `NOT_DICOM`. [Reasons](dicom.md#reasons).
+The result of `shardflow pack` with default settings over all public sample files that the tests use.
+`tests/integration/test_pack_outcomes.py` writes and checks this page. Licenses, readme files and gradient
+tables are omitted: all are skipped as `NOT_DICOM`. [Reasons](dicom.md#reasons).
 
 """
 # Younger than the dictionary of the installed pydicom.
@@ -74,18 +74,19 @@ def _entries(case: PackCase, root: Path) -> list[tuple[str, str, str | None]]:
 
 
 def _table(entries: list[tuple[str, str, str | None]], root: Path) -> Iterator[str]:
-    yield "| folder | files | what it is | outcome | reason |"
+    yield "| folder | files (number) | what it is | outcome | reason |"
     yield "|---|---|---|---|---|"
     groups: dict[tuple[str, str, str | None], list[str]] = {}
     for folder, name, reason in entries:
-        groups.setdefault((folder, _kind(root / folder / name), reason), []).append(name)
-    for (folder, kind, reason), names in groups.items():
+        top, _, below = f"{folder}/{name}".partition("/")
+        groups.setdefault((top, _kind(root / folder / name), reason), []).append(below)
+    for (folder, kind, reason), names in sorted(groups.items(), key=lambda group: str(group[0])):
         if kind == "text" and reason == Reason.NOT_DICOM:
             continue
         outcome = Outcome.PACKED if reason is None else REASONS[Reason(reason)].outcome
         shown = ", ".join(f"`{name}`" for name in names)
         if len(names) > MAX_NAMES:
-            shown = f"`{names[0]}` to `{names[-1]}`, {len(names)}"
+            shown = f"`{names[0]}` to `{names[-1]}` ({len(names)})"
         yield f"| {folder} | {shown} | {kind} | {outcome} | {'' if reason is None else f'`{reason}`'} |"
 
 
