@@ -26,7 +26,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 def _dump(name: str) -> bytes:
     """Read a hex dump of the page."""
-    match = re.search(rf"^```hex {name}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    match = re.search(rf'^```hex title="{name}"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
     if match is None:
         pytest.fail(f"docs/format.md has no hex dump {name}")
     data = bytearray()
