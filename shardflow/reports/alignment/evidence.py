@@ -1,6 +1,6 @@
 """The weights of the rules, as configuration with a digest.
 
-The defaults are the published starting points (docs/alignment.md) where generated studies gave no reason to
+The defaults are the published starting points (docs/reports.md) where generated studies gave no reason to
 change them; `benchmarks/alignment` measures them on studies that no weight was chosen with.
 
 A piece of evidence: that a finding is seen on some slices of one series.

@@ -2,7 +2,7 @@
 
 A reader for each source (`dicom_seg`, `rtstruct`, `structured_report`, ...) finds in which slices of which
 series a region lies (`targets`, `sampling`, `placing`) and puts it into a `book`, which makes the entries of
-``annotations.json`` and the masks. `kinds` offers the readers to packing. See docs/annotations.md.
+``annotations.json`` and the masks. `kinds` offers the readers to packing. See docs/attachments.md.
 """
 
 from __future__ import annotations

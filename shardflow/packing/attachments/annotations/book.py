@@ -188,7 +188,7 @@ Dangling = Literal[
     "OUTSIDE",
     "UNSUPPORTED_SHAPE",
 ]
-"""Why something that an annotation says has no place in the stored images; see docs/annotations.md."""
+"""Why something that an annotation says has no place in the stored images; see docs/attachments.md."""
 
 _DECIMALS: Final = 3
 _FULL: Final = 255

@@ -46,7 +46,7 @@ class FieldMapping:
     """Of a ``number``, where ``unit_path`` does not say it."""
     unit_path: str = ""
     system: str = ""
-    """Code system of a ``code``: its URI, OID or name (docs/records.md)."""
+    """Code system of a ``code``: its URI, OID or name (docs/attachments.md)."""
     choices: tuple[str, ...] = ()
     """Values that may leave as they are."""
 
@@ -54,7 +54,7 @@ class FieldMapping:
         check_fields(self)
         if self.type == "code" and system_name(self.system) is None:
             raise ConfigError(
-                f"system must be a code system of docs/records.md, got {self.system!r}; name one of them."
+                f"system must be a code system of docs/attachments.md, got {self.system!r}; name one of them."
             )
         if self.type == "choice" and not all(_WORD.fullmatch(choice) for choice in self.choices):
             raise ConfigError("choices must be short words, got another value; list what the field may say.")
