@@ -43,6 +43,8 @@ _SHOWN = (
     ("1 of 4 nodes, 8 lanes", "8 lanes", 1),
 )
 """Rows of the page's table: title, plan and ranks on the node."""
+_SHOWN_POLICIES = ("belady", "lru", "lru of whole shards")
+_SHOWN_SHARES = (0.05, 0.2, 0.4, 0.8)
 _DATASET_ID = "5" * 64
 
 Int64Array = npt.NDArray[np.int64]
@@ -182,15 +184,16 @@ def page_with_tables(page: str, results: dict[str, Any]) -> str:
 
 def _tables(rows: Sequence[dict[str, Any]]) -> str:
     """Return the page's table: bytes fetched of those read, for a single node and for one of four."""
-    shares = " | ".join(f"{share:.0%}" for share in SHARES)
-    lines = [f"| plan | policy | {shares} |", f"|---|---|{'---|' * len(SHARES)}"]
+    shares = " | ".join(f"{share:.0%}" for share in _SHOWN_SHARES)
+    lines = [f"| plan | policy | {shares} |", f"|---|---|{'---|' * len(_SHOWN_SHARES)}"]
     for title, plan, ranks_per_node in _SHOWN:
         chosen = [
             row
             for row in rows
             if (row["sizes"], row["plan"], row["ranks_per_node"]) == ("unequal", plan, ranks_per_node)
+            and row["cache_share"] in _SHOWN_SHARES
         ]
-        for policy in (*POLICIES, "lru of whole shards"):
+        for policy in _SHOWN_POLICIES:
             cells = [f"{row['fetched_bytes'][policy] / row['read_bytes']:.0%}" for row in chosen]
             lines.append(f"| {title} | {policy} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
