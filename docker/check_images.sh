@@ -243,7 +243,7 @@ check_stopped_pack() {
 
 check_stopped_training() {
     local output steps
-    run_train train-stopped 100000 python -m pipelines.launch --standalone --nproc-per-node 2 --shutdown-timeout 120 -m pipelines.train
+    run_train train-stopped 100000 shardflow train --nproc-per-node 2 --shutdown-timeout 120
     output=$(volume stopped-run)
     wait_for train-stopped has_steps "$output" 2
     podman healthcheck run train-stopped || die "the training job must be healthy while it trains"
@@ -253,13 +253,13 @@ check_stopped_training() {
     steps=$(count_steps "$output")
     expect "newest checkpoint" "$(cat "$output/run/checkpoints/latest")" "$(printf 'step-%08d' "$steps")"
 
-    run_train train-alone 100000 python -m pipelines.train
+    run_train train-alone 100000 shardflow train
     wait_for train-alone has_steps "$output" $((steps + 2))
     podman kill --signal TERM train-alone >/dev/null
     finish train-alone 75
     steps=$(count_steps "$output")
 
-    run_train train-resumed $((steps + 2)) torchrun --standalone --nproc-per-node 2 -m pipelines.train
+    run_train train-resumed $((steps + 2)) torchrun --standalone --nproc-per-node 2 -m shardflow.training
     finish train-resumed 0
     expect "outcome of resumed training" "$(last_field train-resumed outcome)" finished
     expect "steps of stopped and resumed training" "$(count_steps "$output")" $((steps + 2))

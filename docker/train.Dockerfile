@@ -55,4 +55,4 @@ STOPSIGNAL SIGTERM
 # A job is healthy while it writes; timeouts.startup_s and timeouts.control_s (600 s) end one that hangs.
 HEALTHCHECK --interval=60s --timeout=30s --start-period=900s --retries=2 \
     CMD ["python", "/etc/shardflow/recently_active.py", "--within-s", "1300", "/run-output"]
-CMD ["python", "-m", "pipelines.launch", "--standalone", "--nproc-per-node", "2", "-m", "pipelines.train", "--config", "/etc/shardflow/train.toml"]
+CMD ["shardflow", "train", "--nproc-per-node", "2", "--config", "/etc/shardflow/train.toml"]

@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 
 from examples.small_model import CONFIG, MICRO_BATCHES_PER_STEP, SPEC, SummedLoss, to_tensors
+from shardflow.format import Dataset
 from shardflow.loading import Loader, World
-from shardflow.shards import Dataset
 
 __all__ = ["train"]
 

@@ -19,8 +19,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from examples.small_model import CONFIG, MICRO_BATCHES_PER_STEP, SPEC, SummedLoss, to_tensors
+from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, World
-from shardflow.shards import Dataset
 
 __all__ = ["train"]
 

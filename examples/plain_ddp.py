@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.small_model import CONFIG, SPEC, SummedLoss, to_tensors
+from shardflow.format import Dataset
 from shardflow.loading import Loader, World
-from shardflow.shards import Dataset
 
 
 def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardflow.epochs import BatchSpec
 from shardflow.loading import Batch, ImageView, LoaderConfig
+from shardflow.sampling import BatchSpec
 from shardflow.training.config import ImageSettings, ModelSettings
 from shardflow.training.inputs import make_inputs
-from shardflow.training.losses import weighted_token_loss
-from shardflow.training.model import build_model
+from shardflow.training.models.reference import build_model
+from shardflow.training.sequences import weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 
 __all__ = ["CONFIG", "MICRO_BATCHES_PER_STEP", "SPEC", "SummedLoss", "to_tensors"]

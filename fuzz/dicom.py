@@ -19,16 +19,13 @@ from typing import Final
 
 import atheris
 
-with atheris.instrument_imports(include=["shardflow.sources"]):
+with atheris.instrument_imports(include=["shardflow.packing.sources"]):
     from shardflow.errors import SourceError
-    from shardflow.sources.dicom import (
-        BrokenInstance,
-        HeaderLimits,
-        build_studies,
-        iter_slices,
-        read_attributes,
-        read_header,
-    )
+    from shardflow.packing.sources.dicom.attributes import read_attributes
+    from shardflow.packing.sources.dicom.elements import HeaderLimits
+    from shardflow.packing.sources.dicom.headers import BrokenInstance, read_header
+    from shardflow.packing.sources.dicom.pixels import iter_slices
+    from shardflow.packing.sources.dicom.stacks import build_studies
 
 _LIMITS: Final = HeaderLimits(
     max_frames=64, max_frame_pixels=1 << 20, max_pixel_bytes=1 << 24, max_inflated_bytes=1 << 22

@@ -3,6 +3,10 @@
 Importing this package imports nothing else; see ARCHITECTURE.md for the way the data takes.
 """
 
+from __future__ import annotations
+
 from shardflow._version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "__version__",
+]

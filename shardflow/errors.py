@@ -32,31 +32,6 @@ catches an error of a third-party parser keeps its class name and drops its text
 
 from __future__ import annotations
 
-__all__ = [
-    "AlreadyExistsError",
-    "CheckpointError",
-    "ChecksumError",
-    "ConfigError",
-    "FormatError",
-    "LoaderProcessError",
-    "ManifestError",
-    "NoListingError",
-    "NoProgressError",
-    "NotFoundError",
-    "ObjectChangedError",
-    "PlanError",
-    "RankLostError",
-    "RanksDisagreeError",
-    "SampleError",
-    "ShardflowError",
-    "ShortReadError",
-    "SourceError",
-    "StateError",
-    "StorageError",
-    "TrainingError",
-    "WaitTimeoutError",
-]
-
 
 class ShardflowError(Exception):
     """Base of all errors raised on purpose; one message, one string."""

@@ -25,10 +25,13 @@ from shardflow.errors import ShardflowError, StorageError
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["EventLog", "configure_logging", "describe_exception", "read_events"]
+LINE_EVERY_S: Final = 10.0
+"""How often long work shows its progress in a log."""
 
 _OWN_LOGGERS: Final = ("shardflow", "pipelines")
 _HANDLER_NAME: Final = "shardflow-job"
+_MINUTE_S: Final = 60
+_HOUR_S: Final = 3600
 
 
 def configure_logging(
@@ -85,6 +88,22 @@ def describe_exception(error: BaseException) -> str:
         lines.append(f"{type(current).__name__}{place}{text}")
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return "\n  caused by ".join(lines)
+
+
+def time_left(done: int, total: int, elapsed_s: float) -> str:
+    """Estimate how long the rest takes at the same pace: ``, about 4 min left``.
+
+    Returns:
+        The words with the comma that joins them to a sentence; empty while nothing is done, or all of it.
+    """
+    if not 0 < done < total:
+        return ""
+    left_s = elapsed_s / done * (total - done)
+    if left_s < _MINUTE_S:
+        return f", about {max(1, round(left_s))} s left"
+    if left_s < _HOUR_S:
+        return f", about {round(left_s / _MINUTE_S)} min left"
+    return f", about {left_s / _HOUR_S:.1f} h left"
 
 
 class EventLog:

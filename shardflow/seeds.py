@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["derive"]
-
 
 def derive(seed: int, label: str, *counters: int) -> int:
     """Derive a 64-bit key from a seed, a label and counters.

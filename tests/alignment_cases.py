@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardflow.alignment import AlignmentRules, align
 from shardflow.reports import ReportReader
+from shardflow.reports.alignment.aligning import align
+from shardflow.reports.alignment.evidence import AlignmentRules
 
 __all__ = ["aligned", "entry_of", "radiograph", "roi", "series", "study"]
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.errors import SourceError
-from shardflow.packing import kinds, registry, study_members
-from shardflow.packing.child import Handler
+from shardflow.format import codecs
+from shardflow.format.reasons import Reason
+from shardflow.packing import registry
+from shardflow.packing import registry as kinds
+from shardflow.packing.engines.worker import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
-from shardflow.shards import codecs
-from shardflow.sources.attachments import Attached, AttachmentItem, StudyContext
-from shardflow.sources.reasons import Reason
+from shardflow.packing.sources.attachments import Attached, AttachmentItem, StudyContext
+from shardflow.packing.studies import study as study_members
 
 __all__ = ["HANDLERS", "KINDS", "ToyKind", "write_toy"]
 

@@ -19,14 +19,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from shardflow.configs import load_config
-from shardflow.corpora import CorpusConfig, CorpusMode, CorpusSummary, pack_corpus
-from shardflow.corpora.parts import HANDLERS
-from shardflow.corpora.parts import make_handler as make_real_handler
-from shardflow.packing.child import Handler
-from shardflow.shards import Dataset
-from shardflow.shards.line_outcomes import LineOutcomes
-from shardflow.shards.table import Table
+from shardflow.config import load_config
+from shardflow.format import Dataset
+from shardflow.format.ledger import LineOutcomes
+from shardflow.format.table import Table
+from shardflow.packing.corpora.config import CorpusConfig
+from shardflow.packing.corpora.job import CorpusMode, CorpusSummary, pack_corpus
+from shardflow.packing.corpora.parts import HANDLERS
+from shardflow.packing.corpora.parts import make_handler as make_real_handler
+from shardflow.packing.engines.worker import Handler
 
 __all__ = ["FAULTY", "CorpusCase", "make_handler", "make_lines"]
 
@@ -172,7 +173,7 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
 
 def main() -> None:
     """Run the job."""
-    from shardflow.packing.workplace import Workplace
+    from shardflow.packing.workspace import Workplace
     from tests.pack_driver import KillingProgress, kill_group
 
     config, point, mode = sys.argv[1:]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from shardflow.format import Dataset
+from shardflow.format.codecs import encode_array
+from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from shardflow.reports import ReportReader
 from shardflow.seeds import derive
-from shardflow.shards import Dataset
-from shardflow.shards.codecs import encode_array
-from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from tests import factories
 
 __all__ = ["CONFIDENCES", "make_entity_dataset", "study_fields"]

@@ -15,23 +15,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.seeds import derive
-from shardflow.shards.canonical import canonical_json, sha256_hex
-from shardflow.shards.codecs import encode_array
-from shardflow.shards.index import FieldLocation, ShardIndex
-from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, shard_name, slice_field
-from shardflow.shards.ledger import LedgerRow, encode_ledger
-from shardflow.shards.manifest import (
-    FileEntry,
-    LedgerEntry,
-    Manifest,
-    ShardEntry,
-    commit,
+from shardflow.format.codecs import encode_array
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.keys import (
+    REPORT_FIELD,
+    STUDY_FIELD,
+    canonical_json,
+    sha256_hex,
+    shard_name,
+    slice_field,
 )
-from shardflow.shards.outcomes import OutcomeCounts
-from shardflow.shards.samples import SampleEntry, SampleFacts, SamplesTable
-from shardflow.shards.table_layout import crc32c
-from shardflow.shards.tar import TarWriter
+from shardflow.format.ledger import LedgerRow, encode_ledger
+from shardflow.format.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit
+from shardflow.format.reasons import OutcomeCounts
+from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.table import crc32c
+from shardflow.format.tar import TarWriter
+from shardflow.seeds import derive
 from shardflow.storage import LocalStore
 
 __all__ = ["MadeSample", "make_dataset", "make_sample", "sample_key"]

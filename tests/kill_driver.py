@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.packing.compaction import compact
-from shardflow.packing.removal import Withdrawn, remove
-from shardflow.shards.manifest import load, versions
-from shardflow.shards.verification import verify
+from shardflow.format.manifest import load, versions
+from shardflow.format.verification import verify
+from shardflow.packing.versions.compaction import compact
+from shardflow.packing.versions.removal import Withdrawn, remove
 from shardflow.storage import LocalStore
 from tests.pack_case import PackCase, tree_digests
 

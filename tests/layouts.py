@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardflow.epochs import SampleLayout
+from shardflow.sampling import SampleLayout
 
 __all__ = ["layout_of", "report_bytes"]
 

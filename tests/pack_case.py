@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardflow.configs import load_config
-from shardflow.deid.pseudonyms import SecretKey
+from shardflow.config import load_config
+from shardflow.format.dataset import Dataset
+from shardflow.format.verification import verify
 from shardflow.packing import PackConfig, PackSummary, Share, pack
+from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.job import PackMode
-from shardflow.packing.version_files import ledger_path
-from shardflow.shards.dataset import Dataset
-from shardflow.shards.verification import verify
+from shardflow.packing.versions.files import ledger_path
 from tests.pack_faults import HELD
 
 __all__ = ["PATIENCE_S", "REPOSITORY", "PackCase", "read_ledger", "tree_digests"]

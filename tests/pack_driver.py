@@ -12,10 +12,10 @@ import signal
 import sys
 from typing import NoReturn, cast, get_args
 
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.packing import PackConfig, pack
 from shardflow.packing.job import PackMode
-from shardflow.packing.workplace import Workplace
+from shardflow.packing.workspace import Workplace
 
 
 def kill_group() -> NoReturn:

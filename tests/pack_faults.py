@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from shardflow.errors import StorageError
-from shardflow.packing import assembly, fragment
-from shardflow.packing.child import Handler
+from shardflow.packing.engines.worker import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
-from shardflow.packing.workplace import storage_error, write_plainly
+from shardflow.packing.studies import assembly, fragment
+from shardflow.packing.workspace import storage_error, write_plainly
 
 HANDLERS = "tests.pack_faults:make_handler"
 HELD = "held"
 """Name of the file that a process writes before it holds."""
 FAULTY_COMMAND = f"""
 import functools, sys, pipelines.pack
-pipelines.pack.pack = functools.partial(pipelines.pack.pack, handlers="{HANDLERS}")
-sys.exit(pipelines.pack.main(sys.argv[1:]))
+shardflow.cli.pack.pack = functools.partial(shardflow.cli.pack.pack, handlers="{HANDLERS}")
+sys.exit(shardflow.cli.pack.main(sys.argv[1:]))
 """
 """``python -m pipelines.pack`` with the faults of ``faults.json``, for ``python -c``."""
 

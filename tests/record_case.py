@@ -9,12 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardflow.deid.known_values import KnownValues
-from shardflow.deid.report_text import scrub
-from shardflow.records.config import RecordsConfig
-from shardflow.records.kinds import record_kinds
-from shardflow.records.mapping import FieldMapping, RecordMapping
-from shardflow.sources.attachments import Attached, AttachmentItem, StudyContext
+from shardflow.packing.attachments.records.kinds import record_kinds
+from shardflow.packing.attachments.records.mapping import FieldMapping, RecordMapping, RecordsConfig
+from shardflow.packing.deid.known_values import KnownValues
+from shardflow.packing.deid.report_text import scrub
+from shardflow.packing.sources.attachments import Attached, AttachmentItem, StudyContext
 
 __all__ = [
     "CANARIES",

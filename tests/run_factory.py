@@ -13,15 +13,7 @@ from typing import Literal
 
 from shardflow.logs import EventLog
 from shardflow.monitoring.lines import METRICS_FILE
-from shardflow.telemetry import (
-    Advice,
-    GaugeNumbers,
-    Interval,
-    Move,
-    RankNumbers,
-    StageNumbers,
-    Verdict,
-)
+from shardflow.telemetry import Advice, GaugeNumbers, Interval, Move, RankNumbers, StageNumbers, Verdict
 
 __all__ = ["Bound", "write_run"]
 

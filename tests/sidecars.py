@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardflow.entities import EntityRules, build_view
-from shardflow.shards import Dataset
-from shardflow.shards.entity_dataset import EntityDataset
+from shardflow.format import Dataset
+from shardflow.format.entities import EntityDataset, EntityRules
+from shardflow.reports.entity_views import build_view
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.entity_datasets import make_entity_dataset

@@ -22,8 +22,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from shardflow.training import TrainConfig
-from shardflow.training.building import build_report_model
-from shardflow.training.tensors import named_optimizer_tensors, named_tensors
+from shardflow.training.checkpoint.tensors import named_optimizer_tensors, named_tensors
+from shardflow.training.models.building import build_report_model
 from shardflow.training.text import ReportTokenizer
 
 __all__ = [

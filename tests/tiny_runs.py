@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardflow.configs import dump_config, load_config
-from shardflow.shards import Dataset
+from shardflow.config import dump_config, load_config
+from shardflow.format import Dataset
 from shardflow.training import TrainConfig
 from shardflow.training.text import train_tokenizer
 from tests.factories import make_dataset

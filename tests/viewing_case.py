@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardflow.shards import npy
-from shardflow.shards.codecs import encode_array
+from shardflow.format.codecs import encode_array
+from shardflow.format.slice_codecs import npy
 from tests.factories import MadeSample, make_dataset, make_sample
 
 NUM_SLICES = 24

@@ -26,9 +26,10 @@ from benchmarks.alignment.settings import SETTINGS, Part, Setting
 from benchmarks.alignment.studies import packed_studies
 from benchmarks.plan.scale import processor
 from shardflow import __version__
-from shardflow.alignment import RULES_VERSION, AlignmentRules, align
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.reports import ReportReader
+from shardflow.reports.alignment.aligning import align
+from shardflow.reports.alignment.evidence import RULES_VERSION, AlignmentRules
 
 PARTS: tuple[Part, ...] = ("tuning", "test")
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.alignment.settings import Marks, Setting
-from shardflow.configs import load_config
-from shardflow.deid.pseudonyms import SecretKey
+from shardflow.config import load_config
+from shardflow.format import Dataset
 from shardflow.packing import PackConfig, pack
+from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.seeds import derive
-from shardflow.shards import Dataset
 from shardflow.synthetic import generate
 
 __all__ = ["PackedStudy", "Shown", "packed_studies"]

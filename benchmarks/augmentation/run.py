@@ -26,16 +26,15 @@ from numpy.typing import NDArray
 
 from benchmarks.about import about_run
 from benchmarks.stream.content import PHANTOM
-from pipelines.cli import main as shardflow
-from shardflow.configs import load_config
-from shardflow.epochs import BatchSpec
+from shardflow.cli.main import main as shardflow
+from shardflow.config import load_config
 from shardflow.fields.augmentation import Draw, Warp
+from shardflow.format import Dataset
+from shardflow.format.keys import parse_slice_field, parse_variant_field
 from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.packing import PackConfig, pack
-from shardflow.shards import Dataset
-from shardflow.shards.keys import parse_slice_field, parse_variant_field
-from shardflow.training.device.augmentation import stack_draws
-from shardflow.training.device.images import ImageParameters, ImagePipeline
+from shardflow.sampling import BatchSpec
+from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws
 
 ROUNDS = 7
 NUM_VARIANTS = 3

@@ -66,15 +66,16 @@ def write_inputs(folder: Path, count: int) -> None:
 
 def pack(name: str, inputs: Path, scratch: Path) -> int:
     """Run the job; return its lines."""
-    from shardflow.corpora import CorpusConfig, pack_corpus
-    from shardflow.corpora.config import (
+    from shardflow.packing.config import ExecutionConfig
+    from shardflow.packing.corpora.config import (
+        CorpusConfig,
         CorpusDeidConfig,
         CorpusInputsConfig,
         CorpusPolicyConfig,
         CorpusShardsConfig,
         FieldsConfig,
     )
-    from shardflow.packing.config import ExecutionConfig
+    from shardflow.packing.corpora.job import pack_corpus
 
     folder = inputs / {"parquet": "parquet", "pairs": "pairs", "scrub": "few"}.get(name, "lines")
     summary = pack_corpus(
@@ -109,7 +110,7 @@ def loop(inputs: Path, scratch: Path) -> int:
 
 def limit(inputs: Path, scratch: Path) -> int:
     """Write the bytes and nothing else."""
-    from shardflow.shards.tar import member_header, padding
+    from shardflow.format.tar import member_header, padding
 
     count = 0
     with (

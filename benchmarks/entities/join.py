@@ -3,7 +3,7 @@
     python -m benchmarks.entities.join --rows 1000000 --output benchmarks/results/entities_join.json
 
 Parts are made up in another process and lie in a temporary folder, one for 1,000 rows, as one for each shard;
-the rest is what `shardflow.entities.build_view` does when all parts stand. Memory is the peak of this process
+the rest is what `shardflow.reports.entity_views.build_view` does when all parts stand. Memory is the peak of this process
 (VmHWM) above what it had before, everything imported.
 """
 
@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.about import about_run
-from shardflow.entities.columns import LocatedRow, encode_part, encode_view, open_part
-from shardflow.entities.rows import EntityRow
-from shardflow.packing.child import peak_memory_bytes
-from shardflow.shards.canonical import sha256_hex
-from shardflow.shards.entity_manifest import EntityRules
+from shardflow.format.entities import EntityRules
+from shardflow.format.keys import sha256_hex
+from shardflow.packing.engines.worker import peak_memory_bytes
+from shardflow.reports.entity_rows import EntityRow, LocatedRow, encode_part, encode_view, open_part
 from shardflow.storage import write_atomic
 
 DATASET_ID = "0123456789abcdef" * 4

@@ -30,17 +30,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.about import REPOSITORY, about_run
-from shardflow.configs import load_config
-from shardflow.shards import Dataset
+from shardflow.config import load_config
+from shardflow.format import Dataset
 from shardflow.training import TrainConfig
-from shardflow.training.checkpoint import CheckpointFolder
-from shardflow.training.distributed import Timeouts, join_ranks
-from shardflow.training.feed import DeviceFeed
+from shardflow.training.checkpoint.files import CheckpointFolder
+from shardflow.training.distributed import StopRequest, Timeouts, join_ranks
+from shardflow.training.inputs import DeviceFeed
+from shardflow.training.interval import open_measures
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
-from shardflow.training.measuring import open_measures
-from shardflow.training.prepare import prepare_run
-from shardflow.training.resume import StartDecision
-from shardflow.training.signals import StopRequest
+from shardflow.training.run import StartDecision, prepare_run
 from shardflow.training.text import train_tokenizer
 from tests.factories import make_dataset
 from tests.tiny_runs import make_tiny_input

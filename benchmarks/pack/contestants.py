@@ -74,9 +74,9 @@ def limit(folder: Path, output: Path, part: int = 0, num_parts: int = 1) -> Call
     """Header, pixels, codec and write of the same members, in a loop that does nothing else."""
     import numpy as np
 
-    from shardflow.shards import encode_array
-    from shardflow.shards.tar import encode_member
-    from shardflow.sources.dicom import BrokenInstance, read_header
+    from shardflow.format import encode_array
+    from shardflow.format.tar import encode_member
+    from shardflow.packing.sources.dicom.headers import BrokenInstance, read_header
 
     files = _files(folder)[part::num_parts]
     encode_array("b2nd", np.zeros((64, 64), np.int16))
@@ -153,11 +153,11 @@ def script_scaled(folder: Path, output: Path) -> Callable[[], dict[str, Any]]:
 
 def headers(folder: Path, output: Path) -> Callable[[], dict[str, Any]]:
     """The header pass as a packing process runs it: batch by batch, surrogates, rows on disk."""
-    from shardflow.deid.pseudonyms import SecretKey
-    from shardflow.packing.header_pass import BATCH_FILES, batch_name
-    from shardflow.packing.scan import Scanner
-    from shardflow.packing.tasks import InputFile, ScanTask
-    from shardflow.sources.dicom import HeaderLimits, discover
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.scan import BATCH_FILES, Scanner, batch_name
+    from shardflow.packing.sources.dicom.discover import discover
+    from shardflow.packing.sources.dicom.elements import HeaderLimits
+    from shardflow.packing.studies.tasks import InputFile, ScanTask
 
     root = folder / "dicom"
     rows = output / "rows"

@@ -39,7 +39,7 @@ from typing import Any
 from benchmarks.about import about_run
 from benchmarks.pack.content import CT, CXR, Kind, make_content, make_small_content
 from benchmarks.pack.table import table
-from shardflow.packing.limits import PROCESS_ENVIRONMENT
+from shardflow.packing.engines.base import PROCESS_ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("blosc2", "numpy", "opencv-python-headless", "pydicom", "webdataset")

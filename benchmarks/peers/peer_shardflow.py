@@ -10,10 +10,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from benchmarks.peers.task import GLOBAL_BATCH, NUM_SAMPLES, SEED, SHARDS, Task
-from shardflow.epochs import BatchSpec, RankSchedule
+from shardflow.format import Dataset
 from shardflow.loading import Batch, LoaderConfig, World
 from shardflow.loading.torch_dataset import ShardIterableDataset
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, RankSchedule
 from tests.factories import make_dataset, sample_key
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.about import processor
 from benchmarks.plan.scale import DATASET_ID
 from shardflow import __version__
-from shardflow.epochs import (
+from shardflow.sampling import (
     BatchSpec,
     CostRule,
     EpochPlan,
@@ -32,7 +32,7 @@ from shardflow.epochs import (
     measure_plan,
     with_lanes,
 )
-from shardflow.epochs.budget_micros import BudgetMicroBatches
+from shardflow.sampling.budget_batches import BudgetMicroBatches
 
 
 def make_layout(num_samples: int, num_shards: int) -> SampleLayout:

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.about import processor
 from shardflow import __version__
-from shardflow.epochs import BatchSpec, CostRule, EpochPlan, SampleLayout, TokenBudget
+from shardflow.sampling import BatchSpec, CostRule, EpochPlan, SampleLayout, TokenBudget
 
 DATASET_ID = "0123456789abcdef" * 4
 BLOCK = 2**22

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.packing.dealing import deal, opening_order
 from shardflow.packing.plan import PackPlan, PlannedShard
+from shardflow.packing.scheduling import deal, opening_order
 from shardflow.seeds import derive
 
 __all__ = ["Schedule", "Workload", "dealt", "main", "makespan", "workload"]

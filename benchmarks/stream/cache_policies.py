@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from benchmarks.stream.cache_simulation import next_uses, simulate
 from shardflow import __version__
-from shardflow.epochs import BatchSpec, EpochPlan, RankSchedule, SampleLayout, TokenBudget
-from shardflow.epochs.blend import Blend, BlendComponent
+from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule, SampleLayout, TokenBudget
+from shardflow.sampling.blend import Blend, BlendComponent
 from shardflow.storage.cache.config import EvictionPolicy
 
 __all__ = ["PAGE", "RESULTS", "node_reads", "page_with_tables", "plans"]

@@ -1,6 +1,6 @@
 """Simulation of an eviction policy over a sequence of reads: hits and bytes, without reading any.
 
-The rules are those of `shardflow.storage.cache.policy`, kept in order by heaps instead of being
+The rules are those of `shardflow.storage.cache.forecast`, kept in order by heaps instead of being
 sorted anew each time.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.storage.cache.config import EvictionPolicy
-from shardflow.storage.cache.policy import NEVER, is_worth_keeping
+from shardflow.storage.cache.forecast import NEVER, is_worth_keeping
 
 __all__ = ["Outcome", "next_uses", "simulate"]
 

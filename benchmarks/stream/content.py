@@ -18,15 +18,14 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.shards import Dataset, encode_array, tokens
-from shardflow.shards.canonical import sha256_hex
-from shardflow.shards.index import FieldLocation, ShardIndex
-from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, shard_name, slice_field
-from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry, commit
-from shardflow.shards.outcomes import OutcomeCounts
-from shardflow.shards.samples import SampleEntry, SampleFacts, SamplesTable
-from shardflow.shards.table_layout import crc32c
-from shardflow.shards.tar import TarWriter
+from shardflow.format import Dataset, encode_array, tokens
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, sha256_hex, shard_name, slice_field
+from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit
+from shardflow.format.reasons import OutcomeCounts
+from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.table import crc32c
+from shardflow.format.tar import TarWriter
 from shardflow.storage import LocalStore
 
 __all__ = [

@@ -67,9 +67,9 @@ def _loop(kind: str, step_s: float) -> Callable[[], None]:
 
 def measure(folder: Path, execution: str, loop: str, step_ms: float) -> dict[str, float]:
     """Run two epochs and time the second."""
-    from shardflow.epochs import BatchSpec
+    from shardflow.format import Dataset
     from shardflow.loading import ImageView, Loader, LoaderConfig
-    from shardflow.shards import Dataset
+    from shardflow.sampling import BatchSpec
 
     train = _loop(loop, step_ms / 1e3)
     train()

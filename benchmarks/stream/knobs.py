@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.about import about_run
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
 

@@ -24,14 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.about import about_run
-from shardflow.shards.canonical import sha256_hex
-from shardflow.shards.index import FieldLocation, ShardIndex
-from shardflow.shards.keys import REPORT_FIELD, shard_name
-from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry, commit
-from shardflow.shards.outcomes import OutcomeCounts
-from shardflow.shards.samples import SampleEntry, SampleFacts, SamplesTable
-from shardflow.shards.table_layout import crc32c
-from shardflow.shards.tar import TarWriter
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.keys import REPORT_FIELD, sha256_hex, shard_name
+from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit
+from shardflow.format.reasons import OutcomeCounts
+from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.table import crc32c
+from shardflow.format.tar import TarWriter
 from shardflow.storage import LocalStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,9 +106,9 @@ def make_sparse(folder: Path, num_bytes: int) -> int:
 
 def run_rank(folder: Path, rank: int, world_size: int, num_batches: int) -> None:
     """Iterate, tell that it is done, and keep everything until told to end."""
-    from shardflow.epochs import BatchSpec
+    from shardflow.format import Dataset
     from shardflow.loading import Loader, LoaderConfig, World
-    from shardflow.shards import Dataset
+    from shardflow.sampling import BatchSpec
 
     spec = BatchSpec(micro_batch_size=16, micro_batches_per_step=world_size, lanes=4)
     world = World(rank=rank, world_size=world_size, ranks_per_node=world_size)

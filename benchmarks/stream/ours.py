@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.stream.records import BATCH, NUM_SLICES, SIZE, Loop
-from shardflow.epochs import BatchSpec
 from shardflow.fields.tokens import StoredTokens
+from shardflow.format import Dataset
 from shardflow.loading import FieldsView, ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 
 _VIEWS = {
     "ct": ImageView(num_slices=NUM_SLICES, rows=SIZE, columns=SIZE),

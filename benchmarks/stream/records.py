@@ -79,7 +79,7 @@ def decode_picture(data: bytes, out: Any) -> None:
 
 def slice_decoder() -> Callable[[memoryview, Any], None]:
     """Return the decoder of our codec."""
-    from shardflow.shards import b2nd
+    from shardflow.format.slice_codecs import b2nd
 
     return b2nd.decode
 

@@ -75,9 +75,9 @@ def _read_all(url: str, request_bytes: int, max_bytes: int) -> dict[str, float]:
 
 
 def _loader(url: str, num_threads: int, cache: Any = None) -> Any:
-    from shardflow.epochs import BatchSpec
+    from shardflow.format import Dataset
     from shardflow.loading import ImageView, Loader, LoaderConfig
-    from shardflow.shards import Dataset
+    from shardflow.sampling import BatchSpec
 
     view = ImageView(num_slices=NUM_SLICES, rows=SIZE, columns=SIZE)
     config = LoaderConfig(view=view, num_threads=num_threads)
@@ -201,7 +201,7 @@ def compare(num_studies: int, num_rounds: int) -> dict[str, Any]:
 
 
 def _copy(folder: Path, url: str) -> None:
-    from shardflow.shards.copying import copy_dataset
+    from shardflow.format.copying import copy_dataset
     from shardflow.storage import LocalStore, open_store
 
     copy_dataset(LocalStore(folder), open_store(url))

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from shardflow.epochs import BatchSpec, EpochPlan
+from shardflow.sampling import BatchSpec, EpochPlan
 
 __all__ = ["compare"]
 

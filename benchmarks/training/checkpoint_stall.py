@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from shardflow import __version__
-from shardflow.training.checkpoint import CheckpointFolder
+from shardflow.training.checkpoint.files import CheckpointFolder
+from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.config import OptimizerSettings
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
-from shardflow.training.optimizer import build_optimizer
-from shardflow.training.saving import CheckpointSaver
+from shardflow.training.step import build_optimizer
 
 LIMIT_S = 0.6
 """1 % of a checkpoint every 60 s."""

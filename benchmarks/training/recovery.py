@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from shardflow import __version__
-from shardflow.monitoring.lines import METRICS_FILE
-from shardflow.monitoring.tail import EventTail
+from shardflow.monitoring.lines import METRICS_FILE, EventTail
 from tests.distributed.launcher import Job, job
 from tests.tiny_runs import make_tiny_input, write_config
 
@@ -59,7 +58,7 @@ def measure(folder: Path, kind: str) -> dict[str, float]:
     config = write_config(tiny, folder / "train.toml", run, settings)
     options = ["--max-restarts=1", "--monitor-interval=0.1"]
     began = time.time()
-    with job(folder, "pipelines.train", [f"--config={config}"], num_ranks=2, options=options) as running:
+    with job(folder, "shardflow.training", [f"--config={config}"], num_ranks=2, options=options) as running:
         wait_for(lambda: len(lines_of(run, "step")) >= 30, running)
         first_step_s = lines_of(run, "step")[0]["time_s"] - began
         hurt_at = time.time()

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.stream.content import make_content
-from shardflow.epochs import BatchSpec
 from shardflow.loading import ImageView, Loader, LoaderConfig, open_blend
+from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
 

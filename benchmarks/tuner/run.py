@@ -36,7 +36,7 @@ from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner
 from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers
 from shardflow.telemetry import Move
-from shardflow.telemetry.probe import ProcessProbe
+from shardflow.telemetry.process import ProcessProbe
 from tests.object_stores import WebServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -21,16 +21,15 @@ import torch
 
 from benchmarks.verdict.scenarios import SAMPLE_SIZES, Scenario, draw
 from benchmarks.verdict.slowness import slowed
-from shardflow.configs import load_config
+from shardflow.config import load_config
+from shardflow.format import Dataset
 from shardflow.monitoring import read_history, read_settings
-from shardflow.monitoring.verdict import judge_all
-from shardflow.shards import Dataset
+from shardflow.monitoring.verdict.judging import judge_all
 from shardflow.telemetry import Interval, Verdict
 from shardflow.training import TrainConfig
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.distributed import Ranks, StopRequest, Timeouts, join_ranks
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train_on
-from shardflow.training.signals import StopRequest
 from shardflow.training.text import train_tokenizer
 from tests.factories import make_dataset
 

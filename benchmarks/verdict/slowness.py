@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardflow.format import Dataset
 from shardflow.loading import fill
-from shardflow.shards import Dataset
 from shardflow.storage import ByteRange, ByteStore
-from shardflow.training import prepare
+from shardflow.training import run as prepare
 from shardflow.training import run as run_module
 from shardflow.training.loop import RunParts
 

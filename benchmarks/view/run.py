@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.about import about_run
 from benchmarks.stream.content import make_content
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from shardflow.viewing import Viewer
 
 NUM_SLICES = 300

@@ -9,9 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipelines.demo.story import Story
-from pipelines.help_text import HelpFormatter
-
-__all__ = ["build_parser", "main"]
+from shardflow.cli.common import HelpFormatter
 
 DESCRIPTION = """\
 Packs real DICOM, trains on two processes, kills one, resumes on one, and shows that nothing was lost: under

@@ -14,12 +14,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from pipelines.demo.check import Losses
+from pipelines.demo.story import Losses
 from pipelines.demo.studies import GENERATED
-from shardflow.shards import Dataset, decode_array
-from shardflow.shards.keys import REPORT_FIELD, STUDY_FIELD, parse_slice_field
-
-__all__ = ["Resumption", "draw"]
+from shardflow.format import Dataset, decode_array
+from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, parse_slice_field
 
 _NUM_STUDIES = 5
 _NUM_SLICES = 6

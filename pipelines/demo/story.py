@@ -1,13 +1,22 @@
-"""The course of the demo, a method a chapter; every job in it is one that a user would start by hand."""
+"""The course of the demo, a method a chapter; every job in it is one that a user would start by hand.
+
+Starting the jobs that the demo is made of, watching them, and killing one rank of one.
+
+What the demo claims, compared: the committed samples of two runs, the plan, and the course of the loss.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +24,222 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pipelines.demo import settings
-from pipelines.demo.check import committed_sequence, first_difference, losses, planned_sequence
-from pipelines.demo.launch import TrainingJob, run_command
+from pipelines.demo import studies as settings
 from pipelines.demo.picture import Resumption, draw
 from pipelines.demo.studies import find_studies, input_folders, write_reports
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
+from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import read_metrics
 
-__all__ = ["Story"]
+_POLL_S = 0.03
+
+
+def run_command(command: list[str], *, show_errors: bool, folder: Path) -> str:
+    """Run one command to its end and return its standard output.
+
+    Args:
+        command: Program of the virtual environment and its arguments.
+        show_errors: Let it draw on standard error (its progress bar); else that is shown on failure only.
+        folder: Where it runs.
+
+    Raises:
+        RuntimeError: It failed; the message ends with what it said.
+    """
+    done = subprocess.run(
+        _with_program(command),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if show_errors else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        said = "\n".join(((done.stdout or "") + (done.stderr or "")).splitlines()[-12:])
+        raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{said}")
+    return done.stdout
+
+
+def _with_program(command: list[str]) -> list[str]:
+    """Replace the program by the one beside this interpreter, so that no activated environment is needed."""
+    return [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+
+
+class TrainingJob:
+    """One start of ``shardflow train``, in its own process group, its text in a log file."""
+
+    def __init__(self, command: list[str], *, run: Path, log: Path, folder: Path) -> None:
+        self.run = run
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                _with_program(command),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # Two ranks on two cores: more threads each would only wait for each other.
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            )
+
+    @classmethod
+    @contextmanager
+    def start(cls, command: list[str], *, run: Path, log: Path, folder: Path) -> Iterator[TrainingJob]:
+        """Start a job; whatever of it still runs when the body ends is killed."""
+        job = cls(command, run=run, log=log, folder=folder)
+        try:
+            yield job
+        finally:
+            # Looked up first: once torchrun is gone, nothing says whose its ranks were.
+            for pid in (*job._descendants(), job._process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            job._process.wait()
+
+    def wait(self, on_step: Callable[[int, float | None], None]) -> int:
+        """Wait for the end of the job and report its steps on the way.
+
+        Args:
+            on_step: Called with the number of steps done over all starts of the run, and the last loss.
+
+        Returns:
+            The exit code of torchrun.
+        """
+        while (code := self._process.poll()) is None:
+            self._report(on_step)
+            time.sleep(_POLL_S)
+        self._report(on_step)
+        return code
+
+    def wait_until(
+        self, is_time: Callable[[int], bool], on_step: Callable[[int, float | None], None]
+    ) -> bool:
+        """Wait until the number of steps done is right; False if the job ended before."""
+        while self._process.poll() is None:
+            if is_time(self._report(on_step)):
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def kill_rank(self, rank: int) -> int:
+        """Kill one rank with SIGKILL, as the kernel kills a process that takes too much memory.
+
+        Returns:
+            Its process id.
+
+        Raises:
+            RuntimeError: No process of the job says that it is this rank.
+        """
+        for pid in self._descendants():
+            with suppress(OSError):
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"RANK={rank}".encode() in environment and b"shardflow.training" in _command_line(pid):
+                    os.kill(pid, signal.SIGKILL)
+                    return pid
+        raise RuntimeError(f"no process of the training job is rank {rank}; see {self.log}")
+
+    def tail(self) -> str:
+        """The last lines that the job wrote."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+
+    def _report(self, on_step: Callable[[int, float | None], None]) -> int:
+        steps = read_metrics(self.run)
+        if not steps:
+            return 0
+        done = int(steps[-1]["global_step"]) + 1
+        on_step(done, steps[-1]["loss"])
+        return done
+
+    def _descendants(self) -> list[int]:
+        """Process ids below torchrun: torchrun gives each rank a session of its own."""
+        found: list[int] = []
+        pending = [self._process.pid]
+        while pending:
+            with suppress(OSError):
+                for listing in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
+                    children = [int(pid) for pid in listing.read_text().split()]
+                    found += children
+                    pending += children
+        return found
+
+
+def _command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+Slot = tuple[int, int, int, int, str | None]
+"""Epoch, step, micro-batch, slot in it, and the sample's key; None for padding."""
+SlotSequence = list[Slot]
+
+_AVERAGED_STEPS = 8
+
+
+def committed_sequence(run: Path) -> SlotSequence:
+    """Every slot of every step that a checkpoint of the run counts, from the run's ledger."""
+    return [
+        (step.epoch, step.step, batch.micro, slot, key)
+        for step in read_ledger(run)
+        for batch in step.micro_batches
+        for slot, key in enumerate(batch.keys)
+    ]
+
+
+def planned_sequence(plans: Iterable[tuple[int, str]], *, micro_batches_per_step: int) -> SlotSequence:
+    """The same, from what ``shardflow plan --json`` printed for each epoch; fillers are nobody's samples."""
+    found: SlotSequence = []
+    for epoch, printed in plans:
+        lines: list[dict[str, Any]] = [json.loads(line) for line in printed.splitlines()]
+        found += [
+            (epoch, line["step"], line["micro"], slot, key)
+            for line in sorted(lines, key=lambda line: (line["step"], line["micro"]))
+            if line["micro"] < micro_batches_per_step
+            for slot, key in enumerate(line["keys"])
+        ]
+    return found
+
+
+def first_difference(found: Sequence[Slot], expected: Sequence[Slot]) -> str | None:
+    """Where two sequences part, in words; None where they are equal."""
+    for number, (left, right) in enumerate(zip(found, expected, strict=False)):
+        if left != right:
+            return f"slot {number}: {left} instead of {right}"
+    if len(found) != len(expected):
+        return f"{len(found)} slots instead of {len(expected)}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """The course of one run's training loss."""
+
+    steps: list[int]
+    values: list[float]
+    """Nats a token."""
+    attempts: list[int]
+    """Which start of the job made each step."""
+
+    @property
+    def first(self) -> float:
+        """Mean of the first steps."""
+        return sum(self.values[:_AVERAGED_STEPS]) / len(self.values[:_AVERAGED_STEPS])
+
+    @property
+    def last(self) -> float:
+        """Mean of the last steps."""
+        return sum(self.values[-_AVERAGED_STEPS:]) / len(self.values[-_AVERAGED_STEPS:])
+
+
+def losses(run: Path) -> Losses:
+    """Read the losses of a run; each step once, as its last attempt made it."""
+    lines = [line for line in read_metrics(run) if line["loss"] is not None]
+    return Losses(
+        steps=[int(line["global_step"]) + 1 for line in lines],
+        values=[float(line["loss"]) for line in lines],
+        attempts=[int(line["attempt"]) for line in lines],
+    )
+
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _CHAPTERS = 9
@@ -154,7 +370,7 @@ class Story:
 
     def _prepare_training(self, course: _Course) -> None:
         self._open("Train a tokenizer on the reports")
-        command = ["python", "-m", "pipelines.train_tokenizer", "--dataset", "dataset"]
+        command = ["shardflow", "train-tokenizer", "--dataset", "dataset"]
         self._run(*command, "--vocab-size", "384", "--output", "tokenizer")
         settings.write_train_config(
             self._output / "train.toml",
@@ -267,8 +483,8 @@ class Story:
         ]
 
     def _job(self, run: str, num_processes: int, attempt: int) -> AbstractContextManager[TrainingJob]:
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes)]
-        command += ["-m", "pipelines.train", "--config", "train.toml", "--set", f"run.output={run}"]
+        command = ["shardflow", "train", "--config", "train.toml", "--set", f"run.output={run}"]
+        command += ["--nproc-per-node", str(num_processes)]
         self._console.print(f"  [dim]$ {' '.join(command)}[/]")
         log = self._output / "logs" / f"{run}-{attempt}.log"
         return TrainingJob.start(command, run=self._output / run, log=log, folder=self._output)

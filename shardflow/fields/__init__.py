@@ -24,10 +24,9 @@ if TYPE_CHECKING:
         names_a_side,
         source_affine,
     )
-    from shardflow.fields.findings import EntityNames
+    from shardflow.fields.findings import EntityNames, carry_box, carry_mask, region_masks
     from shardflow.fields.quarantine import QuarantineRow
     from shardflow.fields.raw import FieldsView
-    from shardflow.fields.regions import carry_box, carry_mask, region_masks
     from shardflow.fields.tokens import StoredTokens
     from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView, View
 
@@ -55,7 +54,6 @@ __all__ = [
     "region_masks",
     "source_affine",
 ]
-
 _MODULES: Final = {
     "ALLOWED": "augmentation",
     "Allowance": "augmentation",

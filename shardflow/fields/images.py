@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.fields.decode import convert_slice, decode_slice
+from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
 from shardflow.fields.findings import centre_first
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.scratch import ThreadState
 from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import Arrays, DrawKey, ImageView, TileView, View
 from shardflow.telemetry import StageCounters

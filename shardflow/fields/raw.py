@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
+from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.scratch import ThreadState
 from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import Arrays, ArraySpec, SliceFacts
-from shardflow.shards.foreign.images import HEAD_NUM_BYTES, image_header
+from shardflow.format.foreign.scan import HEAD_NUM_BYTES, image_header
 from shardflow.telemetry import StageCounters
 
 _COLOURS: Final = 3

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ShortReadError
+from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample, BadSampleReason
-from shardflow.fields.scratch import ThreadState
 from shardflow.fields.views import Resolution
-from shardflow.shards import Dataset, ShardIndex
-from shardflow.shards.codecs import CODECS
-from shardflow.shards.keys import STUDY_FIELD, parse_slice_field, parse_small_field, parse_variant_field
+from shardflow.format import Dataset, ShardIndex
+from shardflow.format.codecs import CODECS
+from shardflow.format.keys import STUDY_FIELD, parse_slice_field, parse_small_field, parse_variant_field
 from shardflow.storage import ByteRange, ByteStore, LocalStore
-from shardflow.storage.cache import CachedStore, read_afresh
+from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
 
 _MAX_RANGES = 512

@@ -11,7 +11,7 @@ from shardflow.fields.reader import Samples
 from shardflow.fields.slots import FieldKind
 from shardflow.fields.text import Texts
 from shardflow.fields.views import ImageView, View
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from shardflow.telemetry import StageCounters
 
 

@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
-from shardflow.fields.scratch import ThreadState
 from shardflow.fields.views import Arrays, DrawKey
-from shardflow.shards.entity_dataset import EntityPlace, entity_key
+from shardflow.format.entities import EntityPlace, entity_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples
-from shardflow.shards.token_ids import TokenIds, TokenPlaces
-from shardflow.shards.tokens import DIGEST_PATTERN
+from shardflow.format.tokens import DIGEST_PATTERN, TokenIds, TokenPlaces
 
 _Found = TypeVar("_Found")
 

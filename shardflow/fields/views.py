@@ -17,10 +17,10 @@ import cv2
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from shardflow.configs import Bounds, check_fields
-from shardflow.epochs import ImageBucket, Permutation, TileRule
-from shardflow.epochs.buckets import MAX_BUCKETS, BucketDraw
+from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError, FormatError
+from shardflow.sampling import ImageBucket, Permutation, TileRule
+from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw
 from shardflow.seeds import derive
 
 PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
@@ -442,7 +442,7 @@ class TileView(_Settings):
     """Tiles of K of the N slices of the primary series, each a place of its own, as slices are elsewhere.
 
     The number of tiles is that of the full size, also with ``resolution="small"``. A slice is brought to a
-    whole number of tiles, see `shardflow.epochs.TileRule`; the overview comes first,
+    whole number of tiles, see `shardflow.sampling.image_sizes.TileRule`; the overview comes first,
     then the tiles row by row. A batch has as many places as its sample of most tiles needs.
     """
 

@@ -15,10 +15,9 @@ torch's DataLoader.
 
 from __future__ import annotations
 
-from shardflow.fields.findings import EntityNames
+from shardflow.fields.findings import EntityNames, carry_box, carry_mask, region_masks
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import FieldsView
-from shardflow.fields.regions import carry_box, carry_mask, region_masks
 from shardflow.fields.tokens import StoredTokens
 from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
 from shardflow.loading.batch import Batch

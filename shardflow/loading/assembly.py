@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.epochs import EpochPlan, RankSchedule
-from shardflow.epochs.micros import PADDING_ROW
 from shardflow.errors import SampleError
+from shardflow.fields.decode import ThreadState
 from shardflow.fields.findings import EntitySlots
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 from shardflow.fields.raw import FieldsView
-from shardflow.fields.scratch import ThreadState
 from shardflow.fields.slots import SlotAssembler, SlotRequest
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
@@ -29,6 +27,8 @@ from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
 from shardflow.loading.prefetch import ReadProgress
 from shardflow.loading.selection import Selection
+from shardflow.sampling import EpochPlan, RankSchedule
+from shardflow.sampling.micro_batches import PADDING_ROW
 from shardflow.telemetry import StageCounters
 
 # Without images a sample is a few kilobytes, and what costs time is done once for all of a shard.

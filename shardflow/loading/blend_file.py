@@ -22,16 +22,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from shardflow.configs import Bounds, check_fields, load_config
-from shardflow.epochs.blend import BLEND_SPLIT, Blend, BlendComponent
-from shardflow.epochs.component_state import MAX_COMPONENTS
-from shardflow.epochs.shares import draws_by_repeat, draws_by_weight
+from shardflow.config import Bounds, check_fields, load_config
 from shardflow.errors import ConfigError, PlanError, ShardflowError
+from shardflow.format import Dataset
 from shardflow.loading.selection import FULL_STUDY, Selection, choose_rows, open_view, resolve_terms
-from shardflow.shards import Dataset
-from shardflow.storage.cache import Cache, CacheConfig
-
-__all__ = ["BlendFile", "ComponentSettings", "evaluation_blend", "open_blend", "read_blend"]
+from shardflow.sampling.blend import (
+    BLEND_SPLIT,
+    MAX_COMPONENTS,
+    Blend,
+    BlendComponent,
+    draws_by_repeat,
+    draws_by_weight,
+)
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.store import Cache
 
 _MAX_REPEAT = 10_000
 """Most draws of a sample in an epoch: a weight that gives more is a slip, and each pass takes its moment."""

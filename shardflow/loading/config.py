@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from shardflow.configs import Bounds, ByteSize, check_fields
+from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 from shardflow.fields.raw import FieldsView
 from shardflow.fields.tokens import StoredTokens
 from shardflow.fields.transforms import check_name
 from shardflow.fields.views import View
+from shardflow.format import Dataset
 from shardflow.loading.batch import BatchLayout
 from shardflow.loading.world import World
-from shardflow.shards import Dataset
 from shardflow.storage import ByteStore, CacheConfig, CachedStore, RemoteStore
-from shardflow.telemetry.machine import machine_bytes
+from shardflow.telemetry.process import machine_bytes
 
 _MIB = 1 << 20
 

@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ShardflowError, WaitTimeoutError
-from shardflow.fields.scratch import ThreadState
+from shardflow.fields.decode import ThreadState
+from shardflow.processes import wait_for_at_exit
 from shardflow.telemetry import StageCounters
-from shardflow.threads import wait_for_at_exit
 
 _MIN_BYTES = 1 << 16
 _STEPS_PER_DOUBLING = 8

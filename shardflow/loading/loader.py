@@ -14,10 +14,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.errors import StateError
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.fields.registry import check_view
+from shardflow.format import Dataset
 from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig, check_node
 from shardflow.loading.engine import Pool
@@ -25,7 +25,7 @@ from shardflow.loading.process import ProcessStream
 from shardflow.loading.runtime import BatchStream, LoaderRuntime, LoaderTunables
 from shardflow.loading.selection import Selection, select
 from shardflow.loading.world import World
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.telemetry import StageCounters
 
 # Where one epoch ends and the next begins both are asked for, in turn.

@@ -22,21 +22,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.epochs import EpochPlan, RankSchedule
 from shardflow.errors import ShardflowError
+from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.fields.registry import field_kinds
-from shardflow.fields.scratch import ThreadState
 from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import DrawKey
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.selection import Selection
 from shardflow.loading.world import World
+from shardflow.processes import join_all, wait_for_at_exit
+from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.storage import ByteRange
-from shardflow.storage.cache import Cache, CachedStore, Run
+from shardflow.storage.cache.forecast import Run
+from shardflow.storage.cache.store import Cache, CachedStore
 from shardflow.telemetry import StageCounters
-from shardflow.threads import join_all, wait_for_at_exit
 
 _LOGGER = logging.getLogger(__name__)
 # Most of publishing is the kernel's work, and two are ahead of any link that one process fills.

@@ -23,10 +23,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardflow.errors import LoaderProcessError, ShardflowError, StateError, WaitTimeoutError
-from shardflow.group_signals import group_signals_held_back
 from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.ipc import Channel, ChannelClosedError, SharedSegment, error_from_json
+from shardflow.processes import group_signals_held_back
 from shardflow.telemetry import GaugeTotals, StageCounters
 
 _BOOT: Final = (

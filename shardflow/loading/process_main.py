@@ -17,11 +17,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from shardflow.group_signals import ignore_group_signals
 from shardflow.loading.batch import Batch
 from shardflow.loading.ipc import Channel, ChannelClosedError, SharedPool, error_to_json
 from shardflow.loading.loader import Loader
 from shardflow.loading.runtime import BatchStream
+from shardflow.processes import ignore_group_signals
 from shardflow.telemetry import StageCounters
 
 _PR_SET_PDEATHSIG = 1

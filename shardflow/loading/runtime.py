@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.epochs import EpochPlan, LoaderState, RankSchedule
 from shardflow.errors import ConfigError, ShardflowError, StateError
 from shardflow.fields.findings import EntitySlots
 from shardflow.fields.quarantine import Quarantine
@@ -29,6 +28,7 @@ from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import TokenAssembler
 from shardflow.fields.transforms import Transform, load_transform
+from shardflow.format import Dataset
 from shardflow.loading.assembly import BatchSource, MicroBatchTask, PartSize
 from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig, rank_num_bytes
@@ -37,11 +37,11 @@ from shardflow.loading.prefetch import PrefetchPlanner, ReadProgress
 from shardflow.loading.process import LoaderProcesses, ProcessStream
 from shardflow.loading.selection import Selection
 from shardflow.loading.world import World
-from shardflow.shards import Dataset
+from shardflow.sampling import EpochPlan, LoaderState, RankSchedule
 from shardflow.storage import CachedStore, RemoteStore
-from shardflow.storage.cache import Cache
+from shardflow.storage.cache.store import Cache
 from shardflow.telemetry import KnobLimit, StageCounters
-from shardflow.telemetry.machine import machine_bytes, num_processors
+from shardflow.telemetry.process import machine_bytes, num_processors
 
 _CACHE_SETTINGS: Final = ("read_ahead_bytes", "read_ahead_threads", "ram_bytes", "max_bytes")
 _LOGGER = logging.getLogger(__name__)
@@ -404,7 +404,7 @@ class LoaderRuntime:
 
 
 class LoaderTunables:
-    """Changes settings of a loader, see `shardflow.telemetry.Knobs`. Safe for many threads.
+    """Changes settings of a loader, see `shardflow.telemetry.intervals.Knobs`. Safe for many threads.
 
     All of them act at once on what runs, but for ``loader.execution``, and for ``loader.num_threads`` where
     these are processes: such a change waits for the next ``iter()`` or `Loader.apply_pending`.

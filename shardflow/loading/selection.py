@@ -24,16 +24,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.epochs import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
-from shardflow.epochs.blend import BLEND_SPLIT, Blend
-from shardflow.epochs.blend_lanes import blend_layout
-from shardflow.epochs.chosen import chosen_layout
-from shardflow.epochs.rows import Rows, mask_of, rows_digest, select_rows
 from shardflow.errors import ChecksumError, ConfigError
-from shardflow.shards import Dataset
-from shardflow.shards.entity_dataset import EntityDataset, EntityPlace
-from shardflow.shards.keys import SAMPLE_KEY_PATTERN
-from shardflow.shards.tokens import COUNT_COLUMN, open_counts
+from shardflow.format import Dataset
+from shardflow.format.entities import EntityDataset, EntityPlace
+from shardflow.format.keys import SAMPLE_KEY_PATTERN
+from shardflow.format.tokens import COUNT_COLUMN, open_counts
+from shardflow.sampling import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
+from shardflow.sampling.blend import BLEND_SPLIT, Blend
+from shardflow.sampling.blend_lanes import blend_layout
+from shardflow.sampling.layout import Rows, chosen_layout, mask_of, rows_digest, select_rows
 from shardflow.storage import LocalStore
 
 _DIGEST_PREFIX = "sha256:"

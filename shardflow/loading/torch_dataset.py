@@ -17,17 +17,15 @@ from typing import Any, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardflow.epochs import BatchSpec, Position
 from shardflow.errors import StateError
 from shardflow.fields.quarantine import QuarantineRow
+from shardflow.format import Dataset
 from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.loader import Loader
 from shardflow.loading.selection import Selection
 from shardflow.loading.world import World
-from shardflow.shards import Dataset
-
-__all__ = ["ShardIterableDataset"]
+from shardflow.sampling import BatchSpec, Position
 
 
 class ShardIterableDataset(IterableDataset[Batch]):

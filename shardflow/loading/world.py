@@ -11,8 +11,6 @@ from shardflow.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["World"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:

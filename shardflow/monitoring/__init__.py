@@ -6,8 +6,8 @@ knows how a step is taken.
 
 from __future__ import annotations
 
-from shardflow.monitoring.history import RunHistory, read_history
-from shardflow.monitoring.outlets import check_outlets, open_outlets
+from shardflow.monitoring.history import RunHistory, read_history, read_settings
+from shardflow.monitoring.outlets import SINKS, check_outlets, open_outlets
 from shardflow.monitoring.prometheus import (
     MetricsServer,
     RunCollector,
@@ -15,8 +15,6 @@ from shardflow.monitoring.prometheus import (
     read_metrics_text,
     require_prometheus,
 )
-from shardflow.monitoring.settings import read_settings
-from shardflow.monitoring.sinks import SINKS
 
 __all__ = [
     "SINKS",

@@ -14,10 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.monitoring.lines import MetricsLine
-from shardflow.monitoring.tail import EventTail
-
-__all__ = ["Goodput", "GoodputMeter", "goodput_of", "measure_goodput"]
+from shardflow.monitoring.lines import EventTail, MetricsLine
 
 _SECONDS: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
 """Events that take a run's time, and the key that says how much."""

@@ -2,7 +2,7 @@
 
 Every scrape reads what the run has written since the one before, in a thread of its own: the loop that
 trains is never asked, and waits for nothing. Only numbers are served, under the names of
-`shardflow.monitoring.exported`; on an address beyond this machine everybody there can read them.
+`shardflow.monitoring.meter`; on an address beyond this machine everybody there can read them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ from typing import Any, Final, Self
 
 from shardflow._version import __version__
 from shardflow.errors import ConfigError, StorageError
-from shardflow.monitoring.exported import METRICS, STEP_BUCKETS_S
-from shardflow.monitoring.lines import check_holds_metrics
-from shardflow.monitoring.metrics_meter import MetricsMeter, MetricValues
-from shardflow.monitoring.tail import EventTail
-
-__all__ = ["MetricsServer", "RunCollector", "parse_address", "read_metrics_text", "require_prometheus"]
+from shardflow.monitoring.lines import EventTail, check_holds_metrics
+from shardflow.monitoring.meter import METRICS, STEP_BUCKETS_S, MetricsMeter, MetricValues
 
 _PATH: Final = "/metrics"
 _MOST_PORT: Final = 65535

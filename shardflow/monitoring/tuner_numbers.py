@@ -3,18 +3,23 @@
 The rate of a window is the rate that can last: micro-batches that were only taken out of buffers, or made of
 bytes that were fetched long ago, do not count. Without this a loop that lives on what was made or fetched
 ahead would look as fast as one whose loader keeps up.
+
+Where tuning starts: settings that are sensible on this machine, before anything was measured.
+
+The file of settings that a tuner found: TOML, so that people read it and paste it.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
+from shardflow.errors import ConfigError
 from shardflow.telemetry import STAGES
-
-__all__ = ["LoaderTotals", "StepNumbers", "Window", "measure_window"]
 
 _FETCH: Final = tuple(
     name
@@ -46,7 +51,7 @@ class LoaderTotals:
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Mapping[str, float]]) -> LoaderTotals:
-        """Return the totals of a snapshot of counters, see `shardflow.telemetry.StageCounters`."""
+        """Return the totals of a snapshot of counters, see `shardflow.telemetry.counters.StageCounters`."""
 
         def seconds(*names: str) -> float:
             return sum(snapshot[name]["seconds"] for name in names if name in snapshot)
@@ -189,3 +194,108 @@ def _error(seconds: Sequence[float]) -> float:
         return 1.0
     variance = sum((one - mean) ** 2 for one in seconds) / (num - 1)
     return math.sqrt(variance / num) / mean
+
+
+_MIB: Final = 1 << 20
+_MOST_THREADS: Final = 8
+"""To start with: more are of use for few jobs, and found."""
+_MOST_PREFETCH: Final = 1024 * _MIB
+_READY: Final = 4
+"""Micro-batches that each thread may have under way or ready: more smooths nothing that a window shows."""
+_SHARE: Final = 1 / 8
+"""Of the free memory for what all loaders of a node keep under way; as much again lies in their pools."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineFacts:
+    """What there is for the ranks of a node."""
+
+    num_cpus: float
+    """Processors that they may use together, quotas counted."""
+    available_bytes: int
+    """Memory that is free."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFacts:
+    """What is read."""
+
+    micro_batch_bytes: int = 0
+    """In the memory of the host; 0 where that is not known."""
+    has_images: bool = True
+    is_remote: bool = False
+
+
+def default_settings(machine: MachineFacts, ranks_per_node: int, data: DataFacts) -> dict[str, int | str]:
+    """Return settings by name, for what nobody has set.
+
+    A processor stays with each rank's loop; the loader gets the others, up to eight. Text alone is read by
+    one thread. A remote store wants more requests than threads, so reading ahead gets sixteen.
+
+    Example:
+        >>> machine = MachineFacts(num_cpus=64, available_bytes=1 << 39)
+        >>> default_settings(machine, 8, DataFacts(micro_batch_bytes=16 << 20))
+        {'loader.num_threads': 7, 'loader.prefetch_bytes': 536870912}
+    """
+    num_ranks = max(1, ranks_per_node)
+    num_threads = max(1, min(_MOST_THREADS, int(machine.num_cpus / num_ranks) - 1)) if data.has_images else 1
+    most = min(_MOST_PREFETCH, int(machine.available_bytes * _SHARE / num_ranks))
+    wanted = (num_threads + 1) * _READY * data.micro_batch_bytes or 256 * _MIB
+    prefetch = max(16 * _MIB, min(most, wanted))
+    found: dict[str, int | str] = {
+        "loader.num_threads": num_threads,
+        "loader.prefetch_bytes": prefetch,
+    }
+    if data.is_remote:
+        found["cache.read_ahead_threads"] = 16
+    return found
+
+
+TUNED_FILE: Final = "tuned.toml"
+"""In the run folder."""
+_MOST_BYTES: Final = 1 << 20
+"""Whatever is longer is another file, a shard say."""
+
+
+def tuned_text(values: Mapping[str, int | str]) -> str:
+    """Write settings as tables of TOML, sorted."""
+    lines = ["# Found by the tuner. [loader] and [cache] can go into a configuration as they are."]
+    table = ""
+    for dotted, value in sorted(values.items()):
+        head, _, name = dotted.partition(".")
+        if head != table:
+            table = head
+            lines += ["", f"[{table}]"]
+        lines.append(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}")
+    return "\n".join(lines) + "\n"
+
+
+def read_tuned(path: Path) -> dict[str, int | str]:
+    """Read what `tuned_text` wrote.
+
+    Raises:
+        ConfigError: There is no such file, or it is another one.
+    """
+    try:
+        with path.open("rb") as file:
+            tree = tomllib.loads(file.read(_MOST_BYTES).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"a file of tuned settings must be readable TOML, got {type(error).__name__} ({path.name}); "
+            "correct it, or do without it."
+        ) from None
+    found: dict[str, int | str] = {}
+    for table, entries in tree.items():
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            if not isinstance(value, int | str) or isinstance(value, bool):
+                raise ConfigError(
+                    f"tuned settings must be numbers or words, got {table}.{name} of another kind "
+                    f"({path.name}); correct it, or do without it."
+                )
+            found[f"{table}.{name}"] = value
+    if not found:
+        raise ConfigError(
+            f"a file of tuned settings must hold some, in tables, got none ({path.name}); correct it, or do "
+            "without it."
+        )
+    return found

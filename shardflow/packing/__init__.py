@@ -14,17 +14,24 @@ if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
     from shardflow.packing.job import PackMode, pack
     from shardflow.packing.progress import Progress, SilentProgress
-    from shardflow.packing.shares import Share
     from shardflow.packing.summary import PackSummary
+    from shardflow.packing.workspace import Share
 
-__all__ = ["PackConfig", "PackMode", "PackSummary", "Progress", "Share", "SilentProgress", "pack"]
-
+__all__ = [
+    "PackConfig",
+    "PackMode",
+    "PackSummary",
+    "Progress",
+    "Share",
+    "SilentProgress",
+    "pack",
+]
 _MODULES: Final = {
     "PackConfig": "shardflow.packing.config",
     "PackMode": "shardflow.packing.job",
     "PackSummary": "shardflow.packing.summary",
     "Progress": "shardflow.packing.progress",
-    "Share": "shardflow.packing.shares",
+    "Share": "shardflow.packing.workspace",
     "SilentProgress": "shardflow.packing.progress",
     "pack": "shardflow.packing.job",
 }

@@ -14,27 +14,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from shardflow.alignment import AlignmentRules
-from shardflow.configs import Bounds, ByteSize, Inside, check_fields
+from shardflow.config import Bounds, ByteSize, Inside, check_fields
 from shardflow.errors import ConfigError
-from shardflow.packing.content_config import AttachmentsConfig, BadInstancePolicy, ReportsConfig
-from shardflow.packing.deid_config import DeidConfig
-from shardflow.packing.variants_config import VariantsConfig
-from shardflow.records.config import RecordsConfig
-from shardflow.shards.canonical import canonical_json
-from shardflow.sources.layouts.config import LayoutConfig
-
-__all__ = [
-    "BadInstancePolicy",
-    "ExecutionConfig",
-    "IdentityConfig",
-    "InputsConfig",
-    "LimitsConfig",
-    "PackConfig",
-    "PageConfig",
-    "PolicyConfig",
-    "ShardsConfig",
-]
+from shardflow.format.keys import canonical_json
+from shardflow.packing.attachments.records.mapping import RecordsConfig
+from shardflow.packing.settings import (
+    AttachmentsConfig,
+    BadInstancePolicy,
+    DeidConfig,
+    ReportsConfig,
+    VariantsConfig,
+)
+from shardflow.packing.sources.layouts.base import LayoutConfig
+from shardflow.reports.alignment.evidence import AlignmentRules
 
 _SPLIT_NAME = re.compile(r"[a-z0-9]{1,32}")
 _KIB = 1 << 10

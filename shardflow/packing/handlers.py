@@ -7,29 +7,25 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardflow.deid.pixel_rules import load_rules
-from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError
-from shardflow.packing.assembly import Assembler
-from shardflow.packing.child import answering
-from shardflow.packing.content_config import AttachmentsConfig, BadInstancePolicy
-from shardflow.packing.deid_config import DeidConfig
-from shardflow.packing.finding import AttachmentFinder
-from shardflow.packing.kinds import attachment_kinds
-from shardflow.packing.privacy import PrivacyRules
-from shardflow.packing.report_content import ReadingSetup, ReportParser, reading_setup
-from shardflow.packing.scan import Scanner
-from shardflow.packing.study import StudyPacker
-from shardflow.packing.study_members import StudyRules
-from shardflow.packing.tasks import CheckTask, ProbeTask, ScanTask, ShardTask, StudyTask
-from shardflow.packing.variants_config import VariantsConfig
-from shardflow.packing.wire import decode
-from shardflow.sources.dicom import HeaderLimits
+from shardflow.packing.deid.pixel_rules import load_rules
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.engines.base import decode
+from shardflow.packing.engines.worker import answering
+from shardflow.packing.registry import attachment_kinds
+from shardflow.packing.scan import AttachmentFinder, Scanner
+from shardflow.packing.settings import AttachmentsConfig, BadInstancePolicy, DeidConfig, VariantsConfig
+from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.studies.assembly import Assembler
+from shardflow.packing.studies.privacy import PrivacyRules
+from shardflow.packing.studies.report_content import ReadingSetup, ReportParser, reading_setup
+from shardflow.packing.studies.study import StudyPacker, StudyRules
+from shardflow.packing.studies.tasks import CheckTask, ProbeTask, ScanTask, ShardTask, StudyTask
 
 if TYPE_CHECKING:
-    from shardflow.packing.child import Handler
     from shardflow.packing.config import PackConfig
-    from shardflow.packing.workplace import Workplace
+    from shardflow.packing.engines.worker import Handler
+    from shardflow.packing.workspace import Workplace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,29 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ShardflowError
-from shardflow.sources.reasons import HELD_BACK, Outcome, Reason, outcome_of
-
-__all__ = [
-    "ATTACHMENT_KIND",
-    "CARRIED",
-    "INPUT_KINDS",
-    "NO_STUDY",
-    "PACKED",
-    "REPORT_KIND",
-    "UNDECIDED",
-    "Attachment",
-    "FileTable",
-    "ItemLinks",
-    "ScannedFile",
-    "StudyFacts",
-    "StudyTable",
-    "count_failed",
-    "count_outcomes",
-    "count_reasons",
-    "known_code",
-    "reason_code",
-    "reason_name",
-]
+from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 
 NO_STUDY: Final = -1
 

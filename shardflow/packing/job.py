@@ -1,4 +1,11 @@
-"""The packing job: headers, plan, studies, shards, manifest.
+"""One run of the packing job: its settings and folders, and what it says when it ends.
+
+Carry a plan out: pack its studies, assemble its shards, publish the version.
+
+What the plan holds was decided before (`shardflow.packing.job`); from here on only the outcomes of its
+studies are open.
+
+The packing job: headers, plan, studies, shards, manifest.
 
 The data's way: `discover` lists the input files; the header pass turns each into a few numbers and a row in
 the private folder; reports are linked; the plan fixes splits and shards; packing processes turn studies into
@@ -6,52 +13,336 @@ fragments and fragments into shards; at last the samples table, the ledger and t
 moment may be the last: the same command goes on from what stands, and comes to the same bytes.
 
 A first version takes everything. `append` and `retry` make the next version: the same way, for the studies
-that `shardflow.packing.scope` leaves to them. This module decides what is to be made; how a plan becomes a
-version stands in `shardflow.packing.carry_out`.
+that `shardflow.packing.versions.scope` leaves to them. This module decides what is to be made; how a plan becomes a
+version stands in `shardflow.packing.job`.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import ConfigError
-from shardflow.packing.base import Base
-from shardflow.packing.carry_out import CarryOut, leave
-from shardflow.packing.intake import Intake, lift_deaths
-from shardflow.packing.kept_splits import keep_splits
-from shardflow.packing.plan import PlanBasis, build_plan
-from shardflow.packing.preconditions import (
+from shardflow.format.manifest import Manifest, load, versions
+from shardflow.format.reasons import Outcome, outcome_of
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.engines.base import ChildLimits, WorkerSetup
+from shardflow.packing.engines.local import ChildPool
+from shardflow.packing.engines.worker import peak_memory_bytes
+from shardflow.packing.handlers import make_setup
+from shardflow.packing.inventory import CARRIED, count_failed, count_reasons
+from shardflow.packing.linking import link_attachments
+from shardflow.packing.plan import (
+    PlanBasis,
+    build_plan,
     check_files,
     check_reports,
     check_same_settings,
+    keep_splits,
     load_key,
+    note_missing_reports,
     nothing_to_pack,
 )
 from shardflow.packing.progress import SilentProgress
-from shardflow.packing.recorded import RecordedOutcomes
-from shardflow.packing.run import PackMode, PackRun
-from shardflow.packing.sent_to import check_sent_to, reading_store
-from shardflow.packing.upload import Uploader
-from shardflow.packing.workplace import locked_workplace
-from shardflow.shards.manifest import Manifest, load, versions
-from shardflow.sources.dicom import DiscoveredFile, discover
-from shardflow.sources.layouts import open_layout
+from shardflow.packing.publish import Settled, fragment_basis, publish, settle
+from shardflow.packing.scan import HeaderPass
+from shardflow.packing.scheduling import (
+    QuarantineLimitError,
+    StudyPass,
+    count_studies,
+    missing_tasks,
+    own_shards,
+)
+from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
+from shardflow.packing.sources.layouts.opening import open_layout
+from shardflow.packing.summary import PackSummary, Status, forecast
+from shardflow.packing.upload import Uploader, check_sent_to, reading_store
+from shardflow.packing.versions.base import Base
+from shardflow.packing.versions.files import is_unchanged, write_private_ledger
+from shardflow.packing.versions.ingest import Ingest, Intake, lift_deaths
+from shardflow.packing.workspace import RecordedOutcomes, locked_workplace
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from shardflow.packing.config import PackConfig
-    from shardflow.packing.engine import Engine
+    from shardflow.packing.engines.base import Engine
+    from shardflow.packing.inventory import FileTable, StudyTable
+    from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
-    from shardflow.packing.scope import GrowMode
-    from shardflow.packing.shares import Share
-    from shardflow.packing.summary import PackSummary
-    from shardflow.sources.layouts import Layout
+    from shardflow.packing.sources.layouts.base import Layout
+    from shardflow.packing.versions.scope import GrowMode
+    from shardflow.packing.workspace import Share, Workplace
 
-__all__ = ["PackMode", "pack"]
+_FILE_HEADROOM: Final = 2
+"""A study writes at most what it decodes to, a shard its target; both with room for overhead."""
+
+PackMode: TypeAlias = Literal["pack", "append", "retry"]
+"""``pack`` makes a first version; ``append`` one with new inputs; ``retry`` one with quarantined studies that
+are good now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackRun:
+    """What every part of the job needs to know of it."""
+
+    config: PackConfig
+    mode: PackMode
+    layout: Layout
+    place: Workplace
+    progress: Progress
+    handlers: str
+    """What makes the task handler of the packing processes; see `shardflow.packing.registry`."""
+    is_dry_run: bool
+    is_merge: bool
+    uploader: Uploader | None
+    """Sends what stands; None where nothing is to be sent."""
+    started: float = field(default_factory=time.monotonic)
+
+    def open_engine(self) -> Engine:
+        """Return the engine that the settings ask for; a context manager.
+
+        Raises:
+            ConfigError: Ray is asked for and not installed, or a table or kind that the settings name is not
+                there.
+            ShardflowError: Ray cannot be started or reached.
+        """
+        config = self.config
+        execution = config.execution
+        limits = ChildLimits(
+            memory_bytes=execution.memory_bytes,
+            task_s=execution.task_timeout_s,
+            file_bytes=_FILE_HEADROOM * (config.limits.max_study_bytes + 2 * config.shards.target_bytes),
+        )
+        worker = WorkerSetup(
+            limits=limits,
+            handlers=self.handlers,
+            setup=make_setup(config, self.place),
+            log_path=self.place.process_log,
+        )
+        if execution.engine == "local":
+            return ChildPool(execution.resolved_num_processes, worker)
+        try:
+            from shardflow.packing.engines.ray import RayEngine
+        except ImportError:
+            raise ConfigError(
+                'execution.engine must be "local" without Ray, got "ray"; install shardflow[ray].'
+            ) from None
+        num_processes = execution.num_processes if execution.ray_address else execution.resolved_num_processes
+        return RayEngine(num_processes, worker, address=execution.ray_address)
+
+    def ingest(self, pool: Engine, key: SecretKey, recorded: RecordedOutcomes) -> Ingest:
+        """Return what takes inputs in, with the packing processes."""
+        timeout_s = self.config.execution.task_timeout_s
+        inputs = self.config.inputs
+
+        def read(files: Sequence[DiscoveredFile], studies: StudyTable) -> FileTable:
+            headers = HeaderPass(
+                pool,
+                files,
+                self.layout,
+                key,
+                recorded,
+                timeout_s,
+                self.progress,
+                self.place.share,
+                len(inputs.dicom),
+            )
+            table = headers.run(studies)
+            link_attachments(table, files, key, 3600 * self.config.attachments.window_hours)
+            return table
+
+        return Ingest(
+            read_headers=read,
+            inputs=inputs,
+            layout=self.layout,
+            key=key,
+            place=self.place,
+            progress=self.progress,
+        )
+
+    def finish_upload(self) -> None:
+        """Send what is not sent yet of every version, the manifests last.
+
+        Raises:
+            StorageError: Something could not be sent.
+        """
+        if self.uploader is not None:
+            self.progress.phase("upload", 0)
+            self.uploader.finish()
+
+    def seconds(self) -> float:
+        """Return the wall time since the run began."""
+        return time.monotonic() - self.started
+
+    def summary(self, status: Status, manifest: Manifest, pool: Engine, intake: Intake) -> PackSummary:
+        """Sum up a run after which a version stands."""
+        return PackSummary.of_manifest(
+            status,
+            manifest,
+            seconds=self.seconds(),
+            peak_memory_bytes=peak_memory(pool),
+            num_known_inputs=0 if intake.scope is None else intake.scope.num_known,
+        )
+
+    def unpublished(self, status: Status, intake: Intake, pool: Engine, **facts: Any) -> PackSummary:
+        """Sum up a run that has published nothing."""
+        reasons = count_reasons(intake.files.reason, intake.reports.reason)
+        outcomes = dict.fromkeys(map(str, Outcome), 0)
+        for reason, count in reasons.items():
+            outcomes[outcome_of(reason)] += count
+        return PackSummary(
+            status=status,
+            inputs={"total": len(intake.files) + len(intake.reports), **outcomes},
+            reasons=reasons,
+            seconds=self.seconds(),
+            peak_memory_bytes=peak_memory(pool),
+            **facts,
+        )
+
+
+def peak_memory(pool: Engine) -> dict[str, int]:
+    """Return the most resident memory of the job and of any one packing process."""
+    return {"job": peak_memory_bytes(), "process": pool.peak_memory_bytes}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CarryOut:
+    """A plan, and all that it takes to make a version of it."""
+
+    run: PackRun
+    pool: Engine
+    plan: PackPlan
+    intake: Intake
+    key: SecretKey
+    recorded: RecordedOutcomes
+    base: Base | None = None
+    """The version before; None for a first one."""
+
+    def forecast(self) -> PackSummary:
+        """Say what the plan would make, and do nothing."""
+        self.run.progress.phase("done", 0)
+        seconds = self.run.seconds()
+        return forecast(self.plan, self.intake, seconds=seconds, peak_memory_bytes=peak_memory(self.pool))
+
+    def publish(self) -> PackSummary:
+        """Pack what is planned and publish it.
+
+        Raises:
+            ConfigError: There is no sample to publish, or tasks that were to be merged never ran.
+            StorageError: Something cannot be written; the job can be run again.
+            ShardflowError: The packing processes cannot work.
+        """
+        run, plan, intake = self.run, self.plan, self.intake
+        note_missing_reports(run.config, plan, intake.reports, run.progress)
+        study_pass = self._study_pass()
+        try:
+            if run.is_merge:
+                tasks = missing_tasks(plan, run.place.num_tasks, study_pass.missing())
+                if tasks:
+                    return run.unpublished("tasks_missing", intake, self.pool, missing_tasks=tasks)
+            if run.uploader is not None:
+                run.uploader.claim(1 if self.base is None else self.base.next_version, plan.digest)
+            study_pass.run(count_failed(count_reasons(intake.files.reason, intake.reports.reason)))
+            if run.place.share is not None:
+                return self._end_task(study_pass)
+            settled = settle(run.place, plan, intake.files, intake.reports)
+            study_pass.check_limit(count_failed(settled.reasons))
+            if self.base is None:
+                _check_samples(settled)
+        except QuarantineLimitError:
+            study_pass.decide_exceptions()
+            if run.place.share is None:
+                self._write_private_ledger()
+            return run.unpublished("quarantine_limit", intake, self.pool)
+        if self.base is not None and not settled.samples and is_unchanged(self.base, intake):
+            return self.leave(self.base.manifest)
+        self._write_private_ledger()
+        if run.uploader is not None:
+            # The page reads shards: none of them may leave meanwhile.
+            run.uploader.wait()
+        manifest = publish(
+            run.place,
+            run.config,
+            plan,
+            intake,
+            settled,
+            run.progress,
+            key_id=self.key.key_id,
+            base=self.base,
+            uploader=run.uploader,
+        )
+        run.finish_upload()
+        run.place.remove_work()
+        run.progress.phase("done", 0)
+        return run.summary("packed", manifest, self.pool, intake)
+
+    def leave(self, finished: Manifest) -> PackSummary:
+        """End a job that has found nothing to do."""
+        return leave(self.run, finished, self.intake, self.pool)
+
+    def _end_task(self, study_pass: StudyPass) -> PackSummary:
+        """End one task of several: its shards stand, and nothing is published."""
+        if self.run.uploader is not None:
+            self.run.uploader.wait()
+        self.run.progress.phase("done", 0)
+        studies = count_studies(self.run.place, self.plan, study_pass.shards)
+        num_shards = len(study_pass.shards)
+        return self.run.unpublished(
+            "task_done", self.intake, self.pool, studies=studies, num_shards=num_shards
+        )
+
+    def _write_private_ledger(self) -> None:
+        run = self.run
+        write_private_ledger(run.place, self.plan.digest, self.intake, run.config.inputs, self.base)
+
+    def _study_pass(self) -> StudyPass:
+        run, intake = self.run, self.intake
+        tables = (intake.files, intake.reports)
+        num_inputs = sum(int((table.reason != CARRIED).sum()) for table in tables)
+        # Of what was quarantined before, most may be so again: that is no sign of a broken mount.
+        share = 1.0 if run.mode == "retry" else run.config.policy.max_quarantined_share
+        uploader = run.uploader
+        return StudyPass(
+            self.pool,
+            self.plan,
+            intake.files,
+            intake.reports,
+            run.place,
+            recorded=self.recorded,
+            basis=fragment_basis(run.config, self.key.key_id),
+            # The small term takes back what binary fractions lose: 0.05 of 100 inputs are 5.
+            max_quarantined=math.floor(share * num_inputs + 1e-9),
+            task_timeout_s=run.config.execution.task_timeout_s,
+            progress=run.progress,
+            shards=own_shards(self.plan, run.place.share),
+            trusts_sizes=run.is_merge,
+            on_shard=None if uploader is None else uploader.add_shard,
+            is_sent=None if uploader is None else uploader.has_shard,
+        )
+
+
+def leave(run: PackRun, finished: Manifest, intake: Intake, pool: Engine) -> PackSummary:
+    """End a job that has found nothing to do."""
+    run.finish_upload()
+    if not run.is_dry_run:
+        run.place.remove_work()
+    run.progress.phase("done", 0)
+    return run.summary("nothing_new", finished, pool, intake)
+
+
+def _check_samples(settled: Settled) -> None:
+    """Refuse to publish a dataset without samples."""
+    if settled.samples:
+        return
+    if settled.outcomes["quarantined"]:
+        raise QuarantineLimitError
+    raise ConfigError(
+        f"the inputs must hold a study that can be packed, got none ({settled.reasons}); correct them."
+    )
 
 
 def pack(

@@ -1,7 +1,17 @@
-"""Join reports with studies, by study instance UID or order; the texts wait in one private file.
+"""Find the studies that a report belongs to: by what it names them, else by its order.
+
+An order is an accession number together with a patient: other hospitals use the same accession numbers.
+
+Join reports with studies, by study instance UID or order; the texts wait in one private file.
 
 A join is either certain or it is not made: several different texts for one study are quarantined, and the
 study with them, because no rule says which one describes the images.
+
+Give every attachment its study, after the header pass and before anything is planned.
+
+A file of one record is an input like an image. A file of several records (a bundle, a table) belongs to as
+many studies as they do: what it holds of each is an input of its own, and its own row says what became of
+records that belong to none. So a study that comes later finds its part, and no other changes its name.
 """
 
 from __future__ import annotations
@@ -9,8 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -18,17 +29,83 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
-from shardflow.packing.inventory import NO_STUDY, PACKED, UNDECIDED, StudyTable, reason_code, reason_name
-from shardflow.packing.orders import StudyFinder
-from shardflow.packing.workplace import storage_error
-from shardflow.sources.reasons import HELD_BACK, Outcome, Reason, outcome_of
-from shardflow.sources.reports import BrokenReport
+from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
+from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, resolve
+from shardflow.packing.inventory import (
+    NO_STUDY,
+    PACKED,
+    UNDECIDED,
+    Attachment,
+    FileTable,
+    StudyTable,
+    reason_code,
+    reason_name,
+)
+from shardflow.packing.sources.reports import BrokenReport, ReportRecord
+from shardflow.packing.workspace import storage_error
 
 if TYPE_CHECKING:
-    from shardflow.deid.pseudonyms import SecretKey
-    from shardflow.sources.reports import ReportRecord, ReportRole
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.sources.dicom.discover import DiscoveredFile
+    from shardflow.packing.sources.reports import ReportRole
 
-__all__ = ["ReportPlace", "ReportTable", "link_reports", "read_people", "read_report"]
+
+class StudyFinder:
+    """Finds studies of reports.
+
+    Args:
+        studies: The studies of the header pass.
+        key: Makes the surrogates.
+        copies: Whether a report of several studies is copied to each; else it is ambiguous.
+    """
+
+    def __init__(self, studies: StudyTable, key: SecretKey, *, copies: bool) -> None:
+        self._studies = studies
+        self._key = key
+        self._copies = copies
+        self._by_order: dict[tuple[str, int], list[int]] | None = None
+
+    def find(
+        self, record: ReportRecord | BrokenReport
+    ) -> Iterator[tuple[ReportRecord | BrokenReport, str, int]]:
+        """Return a report with the surrogate and number of its study, once for each study that it names."""
+        named = self._key.surrogate("study", record.study_instance_uid)
+        study = self._studies.find(named)
+        if study != NO_STUDY or isinstance(record, BrokenReport) or not record.accessions:
+            yield record, named, study
+            return
+        found = self._with_order(record)
+        if not found:
+            yield record, named, NO_STUDY
+        for number in found:
+            is_ambiguous = len(found) > 1 and not self._copies
+            one = (
+                BrokenReport(place=record.place, reason=Reason.AMBIGUOUS_LINK, detail="")
+                if is_ambiguous
+                else replace(record, accessions=())
+            )
+            yield one, self._studies.keys[number], number
+
+    def _with_order(self, record: ReportRecord) -> list[int]:
+        """Studies of the surest accession number that the patient has studies with."""
+        if self._by_order is None:
+            self._by_order = self._read_orders()
+        patients = [self._key.surrogate("patient", patient.strip()) for patient in record.patient_ids]
+        for accession in record.accessions:
+            digest = digest64(accession.strip())
+            found = {study for patient in patients for study in self._by_order.get((patient, digest), ())}
+            if found:
+                return sorted(found)
+        return []
+
+    def _read_orders(self) -> dict[tuple[str, int], list[int]]:
+        orders: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for number, (patient, facts) in enumerate(
+            zip(self._studies.patients, self._studies.facts, strict=True)
+        ):
+            if patient and facts.accession:
+                orders[patient, facts.accession].append(number)
+        return dict(orders)
 
 
 SeveralReports: TypeAlias = Literal["append", "quarantine"]
@@ -361,3 +438,90 @@ def _join(table: ReportTable, appending: _Appending | None) -> None:
         else:
             table.report_of[study] = int(group[0])
             table.reason[group[1:]] = reason_code(Reason.DUPLICATE_REPORT)
+
+
+def link_attachments(
+    files: FileTable, discovered: Sequence[DiscoveredFile], key: SecretKey, window_s: int
+) -> None:
+    """Write the study, or the reason why there is none, into the rows of all attachments.
+
+    Args:
+        files: The inventory; parts are put behind its rows.
+        discovered: The files.
+        key: Makes the surrogates of parts.
+        window_s: Largest distance in time between a record and the study of its patient.
+    """
+    rows = sorted(files.attachments)
+    found = resolve(files, [files.attachments[row].links for row in rows], window_s)
+    parts: list[tuple[int, int, str, int, Attachment]] = []
+    for row, studies in zip(rows, found, strict=True):
+        size = discovered[row].num_bytes
+        if len(studies) == 1:
+            ((item, study),) = studies.items()
+            files.reason[row] = _reason_attaching(study)
+            if study >= 0:
+                files.study[row], files.decoded_bytes[row] = study, size
+                files.attachments[row] = replace(files.attachments[row], items=(item,))
+            continue
+        parts += _parts(files, key, row, studies)
+        files.reason[row] = _reason_of_rest(studies)
+    files.add_parts(parts)
+    for row in range(len(files) - len(parts), len(files)):
+        attachment, whole = files.attachments[row], int(files.source[row])
+        share = len(attachment.items) / len(attachment.links)
+        files.decoded_bytes[row] = int(discovered[whole].num_bytes * share)
+        files.reason[row] = UNDECIDED
+    _leave_out_copies(files)
+
+
+def _parts(
+    files: FileTable, key: SecretKey, row: int, studies: dict[int, int]
+) -> list[tuple[int, int, str, int, Attachment]]:
+    """Make a part for each study of a file's records."""
+    items_of: dict[int, list[int]] = {}
+    for item, study in sorted(studies.items()):
+        if study >= 0:
+            items_of.setdefault(study, []).append(item)
+    name, digest = files.surrogate[row].decode("ascii"), int(files.digest[row])
+    made = []
+    for study, items in items_of.items():
+        sample_key = files.studies.keys[study]
+        text = f"{digest:016x}/{sample_key}".encode("ascii")
+        made.append(
+            (
+                row,
+                study,
+                key.surrogate("input-part", f"{name}/{sample_key}"),
+                int.from_bytes(hashlib.sha256(text).digest()[:8], "little"),
+                replace(files.attachments[row], items=tuple(items)),
+            )
+        )
+    return made
+
+
+def _reason_attaching(study: int) -> int:
+    if study == AMBIGUOUS:
+        return reason_code(Reason.AMBIGUOUS_LINK)
+    if study == CONFLICTING:
+        return reason_code(Reason.CONFLICTING_IDENTIFIER)
+    return reason_code(Reason.ATTACHMENT_WITHOUT_STUDY) if study == NO_STUDY else UNDECIDED
+
+
+def _reason_of_rest(studies: dict[int, int]) -> int:
+    """Say what became of the records of a file that are in no part."""
+    for code in (CONFLICTING, AMBIGUOUS, NO_STUDY):
+        if code in studies.values():
+            return _reason_attaching(code)
+    return reason_code(Reason.ATTACHMENT_IN_PARTS)
+
+
+def _leave_out_copies(files: FileTable) -> None:
+    """Keep one of the files of a study that hold the same: the first by surrogate."""
+    seen: set[tuple[int, str, int]] = set()
+    for row in sorted(files.attachments, key=lambda row: bytes(files.surrogate[row])):
+        if files.reason[row] != UNDECIDED:
+            continue
+        what = (int(files.study[row]), files.attachments[row].kind, int(files.digest[row]))
+        if what in seen:
+            files.reason[row] = reason_code(Reason.DUPLICATE_INSTANCE)
+        seen.add(what)

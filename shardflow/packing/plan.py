@@ -1,44 +1,85 @@
-"""The pack plan: which study goes into which shard, fixed by headers alone before anything is decoded.
+"""A patient stays in the split where it was first packed (P6), whatever a layout says of it later.
+
+A keyed hash never moves anybody, but tables of official splits are edited. Where the newer table names no
+split for a packed patient, the patient stays; where it names another one, nobody knows which of the two
+tables is right, so the patient's new studies are held in quarantine (docs/adr/0034).
+
+The pack plan: which study goes into which shard, fixed by headers alone before anything is decoded.
 
 A pure function of the inventory, the reports and the settings that decide content. Studies are sorted by
 (split, sample key) - a keyed hash, so the order says nothing about time or place of an examination - and cut
 into shards by what the headers declare. A study that turns out to be unreadable leaves a gap and moves no
 other.
+
+What must hold before a job does anything: key, settings, reports; each refusal says what to do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, FormatError, NotFoundError
+from shardflow.format.keys import shard_name
+from shardflow.format.reasons import Outcome, Reason, outcome_of
+from shardflow.format.tar import BLOCK_NUM_BYTES
+from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.inventory import (
     ATTACHMENT_KIND,
     CARRIED,
     NO_STUDY,
     UNDECIDED,
     FileTable,
+    count_reasons,
     reason_code,
     reason_name,
 )
 from shardflow.packing.scan import NUM_BUCKETS
-from shardflow.shards.keys import shard_name
-from shardflow.shards.tar import BLOCK_NUM_BYTES
-from shardflow.sources.reasons import Outcome, Reason, outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
+    from shardflow.format.manifest import Manifest
     from shardflow.packing.config import PackConfig
+    from shardflow.packing.inventory import StudyTable
     from shardflow.packing.linking import ReportTable
+    from shardflow.packing.progress import Progress
+    from shardflow.storage import ByteStore
 
-__all__ = ["PackPlan", "PlanBasis", "PlannedShard", "build_plan", "split_of_bucket"]
+
+def keep_splits(
+    studies: StudyTable, packed: Mapping[str, str], splits: Sequence[str], study_reason: NDArray[np.uint8]
+) -> int:
+    """Put studies of packed patients into the split of their patient, or into quarantine.
+
+    Args:
+        studies: What was found; its buckets become those of the packed splits.
+        packed: Split of every packed patient, by the patient's surrogate.
+        splits: Names of all splits, in the order of the settings.
+        study_reason: ``(num_studies,)``; studies to pack that the layout puts elsewhere get their reason.
+
+    Returns:
+        Number of packed patients that the layout puts into another split.
+    """
+    moved: set[str] = set()
+    for study, (patient, bucket) in enumerate(zip(studies.patients, studies.buckets, strict=True)):
+        split = packed.get(patient) if patient else None
+        if split is None:
+            continue
+        stays = NUM_BUCKETS + splits.index(split)
+        # Below NUM_BUCKETS lie the keyed buckets of patients that the layout gives no split.
+        if bucket >= NUM_BUCKETS and bucket != stays:
+            moved.add(patient)
+            if study_reason[study] == UNDECIDED:
+                study_reason[study] = reason_code(Reason.SPLIT_CHANGED)
+        studies.buckets[study] = stays
+    return len(moved)
+
 
 _PLAN_VERSION: Final = 1
 
@@ -246,3 +287,104 @@ def _end_digest(hasher: hashlib._Hash, files: FileTable, shards: tuple[PlannedSh
         members = [[files.studies.keys[study], files.studies.patients[study]] for study in shard.studies]
         hasher.update(json.dumps([shard.name, members]).encode())
     return hasher.hexdigest()
+
+
+_NUM_THREADS: Final = 8
+"""Sizes that are asked for at once."""
+
+
+def load_key(config: PackConfig) -> SecretKey:
+    """Load the secret key; the first run of a dataset makes one, unless the settings name a file.
+
+    Raises:
+        ConfigError: The key cannot be used or made.
+    """
+    if config.identity.key_file is None and not config.key_file.exists():
+        try:
+            return SecretKey.create(config.key_file)
+        except ConfigError:
+            if not config.key_file.exists():
+                raise
+            # Another task of the same job was faster.
+    return SecretKey.load(config.key_file)
+
+
+def check_same_settings(config: PackConfig, key: SecretKey, finished: Manifest) -> None:
+    """Refuse at once what could not be the dataset that stands, or a version of it.
+
+    Settings hold the parts of the splits: with others, patients would change their split.
+
+    Raises:
+        ConfigError: Key or settings are others.
+    """
+    for what, stands, asked in (
+        ("secret key", finished.key_id, key.key_id),
+        ("settings", finished.config_digest, config.content_digest()),
+    ):
+        if stands != asked:
+            raise ConfigError(
+                f"output must be new, or hold a dataset of the same {what}, got one of another; "
+                "name another output."
+            )
+
+
+def check_reports(config: PackConfig) -> None:
+    """Refuse reports that are not there.
+
+    Raises:
+        ConfigError: They are named and absent, or asked for and not named.
+    """
+    reports = config.inputs.reports
+    if reports is not None and not reports.exists():
+        raise ConfigError(
+            "inputs.reports must be an existing file or folder, got none; correct it, or leave it out to "
+            "pack images alone."
+        )
+    if config.policy.require_report and reports is None:
+        raise ConfigError(
+            "policy.require_report must be false without inputs.reports, got true; name the reports."
+        )
+
+
+def check_files(store: ByteStore, manifest: Manifest) -> None:
+    """Look whether every file of a version stands with its size.
+
+    Raises:
+        FormatError: One does not.
+        StorageError: The store cannot be asked.
+    """
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        sizes = pool.map(lambda entry: _size(store, entry.path), manifest.files())
+    for entry, num_bytes in zip(manifest.files(), sizes, strict=True):
+        if num_bytes != entry.num_bytes:
+            raise FormatError(
+                f"{entry.path} must stand with {entry.num_bytes} bytes, got another file or none; "
+                "run `shardflow verify`, and pack into a new output if it is damaged."
+            )
+
+
+def _size(store: ByteStore, path: str) -> int | None:
+    try:
+        return store.size(path)
+    except NotFoundError:
+        return None
+
+
+def nothing_to_pack(files: FileTable) -> ConfigError:
+    """Make the error for inputs that hold no image."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in count_reasons(files.reason).items())
+    return ConfigError(
+        f"inputs.dicom must hold DICOM images, got {len(files)} files and none of them ({reasons}); "
+        "correct the folders."
+    )
+
+
+def note_missing_reports(
+    config: PackConfig, plan: PackPlan, reports: ReportTable, progress: Progress
+) -> None:
+    """Say it while the job can be stopped: a table whose identifiers fit no study is no error."""
+    if config.inputs.reports is None:
+        return
+    count = sum(study not in reports.report_of for shard in plan.shards for study in shard.studies)
+    if count:
+        progress.note(f"{count} of {plan.num_studies} studies have no report, and are packed without one")

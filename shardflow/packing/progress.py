@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Progress", "SilentProgress"]
-
 
 class Progress(Protocol):
     """Hears of a job's phases; called from the job's own thread, and never with anything of an input.

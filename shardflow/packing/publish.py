@@ -12,30 +12,27 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError
-from shardflow.packing.assembly import load_record
-from shardflow.packing.base import sample_entries, shard_number
-from shardflow.packing.fragment import StudyOutcome
+from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
+from shardflow.format.samples import SampleEntry, SampleFacts
+from shardflow.packing.engines.base import decode
 from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code
-from shardflow.packing.ledger_file import columns_of_intake
-from shardflow.packing.privacy import profile_codes
-from shardflow.packing.report_content import reading_basis
-from shardflow.packing.version_files import NewVersion, merge_samples, write_version
-from shardflow.packing.wire import decode
-from shardflow.shards.manifest import FileEntry, Manifest, ShardEntry
-from shardflow.shards.samples import SampleEntry, SampleFacts
+from shardflow.packing.studies.assembly import load_record
+from shardflow.packing.studies.fragment import StudyOutcome
+from shardflow.packing.studies.privacy import profile_codes
+from shardflow.packing.studies.report_content import reading_basis
+from shardflow.packing.versions.base import sample_entries, shard_number
+from shardflow.packing.versions.files import NewVersion, columns_of_intake, merge_samples, write_version
 
 if TYPE_CHECKING:
-    from shardflow.packing.base import Base
     from shardflow.packing.config import PackConfig
-    from shardflow.packing.intake import Intake
     from shardflow.packing.inventory import FileTable
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
     from shardflow.packing.upload import Uploader
-    from shardflow.packing.workplace import Workplace
-
-__all__ = ["Settled", "created_with", "fragment_basis", "publish", "settle"]
+    from shardflow.packing.versions.base import Base
+    from shardflow.packing.versions.ingest import Intake
+    from shardflow.packing.workspace import Workplace
 
 # The packages whose versions decide the bytes of a dataset.
 _PACKAGES: Final = (

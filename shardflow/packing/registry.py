@@ -1,24 +1,30 @@
 """Registry of what packing loads by name: task handlers and kinds of attachments.
 
 Packages offer further kinds of attachments as entry points of the group ``shardflow.attachment_kinds``, each
-a tuple of `shardflow.sources.attachments.AttachmentKind`.
+a tuple of `shardflow.packing.sources.attachments.AttachmentKind`.
+
+The kinds of attachments that packing knows, loaded when the first file is none of the images.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from shardflow.packing.sources.attachments import AttachmentKind
 
 TASK_HANDLERS: Final = {
-    "corpus": "shardflow.corpora.parts:make_handler",
+    "corpus": "shardflow.packing.corpora.parts:make_handler",
     "studies": "shardflow.packing.handlers:make_handler",
 }
 """Functions that make the handler of a packing process, by the job that starts it."""
 
 ATTACHMENT_KINDS: Final = {
-    "annotations": "shardflow.annotations.kinds:KINDS",
-    "waveforms": "shardflow.waveforms.kinds:KINDS",
-    "records": "shardflow.records.kinds:KINDS",
+    "annotations": "shardflow.packing.attachments.annotations.kinds:KINDS",
+    "waveforms": "shardflow.packing.attachments.waveforms.kinds:KINDS",
+    "records": "shardflow.packing.attachments.records.kinds:KINDS",
 }
 """Kinds of attachments, in the order in which they are asked; each module imports quickly."""
 
@@ -39,3 +45,22 @@ def load_attachment_kinds() -> list[Any]:
     offered = sorted(entry_points(group=ATTACHMENT_KINDS_GROUP), key=lambda entry: entry.name)
     tables = [*map(resolve, ATTACHMENT_KINDS.values()), *(entry.load() for entry in offered)]
     return [kind for table in tables for kind in table]
+
+
+@cache
+def attachment_kinds(records: str = "") -> tuple[AttachmentKind, ...]:
+    """Return all kinds, in the order in which they are asked, and in which their attachments are packed.
+
+    Args:
+        records: Settings of clinical records, as `shardflow.packing.attachments.records.mapping.RecordsConfig.to_text` writes them.
+    """
+    kinds = load_attachment_kinds()
+    if not records:
+        return tuple(kinds)
+    from shardflow.packing.attachments.records.kinds import record_kinds
+    from shardflow.packing.attachments.records.mapping import RecordsConfig
+
+    configured = record_kinds(RecordsConfig.from_text(records))
+    replaced = {kind.name for kind in configured}
+    # What a mapping describes is asked first: it may look like a kind that everybody has.
+    return (*configured, *(kind for kind in kinds if kind.name not in replaced))

@@ -1,31 +1,128 @@
-"""The header pass over one batch of files; runs in a packing process."""
+"""Recognise attachments: by SOP class where a file is DICOM, else by its first bytes.
+
+Asked only for files that are no images, so that a job without attachments loads none of their packages.
+
+The header pass over one batch of files; runs in a packing process.
+
+The header pass: every input file is opened once, in batches dealt to the packing processes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.errors import SourceError
-from shardflow.packing.finding import AttachmentFinder
-from shardflow.packing.header_rows import AttachmentRow, HeaderRow, load_rows, store_rows
-from shardflow.packing.inventory import Attachment, ScannedFile
-from shardflow.packing.links import digest64, image_facts, link_facts
-from shardflow.packing.tasks import ProbeDone, ScanDone
-from shardflow.sources.dicom import BrokenInstance, HeaderLimits, InstanceHeader
-from shardflow.sources.images import read_image
-from shardflow.sources.reasons import Reason
+from shardflow.errors import ShardflowError, SourceError, StorageError
+from shardflow.format.reasons import Reason
+from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
+from shardflow.packing.header_rows import (
+    AttachmentRow,
+    HeaderRow,
+    digest64,
+    image_facts,
+    link_facts,
+    load_rows,
+    store_rows,
+)
+from shardflow.packing.inventory import INPUT_KINDS, Attachment, FileTable, ScannedFile
+from shardflow.packing.registry import attachment_kinds
+from shardflow.packing.sources.attachments import HEAD_BYTES
+from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, sop_class_of
+from shardflow.packing.sources.images import read_image
+from shardflow.packing.sources.placement import Placement
+from shardflow.packing.studies.tasks import InputFile, ProbeDone, ProbeTask, ScanDone, ScanTask
+from shardflow.packing.workspace import RecordedOutcomes, reason_of_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from shardflow.deid.pseudonyms import SecretKey
-    from shardflow.packing.tasks import InputFile, ProbeTask, ScanTask
-    from shardflow.sources.layouts import Placement
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.inventory import StudyTable
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.sources.attachments import AttachmentKind
+    from shardflow.packing.sources.dicom.discover import DiscoveredFile
+    from shardflow.packing.sources.layouts.base import Layout
+    from shardflow.packing.workspace import Share
 
-__all__ = ["NO_IMAGE", "NUM_BUCKETS", "Scanner", "decoded_num_bytes"]
+_WHOLE_BYTES: Final = 8 << 20
+"""Of a larger file, so many bytes of either end stand for what it holds, as a header does for an image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachmentFinder:
+    """Recognises files and asks their kind whose they are."""
+
+    limits: HeaderLimits
+    max_bytes: int
+    """Size above which an attachment is not read."""
+    leave_out: tuple[str, ...] = ()
+    """Names of kinds that are not packed."""
+    records: str = ""
+    """Settings of clinical records, as text."""
+
+    def kinds(self) -> list[AttachmentKind]:
+        """Return the kinds that are packed, in their order."""
+        return [kind for kind in attachment_kinds(self.records) if kind.name not in self.leave_out]
+
+    def identity(self) -> list[Any]:
+        """Return what decides which files are attachments, as JSON."""
+        kinds = [[kind.name, kind.version] for kind in self.kinds()]
+        return [self.max_bytes, kinds, *([self.records] if self.records else [])]
+
+    def find(self, path: Path) -> AttachmentRow | str | None:
+        """Read an attachment.
+
+        Returns:
+            What it is; the reason where it is of a kind and cannot be used; None for a file of no kind.
+        """
+        kind = self._recognise(path)
+        if kind is None:
+            return None
+        try:
+            if path.stat().st_size > self.max_bytes:
+                return Reason.LIMIT_EXCEEDED.value
+            items = tuple(kind.describe(path))
+            content = _digest(path, "/".join(item.content for item in items))
+        except SourceError as error:
+            return str(error.reason)
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - the parsers of all formats, over whatever a file holds
+            return Reason.ATTACHMENT_UNREADABLE.value
+        return AttachmentRow(kind.name, kind.version, content, items)
+
+    def _recognise(self, path: Path) -> AttachmentKind | None:
+        kinds = self.kinds()
+        if not kinds:
+            return None
+        try:
+            with path.open("rb") as file:
+                head = file.read(HEAD_BYTES)
+        except OSError:
+            # Whoever looked whether it is an image has said so.
+            return None
+        sop_class = sop_class_of(path, limits=self.limits)
+        if sop_class:
+            return next((kind for kind in kinds if sop_class in kind.sop_classes), None)
+        return next((kind for kind in kinds if kind.recognise(path, head)), None)
+
+
+def _digest(path: Path, beside: str) -> str:
+    hasher = hashlib.sha256(beside.encode("utf-8", "surrogatepass"))
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        hasher.update(file.read(_WHOLE_BYTES))
+        if size > _WHOLE_BYTES:
+            file.seek(max(_WHOLE_BYTES, size - _WHOLE_BYTES))
+            hasher.update(file.read())
+    hasher.update(size.to_bytes(8, "little"))
+    return hasher.hexdigest()
+
 
 NUM_BUCKETS: Final = 10_000
 """Patients are dealt to splits by one of so many keyed buckets; part of the format of a split, never
@@ -212,3 +309,140 @@ def decoded_num_bytes(header: InstanceHeader) -> int:
     image = header.image
     samples = image.rows * image.columns * (3 if image.is_colour else 1) * image.num_frames
     return samples * max(1, -(-image.bits_allocated // 8))
+
+
+BATCH_FILES: Final = 128
+"""Files of one task. Fixed, so that a restart with other processes finds the same batches."""
+
+
+def batch_name(file: int) -> str:
+    """Name the file of header rows that holds an input file's row."""
+    return f"batch-{file // BATCH_FILES:07d}.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderPass:
+    """Reads all headers, and survives those that cannot be read."""
+
+    pool: Engine
+    files: Sequence[DiscoveredFile]
+    layout: Layout
+    key: SecretKey
+    recorded: RecordedOutcomes
+    task_timeout_s: float
+    progress: Progress
+    share: Share | None = None
+    """The task that this is, of a job in tasks."""
+    num_image_roots: int | None = None
+    """Input folders from this one on hold attachments alone, which no layout places; None for no such."""
+
+    def run(self, studies: StudyTable | None = None) -> FileTable:
+        """Return the inventory of all files.
+
+        Args:
+            studies: Studies that are known before any file is read.
+
+        Raises:
+            ShardflowError: Processes cannot start, or a batch cannot be read even without its bad files.
+            StorageError: Header rows cannot be written.
+        """
+        table = FileTable(len(self.files), studies)
+        self.progress.phase("headers", len(self.files))
+        starts = list(range(0, len(self.files), BATCH_FILES))
+        troubled = sorted(self._scan(table, starts if self.share is None else self.share.order(starts)))
+        if troubled:
+            self.pool.restart(1)
+            # Alone, most of them succeed: their process was killed for what others did.
+            for start in self._scan(table, troubled):
+                self._find_bad_files(start)
+                if self._scan(table, [start]):
+                    raise ShardflowError(
+                        "a batch of headers must be read without its bad files, got another failure; run the "
+                        "job again, with more execution.memory_bytes if it is small."
+                    )
+            self.pool.restart()
+        return table
+
+    def _scan(self, table: FileTable, starts: Sequence[int]) -> list[int]:
+        """Scan batches; return those whose process died or failed."""
+        waiting = list(reversed(starts))
+        troubled: list[int] = []
+        while waiting or self.pool.num_running:
+            while waiting and self.pool.has_idle:
+                self.pool.submit(self._scan_task(waiting.pop()))
+            done = self.pool.wait()
+            start: int = done.task.handle
+            if done.result is None:
+                _raise_storage(done)
+                troubled.append(start)
+            else:
+                task: ScanTask = done.task.payload
+                scanned = decode(ScanDone, done.result).files
+                table.kind[start : start + len(scanned)] = [_kind(file.placement) for file in task.files]
+                table.add(start, scanned)
+                self.progress.advance(len(scanned))
+        return troubled
+
+    def _scan_task(self, start: int) -> Task:
+        batch = self.files[start : start + BATCH_FILES]
+        payload = ScanTask(name=batch_name(start), files=tuple(map(self._input_file, batch)))
+        return self._task("scan", payload, start)
+
+    def _input_file(self, file: DiscoveredFile) -> InputFile:
+        reason, placement = self._place(file)
+        return InputFile(
+            root_index=file.root_index,
+            relative_path=file.relative_path,
+            num_bytes=file.num_bytes,
+            reason=reason,
+            placement=placement,
+        )
+
+    def _place(self, file: DiscoveredFile) -> tuple[Reason | str | None, Placement | None]:
+        """Ask the layout; a reason that it has says more than that a file cannot be read."""
+        if self.num_image_roots is not None and file.root_index >= self.num_image_roots:
+            return self._known_reason(file), None
+        placed = self.layout.place(file)
+        if isinstance(placed, Reason):
+            if placed not in NO_IMAGE:
+                return placed, None
+            beside = self.layout.study_beside(file)
+            placement = Placement(study=beside, attributes={}) if beside else None
+            return self._known_reason(file) or placed, placement
+        return self._known_reason(file), placed
+
+    def _find_bad_files(self, start: int) -> None:
+        """Read the files of a batch one by one; record those that end two processes."""
+        for file in self.files[start : start + BATCH_FILES]:
+            reason = self._place(file)[0]
+            if (reason is None or reason in NO_IMAGE) and self._probe(file) is not None:
+                self.pool.restart(1)
+                failure = self._probe(file)
+                if failure is not None:
+                    self.recorded.add(self._surrogate(file), file.num_bytes, reason_of_failure(failure))
+
+    def _probe(self, file: DiscoveredFile) -> Failure | None:
+        self.pool.submit(self._task("probe", ProbeTask(file=self._input_file(file)), 0))
+        done = self.pool.wait()
+        _raise_storage(done)
+        return done.failure
+
+    def _known_reason(self, file: DiscoveredFile) -> Reason | str | None:
+        if file.problem is not None or not len(self.recorded):
+            return file.problem
+        return self.recorded.find(self._surrogate(file), file.num_bytes)
+
+    def _surrogate(self, file: DiscoveredFile) -> str:
+        return self.key.surrogate("input", f"{file.root_index}/{file.relative_path}")
+
+    def _task(self, kind: str, payload: ScanTask | ProbeTask, start: int) -> Task:
+        return Task(kind=kind, payload=payload, timeout_s=self.task_timeout_s, handle=start)
+
+
+def _kind(placement: Placement | None) -> int:
+    return INPUT_KINDS.index("dicom" if placement is None else placement.form)
+
+
+def _raise_storage(done: TaskDone) -> None:
+    if done.failure == "storage":
+        raise StorageError(done.detail)

@@ -1,4 +1,8 @@
-"""Puts a dataset into an object store while it is packed: nothing is overwritten, the manifest is last.
+"""Where a dataset was sent, remembered in the private folder: later jobs must publish there too.
+
+An address says where data of patients lie, and whoever reads the dataset has no use for it.
+
+Puts a dataset into an object store while it is packed: nothing is overwritten, the manifest is last.
 
 A shard goes as soon as it stands in the output folder, beside the packing of the next ones. Every put is
 conditional. The first one is a claim, which holds the digest of the plan: of two jobs that pack different
@@ -7,37 +11,113 @@ What was put is marked in the work folder, so that a killed job does not send it
 
 Where the output folder is to hold no shards, each one is read back from the store, marked, and only then
 removed here; and a job that packs faster than it sends waits, so that few shards lie here at any moment
-(docs/adr/0093-a-shard-leaves-when-it-was-read-back.md).
+(docs/adr/0004-manifest-commit-point.md).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from shardflow.errors import AlreadyExistsError, ConfigError, NotFoundError, StorageError
-from shardflow.packing.sent_to import SentTo, read_sent_to, reading_store, write_sent_to
-from shardflow.packing.workplace import storage_error, write_plainly
-from shardflow.shards.canonical import canonical_json
-from shardflow.shards.copying import copy_object, object_stands
-from shardflow.shards.entity_manifest import view_digests
-from shardflow.shards.manifest import FileEntry, Manifest, load, manifest_path, versions
-from shardflow.storage import LocalStore, open_store
-from shardflow.storage.erasing import erase
+from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, NotFoundError, StorageError
+from shardflow.format.copying import copy_object, object_stands
+from shardflow.format.entities import view_digests
+from shardflow.format.foreign.places import RelocatedStore
+from shardflow.format.keys import canonical_json
+from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
+from shardflow.packing.workspace import storage_error, write_plainly
+from shardflow.storage import LocalStore, open_store, write_atomic
+from shardflow.storage.opening import erase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from types import TracebackType
 
-    from shardflow.packing.workplace import Workplace
-    from shardflow.shards.manifest import ShardEntry
+    from shardflow.format.manifest import ShardEntry
+    from shardflow.packing.workspace import Workplace
     from shardflow.storage import ByteStore
 
-__all__ = ["MAX_WAITING_SHARDS", "Uploader", "uploader_of"]
+_NAME: Final = "upload.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentTo:
+    """An address that holds the dataset."""
+
+    url: str
+    keeps_local: bool
+    """Whether shards lie in the output folder too."""
+
+
+def read_sent_to(place: Workplace) -> SentTo | None:
+    """Return where the dataset was sent; None if it never was.
+
+    Raises:
+        FormatError: The note is damaged.
+        StorageError: It cannot be read.
+    """
+    try:
+        note = json.loads((place.private / _NAME).read_bytes())
+        return SentTo(url=str(note["upload_to"]), keeps_local=bool(note["keep_local"]))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise storage_error("reading where the dataset was sent", error) from None
+    except (ValueError, KeyError, TypeError):
+        raise FormatError(
+            f"{_NAME} of the private folder must say where the dataset was sent, got another text; "
+            "restore it from a copy."
+        ) from None
+
+
+def write_sent_to(place: Workplace, sent_to: SentTo) -> None:
+    """Remember where the dataset is sent, before anything leaves the output folder.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    if read_sent_to(place) != sent_to:
+        text = json.dumps({"keep_local": sent_to.keeps_local, "upload_to": sent_to.url}).encode("ascii")
+        write_atomic(place.private / _NAME, [text], replace=True, mode=0o600)
+
+
+def check_sent_to(place: Workplace, upload_to: str) -> None:
+    """Refuse a job that would publish elsewhere, where the address holds the only copy of the shards.
+
+    Raises:
+        ConfigError: The settings name another address, or none.
+    """
+    sent_to = read_sent_to(place)
+    if sent_to is None or sent_to.keeps_local:
+        return
+    if not upload_to or open_store(upload_to).url != sent_to.url:
+        raise ConfigError(
+            "upload_to must be the address that holds the shards of this dataset, got another or none; name "
+            "it, or bring the shards back with `shardflow copy` and remove upload.json of the private folder."
+        )
+
+
+def reading_store(output: Path, url: str, manifest: Manifest) -> ByteStore:
+    """Return a store that finds the files of a version in the output folder, else at an address.
+
+    Args:
+        output: Folder of the dataset.
+        url: The address; empty for none.
+        manifest: The version.
+    """
+    store = LocalStore(output)
+    if not url:
+        return store
+    base = open_store(url).url
+    paths = [entry.path for shard in manifest.shards for entry in (shard.file, shard.index)]
+    return RelocatedStore(store, {path: f"{base}/{path}" for path in paths})
+
 
 _NUM_THREADS: Final = 4
 """Files sent at once; each takes up to 20 MiB."""
@@ -116,7 +196,7 @@ class Uploader:
         """Tell whether a shard of a former run was sent, read back and marked, and is not needed here.
 
         Args:
-            record: What `shardflow.packing.assembly` wrote of it.
+            record: What `shardflow.packing.studies.assembly` wrote of it.
         """
         entries = _entries(record)
         return not self._sent_to.keeps_local and bool(entries) and all(map(self._is_marked, entries))
@@ -125,7 +205,7 @@ class Uploader:
         """Begin to send a shard that stands; a failure of an earlier one is raised here.
 
         Args:
-            record: What `shardflow.packing.assembly` wrote of it.
+            record: What `shardflow.packing.studies.assembly` wrote of it.
 
         Raises:
             StorageError: Something could not be sent.

@@ -4,12 +4,21 @@ Everything found is a place in the text, which is never altered. Rules and word 
 loaded.
 """
 
+from __future__ import annotations
+
 from shardflow.reports.assertion import Assertion
-from shardflow.reports.entities import Entity, EntityFinder, Place
+from shardflow.reports.findings import Entity, EntityFinder, Place
 from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
 from shardflow.reports.mentions import Mention, find_mentions
-from shardflow.reports.reader import ENTRY_POINTS, Extractor, ReportContent, ReportReader, load_extractors
-from shardflow.reports.rules import RULES_VERSION, rules_digest
+from shardflow.reports.reader import (
+    ENTRY_POINTS,
+    RULES_VERSION,
+    Extractor,
+    ReportContent,
+    ReportReader,
+    load_extractors,
+    rules_digest,
+)
 from shardflow.reports.sections import Section, SectionKind, split_sections
 
 __all__ = [

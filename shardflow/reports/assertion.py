@@ -1,4 +1,6 @@
-"""Is a finding there? Scope rules in the manner of ConText, over cues from ``cues.csv``.
+"""Phrases found in tokens: whole words, all in one pass (Aho-Corasick), the longest ones kept.
+
+Is a finding there? Scope rules in the manner of ConText, over cues from ``cues.csv``.
 
 A cue says something of the findings before or after it: absent, uncertain, historical, hypothetical,
 present. Its scope ends at a word that begins another thought (*but*, *apart from*), and passes from one
@@ -10,17 +12,68 @@ another cue in it are not read (*no change*, *without contrast*).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
-from shardflow.reports.lexicon import ConceptKind, shipped_rows
-from shardflow.reports.matching import Match, PhraseIndex
-from shardflow.reports.tokens import Tokens, fold_words, word_set
+import ahocorasick
 
-__all__ = ["Assertion", "Cue", "assert_entities", "coordinate", "find_cues"]
+from shardflow.reports.lexicon import ConceptKind, Tokens, fold_words, shipped_rows, word_set
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Generic[T]):
+    """A phrase at tokens ``first`` to ``last``, closed-open."""
+
+    first: int
+    last: int
+    value: T
+
+
+class PhraseIndex(Generic[T]):
+    """Many phrases, sought at once.
+
+    Args:
+        phrases: What each phrase (folded words, joined by a blank) stands for.
+    """
+
+    def __init__(self, phrases: Mapping[str, T]) -> None:
+        # The blanks around a phrase are its word boundaries; neighbours share one.
+        self._automaton: Any = ahocorasick.Automaton()
+        for phrase, value in phrases.items():
+            self._automaton.add_word(f" {phrase} ", (len(phrase), value))
+        self._automaton.make_automaton()
+
+    def find(self, tokens: Tokens) -> list[Match[T]]:
+        """Return all matches, overlapping ones too, by their ends."""
+        places: dict[int, int] = {}
+        at = 1
+        for number, word in enumerate(tokens.words):
+            places[at] = number
+            at += len(word) + 1
+        places[at] = len(tokens.words)
+        haystack = f" {' '.join(tokens.words)} "
+        return [
+            Match(places[end - length], places[end + 1], value)
+            for end, (length, value) in self._automaton.iter(haystack)
+        ]
+
+
+def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
+    """Keep the longest of overlapping matches, the first of equals; in the text's order."""
+    taken: set[int] = set()
+    kept: list[Match[T]] = []
+    for match in sorted(matches, key=lambda one: (one.first - one.last, one.first)):
+        span = range(match.first, match.last)
+        if taken.isdisjoint(span):
+            taken.update(span)
+            kept.append(match)
+    return sorted(kept, key=lambda one: one.first)
+
 
 Assertion = Literal["absent", "historical", "hypothetical", "present", "uncertain"]
 """What a report says of a finding; the table in docs/reports.md has instances."""

@@ -16,10 +16,7 @@ from typing import Literal, cast
 
 from rapidfuzz.distance import DamerauLevenshtein
 
-from shardflow.reports.lexicon import Lexicon, load_lexicon, shipped_rows
-from shardflow.reports.tokens import fold_words
-
-__all__ = ["Section", "SectionKind", "split_sections"]
+from shardflow.reports.lexicon import Lexicon, fold_words, load_lexicon, shipped_rows
 
 SectionKind = Literal[
     "addendum",

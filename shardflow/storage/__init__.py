@@ -6,14 +6,12 @@ bytes mean.
 
 from __future__ import annotations
 
-from shardflow.storage.atomic import fsync_directory, is_temporary_name, write_atomic
-from shardflow.storage.cache import Cache, CacheConfig, CachedStore
-from shardflow.storage.local import LocalStore
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.store import Cache, CachedStore
+from shardflow.storage.local import LocalStore, fsync_directory, is_temporary_name, write_atomic
 from shardflow.storage.opening import open_store
 from shardflow.storage.remote import RemoteStore
-from shardflow.storage.remote_options import RemoteCounts, RemoteOptions
-from shardflow.storage.requests import RequestCost
-from shardflow.storage.retrying import RetryPolicy
+from shardflow.storage.requests import RemoteCounts, RemoteOptions, RequestCost, RetryPolicy
 from shardflow.storage.store import ByteRange, ByteStore, check_object_path
 
 __all__ = [

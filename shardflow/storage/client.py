@@ -1,4 +1,15 @@
-"""The client of object stores: made when first used, in the process that uses it, from an address alone.
+"""Keys of S3 from the files that Amazon's tools share: ``~/.aws/credentials`` and ``~/.aws/config``.
+
+The client reads the environment, web identities, containers and the machine's role by itself, but no files.
+Nothing of what is read here is ever part of a message.
+
+Which servers may be asked.
+
+A dataset may name other places than its own (foreign shards stay where they are), and whoever wrote it need
+not be whoever reads it. ``SHARDFLOW_ENDPOINTS`` is the list of what may be asked; where it is not set,
+everything may be but the addresses at which machines hand out their own credentials.
+
+The client of object stores: made when first used, in the process that uses it, from an address alone.
 
 Credentials, endpoint and region come from the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``,
 ``AZURE_*``), from the files that Amazon's tools share, or from the machine's role; an address that carries
@@ -7,26 +18,173 @@ any is refused, because addresses are printed.
 
 from __future__ import annotations
 
+import configparser
+import ipaddress
 import os
+import socket
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from shardflow.errors import ConfigError, StorageError
-from shardflow.storage.aws_profile import profile_settings
-from shardflow.storage.endpoints import check_endpoint, endpoint_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = [
-    "READ_ONLY_SCHEMES",
-    "REMOTE_SCHEMES",
-    "check_process",
-    "check_remote_url",
-    "make_client",
-    "require_client",
-]
+# Set by those who gave credentials another way, which come before the files.
+_OTHER_SOURCES: Final = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
+_KEYS: Final = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+}
+
+
+def profile_settings() -> dict[str, str]:
+    """Return settings of the client from the profile in use: keys, and the region where none is set.
+
+    The profile is ``AWS_PROFILE`` or ``default``. Empty where credentials come from elsewhere, or no file has
+    the profile.
+
+    Raises:
+        StorageError: A file cannot be read, or ``AWS_PROFILE`` names a profile that has no keys of its own.
+    """
+    if any(os.environ.get(name) for name in _OTHER_SOURCES):
+        return {}
+    named = os.environ.get("AWS_PROFILE", "")
+    profile = named or "default"
+    credentials = _section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile)
+    config = _section(
+        "AWS_CONFIG_FILE", "~/.aws/config", profile if profile == "default" else f"profile {profile}"
+    )
+    merged = {**config, **credentials}
+    settings = {ours: merged[theirs] for theirs, ours in _KEYS.items() if merged.get(theirs)}
+    if "access_key_id" not in settings or "secret_access_key" not in settings:
+        if not named:
+            return {}
+        raise StorageError(
+            "the profile that AWS_PROFILE names must hold aws_access_key_id and aws_secret_access_key, got "
+            'one without; for roles and single sign-on: eval "$(aws configure export-credentials --format '
+            'env)".'
+        )
+    if merged.get("region") and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        settings["region"] = merged["region"]
+    return settings
+
+
+def _section(variable: str, usual: str, name: str) -> Mapping[str, str]:
+    path = Path(os.environ.get(variable) or usual).expanduser()
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        with path.open(encoding="utf-8") as file:
+            parser.read_file(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        # The parser quotes the line it stumbles over.
+        raise StorageError(
+            f"the file of {variable} must be a readable file of profiles, got {type(error).__name__}."
+        ) from None
+    return dict(parser[name]) if parser.has_section(name) else {}
+
+
+ENDPOINTS_VARIABLE: Final = "SHARDFLOW_ENDPOINTS"
+"""Environment variable: endpoints separated by commas, such as ``s3://,https://pacs.local:8443``."""
+
+_S3_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_CLOUD_SCHEMES: Final = frozenset({"s3", "gs", "az"})
+_METADATA_NAMES: Final = frozenset({"metadata", "metadata.google.internal", "instance-data"})
+
+
+def endpoint_of(url: str) -> str:
+    """Return the server behind an address: ``https://host:port``, or ``s3://`` for a cloud's own.
+
+    An S3 address leads to the endpoint of the environment where one is set.
+
+    Example:
+        >>> endpoint_of("https://Example.org/sets/ct")
+        'https://example.org:443'
+    """
+    scheme = urlsplit(url).scheme
+    if scheme == "s3":
+        url = next((os.environ[name] for name in _S3_ENDPOINTS if os.environ.get(name)), url)
+    return _normal(url)
+
+
+def check_endpoint(url: str) -> None:
+    """Refuse an address whose server is not to be asked.
+
+    Raises:
+        StorageError: The server is not in the list, or hands out credentials of the machine. The message does
+            not repeat the address.
+        ConfigError: The list is no list of endpoints.
+    """
+    endpoint = endpoint_of(url)
+    listed = os.environ.get(ENDPOINTS_VARIABLE, "")
+    if listed:
+        if endpoint not in _allowed(listed):
+            raise StorageError(
+                f"an address must lead to one of the endpoints in {ENDPOINTS_VARIABLE}, got another; add it "
+                "to the list if it is to be asked."
+            )
+        return
+    host = urlsplit(endpoint).hostname or ""
+    if host.rstrip(".") in _METADATA_NAMES or any(address.is_link_local for address in _addresses(host)):
+        raise StorageError(
+            "an address must not lead to a link-local or metadata server, got one; if it is meant, list it "
+            f"in {ENDPOINTS_VARIABLE}."
+        )
+
+
+def _allowed(listed: str) -> set[str]:
+    allowed = set()
+    for entry in listed.split(","):
+        parts = urlsplit(entry.strip())
+        is_cloud = parts.scheme in _CLOUD_SCHEMES and not parts.netloc
+        is_server = parts.scheme in _DEFAULT_PORTS and parts.hostname and "@" not in parts.netloc
+        if not (is_cloud or is_server) or parts.path.strip("/") or parts.query:
+            raise ConfigError(
+                f"{ENDPOINTS_VARIABLE} must list endpoints such as s3:// or https://host:8443 between "
+                "commas, got an entry that is none."
+            )
+        allowed.add(_normal(entry.strip()))
+    return allowed
+
+
+def _normal(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme in _CLOUD_SCHEMES:
+        return f"{parts.scheme}://"
+    host = parts.hostname or ""
+    try:
+        port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+    except ValueError:
+        raise StorageError("a port must be a number up to 65535, got another (endpoint).") from None
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the address that a host is written as; a name is not looked up, it may answer anew later."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            # 2852039166, 0xa9fea9fe and 0251.254.169.254 are addresses to a resolver.
+            return [ipaddress.IPv4Address(socket.inet_aton(host))]
+        except OSError:
+            return []
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return [mapped or address]
+
 
 READ_ONLY_SCHEMES: Final = frozenset({"http", "https"})
 REMOTE_SCHEMES: Final = frozenset({"s3", "gs", "az"}) | READ_ONLY_SCHEMES

@@ -26,8 +26,6 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 
 from shardflow.errors import StorageError
 
-__all__ = ["ClientLoop", "EventLoopThread", "call_client", "run_all"]
-
 _Value = TypeVar("_Value")
 _Arguments = TypeVarTuple("_Arguments")
 

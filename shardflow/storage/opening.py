@@ -1,4 +1,9 @@
-"""Open a byte store from a URL."""
+"""Erase objects: for what must not lie anywhere any more, such as the data of a person who withdrew.
+
+No part of the contract of a byte store, whose objects never change: whoever erases answers for all readers.
+
+Open a byte store from a URL.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,30 @@ import os
 from urllib.parse import unquote, urlsplit
 
 from shardflow.errors import StorageError
-from shardflow.storage.cache import Cache, CacheConfig, CachedStore
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.store import Cache, CachedStore
 from shardflow.storage.client import REMOTE_SCHEMES
 from shardflow.storage.local import LocalStore
 from shardflow.storage.remote import RemoteStore
-from shardflow.storage.store import ByteStore
+from shardflow.storage.store import ByteStore, check_object_path
 
-__all__ = ["open_store"]
+
+def erase(store: ByteStore, path: str) -> None:
+    """Delete an object; one that is not there is no error.
+
+    Raises:
+        StorageError: It cannot be deleted, or the store deletes nothing.
+    """
+    check_object_path(path)
+    if isinstance(store, LocalStore):
+        try:
+            (store.root / path).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path} must be deleted, got {type(error).__name__}.") from None
+    elif isinstance(store, RemoteStore):
+        store.erase(path)
+    else:
+        raise StorageError(f"{path} must lie in a store that deletes, got {type(store).__name__}.")
 
 
 def open_store(url: str | os.PathLike[str], *, cache: Cache | CacheConfig | None = None) -> ByteStore:

@@ -1,4 +1,15 @@
-"""Ranged requests, side by side: each admitted, hedged, checked and tried again on its own.
+"""How many requests of a store are under way, and when none may begin.
+
+A store in trouble says so (503 SlowDown, 429). One such answer among many good ones is noise, and its request
+is simply tried again. Several in a row with nothing good between them are an overloaded store: then fewer
+requests may run side by side, and all of them wait a while. Each good answer earns a part of a place back.
+
+A second request for one that is late: the one that answers first is taken, the other one is dropped.
+
+Late means later than 95 of 100 requests before it, each measured by what its size lets expect. The second
+requests are at most a fixed share of all, so that a store that is slow as a whole is not asked twice.
+
+Ranged requests, side by side: each admitted, hedged, checked and tried again on its own.
 
 The ETag of an object is kept from its first read on, and every later request is bound to it: what is stitched
 together is one version or an error. What an answer says of itself is compared with what came: a body of
@@ -7,25 +18,217 @@ another length, another range, or all of the object where a part was asked for i
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shardflow.errors import ShortReadError
-from shardflow.storage.admission import Admission
 from shardflow.storage.event_loop import call_client, run_all
-from shardflow.storage.hedging import Hedging
-from shardflow.storage.remote_faults import changed, translated
-from shardflow.storage.remote_options import RemoteCounts, RemoteOptions
-from shardflow.storage.requests import RangeRequest
-from shardflow.storage.retrying import PassingFaultError, Retrying
+from shardflow.storage.requests import (
+    PassingFaultError,
+    RangeRequest,
+    RemoteCounts,
+    RemoteOptions,
+    RequestCost,
+    Retrying,
+    changed,
+    translated,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["RangedReads", "Versions"]
+_IN_A_ROW: Final = 4
+_MAX_DOUBLINGS: Final = 4
+_RANDOM: Final = secrets.SystemRandom()
+
+
+class Admission:
+    """Places for requests, first come, first served. Belongs to one event loop; not for several threads.
+
+    Args:
+        max_concurrency: Requests under way at once in health.
+        pause_s: First pause of an overloaded store; it doubles while the overload lasts, four times at most.
+            A pause is drawn between its half and its whole, so that ranks do not come back together.
+
+    Attributes:
+        num_pauses: How often the store was left alone.
+    """
+
+    def __init__(self, max_concurrency: int, pause_s: float) -> None:
+        self._most = max_concurrency
+        self._limit = float(max_concurrency)
+        self._pause_s = pause_s
+        self._num_under_way = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num_in_a_row = 0
+        self._num_doublings = 0
+        self._resume_at = 0.0
+        self.num_pauses = 0
+
+    @property
+    def limit(self) -> int:
+        """How many requests may be under way now."""
+        return int(self._limit)
+
+    def bound(self, max_concurrency: int) -> None:
+        """Change how many requests are under way at once in health; those that are too many end first.
+
+        A store that is being spared stays spared: its limit goes down with the bound, and up by good answers.
+        """
+        is_spared = self._limit < self._most
+        self._limit = min(self._limit, max_concurrency) if is_spared else float(max_concurrency)
+        self._most = max_concurrency
+        self._admit()
+
+    async def __aenter__(self) -> None:
+        """Wait for a place."""
+        if not self._waiting and self._has_room():
+            self._num_under_way += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # admitted and cancelled in one breath
+                self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def succeeded(self) -> None:
+        """Note a good answer."""
+        self._num_in_a_row = 0
+        self._num_doublings = 0
+        self._limit = min(float(self._most), self._limit + 1 / self._limit)
+
+    def was_refused(self) -> None:
+        """Note an answer that says the store is overloaded."""
+        now = time.monotonic()
+        if now < self._resume_at:
+            return  # of a request that began before the pause
+        self._num_in_a_row += 1
+        if self._num_in_a_row < _IN_A_ROW:
+            return
+        self._num_in_a_row = 0
+        self._limit = max(1.0, self._limit / 2)
+        pause = self._pause_s * 2**self._num_doublings * _RANDOM.uniform(0.5, 1)
+        self._num_doublings = min(self._num_doublings + 1, _MAX_DOUBLINGS)
+        self._resume_at = now + pause
+        self.num_pauses += 1
+        asyncio.get_running_loop().call_later(pause, self._admit)
+
+    def _has_room(self) -> bool:
+        return self._num_under_way < int(self._limit) and time.monotonic() >= self._resume_at
+
+    def _leave(self) -> None:
+        self._num_under_way -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_room():
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._num_under_way += 1
+                turn.set_result(None)
+
+
+_Value = TypeVar("_Value")
+
+_QUANTILE: Final = 0.95
+_WINDOW: Final = 256
+_ENOUGH: Final = 24
+_RENEWED_EVERY: Final = 16
+# The distribution's own edge is not lateness: a request may take as long again.
+_PATIENCE: Final = 2.0
+_MIN_DELAY_S: Final = 0.02
+_MAX_SAVED: Final = 8.0
+
+
+class Hedging:
+    """Belongs to one event loop; not for several threads.
+
+    Args:
+        share: Second requests are at most this share of the first ones; 0 sends none.
+        cost: What is expected of a request by its size.
+
+    Attributes:
+        num_hedges: Second requests so far.
+    """
+
+    def __init__(self, share: float, cost: RequestCost) -> None:
+        self._share = share
+        self._cost = cost
+        self._saved = 0.0
+        self._ratios: deque[float] = deque(maxlen=_WINDOW)
+        self._num_seen = 0
+        self._late_ratio = 0.0
+        self.num_hedges = 0
+
+    async def run(self, request: Callable[[], Coroutine[Any, Any, _Value]], num_bytes: int) -> _Value:
+        """Run a request, and a second one beside it if it is late.
+
+        Args:
+            request: Makes the request; must be without effect but its value.
+            num_bytes: What it reads.
+
+        Raises:
+            Exception: What the request raised, if both failed; that of the later one.
+        """
+        start = time.monotonic()
+        self._saved = min(self._saved + self._share, _MAX_SAVED)
+        expected_s = self._cost.seconds(num_bytes)
+        delay_s = self._delay_s(expected_s)
+        value = await (request() if delay_s is None else self._run_guarded(request, delay_s))
+        self._note((time.monotonic() - start) / expected_s)
+        return value
+
+    def _delay_s(self, expected_s: float) -> float | None:
+        """Return when a request of that expectation is late; None while too little is known to tell."""
+        if not self._share or self._num_seen < _ENOUGH:
+            return None
+        return max(_MIN_DELAY_S, _PATIENCE * self._late_ratio * expected_s)
+
+    def _note(self, ratio: float) -> None:
+        self._ratios.append(ratio)
+        self._num_seen += 1
+        if self._num_seen % _RENEWED_EVERY == 0 or self._num_seen == _ENOUGH:
+            ordered = sorted(self._ratios)
+            self._late_ratio = ordered[int(len(ordered) * _QUANTILE)]
+
+    async def _run_guarded(
+        self, request: Callable[[], Coroutine[Any, Any, _Value]], delay_s: float
+    ) -> _Value:
+        tasks = [asyncio.create_task(request())]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=delay_s)
+            if not done and self._saved >= 1:
+                self._saved -= 1
+                self.num_hedges += 1
+                tasks.append(asyncio.create_task(request()))
+            return await _first_good(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # one that is done does not mind; the client closes the other's connection
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _first_good(tasks: list[asyncio.Task[_Value]]) -> _Value:
+    """Return the value of the first task that has one; the error of a last one if none has."""
+    pending = set(tasks)
+    while True:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        good = [task for task in done if task.exception() is None]
+        if good or not pending:
+            return (good or list(done))[0].result()
+
 
 _MAX_VERSIONS_KEPT: Final = 1 << 16
 # An answer of another kind than asked for may be the error page of something between; it does not come twice.

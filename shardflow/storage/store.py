@@ -14,8 +14,6 @@ from typing import Protocol
 
 from shardflow.errors import StorageError
 
-__all__ = ["ByteRange", "ByteStore", "check_object_path", "check_ranges", "sized"]
-
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 

@@ -6,6 +6,8 @@ The data's way: `options` -> `patients` (who, when) -> `planning` (body, lesions
 it is generated.
 """
 
+from __future__ import annotations
+
 from shardflow.synthetic.generation import SynthSummary, generate
 from shardflow.synthetic.options import (
     DEFAULT_PATHOLOGIES,

@@ -18,20 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError
-from shardflow.synthetic.appearances import find_appearances
-from shardflow.synthetic.identifiers import GENERATED
-from shardflow.synthetic.instances import SeriesWriter
-from shardflow.synthetic.options import SynthOptions
-from shardflow.synthetic.patients import Patient, iter_visits
+from shardflow.synthetic.draws import GENERATED
+from shardflow.synthetic.instances import SeriesWriter, store
+from shardflow.synthetic.options import Patient, SynthOptions, iter_visits
 from shardflow.synthetic.planning import plan_study
-from shardflow.synthetic.render import Renderer
-from shardflow.synthetic.reports import Report, write_report
-from shardflow.synthetic.reports.compose import Story
-from shardflow.synthetic.stored import store
+from shardflow.synthetic.render import Renderer, find_appearances
+from shardflow.synthetic.reports.compose import Story, write_report
+from shardflow.synthetic.reports.mentions import Report
 from shardflow.synthetic.study import StudyPlan
 from shardflow.synthetic.truth import study_truth, truth_header
-
-__all__ = ["ANNOTATION_COLUMNS", "SynthSummary", "generate"]
 
 ANNOTATION_COLUMNS = (
     "study_instance_uid",

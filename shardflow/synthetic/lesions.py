@@ -9,10 +9,7 @@ from typing import Literal
 
 from shardflow.synthetic.anatomy import Anatomy, Host
 from shardflow.synthetic.draws import Draws
-from shardflow.synthetic.solids import Quadric, ellipsoid
-from shardflow.synthetic.vectors import Frame, Vector, move, rotation
-
-__all__ = ["Course", "Lesion", "LesionKind", "kinds_of", "place_lesions"]
+from shardflow.synthetic.geometry import Frame, Quadric, Vector, ellipsoid, move, rotation
 
 Course = Literal["stable", "growing", "shrinking", "new", "resolved"]
 _COURSES: tuple[tuple[Course, int], ...] = (

@@ -1,19 +1,19 @@
-"""A study before a pixel is made: every series, slice, number and oddity, as plain records."""
+"""A study before a pixel is made: every series, slice, number and oddity, as plain records.
+
+A study in the making: adds series one by one, with numbers, encodings and oddities drawn for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardflow.synthetic.anatomy import Anatomy
+from shardflow.synthetic.draws import Draws, Kernel, make_uid
+from shardflow.synthetic.geometry import IDENTITY, Frame, Plane, Vector, rotation
 from shardflow.synthetic.lesions import Lesion
-from shardflow.synthetic.noise import Kernel
-from shardflow.synthetic.patients import Patient, Region, Visit
-from shardflow.synthetic.planes import Plane
-from shardflow.synthetic.vectors import Vector
-
-__all__ = ["Encoding", "SeriesKind", "SeriesPlan", "SlicePlan", "StudyPlan", "Syntax"]
+from shardflow.synthetic.options import Patient, Region, SynthOptions, Visit
 
 SeriesKind = Literal["volume", "reformat", "localizer", "projection"]
 Syntax = Literal["explicit-little", "implicit-little", "explicit-big", "deflated", "rle"]
@@ -118,3 +118,213 @@ class StudyPlan:
     copies: tuple[tuple[str, str], ...]
     """(SOP Instance UID, path) of second files of an instance."""
     stray_files: tuple[str, ...]
+
+
+_SYNTAXES: tuple[tuple[Syntax, int], ...] = (
+    ("explicit-little", 50),
+    ("implicit-little", 20),
+    ("rle", 14),
+    ("deflated", 8),
+    ("explicit-big", 8),
+)
+_SPACINGS_MM = (0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
+_MIN_FOR_LOSS = 6
+_STACKED = ("volume", "reformat")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Planes of one stack, in geometric order."""
+
+    planes: Sequence[Plane]
+    contrast: str
+    views: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a series is, before its numbers are drawn."""
+
+    kind: SeriesKind
+    name: str
+    image_type: tuple[str, ...]
+    encoding: Encoding
+    kernel: Kernel = "standard"
+    thickness_mm: float | None = None
+    spacing_mm: float | None = None
+    noise: float = 0.0
+    gain: float = 1.0
+    pathologies: tuple[str, ...] = ()
+    """Those that the protocol has made already."""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+class StudyDraft:
+    """Collects the series of one study."""
+
+    def __init__(
+        self,
+        options: SynthOptions,
+        draws: Draws,
+        patient: Patient,
+        visit: Visit,
+        anatomy: Anatomy,
+        number: int,
+    ) -> None:
+        self.options = options
+        self.draws = draws
+        self.patient = patient
+        self.visit = visit
+        self.anatomy = anatomy
+        self.number = number
+        self.series: list[SeriesPlan] = []
+        self._frame_of_reference_uid = make_uid(options.seed, "frame-of-reference", number)
+        self._syntax = draws.weighted(_SYNTAXES)
+        self._hundreds = draws.chance(25)
+        self._last_number = 0
+
+    def happens(self, draws: Draws, pathology: str) -> bool:
+        """Say whether a pathology happens here."""
+        return draws.at(pathology).chance(self.options.chance_of(pathology))
+
+    def turn(self, draws: Draws) -> tuple[Frame, tuple[str, ...]]:
+        """Draw an oblique turn, or none; and what it is called."""
+        if not self.happens(draws, "oblique"):
+            return IDENTITY, ()
+        i, j, k = (draws.integer(-4, 4) for _ in range(3))
+        return rotation(20, i or 2, j, k), ("oblique",)
+
+    def add(self, recipe: Recipe, blocks: Sequence[Block], *, number: int | None = None) -> SeriesPlan:
+        """Add one series.
+
+        Args:
+            recipe: What it is.
+            blocks: Its stacks.
+            number: Series Number; the next of the study's own way of counting by default.
+        """
+        index = len(self.series)
+        draws = self.draws.at("series", index)
+        pathologies = [*recipe.pathologies]
+        slices, shuffled = self._number(draws, index, recipe, blocks)
+        lost: tuple[int, ...] = ()
+        if recipe.kind in _STACKED:
+            if shuffled:
+                pathologies.append("shuffled")
+            if len(slices) >= _MIN_FOR_LOSS * len(blocks) and self.happens(draws, "missing-slices"):
+                pathologies.append("missing-slices")
+                lost = self._lose(draws.at("lost"), len(blocks[0].planes))
+                slices = [item for item in slices if item.grid_index not in lost]
+            if len(slices) > 1 and self.happens(draws, "truncated"):
+                pathologies.append("truncated")
+                slices = _truncate(slices, draws.at("cut").integer(0, len(slices) - 1))
+        encoding, encoding_names = self._spoil(draws, recipe)
+        pathologies += encoding_names
+        used = {series.number for series in self.series}
+        if number is None and used and self.happens(draws, "same-number"):
+            pathologies.append("same-number")
+            number = self.series[-1].number
+        plan = SeriesPlan(
+            index=index,
+            uid=make_uid(self.options.seed, "series", self.number, index),
+            number=self._next_number(draws) if number is None else number,
+            modality=self.visit.modality,
+            kind=recipe.kind,
+            name=recipe.name,
+            image_type=recipe.image_type,
+            frame_of_reference_uid=self._frame_of_reference_uid,
+            kernel=recipe.kernel,
+            thickness_mm=recipe.thickness_mm,
+            spacing_mm=recipe.spacing_mm,
+            noise=recipe.noise,
+            gain=recipe.gain,
+            encoding=encoding,
+            syntax=self._syntax if draws.chance(80) else draws.weighted(_SYNTAXES),
+            slices=tuple(slices),
+            lost_grid_indexes=lost,
+            pathologies=tuple(sorted(pathologies)),
+            attributes=recipe.attributes,
+        )
+        self.series.append(plan)
+        return plan
+
+    def _next_number(self, draws: Draws) -> int:
+        if not self._hundreds:
+            self._last_number += 1 if draws.chance(85) else 2
+        else:
+            self._last_number = 1 if self._last_number == 0 else (self._last_number // 100 + 1) * 100 + 1
+        return self._last_number
+
+    def _number(
+        self, draws: Draws, index: int, recipe: Recipe, blocks: Sequence[Block]
+    ) -> tuple[list[SlicePlan], bool]:
+        """Give every slice its Instance Number, which rarely follows the places."""
+        places = [(stack, place) for stack, block in enumerate(blocks) for place in range(len(block.planes))]
+        order, shuffled = places, False
+        if recipe.kind in _STACKED:
+            order, shuffled = self._order(draws.at("order"), blocks)
+        first = 1 if draws.chance(92) else 101
+        numbers = {place: first + count for count, place in enumerate(order)}
+        slices = []
+        for ordinal, (stack, place) in enumerate(places):
+            block = blocks[stack]
+            slices.append(
+                SlicePlan(
+                    plane=block.planes[place],
+                    stack=stack,
+                    grid_index=place,
+                    contrast=block.contrast,
+                    instance_number=numbers[stack, place],
+                    acquisition_number=stack + 1,
+                    sop_instance_uid=make_uid(self.options.seed, "instance", self.number, index, ordinal),
+                    view=block.views[place] if block.views else "",
+                )
+            )
+        return slices, shuffled
+
+    def _order(self, draws: Draws, blocks: Sequence[Block]) -> tuple[list[tuple[int, int]], bool]:
+        shuffled = self.happens(draws, "shuffled")
+        style = draws.choice(("odd-even", "random")) if shuffled else draws.choice(("up", "down", "down"))
+        order: list[tuple[int, int]] = []
+        for stack, block in enumerate(blocks):
+            places = list(range(len(block.planes)))
+            if style == "down":
+                places.reverse()
+            elif style == "odd-even":
+                places = places[0::2] + places[1::2]
+            elif style == "random":
+                places = draws.shuffled(places)
+            order += [(stack, place) for place in places]
+        return order, shuffled
+
+    @staticmethod
+    def _lose(draws: Draws, num_planes: int) -> tuple[int, ...]:
+        """Draw lost places, never the first two or the last."""
+        return tuple(sorted(draws.some(range(2, num_planes - 1), draws.integer(1, 3))))
+
+    def _spoil(self, draws: Draws, recipe: Recipe) -> tuple[Encoding, list[str]]:
+        """Add padding and high bits to an encoding."""
+        encoding = recipe.encoding
+        names: list[str] = []
+        if encoding.bits_stored < 16 and self.happens(draws, "high-bits"):
+            encoding = replace(encoding, has_high_bits=True)
+            names.append("high-bits")
+        is_round = self.visit.modality == "CT" and recipe.kind == "volume" and encoding.bits_stored == 16
+        if is_round and self.happens(draws, "padding"):
+            # Two vendors' ways: -2000 in signed pixels, sometimes unmarked; its bit pattern in unsigned ones.
+            encoding = replace(
+                encoding,
+                padding=-2000 if encoding.is_signed else 63536,
+                has_padding_attribute=not encoding.is_signed or draws.at("padding-tag").chance(60),
+            )
+            names.append("padding")
+        return encoding, names
+
+
+def _truncate(slices: Sequence[SlicePlan], place: int) -> list[SlicePlan]:
+    return [replace(item, is_truncated=count == place) for count, item in enumerate(slices)]
+
+
+def spacing_for(num_slices: int, length_mm: float) -> float:
+    """Return the widest usual slice distance with which a stack stays within a length."""
+    fitting = [spacing for spacing in _SPACINGS_MM if spacing * num_slices <= length_mm]
+    return fitting[-1] if fitting else _SPACINGS_MM[0]

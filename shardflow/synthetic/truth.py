@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardflow.synthetic.appearances import Appearance, contrast_of
-from shardflow.synthetic.identifiers import GENERATED, patient_id
+from shardflow.synthetic.draws import GENERATED, patient_id
+from shardflow.synthetic.geometry import move, round_vector
 from shardflow.synthetic.instances import position_of
 from shardflow.synthetic.lesions import Lesion
 from shardflow.synthetic.options import SynthOptions
-from shardflow.synthetic.reports import Report
+from shardflow.synthetic.render import Appearance, contrast_of
 from shardflow.synthetic.reports.compose import Story
-from shardflow.synthetic.reports.words import place_of
+from shardflow.synthetic.reports.mentions import Report
+from shardflow.synthetic.reports.sentences import place_of
 from shardflow.synthetic.study import SeriesPlan, StudyPlan
-from shardflow.synthetic.vectors import move, round_vector
-
-__all__ = ["TRUTH_VERSION", "study_truth", "truth_header"]
 
 TRUTH_VERSION = 1
 

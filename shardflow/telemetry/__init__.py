@@ -7,18 +7,29 @@ Owns the numbers only; who reports them (metrics files, a live view) reads snaps
 from __future__ import annotations
 
 from shardflow.telemetry.counters import (
+    STAGES,
     CountersWindow,
     GaugeTotals,
+    Stage,
     StageCounters,
+    StageGroup,
     StageTimer,
     StageTotals,
+    metric_name,
 )
-from shardflow.telemetry.findings import Advice, Move, MoveKind, Verdict
-from shardflow.telemetry.intervals import GaugeNumbers, Interval, RankNumbers, StageNumbers
-from shardflow.telemetry.knobs import KnobLimit, Knobs
-from shardflow.telemetry.measures import GAUGES, RankMeasures, interval_of
-from shardflow.telemetry.recorder import IntervalListener, IntervalRecorder
-from shardflow.telemetry.stages import STAGES, Stage, StageGroup, metric_name
+from shardflow.telemetry.intervals import (
+    Advice,
+    GaugeNumbers,
+    Interval,
+    KnobLimit,
+    Knobs,
+    Move,
+    MoveKind,
+    RankNumbers,
+    StageNumbers,
+    Verdict,
+)
+from shardflow.telemetry.measures import GAUGES, IntervalListener, IntervalRecorder, RankMeasures, interval_of
 
 __all__ = [
     "GAUGES",

@@ -3,17 +3,22 @@
 Owns the form of the line and nothing else. Who measures fills it in (training), who judges, draws or exports
 reads it back; between them there is only JSON. Keys that a reader does not know are left alone, and those
 that a line lacks have defaults, so that runs of other versions can be read.
+
+What was concluded from intervals, as lines of ``metrics.jsonl``: verdicts, and moves of the tuner.
+
+Settings that may change while they are in use: their values, their limits, and how one is changed.
+
+Owns the form and nothing else. Who reads or trains offers such an object, and who tunes turns it. None of
+these settings changes what is read or trained, or in which order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Any, Final, Self
-
-__all__ = ["GaugeNumbers", "Interval", "RankNumbers", "StageNumbers"]
-
+from typing import Any, Final, Literal, Protocol, Self
 
 _MOST: Final = 1e18
 """Numbers beyond it are nothing that was measured, and do not fit where numbers are kept."""
@@ -179,7 +184,7 @@ class Interval:
     world_size: int = 1
     ranks_per_node: int = 1
     stages: Mapping[str, StageNumbers] = field(default_factory=dict)
-    """By name, see `shardflow.telemetry.STAGES`."""
+    """By name, see `shardflow.telemetry.counters.STAGES`."""
     gauges: Mapping[str, GaugeNumbers] = field(default_factory=dict)
     """``ready_batches`` and ``buffered_bytes`` (seen when the loop takes one), ``ahead_batches`` (those
     fetched ahead of the loader, seen as it comes to one), ``fetching_bytes``, ``pinned_regions``,
@@ -240,3 +245,160 @@ _PARTS: Final[Mapping[str, Callable[[Any], object]]] = {
     "events": _whole,
 }
 """Fields of an interval that hold something by its name."""
+
+
+MoveKind = Literal["propose", "try", "keep", "revert", "settle", "resume"]
+"""``propose``: only observing, nothing was changed. ``resume``: settled before, and looking again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """One thing to do."""
+
+    text: str
+    """A sentence for a person; names the setting, the old and the new value where there is one."""
+    setting: str = ""
+    """As in the configuration, ``loader.num_threads``; empty where it is no setting of ours."""
+    old: str = ""
+    new: str = ""
+    gain: float = 0.0
+    """Expected rate of steps over the present one, less 1: 0.25 is a quarter faster. An estimate from the
+    shares of the step, not a promise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a stretch of steps was bound by. Written as the event ``"verdict"``."""
+
+    global_step: int
+    code: str
+    """See `shardflow.monitoring.verdict`."""
+    text: str
+    """One sentence with the evidence in numbers."""
+    share: float = 0.0
+    """Share of the step's time that this explains, 0 to 1."""
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    advice: tuple[Advice, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the line."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Return the verdict of a line.
+
+        Raises:
+            TypeError, ValueError: A field is missing, or of another kind.
+        """
+        evidence, advice = mapping_of(value.get("evidence") or {}), value.get("advice") or ()
+        if not isinstance(advice, list | tuple):
+            raise TypeError("advice must be a list")
+        return cls(
+            global_step=_step_of(value),
+            code=_text_of(value, "code"),
+            text=_text_of(value, "text"),
+            share=float(number_of(value.get("share") or 0.0)),
+            evidence={str(name): float(number_of(one)) for name, one in evidence.items() if one is not None},
+            advice=tuple(_advice_of(mapping_of(one)) for one in advice),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """What the tuner did. Written as the event ``"tune"``."""
+
+    global_step: int
+    kind: MoveKind
+    setting: str = ""
+    """Empty for ``settle`` and ``resume``."""
+    old: str = ""
+    new: str = ""
+    rate_before: float = 0.0
+    """Samples a second before the move."""
+    rate_after: float = 0.0
+    """And after it; 0 while it is not known."""
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the line."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Return the move of a line.
+
+        Raises:
+            TypeError, ValueError: A field is missing, or of another kind.
+        """
+        names = ("setting", "old", "new", "text")
+        return cls(
+            global_step=_step_of(value),
+            kind=_text_of(value, "kind"),  # type: ignore[arg-type]
+            rate_before=float(number_of(value.get("rate_before") or 0.0)),
+            rate_after=float(number_of(value.get("rate_after") or 0.0)),
+            **{name: _text_of(value, name, "") for name in names},
+        )
+
+
+def _advice_of(value: Mapping[str, Any]) -> Advice:
+    return Advice(
+        text=_text_of(value, "text"),
+        **{name: _text_of(value, name, "") for name in ("setting", "old", "new")},
+        gain=float(number_of(value.get("gain") or 0.0)),
+    )
+
+
+def _step_of(value: Mapping[str, Any]) -> int:
+    return int(number_of(value.get("global_step")))
+
+
+def _text_of(value: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    found = value.get(name, default)
+    if not isinstance(found, str):
+        raise TypeError("a text must be one")
+    return found
+
+
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnobLimit:
+    """What a setting may be on this machine, with the other settings as they are."""
+
+    least: int = 0
+    most: int = 0
+    """At least ``least``; both are 0 for a setting of words."""
+    choices: tuple[str, ...] = ()
+    """The words of a setting of words; empty for a number."""
+    is_live: bool = True
+    """Whether a change acts on what runs; otherwise from the next boundary of steps or iterations on."""
+
+
+class Knobs(Protocol):
+    """Settings by name, as in the configuration: ``loader.num_threads``, ``cache.ram_bytes``, ..."""
+
+    def values(self) -> dict[str, int | str]:
+        """Return all settings that can be changed here, as they were set last."""
+
+    def limits(self) -> dict[str, KnobLimit]:
+        """Return what each of them may be now; what is missing cannot be changed here."""
+
+    def set(self, name: str, value: int | str) -> None:
+        """Change one. Safe from any thread.
+
+        Raises:
+            ConfigError: There is no such setting here, or the value is outside its limits; nothing changes.
+        """
+
+
+def size_text(num_bytes: int) -> str:
+    """Write a size as a configuration may hold it, to the next MiB from 1 MiB on."""
+    return f"{math.ceil(num_bytes / _MIB)}MiB" if num_bytes >= _MIB else f"{num_bytes}"
+
+
+def setting_text(name: str, value: int | str) -> str:
+    """Write the value of a setting for people; sizes as in a configuration."""
+    text = str(value)
+    return size_text(int(text)) if name.endswith("_bytes") and text.isascii() and text.isdigit() else text

@@ -11,4 +11,6 @@ from __future__ import annotations
 
 from shardflow.training.config import TrainConfig
 
-__all__ = ["TrainConfig"]
+__all__ = [
+    "TrainConfig",
+]

@@ -1,6 +1,6 @@
 """Settings of a training run: one frozen dataclass for each table of the TOML file, `TrainConfig` for all.
 
-Holds the names, defaults and ranges of every setting of ``shardflow train``; `shardflow.configs` reads the
+Holds the names, defaults and ranges of every setting of ``shardflow train``; `shardflow.config` reads the
 files. Imports no torch, so that a wrong setting is reported before seconds of imports. An instance that
 exists is consistent: each table checks itself, and `TrainConfig` what two tables must agree on.
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from shardflow.configs import Bounds, ByteSize, Place, check_fields
+from shardflow.config import Bounds, ByteSize, Place, check_fields
 from shardflow.errors import ConfigError
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring import SINKS, parse_address
@@ -175,7 +175,7 @@ class TextSettings:
     """How reports become tokens."""
 
     tokenizer: Path
-    """Folder of a ``PreTrainedTokenizerFast``; ``python -m pipelines.train_tokenizer`` makes one."""
+    """Folder of a ``PreTrainedTokenizerFast``; ``shardflow train-tokenizer`` makes one."""
     max_tokens: Annotated[int, Bounds(2)] = 256
     """Longer reports are cut; counts the begin and end tokens."""
     tokens: Literal["online", "stored"] = "online"
@@ -526,7 +526,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Everything that ``pipelines.train`` is told."""
+    """Everything that ``shardflow train`` is told."""
 
     data: DataSettings
     batch: BatchSettings

@@ -1,22 +1,58 @@
-"""The samples of a run: a dataset with its splits, or a blend of several, at the versions it began with."""
+"""The samples of a run: a dataset with its splits, or a blend of several, at the versions it began with.
+
+From settings to the batch spec, and from a mesh of processes to a data-parallel rank.
+
+From settings to what the loader reads of a study, and what the device makes of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardflow.epochs.component_state import components_from_json
+import numpy as np
+import torch
+
 from shardflow.errors import ConfigError
-from shardflow.loading import Selection, open_blend, open_view, select
+from shardflow.fields.views import View
+from shardflow.format import Dataset
+from shardflow.format.manifest import versions
+from shardflow.loading import (
+    ImageView,
+    Selection,
+    SizedView,
+    SliceSize,
+    TileView,
+    World,
+    open_blend,
+    open_view,
+    select,
+)
 from shardflow.loading.blend_file import evaluation_blend
-from shardflow.shards import Dataset
-from shardflow.shards.manifest import versions
+from shardflow.sampling import BatchSpec, CostRule, ImageBucket, TileRule, TokenBudget, choose_lanes
+from shardflow.sampling.blend import components_from_json
+from shardflow.sampling.plan import data_parallel_rank
+from shardflow.sampling.spec import Tail
 from shardflow.storage import CacheConfig, LocalStore
-from shardflow.training.config import DataSettings
+from shardflow.telemetry import StageCounters
+from shardflow.training.config import (
+    AugmentSettings,
+    BatchSettings,
+    DataSettings,
+    ImageSettings,
+    TextSettings,
+)
+from shardflow.training.device.images import ImagePipeline
+from shardflow.training.device.transfer import HostTransfer, open_transfer
+from shardflow.training.inputs import ImageMaker, InputMaker, MicroInputs
+from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row
+from shardflow.training.text import ReportTokenizer
+from shardflow.training.tokenizing import tokenizer_digest
 
-__all__ = ["TrainingData", "open_data"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -116,4 +152,271 @@ def _open_blend(
     return TrainingData(
         training=blend,
         evaluation=evaluation_blend(blend, settings.eval_split) if settings.eval_split else None,
+    )
+
+
+def batch_spec(
+    batch: BatchSettings,
+    image: ImageSettings,
+    text: TextSettings,
+    selection: Selection,
+    *,
+    tail: Tail | None = None,
+) -> BatchSpec:
+    """Return how steps are formed.
+
+    Args:
+        batch: The table ``[batch]``.
+        image: Decides what images cost.
+        text: Decides what text costs.
+        selection: The samples; where lanes are to be chosen they follow from them, never from the world.
+        tail: Instead of the tail of the settings.
+    """
+    spec = BatchSpec(
+        micro_batch_size=batch.micro_batch_size or 0,
+        budget=_budget(batch, image, text),
+        micro_batches_per_step=batch.micro_batches_per_step,
+        tail=tail or batch.tail,
+        lanes=batch.lanes or (0 if batch.max_tokens is None else 1),
+        window_bytes=batch.window_bytes,
+    )
+    if spec.budget is None or batch.lanes is not None:
+        return spec
+    return replace(spec, lanes=choose_lanes(selection.layout(spec), spec))
+
+
+def _budget(batch: BatchSettings, image: ImageSettings, text: TextSettings) -> TokenBudget | None:
+    if batch.max_tokens is None:
+        return None
+    return TokenBudget(
+        max_tokens=batch.max_tokens,
+        max_samples=batch.max_samples,
+        padded=not batch.packed,
+        over_budget=batch.over_budget,
+        cost=CostRule(
+            # Begin and end of the text, and in a packed sequence the start of the sample.
+            tokens_per_sample=2 + batch.packed,
+            max_text_tokens=text.max_tokens,
+            **_image_cost(image, batch.image_tokens_per_slice),
+            quadratic_tokens=batch.quadratic_tokens,
+            tokenizer=tokenizer_digest(text.tokenizer) if batch.text_tokens == "counted" else "",
+        ),
+    )
+
+
+def _image_cost(image: ImageSettings, tokens: int) -> dict[str, Any]:
+    """Return what a sample's images cost, as the view takes them."""
+    if not tokens:
+        return {}
+    if image.sizes:
+        return {
+            "buckets": tuple(
+                ImageBucket(weight=weight, max_slices=num_slices, tokens_per_slice=tokens)
+                for num_slices, _, _, weight in image.size_table
+            )
+        }
+    tiles = (
+        TileRule(rows=image.rows, columns=image.columns, max_tiles=image.max_tiles)
+        if image.max_tiles
+        else None
+    )
+    return {"image_tokens_per_slice": tokens, "max_slices": image.num_slices, "tiles": tiles}
+
+
+def mesh_world(mesh: DeviceMesh, data_dimensions: Sequence[str]) -> World:
+    """Return this process's place among the data-parallel ranks of a mesh.
+
+    Processes of one tensor-, pipeline- or context-parallel group get the same place, and so the same
+    micro-batches.
+
+    Args:
+        mesh: The mesh of all processes of the run.
+        data_dimensions: Names of its data-parallel dimensions, such as ``("replicate", "shard")``.
+
+    Raises:
+        ConfigError: The mesh has no such dimension, or this process is not in it.
+    """
+    names = mesh.mesh_dim_names or ()
+    missing = [name for name in data_dimensions if name not in names]
+    if missing:
+        raise ConfigError(f"data_dimensions must be of the mesh ({', '.join(names)}), got {missing}.")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError(
+            "this process must be in the mesh, got one outside it; build the mesh of all ranks."
+        )
+    shape = tuple(mesh.mesh.shape)
+    place = 0
+    for size, at in zip(shape, coordinate, strict=True):
+        place = place * size + at
+    rank, world_size = data_parallel_rank(place, shape, [names.index(name) for name in data_dimensions])
+    return World(rank=rank, world_size=world_size)
+
+
+def image_view(settings: ImageSettings, *, is_evaluation: bool = False) -> View:
+    """Return what the loader reads of each study.
+
+    Args:
+        settings: The table ``[image]``.
+        is_evaluation: Nothing is chosen at random, so that two evaluations measure the same.
+    """
+    shared: dict[str, Any] = {
+        "resolution": settings.resolution,
+        "slice_choice": "even" if is_evaluation else settings.slice_choice,
+        "dtype": settings.dtype,
+        "windows": settings.windows[:1] if is_evaluation else settings.windows,
+    }
+    if settings.sizes:
+        # Keyed by the epoch, and every evaluation is an epoch 0.
+        sizes = tuple(
+            SliceSize(num_slices=num_slices, rows=rows, columns=columns, weight=weight)
+            for num_slices, rows, columns, weight in settings.size_table
+        )
+        return SizedView(sizes=sizes, **shared)
+    if settings.max_tiles:
+        return TileView(
+            rows=settings.rows,
+            columns=settings.columns,
+            max_tiles=settings.max_tiles,
+            num_slices=settings.num_slices,
+            **shared,
+        )
+    rows, columns = _transfer_size(settings)
+    return ImageView(
+        num_slices=settings.num_slices,
+        rows=rows,
+        columns=columns,
+        padding=settings.padding,
+        fit=settings.fit,
+        augment_pool=0.0 if is_evaluation else settings.augment_pool,
+        **shared,
+    )
+
+
+def open_inputs(
+    tokenizer: ReportTokenizer,
+    device: torch.device,
+    counters: StageCounters,
+    *,
+    image: ImageSettings,
+    text: TextSettings,
+    augment: AugmentSettings,
+    packed: bool,
+    pinned_bytes: int,
+    seed: int,
+) -> InputMaker:
+    """Return what makes the model's tensors from the loader's batches.
+
+    Args:
+        tokenizer: Frames the reports.
+        device: Where the tensors go.
+        counters: Get the stages of the way.
+        image: The table ``[image]``.
+        text: The table ``[text]``.
+        augment: The table ``[augment]``.
+        packed: Whether all samples of a micro-batch share one sequence.
+        pinned_bytes: Pinned memory on the way to a GPU.
+        seed: Run-level seed, of the augmentation.
+    """
+    return InputMaker(
+        tokenizer,
+        max_tokens=text.max_tokens,
+        transfer=open_transfer(device, ring_bytes=pinned_bytes, counters=counters),
+        images=_image_maker(image, augment, seed=seed),
+        packed=packed,
+        size=(image.rows, image.columns),
+        counters=counters,
+    )
+
+
+def sample_inputs(
+    image: ImageSettings,
+    augment: AugmentSettings,
+    device: torch.device,
+    *,
+    packed: bool,
+    num_samples: int = 1,
+    num_tokens: int = 2,
+    is_full: bool = False,
+) -> MicroInputs:
+    """Return a made-up micro-batch in the run's shapes.
+
+    Args:
+        image: The table ``[image]``.
+        augment: The table ``[augment]``; whether the device prepares images.
+        device: Where its tensors lie.
+        packed: Whether all samples share one sequence.
+        num_samples: Of the micro-batch.
+        num_tokens: Of each text.
+        is_full: As large as the settings let it become, with every slice; else padding of weight 0, as for
+            the warm-up.
+    """
+    is_windowed = _prepares_images(image, augment)
+    label = 0 if is_full else IGNORED_LABEL
+    num_slices = image.num_places if is_full and (image.sizes or image.max_tiles) else image.num_slices
+    rows, columns = (image.rows, image.columns) if is_windowed else _transfer_size(image)
+    slice_mask = np.full((num_samples, num_slices), is_full)
+    token_ids = np.zeros((num_samples, num_tokens), np.int64)
+    token_mask = np.ones((num_samples, num_tokens), bool)
+    labels = np.full((num_samples, num_tokens), label, np.int64)
+    arrays: dict[str, Any] = {
+        "slice_mask": slice_mask,
+        "token_ids": token_ids,
+        "token_mask": token_mask,
+        "labels": labels,
+        "weights": np.full(num_samples, is_full, np.float32),
+    }
+    longest = 0
+    if packed:
+        row = pack_row(slice_mask, token_ids, token_mask, labels, arrays["weights"])
+        arrays |= row.arrays
+        arrays["token_mask"] = np.ones_like(row.arrays["token_ids"], bool)
+        longest = row.longest
+    tensors = {
+        name: tensor.to(device) for name, tensor in HostTransfer(StageCounters()).send(arrays).tensors.items()
+    }
+    return MicroInputs(
+        images_BKHW=torch.zeros(
+            (num_samples, num_slices, rows, columns),
+            dtype=torch.float32 if is_windowed else torch.int16,
+            device=device,
+        ),
+        slice_mask_BK=tensors["slice_mask"],
+        display_range_B2=None if is_windowed else torch.zeros((num_samples, 2), device=device),
+        token_ids_BT=tensors["token_ids"],
+        token_mask_BT=tensors["token_mask"],
+        labels_BT=tensors["labels"],
+        weights_B=tensors["weights"],
+        num_tokens=float(is_full * num_samples * num_tokens),
+        num_samples=float(is_full * num_samples),
+        packing=Packing.of(tensors, longest=longest) if packed else None,
+    )
+
+
+def _transfer_size(settings: ImageSettings) -> tuple[int, int]:
+    """Rows and columns that images have on their way to the device."""
+    return settings.transfer_rows or settings.rows, settings.transfer_columns or settings.columns
+
+
+def _prepares_images(image: ImageSettings, augment: AugmentSettings) -> bool:
+    """Whether images need more on the device than the model's own window."""
+    return bool(
+        augment.is_active
+        or image.standardise
+        or image.fit == "letterbox"
+        or _transfer_size(image) != (image.rows, image.columns)
+    )
+
+
+def _image_maker(image: ImageSettings, augment: AugmentSettings, *, seed: int) -> ImageMaker | None:
+    if not _prepares_images(image, augment):
+        return None
+    size = (image.rows, image.columns)
+    pipeline: Any = ImagePipeline(*size)
+    return ImageMaker(
+        pipeline=torch.compile(pipeline, fullgraph=True) if image.compile else pipeline,
+        size=size,
+        standardised=image.standardise,
+        augment=augment,
+        seed=seed,
     )

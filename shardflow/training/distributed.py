@@ -1,34 +1,154 @@
-"""The ranks of a run: joining, meeting, and exchanging small facts.
+"""The device of a rank and the library that its gradients travel by: CPU, NVIDIA GPU, Ascend NPU.
+
+Ascend needs the package ``torch_npu``, which teaches torch the device ``npu`` and the backend ``hccl`` when
+it is imported; that is done here and nowhere else, where it is wanted or nothing else is there.
+
+A polite end: SIGTERM and SIGUSR1 ask the run to finish its step, write a checkpoint and stop.
+
+Schedulers send one of them before they take a machine away. The handler only sets a flag; the ranks look at
+it once a step, together, because a rank that stopped alone would hang the others. A repeated signal changes
+nothing: under SLURM a process may get the same one from the scheduler and from torchrun.
+
+The ranks of a run: joining, meeting, and exchanging small facts.
 
 Owns the process groups and their timeouts. There are two groups: the *gradient group* (NCCL on GPUs, gloo
 on CPUs), on which nothing but the model's own collectives runs, and a gloo *control group* for everything
 else: meetings that name who is missing, and small JSON facts. Invariant: no unbounded work happens inside a
 collective; a rank prepares first (data, model, checkpoint), then meets the others at :meth:`Ranks.meet`,
 whose deadline names the missing ranks.
+
+How several ranks hold one model: whole on each (DDP), or in shares (FSDP2); and when they exchange.
+
+Both average gradients over ranks, so a step is the same sum under either (docs/adr/0050, 0125). Blocks are
+the layers that a transformers model names as not to be split.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import logging
 import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
-from shardflow.training.devices import backend_of, choose_device
-from shardflow.training.doctor import refuse_unknown_names
-from shardflow.training.watch import Unwatched, Watch
+from shardflow.training.config import ParallelSettings
+from shardflow.training.health.monitor import Unwatched, Watch
+from shardflow.training.nccl_variables import refuse_unknown_names
 
-__all__ = ["Ranks", "Timeouts", "join_ranks"]
+_BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_NAMES: Final = {"cuda": "GPU", "npu": "NPU"}
+_ASCEND: Final = "torch_npu"
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """Choose this rank's device and make it the current one.
+
+    Args:
+        wanted: ``"cpu"``, ``"cuda"``, ``"npu"``, or ``"auto"``: a GPU, else an NPU, else the CPU.
+        local_rank: Number of this rank on its machine.
+
+    Raises:
+        ConfigError: the device that is wanted is absent, or there are fewer than ranks on this machine.
+    """
+    kind = _first_present() if wanted == "auto" else wanted
+    if kind == "cpu":
+        return torch.device("cpu")
+    num_devices = _num_devices(kind)
+    if local_rank >= num_devices:
+        missing = f", or install {_ASCEND}" if kind == "npu" and _ascend() is None else ""
+        raise ConfigError(
+            f"run.device '{kind}' must find one {_NAMES[kind]} for each rank of a machine, got {num_devices} "
+            f"for local rank {local_rank}; start at most {num_devices} ranks here, or set run.device to "
+            f"'cpu'{missing}."
+        )
+    device = torch.device(kind, local_rank)
+    getattr(torch, kind).set_device(device)
+    return device
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the name of the library that gradients travel by between such devices."""
+    return _BACKENDS[device.type]
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the device is for people: the model of a GPU, else its kind."""
+    return str(getattr(torch, device.type).get_device_name(device)) if device.type in _NAMES else device.type
+
+
+def prefer_determinism() -> None:
+    """Have torch choose kernels that give the same bits each time, in this process from now on.
+
+    An operation without such a kernel runs as it is, with torch's warning. Before the first use of a GPU:
+    cuBLAS reads its variable then.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+
+
+def _first_present() -> str:
+    return next((kind for kind in ("cuda", "npu") if _num_devices(kind)), "cpu")
+
+
+def _num_devices(kind: str) -> int:
+    module: Any = torch.cuda if kind == "cuda" else _ascend()
+    return int(module.device_count()) if module is not None and module.is_available() else 0
+
+
+def _ascend() -> Any:
+    """Return ``torch.npu``, or None where ``torch_npu`` is not installed."""
+    if importlib.util.find_spec(_ASCEND) is None:
+        return None
+    importlib.import_module(_ASCEND)
+    return getattr(torch, "npu", None)
+
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Whether this process has been asked to stop, and by what."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """A stop signal has arrived."""
+        return self.signal_name is not None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the stop signals inside the block, then give them back; for the main thread only."""
+        former = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal_name is None:
+            self.signal_name = signal.Signals(number).name
+
 
 _LOGGER = logging.getLogger(__name__)
 _MISSING_RANKS = re.compile(r"Ranks? ((?:\d+)(?:, \d+)*) failed to pass")
@@ -236,3 +356,87 @@ def _init_default_group(backend: str, timeout: timedelta) -> None:
             f"all ranks must join within {timeout.total_seconds():g} s, got {type(error).__name__}; start "
             "every rank, check that it reaches the rendezvous address, or raise timeouts.startup_s."
         ) from None
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a model, inner ones first."""
+    names: set[str] = set()
+    for module in model.modules():
+        names |= set(getattr(module, "_no_split_modules", None) or ())
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block in place; parameter names stay, and equal blocks share one compilation."""
+    for block in blocks_of(model):
+        block.compile()
+
+
+def shard(
+    model: nn.Module, ranks: Ranks, settings: ParallelSettings, *, compute: torch.dtype | None
+) -> nn.Module:
+    """Leave each rank its rows of every parameter; exchanges nothing yet.
+
+    Args:
+        model: The model on the CPU, with the same weights on every rank; changed in place. Its blocks move to
+            the device one by one, so that the device never holds it whole.
+        ranks: The ranks of the run.
+        settings: The table ``[parallel]``.
+        compute: Type that layers are gathered and computed in, or None for that of the weights. Gradients
+            are added up in float32 or the wider type of the weights.
+    """
+    mesh = DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=None if compute is None else torch.float32
+    )
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+    # Intensities go up to thousands and have no place in half precision; the model windows them first.
+    fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
+    return model
+
+
+def replicate(model: nn.Module, ranks: Ranks) -> DistributedDataParallel:
+    """Wrap a model that every rank holds whole; a collective."""
+    return DistributedDataParallel(
+        model,
+        device_ids=None if ranks.device.type == "cpu" else [ranks.device.index],
+        process_group=ranks.group,
+        # No buffer of the model changes in training, so there is nothing to send around before every forward.
+        forward_sync_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model without its wrapper."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextlib.contextmanager
+def held_back(model: nn.Module) -> Iterator[None]:
+    """Run backwards whose gradients stay on the rank until one outside the block."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def settle(model: nn.Module) -> None:
+    """Give up what a forward without a backward left gathered, so that parameters are shares again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole on every rank; a collective where it is a share."""
+    whole = getattr(tensor, "full_tensor", None)
+    return tensor if whole is None else whole()

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,28 +27,14 @@ from typing import Any, Final, Literal
 
 import torch
 
-from shardflow.errors import ConfigError
 from shardflow.telemetry import STAGES
-from shardflow.training.checkpoint import CheckpointFolder
+from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.config import MonitorSettings, TrainConfig
-from shardflow.training.devices import prefer_determinism
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
-from shardflow.training.feed import DeviceFeed, FedMicroBatch
+from shardflow.training.distributed import Ranks, StopRequest, Timeouts, join_ranks, prefer_determinism
+from shardflow.training.inputs import DeviceFeed, FedMicroBatch
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
 from shardflow.training.metrics import StepMetrics
-from shardflow.training.prepare import prepare_run
-from shardflow.training.resume import StartDecision
-from shardflow.training.signals import StopRequest
-
-__all__ = [
-    "Contestant",
-    "Headspace",
-    "HeadspaceOptions",
-    "HeadspaceRound",
-    "ReplayFeed",
-    "measure_headspace",
-    "measure_headspace_on",
-]
+from shardflow.training.run import StartDecision, prepare_run
 
 Contestant = Literal["loader", "compute", "together"]
 _CONTESTANTS: Final[tuple[Contestant, ...]] = ("loader", "compute", "together")
@@ -71,13 +57,6 @@ class HeadspaceOptions:
     num_steps: int | None = None
     """Measured steps of each contestant in a round; None: as many as take ``round_s``, two at least."""
     round_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.num_rounds < 1 or (self.num_steps is not None and self.num_steps < 1) or self.round_s <= 0:
-            raise ConfigError(
-                f"rounds, steps and seconds of a round must be positive, got {self.num_rounds}, "
-                f"{self.num_steps} and {self.round_s:g}; correct them."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,9 +279,9 @@ class _Turns:
 
     def _load(self) -> Generator[float, None, None]:
         loader = self._parts.loader
-        with _EpochFeeds(self._parts) as feeds:
-            while True:
-                feed, num_samples = feeds.at_step(), 0.0
+        with closing(self._epoch_feeds()) as feeds:
+            for feed in feeds:
+                num_samples = 0.0
                 for _ in range(loader.num_micro_batches_per_rank):
                     fed = feed.take()
                     num_samples += fed.inputs.num_samples if fed is not None else 0.0
@@ -314,9 +293,21 @@ class _Turns:
             yield self._step(self._replay)
 
     def _train(self) -> Generator[float, None, None]:
-        with _EpochFeeds(self._parts) as feeds:
-            while True:
-                yield self._step(feeds.at_step())
+        with closing(self._epoch_feeds()) as feeds:
+            for feed in feeds:
+                yield self._step(feed)
+
+    def _epoch_feeds(self) -> Generator[DeviceFeed, None, None]:
+        """Yield the feed of each step: one after the other, as the epochs of the loader end."""
+        loader, looks_ahead = self._parts.loader, self._ranks.device.type != "cpu"
+        while True:
+            feed = DeviceFeed(loader, self._parts.inputs, looks_ahead=looks_ahead)
+            try:
+                yield feed
+                while loader.position.step:
+                    yield feed
+            finally:
+                feed.close()
 
     def _step(self, feed: DeviceFeed | ReplayFeed) -> float:
         position = self._parts.loader.position
@@ -330,33 +321,6 @@ class _Turns:
         device = self._ranks.device
         if device.type != "cpu":
             getattr(torch, device.type).synchronize(device)
-
-
-class _EpochFeeds:
-    """Feeds one after the other, as the epochs of the loader end; the last one is closed at the end."""
-
-    def __init__(self, parts: RunParts) -> None:
-        self._parts = parts
-        self._feed: DeviceFeed | None = None
-
-    def at_step(self) -> DeviceFeed:
-        """Return the feed of the loader's position, which is at the beginning of a step."""
-        if self._feed is None or self._parts.loader.position.step == 0:
-            self.close()
-            looks_ahead = self._parts.ranks.device.type != "cpu"
-            self._feed = DeviceFeed(self._parts.loader, self._parts.inputs, looks_ahead=looks_ahead)
-        return self._feed
-
-    def close(self) -> None:
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
-
-    def __enter__(self) -> _EpochFeeds:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _copy(value: Any) -> Any:

@@ -13,12 +13,10 @@ from typing import Any
 
 from lightning import LightningDataModule
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, LoaderConfig, World
-from shardflow.shards import Dataset
-
-__all__ = ["ShardDataModule"]
+from shardflow.sampling import BatchSpec
 
 
 class ShardDataModule(LightningDataModule):

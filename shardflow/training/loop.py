@@ -1,4 +1,16 @@
-"""The training loop: steps become epochs.
+"""What all ranks must agree on before a step is run (contract S1: the step count is known before step 0).
+
+The loss of a split, in which every sample counts exactly once for any number of ranks.
+
+The plan's tail is ``mask``, so padding slots and fillers have weight 0; sums of losses and tokens travel,
+never means. A whole model is called without DistributedDataParallel: no rank waits inside a forward for
+another one's data. A sharded one gathers its layers in every forward; the plan gives all ranks the same
+number of them, fillers included, so none waits for ever.
+
+A stop does not wait for the end of a long evaluation: every other second ranks tell each other whether one
+was asked for, after micro-batches that all of them derive from the same numbers.
+
+The training loop: steps become epochs.
 
 A step is a straight line: forward and backward of each micro-batch, one exchange of a `StepReport`, one
 update of the weights. Everything beside it is a hook (`shardflow.training.hooks`): health monitor, clock,
@@ -6,39 +18,161 @@ ledger, stop signals, checkpoints, metrics, tuner, evaluation. All ranks take th
 decision follows from numbers that every rank holds: the plan, the settings, and the reports.
 """
 
-# ruff: noqa: ARG002 - a hook gets more than it needs
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
+from shardflow.errors import RanksDisagreeError
 from shardflow.loading import Batch, Loader
-from shardflow.training.agreement import agree
-from shardflow.training.cache_use import CacheUse
+from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.config import OptimizerSettings, RunSettings
-from shardflow.training.distributed import Ranks
-from shardflow.training.evaluate import evaluate
-from shardflow.training.feed import DeviceFeed, MicroFeed, step_inputs
+from shardflow.training.distributed import Ranks, StopRequest, settle
 from shardflow.training.hooks import LoopHook, LoopHooks, PendingFeed, StepPlace, StepReport, StepReports
-from shardflow.training.inputs import InputMaker
+from shardflow.training.inputs import DeviceFeed, InputMaker, MicroFeed, MicroInputs, step_inputs
+from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
-from shardflow.training.measuring import RunMeasures
 from shardflow.training.metrics import CheckpointMetrics, EvaluationMetrics, MetricsWriter, StepMetrics
-from shardflow.training.optimizer import learning_rate, set_learning_rate
-from shardflow.training.saving import CheckpointSaver
-from shardflow.training.signals import StopRequest
-from shardflow.training.step import accumulate_gradients
+from shardflow.training.step import (
+    Updates,
+    accumulate_gradients,
+    compute_loss,
+    learning_rate,
+    set_learning_rate,
+)
 from shardflow.training.tuning import Tuning
-from shardflow.training.updates import Updates
+
+
+def agree(ranks: Ranks, phase: str, facts: Mapping[str, Any]) -> None:
+    """Compare facts between all ranks; a rank that went on with others would hang the rest in a collective.
+
+    Args:
+        ranks: The ranks of the run.
+        phase: What is about to begin, for the message.
+        facts: JSON values that must be equal on all ranks.
+
+    Raises:
+        RanksDisagreeError: on every rank, naming each differing fact, its values and the ranks that hold
+            them.
+    """
+    problem = find_disagreement(ranks.gather_json(dict(facts)))
+    if problem is not None:
+        raise RanksDisagreeError(
+            f"all ranks must agree before {phase}, got {problem}; start every rank with the same "
+            "configuration, dataset and code."
+        )
+
+
+def find_disagreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say which facts differ, or return None.
+
+    Example:
+        >>> find_disagreement([{"num_steps": 12}, {"num_steps": 11}, {"num_steps": 12}])
+        'num_steps 12 on ranks 0, 2 but 11 on rank 1'
+    """
+    names = sorted({name for facts in facts_by_rank for name in facts})
+    problems = []
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(facts_by_rank):
+            value = json.dumps(facts[name], sort_keys=True) if name in facts else "nothing"
+            holders.setdefault(value, []).append(rank)
+        if len(holders) > 1:
+            problems.append(
+                f"{name} " + " but ".join(f"{value} on {_rank_list(r)}" for value, r in holders.items())
+            )
+    return "; ".join(problems) or None
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+_LOOK_EVERY_S: Final = 2.0
+"""Whether to stop is asked about so often; schedulers leave 30 s and more."""
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    ranks: Ranks,
+    *,
+    make_inputs: Callable[[Batch], MicroInputs],
+    autocast: torch.dtype | None,
+    global_step: int,
+    epoch: int,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> EvaluationMetrics | None:
+    """Measure the loss over this rank's micro-batches and add up all ranks.
+
+    Args:
+        model: The bare model; left in the mode it had.
+        batches: This rank's micro-batches of one epoch with tail ``mask``.
+        ranks: The ranks of the run.
+        make_inputs: Moves a batch to the device.
+        autocast: Type to compute in, or None for that of the weights.
+        global_step: Training steps done so far.
+        epoch: Training epoch, for the record.
+        is_stopping: Whether this rank was asked to stop.
+
+    Returns:
+        The same on every rank; None where any rank was asked to stop: all of them left off together.
+
+    Raises:
+        WaitTimeoutError: a rank did not come as far as the first one within ``timeouts.control``.
+    """
+    started = time.perf_counter()
+    losses: list[float] = []
+    num_tokens = num_samples = 0.0
+    next_look, is_cut_off = 1, False
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ranks.watch.enter(f"evaluation after {global_step} steps")
+            for batch in batches:
+                inputs = make_inputs(batch)
+                losses.append(float(compute_loss(model, inputs, autocast)))
+                num_tokens += inputs.num_tokens
+                num_samples += inputs.num_samples
+                if len(losses) == next_look:
+                    each_s = (time.perf_counter() - started) / next_look
+                    told = ranks.gather_numbers([is_stopping(), each_s], ranks.timeouts.control)
+                    if is_cut_off := bool(told[:, 0].any()):
+                        break
+                    # The slowest rank's pace, so that all look again after the same micro-batch.
+                    next_look += max(1, int(_LOOK_EVERY_S / max(float(told[:, 1].max()), 1e-3)))
+    finally:
+        model.train(was_training)
+        settle(model)
+    if is_cut_off:
+        return None
+    ranks.meet("evaluation done", ranks.timeouts.control)
+    own = [math.fsum(losses), num_tokens, num_samples]
+    sums = ranks.gather_numbers(own, ranks.timeouts.control).sum(dim=0).tolist()
+    return EvaluationMetrics(
+        global_step=global_step,
+        epoch=epoch,
+        loss=sums[0] / sums[1] if sums[1] else None,
+        num_tokens=sums[1],
+        num_samples=sums[2],
+        evaluation_s=time.perf_counter() - started,
+    )
+
+
+# ruff: noqa: ARG002 - a hook gets more than it needs
+
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -47,7 +181,7 @@ Outcome = Literal["finished", "stopped"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What a run is made of; built once by ``shardflow.training.prepare``."""
+    """What a run is made of; built once by ``shardflow.training.run``."""
 
     run: RunSettings
     optimization: OptimizerSettings

@@ -1,4 +1,16 @@
-"""A whole run: from settings to a summary.
+"""Everything a run is made of, built in the order of a start.
+
+Files are read, the model is built and the checkpoint is put in place without exchanging anything, in any
+time up to ``timeouts.startup_s``; then the ranks meet, and only then is there a collective: the model is
+wrapped and warmed up.
+
+Where a run starts: its own newest sound checkpoint, another run's, or step 0.
+
+Rank 0 decides, everybody follows. Owns the run folder's lock (two jobs must not write into one run) and the
+refusal of a checkpoint that belongs to another model; that it belongs to another seed, dataset or batch
+spec is the loader's to say, when it is given its state.
+
+A whole run: from settings to a summary.
 
 Every rank joins, learns from rank 0 where the run starts, prepares, and runs the loop. Nothing here is
 particular to a number of ranks: one process without torchrun takes the same way.
@@ -6,28 +18,411 @@ particular to a number of ranks: one process without torchrun takes the same way
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StorageError
-from shardflow.monitoring import check_outlets
-from shardflow.training.checkpoint import Checkpoint, CheckpointFolder, read_checkpoint
-from shardflow.training.config import TrainConfig
-from shardflow.training.devices import prefer_determinism
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
-from shardflow.training.faults import watch_over
-from shardflow.training.loop import LoopProgress, Outcome, TrainingLoop
-from shardflow.training.metrics import StepMetrics
-from shardflow.training.prepare import prepare_run
-from shardflow.training.resume import RunLock, StartDecision, decide_start
-from shardflow.training.signals import StopRequest
-from shardflow.training.starts import check_progress, recorded
-from shardflow.training.watch import HEALTH_FOLDER
+import torch
+
+from shardflow.config import dump_config
+from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
+from shardflow.loading import Loader, LoaderConfig, Selection, StoredTokens, World
+from shardflow.monitoring import check_outlets, open_outlets, read_settings
+from shardflow.monitoring.verdict.judging import VerdictWatch
+from shardflow.storage import write_atomic
+from shardflow.training.checkpoint.files import STATE_FILE, Checkpoint, CheckpointFolder, read_checkpoint
+from shardflow.training.checkpoint.saving import CheckpointSaver
+from shardflow.training.checkpoint.tensors import load_model, load_optimizer
+from shardflow.training.config import AugmentSettings, ImageSettings, RunSettings, TrainConfig
+from shardflow.training.data import batch_spec, image_view, open_data, open_inputs, sample_inputs
+from shardflow.training.distributed import (
+    Ranks,
+    StopRequest,
+    Timeouts,
+    compile_blocks,
+    device_name,
+    join_ranks,
+    prefer_determinism,
+    replicate,
+    shard,
+)
+from shardflow.training.faults import check_progress, recorded, watch_over
+from shardflow.training.health.heartbeat import HEALTH_FOLDER
+from shardflow.training.interval import CacheUse, open_measures
+from shardflow.training.ledger import LedgerWriter, next_attempt
+from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
+from shardflow.training.metrics import MetricsWriter, StepMetrics
+from shardflow.training.models.building import build_report_model, folder_digest
+from shardflow.training.step import Updates, build_optimizer, warm_up
+from shardflow.training.text import ReportTokenizer
+from shardflow.training.tokenizing import tokenizer_digest
+from shardflow.training.tuning import Tuning, given_settings
+
+_LOGGER = logging.getLogger(__name__)
+_OPTIONAL = {"model.path digest", "model.frozen", "lora.rank"}
+"""Bindings that are there only where the setting is; one that a checkpoint has must not be taken away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartDecision:
+    """What rank 0 tells the others; plain JSON values."""
+
+    attempt: int
+    """Number of this start of the job, from 1."""
+    checkpoint: str | None
+    """Absolute folder to resume from; None for a fresh start."""
+    damaged: tuple[str, ...]
+    """A sentence for each newer checkpoint that was passed over."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        return cls(attempt=value["attempt"], checkpoint=value["checkpoint"], damaged=tuple(value["damaged"]))
+
+
+def decide_start(run: RunSettings, folder: CheckpointFolder) -> StartDecision:
+    """Find where the run starts; only on rank 0, which holds the lock, before anybody waits in a collective.
+
+    Newer checkpoints that are damaged are set aside, so that they are never taken for the run's newest.
+
+    Raises:
+        ConfigError: ``run.resume`` names no folder, or is ``never`` and the run has checkpoints.
+        CheckpointError: the run has checkpoints and none of them is sound; or the named one is damaged.
+    """
+    attempt = next_attempt(run.output)
+    own = folder.names()
+    if run.resume == "never" and own:
+        raise ConfigError(
+            f"run.output must hold no checkpoint where run.resume is 'never', got {len(own)}, {own[0]} "
+            "the newest; choose another folder, or resume with 'auto'."
+        )
+    if own:
+        sound, problems = folder.newest_sound()
+        if sound is None:
+            raise CheckpointError(
+                f"one of the run's {len(own)} checkpoints must be sound, got: {' '.join(problems)} Restore "
+                "one, or start a new run in another folder."
+            )
+        for problem in problems:
+            _LOGGER.warning("%s Falling back to %s.", problem, sound.name)
+        folder.go_on_from(sound.name)
+        return StartDecision(
+            attempt=attempt, checkpoint=str(folder.path / sound.name), damaged=tuple(problems)
+        )
+    if run.resume in {"auto", "never"}:
+        return StartDecision(attempt=attempt, checkpoint=None, damaged=())
+    foreign = Path(run.resume).expanduser().resolve()
+    if not (foreign / STATE_FILE).is_file():
+        found = "a folder without a checkpoint" if foreign.is_dir() else "no folder"
+        raise ConfigError(
+            f"run.resume must be 'auto', 'never' or a checkpoint folder, got {found} of the name "
+            f"{foreign.name!r}; correct it."
+        )
+    read_checkpoint(foreign)
+    return StartDecision(attempt=attempt, checkpoint=str(foreign), damaged=())
+
+
+def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str, Any]:
+    """Collect the settings that the tensors of a checkpoint only fit together with."""
+    bindings: dict[str, Any] = {}
+    for table in ("model", "image", "augment"):
+        for name, value in asdict(getattr(config, table)).items():
+            bindings[f"{table}.{name}"] = list(value) if isinstance(value, tuple) else value
+    # Recomputing activations changes memory, not results; compiling changes time.
+    del bindings["model.activation_checkpointing"]
+    del bindings["image.compile"]
+    for name in ("path", "weights", "frozen"):
+        del bindings[f"model.{name}"]
+    if config.model.path is not None:
+        bindings["model.path digest"] = folder_digest(config.model.path)
+        bindings["text.prompt"] = config.text.prompt
+    if config.model.frozen:
+        bindings["model.frozen"] = list(config.model.frozen)
+    if config.lora.rank:
+        bindings |= {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
+        bindings["lora.targets"] = list(config.lora.targets)
+    bindings["batch.packed"] = config.batch.packed
+    bindings["text.max_tokens"] = config.text.max_tokens
+    bindings["text.tokenizer digest"] = tokenizer.digest
+    return bindings
+
+
+def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that was trained with another model or view.
+
+    Raises:
+        StateError: naming the first setting that differs.
+    """
+    # Checkpoints that were written before there was a choice did what its default does.
+    saved = {**_chosen_later(), **checkpoint.state["bindings"]}
+    for name in [*bindings, *sorted(_OPTIONAL & saved.keys() - bindings.keys())]:
+        value = bindings.get(name)
+        if saved.get(name) != value:
+            raise StateError(
+                f"{name} must be that of checkpoint {checkpoint.name}, {saved.get(name)!r}, got {value!r}; "
+                "set it back, or start a new run in another folder."
+            )
+
+
+def _chosen_later() -> dict[str, Any]:
+    """Return the defaults of settings that are younger than the first checkpoints."""
+    image, augment = asdict(ImageSettings()), asdict(AugmentSettings())
+    younger = [
+        name for name in image if name not in {"num_slices", "rows", "columns", "slice_choice", "dtype"}
+    ]
+    defaults = {f"image.{name}": image[name] for name in younger}
+    defaults |= {f"augment.{name}": value for name, value in augment.items()}
+    defaults["batch.packed"] = False
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+
+
+class RunLock:
+    """Keeps a second job out of the run folder for as long as this process lives.
+
+    The kernel frees it when the process ends, however it ends, so a restart after SIGKILL finds it free.
+
+    Raises:
+        ConfigError: Another job holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._descriptor = -1
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"run.output must be a folder that can be written, got {type(error).__name__} "
+                f"({os.strerror(error.errno or 0)}); correct it."
+            ) from None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                "run.output must belong to one running job, got a folder that another job holds; stop that "
+                "job, or choose another folder."
+            ) from None
+        except OSError as error:
+            _LOGGER.warning(
+                "run.output cannot be locked (%s); start no second job in it", os.strerror(error.errno or 0)
+            )
+
+    def release(self) -> None:
+        """Let another job in."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+_COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare_run(
+    config: TrainConfig,
+    ranks: Ranks,
+    checkpoints: CheckpointFolder,
+    decision: StartDecision,
+    checkpoint: Checkpoint | None,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> RunParts:
+    """Build everything a run is made of.
+
+    Args:
+        config: All settings.
+        ranks: The ranks of the run, joined.
+        checkpoints: The run's checkpoints.
+        decision: Where the run starts.
+        checkpoint: The checkpoint that ``decision`` names, read.
+        stop: Where stop signals arrive.
+        stack: Closes what the run opens.
+
+    Raises:
+        ConfigError: the dataset has no such split, or the tokenizer cannot be read.
+        StateError: the checkpoint belongs to another model, seed, dataset or batch spec.
+        WaitTimeoutError: ranks are missing once this one is prepared.
+    """
+    tokenizer = ReportTokenizer.load(config.text.tokenizer)
+    bindings = model_bindings(config, tokenizer)
+    if checkpoint is not None:
+        check_bindings(checkpoint, bindings)
+    data = open_data(config.data, checkpoint.state["loader"] if checkpoint else None, cache=config.cache)
+    data.check_modalities("image.standardise", config.image.standardise)
+    loader = stack.enter_context(_open_loader(config, ranks, data.training))
+    model, tokenizer = build_report_model(
+        config.model,
+        tokenizer,
+        image=config.image,
+        text=config.text,
+        lora=config.lora,
+        seed=config.run.seed,
+    )
+    compute = _COMPUTE[config.run.precision]
+    is_sharded = config.parallel.strategy == "fsdp2"
+    if config.run.compile:
+        compile_blocks(model)
+    if is_sharded:
+        shard(model, ranks, config.parallel, compute=compute)
+    else:
+        model.to(ranks.device)
+    optimizer = build_optimizer(model, config.optimizer)
+    updates = Updates(model, optimizer, config.optimizer, is_scaled=compute is torch.float16)
+    if checkpoint is not None:
+        loader.load_state_dict(checkpoint.state["loader"])
+        loader.load_masks(checkpoint.state["masks"])
+        load_model(model, checkpoint.model)
+        load_optimizer(model, optimizer, checkpoint.optimizer)
+        updates.load_state_dict(checkpoint.state.get("updates", {}))
+        _LOGGER.info("resuming from %s at global step %d", checkpoint.name, checkpoint.state["global_step"])
+    start = checkpoint.state["global_step"] if checkpoint else 0
+    ledger = LedgerWriter(
+        config.run.output,
+        attempt=decision.attempt,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        start=start,
+    )
+    stack.callback(ledger.close)
+    metrics = _open_metrics(config, ranks, decision.attempt, start, stack)
+    autocast = None if is_sharded else compute  # a sharded model gathers its layers in that type
+
+    ranks.meet("prepared", ranks.timeouts.startup)
+    wrapped = model if is_sharded else replicate(model, ranks)
+    saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded)
+    stack.callback(saver.close)
+    padding = sample_inputs(config.image, config.augment, ranks.device, packed=config.batch.packed)
+    warm_up(wrapped, padding, autocast=autocast)
+    inputs = open_inputs(
+        tokenizer,
+        ranks.device,
+        loader.counters,
+        image=config.image,
+        text=config.text,
+        augment=config.augment,
+        packed=config.batch.packed,
+        pinned_bytes=config.loader.pinned_bytes,
+        seed=config.run.seed,
+    )
+    measures, close_measures = open_measures(
+        config.monitor.interval_s,
+        ranks,
+        loader,
+        wrapped,
+        inputs.transfer,
+        metrics,
+        pinned_bytes=config.loader.pinned_bytes,
+    )
+    stack.callback(close_measures)
+    if metrics is not None:
+        judge = VerdictWatch(metrics.write_verdict, config=read_settings(config.run.output))
+        measures.listeners.append(judge)
+    open_tuning = partial(
+        Tuning,
+        config.tune,
+        ranks,
+        loader,
+        metrics,
+        run=config.run.output,
+        given=given_settings(config.loader, config.cache),
+    )
+    return RunParts(
+        run=config.run,
+        optimization=config.optimizer,
+        micro_batches_per_step=config.batch.micro_batches_per_step,
+        exchanges_each=config.parallel.accumulation == "sharded",
+        agreement={
+            "tune.mode": config.tune.mode,
+            "monitor.interval_s": config.monitor.interval_s,
+            "a cache": config.cache.is_on,
+        },
+        ranks=ranks,
+        model=model,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        updates=updates,
+        loader=loader,
+        open_evaluation=(
+            partial(_open_loader, config, ranks, data.evaluation, tail="mask") if data.evaluation else None
+        ),
+        open_tuning=None if config.tune.mode == "off" else open_tuning,
+        inputs=inputs,
+        autocast=autocast,
+        saver=saver,
+        ledger=ledger,
+        metrics=metrics,
+        measures=measures,
+        cache_use=CacheUse(loader.counters) if config.cache.is_on else None,
+        stop=stop,
+        identity={
+            "bindings": bindings,
+            "config_digest": hashlib.sha256(dump_config(config).encode()).hexdigest(),
+        },
+    )
+
+
+def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tail: Any = None) -> Loader:
+    settings = config.loader
+    stored = None
+    if config.text.tokens == "stored":
+        digest = tokenizer_digest(config.text.tokenizer)
+        stored = StoredTokens(tokenizer=digest, max_tokens=config.text.max_tokens)
+    return Loader(
+        selection,
+        spec=batch_spec(config.batch, config.image, config.text, selection, tail=tail),
+        seed=config.run.seed,
+        world=World(
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            ranks_per_node=World.from_environment().ranks_per_node,
+        ),
+        config=LoaderConfig(
+            view=image_view(config.image, is_evaluation=tail is not None),
+            # Turning an image asks whether its report names a side.
+            text=stored is None or config.augment.is_active,
+            tokens=stored,
+            execution=settings.execution,
+            transform="" if tail else config.image.transform,
+            num_threads=settings.num_threads,
+            prefetch_bytes=settings.prefetch_bytes,
+            max_node_bytes=settings.max_node_bytes,
+            wait_timeout_s=settings.wait_timeout_s,
+            on_bad_sample=settings.on_bad_sample,
+            max_bad_samples=settings.max_bad_samples,
+        ),
+    )
+
+
+def _open_metrics(
+    config: TrainConfig, ranks: Ranks, attempt: int, start: int, stack: ExitStack
+) -> MetricsWriter | None:
+    if ranks.rank != 0:
+        return None
+    write_atomic(config.run.output / "resolved_config.toml", [dump_config(config).encode()], replace=True)
+    metrics = MetricsWriter(
+        config.run.output,
+        attempt=attempt,
+        start=start,
+        tensorboard=config.run.tensorboard,
+        device=device_name(ranks.device),
+    )
+    stack.callback(metrics.close)
+    stack.enter_context(open_outlets(config.run.output, config.monitor.prometheus, config.monitor.sinks))
+    return metrics
+
 
 _REFUSALS: Final = (ConfigError, CheckpointError, NoProgressError, StorageError)
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 
 from shardflow.errors import ConfigError
 
-__all__ = ["Hardware", "LargeModel", "NeedsOfAGpu", "NeedsOfANode", "StepShape", "gpu_needs", "node_needs"]
-
 _STATE_BYTES = 16
 """Of a parameter: weight, gradient and two moments in float32."""
 _SAVED_BYTES = 12

@@ -20,11 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from shardflow.errors import ConfigError
-from shardflow.shards import Dataset
-from shardflow.shards.keys import REPORT_FIELD
+from shardflow.format import Dataset
+from shardflow.format.keys import REPORT_FIELD
 from shardflow.storage import write_atomic
-
-__all__ = ["ReportTokenizer", "TokenRows", "train_tokenizer"]
 
 _BEGIN, _END, _PADDING = "<s>", "</s>", "<pad>"
 _FILE = "tokenizer.json"
@@ -78,7 +76,7 @@ class ReportTokenizer:
         except OSError as error:
             raise ConfigError(
                 f"text.tokenizer must be a folder with {_FILE}, got {type(error).__name__} ({folder.name}); "
-                "make one with: python -m pipelines.train_tokenizer --help."
+                "make one with: shardflow train-tokenizer --help."
             ) from None
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)

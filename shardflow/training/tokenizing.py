@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
-from shardflow.shards import Dataset
-from shardflow.shards.canonical import sha256_hex
-from shardflow.shards.entity_dataset import EntityDataset
-from shardflow.shards.table import Table
-from shardflow.shards.table_layout import crc32c
-from shardflow.shards.tokens import (
+from shardflow.format import Dataset
+from shardflow.format.entities import EntityDataset
+from shardflow.format.keys import sha256_hex
+from shardflow.format.table import Table, crc32c
+from shardflow.format.tokens import (
     COUNTS_NAME,
     TokenFile,
     TokensManifest,
@@ -37,8 +36,6 @@ from shardflow.shards.tokens import (
     tokens_folder,
 )
 from shardflow.storage import ByteRange, LocalStore, write_atomic
-
-__all__ = ["TextTokenizer", "TokenizedDataset", "tokenize_dataset", "tokenizer_digest"]
 
 _FILE = "tokenizer.json"
 _MANIFEST = "manifest.json"
@@ -77,7 +74,7 @@ def _read_tokenizer(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"the tokenizer must be a {_FILE} or a folder with one, got {type(error).__name__}; "
-            f"make one with: python -m pipelines.train_tokenizer --help."
+            f"make one with: shardflow train-tokenizer --help."
         ) from None
 
 

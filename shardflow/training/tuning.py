@@ -17,22 +17,23 @@ from typing import Any, Final
 from shardflow.errors import ConfigError, ShardflowError, StorageError
 from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner, TunerRules
-from shardflow.monitoring.tuner_file import TUNED_FILE, read_tuned, tuned_text
-from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers
-from shardflow.monitoring.tuner_start import DataFacts, MachineFacts, default_settings
+from shardflow.monitoring.tuner_numbers import (
+    TUNED_FILE,
+    DataFacts,
+    LoaderTotals,
+    MachineFacts,
+    StepNumbers,
+    default_settings,
+    read_tuned,
+    tuned_text,
+)
 from shardflow.storage import CacheConfig
-from shardflow.storage.atomic import write_atomic
+from shardflow.storage.local import write_atomic
 from shardflow.telemetry import Interval, KnobLimit, Move
-from shardflow.telemetry.machine import available_bytes, num_processors
+from shardflow.telemetry.process import available_bytes, num_processors
 from shardflow.training.config import LoaderSettings, TuneSettings
 from shardflow.training.distributed import Ranks
-from shardflow.training.hooks import (
-    LoopHook,
-    PendingFeed,
-    StepPlace,
-    StepReport,
-    StepReports,
-)
+from shardflow.training.hooks import LoopHook, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.metrics import MetricsWriter, StepMetrics
 
 _LOGGER = logging.getLogger(__name__)

@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, ShardflowError
-from shardflow.preview import find_row
-from shardflow.shards import Dataset
-from shardflow.threads import join_all, wait_for_at_exit
-
-__all__ = ["CONTENT_FIELD", "Catalog", "Query"]
+from shardflow.format import Dataset
+from shardflow.processes import join_all, wait_for_at_exit
+from shardflow.viewing.study import find_row
 
 CONTENT_FIELD: Final = "report.json"
 _CLOSE_S: Final = 5.0

@@ -9,13 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardflow.epochs import BatchSpec, EpochPlan
 from shardflow.errors import ConfigError
-from shardflow.shards import Dataset
-from shardflow.shards.line_outcomes import LineOutcomes
-from shardflow.shards.table import Table
-
-__all__ = ["Inputs", "step_samples"]
+from shardflow.format import Dataset
+from shardflow.format.ledger import LineOutcomes
+from shardflow.format.table import Table
+from shardflow.sampling import BatchSpec, EpochPlan
 
 _MOST_BYTES: Final = 1 << 28
 """A ledger of a million inputs; larger ones are for tools."""

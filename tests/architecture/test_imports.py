@@ -66,12 +66,12 @@ def test_packing_never_loads_torch() -> None:
 
 
 def test_native_images_are_packed_without_what_reads_others(tmp_path: Path) -> None:
-    """Each process of a job would pay for it (docs/adr/0090)."""
+    """Each process of a job would pay for it (docs/adr/0031)."""
     image = make_study(tmp_path, num_slices=1).files[0]
     code = (
         "import pathlib, sys, shardflow.packing.handlers, shardflow.packing.job\n"
-        "from shardflow.deid import KEYWORDS\n"
-        "from shardflow.sources.dicom import iter_slices, read_attributes, read_header\n"
+        "from shardflow.packing.deid.allowlist import KEYWORDS\n"
+        "from shardflow.packing.sources.dicom.pixels import iter_slices; from shardflow.packing.sources.dicom.attributes import read_attributes; from shardflow.packing.sources.dicom.headers import read_header\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "assert len(list(iter_slices(path, read_header(path)))) == 1 and read_attributes(path, KEYWORDS)\n"
         "print(*{'pydicom', 'nibabel', 'imagecodecs', 'requests'} & set(sys.modules))"
@@ -88,7 +88,7 @@ def test_native_images_are_packed_without_what_reads_others(tmp_path: Path) -> N
 
 
 def test_loading_and_training_never_load_pydicom() -> None:
-    loaded = _loaded("shardflow.loading", "shardflow.training", "pipelines.train")
+    loaded = _loaded("shardflow.loading", "shardflow.training", "shardflow.training.__main__")
     assert "torch" in loaded
     assert not loaded & {"pydicom", "imagecodecs"}
 
@@ -96,5 +96,5 @@ def test_loading_and_training_never_load_pydicom() -> None:
 def test_the_formats_tools_load_neither_side() -> None:
     """``shardflow info`` must work in both images, so the console script needs neither torch nor pydicom."""
     tools = ("bench_measure", "cli", "info", "plan", "preview", "report", "verify")
-    loaded = _loaded(*(f"pipelines.{tool}" for tool in tools), "shardflow.preview")
+    loaded = _loaded(*(f"pipelines.{tool}" for tool in tools), "shardflow.viewing")
     assert not loaded & {"torch", "transformers", "pydicom", "imagecodecs", "matplotlib"}

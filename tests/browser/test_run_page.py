@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardflow.monitoring.run_page import read_run, render_comparison, render_run_page
+from shardflow.monitoring.run_page.compare import render_comparison
+from shardflow.monitoring.run_page.page import render_run_page
+from shardflow.monitoring.run_page.reading import read_run
 from tests.run_factory import write_run
 
 PATIENCE_MS = 60_000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from shardflow.viewing import Viewer
 from tests.viewing_case import NUM_SLICES, make_viewed_dataset
 

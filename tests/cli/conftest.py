@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import main
+from shardflow.cli.main import main
 from tests.factories import make_dataset
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.bench_model_advice import advise_job
+from shardflow.cli.bench import advise_job
 
 pytestmark = pytest.mark.fast
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import info
+from shardflow.cli import info
 from tests.cli.conftest import Call
 
 pytestmark = pytest.mark.fast
@@ -29,20 +29,13 @@ def test_help_of_every_command(call: Call, command: str, capsys: pytest.CaptureF
 
 def test_options_are_frozen(golden: Callable[[str, object], None]) -> None:
     """A new option is a decision: it shows in a diff of the golden file."""
-    from pipelines import pack
-    from pipelines.cli import build_parser
+    from shardflow.cli.main import command_parsers
 
-    (commands,) = (
-        action for action in build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices
-    )
-    assert commands.choices is not None
-    # The command hands its arguments on to the job, which parses them itself.
-    parsers = {**dict(commands.choices), "pack": pack.build_parser()}
     options = {
         name: sorted(
             option for action in parser._actions for option in action.option_strings or [action.dest]
         )
-        for name, parser in parsers.items()
+        for name, parser in command_parsers().items()
     }
     golden("cli-options", options)
 
@@ -65,6 +58,10 @@ def test_wrong_command_line_is_one_line_and_code_2(call: Call, arguments: tuple[
     assert called.out == ""
     assert called.err.startswith("shardflow: ")
     assert called.err.count("\n") == 1
+
+
+def test_unknown_command_is_answered_with_the_nearest_one(call: Call) -> None:
+    assert "did you mean verify?" in call("verfy", "x").err
 
 
 @pytest.mark.parametrize("command", ["info", "verify"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli
+from shardflow.cli import main as cli
 from shardflow.logs import EventLog
 
 pytestmark = pytest.mark.fast

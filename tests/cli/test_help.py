@@ -8,17 +8,15 @@ import shlex
 
 import pytest
 
-from pipelines import cli, pack, synth, train, train_tokenizer
 from pipelines.demo import __main__ as demo
-from pipelines.help_text import HelpFormatter
+from shardflow.cli import main as cli
+from shardflow.cli import synth
+from shardflow.cli.common import HelpFormatter
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, PATHOLOGIES
 
 pytestmark = pytest.mark.fast
 
 JOBS = {
-    "shardflow pack": pack.build_parser,
-    "python -m pipelines.train": train.build_parser,
-    "python -m pipelines.train_tokenizer": train_tokenizer.build_parser,
     "python -m pipelines.demo": demo.build_parser,
 }
 PARSERS = {f"shardflow {name}": parser for name, parser in cli.command_parsers().items()}
@@ -50,7 +48,6 @@ def test_help_has_examples_that_the_parser_takes(name: str) -> None:
     assert examples, f"{name} --help shows no example"
     for example in examples:
         words = name.split()
-        # torchrun ... -m pipelines.train: what follows the module is the job's.
         start = example.index(words[-1]) + 1
         PARSERS[name].parse_args(example[start:])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from tests.cli.conftest import Call
 from tests.factories import MadeSample, make_dataset, make_sample
 
@@ -65,7 +65,7 @@ def test_text_names_the_same_numbers_without_colours(call: Call, dataset: Path) 
 def test_only_some_indexes_are_read_of_a_wide_dataset(
     call: Call, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.info._MAX_INDEXES_READ", 2)
+    monkeypatch.setattr("shardflow.cli.info._MAX_INDEXES_READ", 2)
     (facts,) = call("info", dataset, "--json").lines
     assert facts["fields"]["shards_counted"] == 2
     assert facts["fields"]["kinds"]["report.txt"] < 16

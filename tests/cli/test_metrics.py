@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli
+from shardflow.cli import main as cli
 from tests.run_factory import write_run
 
 pytestmark = pytest.mark.fast
@@ -38,7 +38,7 @@ def test_a_folder_that_is_none_and_an_address_that_is_none(
 def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     # Tests that a shell runs in the background inherit that interrupts are ignored.
     program = (
-        "import signal, sys; from pipelines import cli; "
+        "import signal, sys; from shardflow.cli import main as cli; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(cli.main())"
     )
     with subprocess.Popen(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from tests.cli.conftest import Call
 
 RECIPE = Path(__file__).resolve().parents[2] / "pipelines" / "recipes" / "pack_corpus.toml"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from tests.cli.conftest import Call, Called
 from tests.factories import make_dataset
 

@@ -9,9 +9,9 @@ import cv2
 import numpy as np
 import pytest
 
-from shardflow.preview import Window, find_row, read_study, render_study
-from shardflow.preview.study import choose_slices, generated_mark
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
+from shardflow.viewing import Window, find_row, read_study, render_study
+from shardflow.viewing.study import choose_slices, generated_mark
 from tests.cli.conftest import Call
 from tests.factories import make_dataset
 
@@ -118,3 +118,10 @@ def test_a_sample_of_text_alone_is_said_to_be_one(call: Call, tmp_path: Path) ->
     called = call("preview", tmp_path / "texts", "train:0", "-o", tmp_path / "x.png")
     assert called.code == 2
     assert "KEY must name a sample with images" in called.err
+
+
+def test_only_a_png_is_written(call: Call, dataset: Path, tmp_path: Path) -> None:
+    called = call("preview", dataset, "train:0", "-o", tmp_path / "study.pdf")
+    assert called.code == 2
+    assert "must name a .png file" in called.err
+    assert not (tmp_path / "study.pdf").exists()

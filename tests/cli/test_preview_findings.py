@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 import tests.factories as factories
 from shardflow.errors import ConfigError
-from shardflow.preview import read_findings, render_findings
-from shardflow.preview.marked_text import ASSERTIONS, lay_out
-from shardflow.preview.typeface import Typeface
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
+from shardflow.viewing import read_findings, render_findings
+from shardflow.viewing.typeface import ASSERTIONS, Typeface, lay_out
 from tests.cli.conftest import Call
 
 pytestmark = pytest.mark.fast

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.pace import Pace, time_left
-from pipelines.surface import step_progress
+from shardflow.cli.common import Pace, step_progress
+from shardflow.logs import time_left
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -83,7 +83,7 @@ def _on_terminal(code: Sequence[str], environment: dict[str, str]) -> str:
 
 _LONG_WORK = """\
 import time
-from pipelines.surface import step_progress
+from shardflow.cli.common import step_progress
 with step_progress("verifying shards") as advance:
     for done in range(1, 6):
         advance(done, 10)
@@ -125,7 +125,7 @@ def test_long_commands_show_a_bar_on_a_terminal(
     dataset: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     named = {"DATASET": str(dataset), "OUT": str(tmp_path / "out")}
-    command = [sys.executable, "-m", "pipelines.cli", *(named.get(word, word) for word in arguments)]
+    command = [sys.executable, "-m", "shardflow.cli.main", *(named.get(word, word) for word in arguments)]
     shown = _on_terminal(command, {"TERM": "xterm-256color", "COLUMNS": "100", "PYTHONPATH": str(REPOSITORY)})
     titles = {"verify": "verifying", "report": "reading", "bench": "measuring", "synth": "generating"}
     assert titles[arguments[0]] in shown
@@ -134,7 +134,7 @@ def test_long_commands_show_a_bar_on_a_terminal(
 
 def test_no_color_is_heeded(dataset: Path) -> None:
     """https://no-color.org: no colours; bold is none."""
-    command = [sys.executable, "-m", "pipelines.cli", "verify", str(dataset)]
+    command = [sys.executable, "-m", "shardflow.cli.main", "verify", str(dataset)]
     terminal = {"TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY)}
     plain = _on_terminal(command, terminal | {"NO_COLOR": "1"})
     assert "whole:" in plain

@@ -13,12 +13,18 @@ import cv2
 import numpy as np
 import pytest
 
-from pipelines.cli import EXIT_CONFIGURATION, main
-from shardflow.preview import gather, render_page
-from shardflow.preview.charts import bars, hounsfield_chart
-from shardflow.preview.choice import key_hashes
-from shardflow.preview.counts import HU_START, HU_STEP, HU_STOP, Histogram, count_hounsfield
-from shardflow.shards import Dataset
+from shardflow.cli.main import EXIT_CONFIGURATION, main
+from shardflow.format import Dataset
+from shardflow.viewing import gather, render_page
+from shardflow.viewing.dataset_facts import (
+    HU_START,
+    HU_STEP,
+    HU_STOP,
+    Histogram,
+    count_hounsfield,
+    key_hashes,
+)
+from shardflow.viewing.page_sections import bars, hounsfield_chart
 from tests.cli.conftest import Call
 from tests.factories import make_dataset
 from tests.run_factory import write_run
@@ -184,7 +190,7 @@ def test_pixels_with_burned_in_text_are_left_out(dataset: Path, monkeypatch: pyt
         series: list[dict[str, object]] = json.loads(payload or b"")["series"]
         return [one | {"technical": {"burned_in_annotation": "YES"}} for one in series]
 
-    monkeypatch.setattr("shardflow.preview.study_facts._series_of", burned_in)
+    monkeypatch.setattr("shardflow.viewing.dataset_facts._series_of", burned_in)
     opened = Dataset.open(dataset)
     facts = gather(opened, num_thumbnails=3)
     assert (facts.thumbnails, facts.num_burned_in) == ([], 3)
@@ -192,7 +198,7 @@ def test_pixels_with_burned_in_text_are_left_out(dataset: Path, monkeypatch: pyt
 
 
 def test_sample_without_a_description_is_counted(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardflow.preview.study_facts._series_of", lambda _: None)
+    monkeypatch.setattr("shardflow.viewing.dataset_facts._series_of", lambda _: None)
     opened = Dataset.open(dataset)
     facts = gather(opened)
     assert (facts.num_not_described, facts.num_ct_slices, facts.thumbnails) == (16, 0, [])

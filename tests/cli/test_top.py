@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipelines import cli
-from pipelines.top import _encodable, frame, resampled
+from shardflow.cli import main as cli
+from shardflow.cli.top import _encodable, frame, resampled
 from shardflow.monitoring import read_history
 from shardflow.monitoring.live import LiveRun, LiveView
 from shardflow.telemetry import STAGES, Move

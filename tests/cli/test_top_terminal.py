@@ -37,7 +37,7 @@ class Terminal:
         self._seen = b""
         inherited = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipelines.cli", "top", *arguments],
+            [sys.executable, "-m", "shardflow.cli.main", "top", *arguments],
             stdin=self._follower,
             stdout=self._follower,
             stderr=self._follower,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli
+from shardflow.cli import main as cli
 from shardflow.logs import EventLog
 from tests.interval_factory import make_interval
 from tests.run_factory import write_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from tests.cli.conftest import Call
 
 pytestmark = pytest.mark.fast

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import webdataset
 
-from shardflow.shards import Dataset, decode_array, webdataset_decoder
+from shardflow.format import Dataset, decode_array, webdataset_decoder
 from tests.factories import make_dataset, make_sample
 
 # webdataset leaves its shards to the garbage collector; pytest would report the open files as errors.

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.demo.check import first_difference, planned_sequence
-from pipelines.demo.launch import TrainingJob
+from pipelines.demo.story import TrainingJob, first_difference, planned_sequence
 from pipelines.demo.studies import GENERATED, find_studies, input_folders, write_reports
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -41,10 +41,10 @@ def test_it_is_warned_and_may_come_back(script: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "said", "code"),
     [
-        ({}, "-m pipelines.pack --config a.toml", 0),
+        ({}, "pack --config a.toml", 0),
         (
             {"SLURM_ARRAY_TASK_ID": "3", "SHARDFLOW_TASKS": "8", "SLURM_ARRAY_TASK_COUNT": "1"},
-            "-m pipelines.pack --config a.toml --task 3/8",
+            "pack --config a.toml --task 3/8",
             0,
         ),
         ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1"}, "", 1),
@@ -52,9 +52,9 @@ def test_it_is_warned_and_may_come_back(script: Path) -> None:
 )
 def test_an_array_packs_in_tasks(tmp_path: Path, variables: dict[str, str], said: str, code: int) -> None:
     (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
-    python.chmod(0o755)
+    command = tmp_path / "bin" / "shardflow"
+    command.write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
     done = subprocess.run(
         ["bash", str(DEPLOY / "slurm" / "pack.sbatch"), "--config", "a.toml"],
         env={"PATH": os.environ["PATH"], "SHARDFLOW_VENV": str(tmp_path), **variables},

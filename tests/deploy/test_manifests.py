@@ -12,12 +12,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pipelines import pack, train_tokenizer
-from pipelines.launch import EXIT_STOPPED
-from shardflow.configs import load_config
-from shardflow.deid.pseudonyms import SecretKey
+from shardflow.cli.main import main
+from shardflow.config import load_config
 from shardflow.errors import ConfigError
 from shardflow.packing import PackConfig, Share
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.training.__main__ import EXIT_STOPPED
 from shardflow.training.config import TrainConfig
 from tests.conftest import REPOSITORY
 from tests.deploy.manifests import MANIFESTS, Resource, jobs, memory_bytes, pod, resources
@@ -142,7 +142,7 @@ def test_packing_is_told_settings_that_it_has_and_that_fit_its_share_of_the_node
     in_image = option_of(arguments, "--config")
     assert in_image == "/etc/shardflow/pack.toml"
     here = [str(DOCKER / "pack.toml") if word == in_image else word for word in arguments]
-    assert pack.main([*here, "--print-config"]) == 0
+    assert main(["pack", *here, "--print-config"]) == 0
     config = load_config(PackConfig, DOCKER / "pack.toml", overrides_of(arguments))
     wanted = container["resources"]
     assert config.execution.num_processes == int(wanted["requests"]["cpu"])
@@ -184,17 +184,16 @@ def test_the_mounted_secret_becomes_a_key_that_packing_takes(tmp_path: Path) -> 
 
 
 def test_the_tokenizer_command_is_one() -> None:
-    interpreter, option, module, *arguments = container_of("shardflow-tokenizer")["command"]
-    assert (interpreter, option, module) == ("python", "-m", "pipelines.train_tokenizer")
-    assert train_tokenizer.main(arguments) == 2  # no such dataset here; a wrong option would not get that far
+    program, *arguments = container_of("shardflow-tokenizer")["command"]
+    assert (program, arguments[0]) == ("shardflow", "train-tokenizer")
+    assert main(arguments) == 2  # no such dataset here; a wrong option would not get that far
 
 
 def test_the_training_command_is_one_and_its_pods_find_each_other() -> None:
     words, spec = train_words(), jobs()["shardflow-train"]["spec"]
-    assert words[:4] == ["exec", "python", "-m", "pipelines.launch"]
-    own = words[words.index("pipelines.train") + 1 :]
-    assert option_of(own, "--config") == "/etc/shardflow/train.toml"
-    load_config(TrainConfig, DOCKER / "train.toml", overrides_of(own))
+    assert words[:3] == ["exec", "shardflow", "train"]
+    assert option_of(words, "--config") == "/etc/shardflow/train.toml"
+    load_config(TrainConfig, DOCKER / "train.toml", overrides_of(words))
     assert int(option_of(words, "--nnodes")) == spec["completions"] == spec["parallelism"]
     assert spec["completionMode"] == "Indexed"
 
@@ -214,7 +213,7 @@ def test_the_training_command_is_one_and_its_pods_find_each_other() -> None:
 
 @pytest.mark.parametrize(("index", "is_host"), [("0", "1"), ("1", "0"), ("7", "0")])
 def test_the_first_pod_holds_the_rendezvous(index: str, is_host: str) -> None:
-    script = container_of("shardflow-train")["command"][2].replace("exec python", "printf '%s\\n'")
+    script = container_of("shardflow-train")["command"][2].replace("exec shardflow", "printf '%s\\n'")
     shown = subprocess.run(
         ["sh", "-c", script],
         env={"JOB_COMPLETION_INDEX": index, "POD_IP": "10.0.0.4"},

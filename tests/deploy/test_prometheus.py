@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from shardflow.monitoring import MetricsServer
-from shardflow.monitoring.exported import METRICS
 from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.meter import METRICS
 from tests.deploy.prometheus_server import Prometheus, prometheus_programs, run_prometheus
 from tests.run_factory import write_run
 

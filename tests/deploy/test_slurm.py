@@ -99,7 +99,7 @@ class Submitted:
 
 
 def test_packing_goes_on_after_the_warning_of_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
-    from pipelines import cli
+    from shardflow.cli import main as cli
 
     source = tmp_path / "input"
     arguments = ["--studies=30", "--seed=3", "--modality=CT", "--size=96", "--slices=8:16", "--processes=2"]
@@ -139,7 +139,7 @@ def test_training_goes_on_after_a_warning_and_a_preemption(cluster: Cluster, tmp
     settings = {"run.num_epochs": NUM_EPOCHS, "run.checkpoint_every_steps": 1000}
     whole, run = tmp_path / "whole", tmp_path / "run"
     config = write_config(tiny, tmp_path / "whole.toml", whole, settings)
-    with job(tmp_path, "pipelines.train", [f"--config={config}"], num_ranks=2) as running:
+    with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=2) as running:
         finished = running.wait(WAIT_S)
     assert finished.exit_code == 0, finished.text
 

@@ -11,12 +11,11 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.training import TrainConfig
-from shardflow.training.distributed import Timeouts, join_ranks
+from shardflow.training.distributed import StopRequest, Timeouts, join_ranks
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train_on
-from shardflow.training.signals import StopRequest
 
 WAIT = timedelta(seconds=300)
 SETTINGS = (

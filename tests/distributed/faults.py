@@ -28,8 +28,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pipelines.train import main as train_main
 from shardflow.training import run as _run  # noqa: F401 - imported once, before the forks
+from shardflow.training.__main__ import main as train_main
 from shardflow.training.metrics import read_metrics
 from tests.distributed.moving_tuner import moving
 from tests.distributed.orphans import adopt_orphans, end_what_is_left
@@ -157,9 +157,7 @@ CASES: dict[str, Case] = {
     "whole-4": Case(world_size=4),
     "whole-bad": Case(dataset="bad"),
     "kill-in-forward": Case(hurt=at_call("shardflow.training.step.seed_micro_batch", 11, kill_myself)),
-    "kill-before-update": Case(
-        rank=0, hurt=at_call("shardflow.training.updates.Updates.apply", 7, kill_myself)
-    ),
+    "kill-before-update": Case(rank=0, hurt=at_call("shardflow.training.step.Updates.apply", 7, kill_myself)),
     "kill-before-ledger-line": Case(
         hurt=at_call("shardflow.training.ledger.LedgerWriter.write", 5, kill_myself)
     ),
@@ -167,13 +165,14 @@ CASES: dict[str, Case] = {
         hurt=at_call("shardflow.storage.local.LocalStore.read_ranges", 9, kill_myself)
     ),
     "kill-amid-checkpoint": Case(
-        rank=0, hurt=at_call("shardflow.training.checkpoint._write_synced", 3, kill_myself)
+        rank=0, hurt=at_call("shardflow.training.checkpoint.files._write_synced", 3, kill_myself)
     ),
     "kill-before-checkpoint-has-its-name": Case(
-        rank=0, hurt=at_call("shardflow.training.checkpoint.CheckpointFolder._rename", 3, kill_myself)
+        rank=0, hurt=at_call("shardflow.training.checkpoint.files.CheckpointFolder._rename", 3, kill_myself)
     ),
     "kill-before-latest-moves": Case(
-        rank=0, hurt=at_call("shardflow.training.checkpoint.CheckpointFolder._point_latest", 3, kill_myself)
+        rank=0,
+        hurt=at_call("shardflow.training.checkpoint.files.CheckpointFolder._point_latest", 3, kill_myself),
     ),
     "kill-at-four-ranks": Case(world_size=4, rank=2, send=signal.SIGKILL, hurt=unhurried),
     "stop-without-end": Case(send=signal.SIGSTOP, hurt=unhurried, settings={"timeouts.hang_s": HANG_S}),
@@ -191,7 +190,7 @@ CASES: dict[str, Case] = {
         settings={"loader.execution": "process"},
     ),
     "long-preparation": Case(
-        hurt=at_call("shardflow.training.prepare.open_data", 1, prepare_long),
+        hurt=at_call("shardflow.training.data.open_data", 1, prepare_long),
         settings={"timeouts.steady_s": 10, "timeouts.hang_s": 9, "loader.wait_timeout_s": 8},
     ),
     "kill-while-execution-changes": Case(
@@ -211,7 +210,7 @@ CASES: dict[str, Case] = {
 """The rows that ``make test`` runs, behind the three undisturbed runs that they are compared with."""
 LONGER_CASES: dict[str, Case] = {
     "preparation-of-a-minute": Case(
-        hurt=at_call("shardflow.training.prepare.open_data", 1, partial(time.sleep, 60)),
+        hurt=at_call("shardflow.training.data.open_data", 1, partial(time.sleep, 60)),
         settings={"timeouts.steady_s": 5, "timeouts.hang_s": 4, "loader.wait_timeout_s": 3},
     ),
 }

@@ -97,14 +97,15 @@ def job(
         options: More options of torchrun.
         warnings: What Python does with warnings there.
         standalone: This machine alone; False where the options name the others.
-        passes_codes: Start it through ``pipelines.launch``, which leaves with the ranks' code.
+        passes_codes: Start it through ``shardflow train``, which exits with the ranks' code.
     """
     command = [sys.executable, "-m", module, *arguments]
     if num_ranks is not None:
         torchrun = [str(Path(sys.executable).with_name("torchrun"))]
-        launcher = [sys.executable, "-m", "pipelines.launch"] if passes_codes else torchrun
-        ranks = [*(["--standalone"] if standalone else []), f"--nproc-per-node={num_ranks}"]
-        command = [*launcher, *ranks, *options, "-m", module, *arguments]
+        ranks = [*(["--standalone"] if standalone else []), f"--nproc-per-node={num_ranks}", *options]
+        command = [*torchrun, *ranks, "-m", module, *arguments]
+        if passes_codes:
+            command = [sys.executable, "-m", "shardflow.cli.main", "train", *ranks, *arguments]
     environment = job_environment() | {"PYTHONWARNINGS": warnings}
     folder.mkdir(parents=True, exist_ok=True)
     number = time.monotonic_ns()

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter, next_attempt, read_ledger
 
 NUM_EPOCHS = 3

@@ -13,11 +13,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.verdict.one import make_inputs
-from pipelines.bench_model import describe
+from shardflow.cli.bench import describe_job
 from shardflow.errors import ConfigError, RanksDisagreeError
 from shardflow.monitoring.tuner import Change, Tuner
-from shardflow.monitoring.tuner_file import TUNED_FILE
-from shardflow.monitoring.tuner_numbers import StepNumbers
+from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers
 from shardflow.telemetry import KnobLimit, Move
 from shardflow.training import tuning as tuning_module
 from shardflow.training.distributed import Ranks
@@ -145,6 +144,6 @@ def ceilings(stage: Stage) -> Result:
     with mock.patch.object(tempfile, "tempdir", str(scratch)):
         found = measure_headspace_on(ranks, config, HeadspaceOptions(num_rounds=1, num_steps=2))
     return {
-        "facts": describe(found, config, 0.0) if found is not None else None,
+        "facts": describe_job(found, config, 0.0) if found is not None else None,
         "left": [path.name for path in (*scratch.iterdir(), config.run.output) if path.exists()],
     }

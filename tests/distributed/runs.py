@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardflow.training.checkpoint import read_checkpoint
+from shardflow.training.checkpoint.files import read_checkpoint
 from shardflow.training.ledger import LedgerMicroBatch, read_ledger
 
 __all__ = ["committed_samples", "differing_weights", "newest_checkpoint", "newest_weights"]

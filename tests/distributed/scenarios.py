@@ -24,19 +24,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
-from shardflow.errors import (
-    ConfigError,
-    RanksDisagreeError,
-    ShardflowError,
-    WaitTimeoutError,
-)
-from shardflow.training import prepare
+from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
+from shardflow.training import run as prepare
 from shardflow.training import step as step_module
-from shardflow.training.agreement import agree
 from shardflow.training.config import BatchSettings
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
-from shardflow.training.evaluate import evaluate
 from shardflow.training.inputs import make_inputs
+from shardflow.training.loop import agree, evaluate
 from shardflow.training.run import train_on
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer

@@ -21,10 +21,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from shardflow.epochs import BatchSpec, RankSchedule
+from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, LoaderConfig, World
 from shardflow.loading.torch_dataset import ShardIterableDataset
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, RankSchedule
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 
 __all__ = ["DATASET", "DELIVERIES", "EPOCH", "SEED", "Part", "Task", "read_part", "read_state", "write_tasks"]

@@ -14,11 +14,10 @@ from safetensors.torch import save_file
 
 from shardflow.errors import CheckpointError
 from shardflow.loading import Batch
-from shardflow.training.checkpoint import CheckpointFolder
+from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.config import ParallelSettings
-from shardflow.training.distributed import Ranks
+from shardflow.training.distributed import Ranks, bare, gather_whole, replicate, shard
 from shardflow.training.inputs import MicroInputs, make_inputs
-from shardflow.training.sharding import bare, gather_whole, replicate, shard
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
 from tests.distributed.stage import WAIT, WORLD_SIZES, Result, Stage, exact_model, open_loader

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.training.config import TrainConfig
-from shardflow.training.distributed import Ranks
+from shardflow.training.distributed import Ranks, StopRequest
 from shardflow.training.metrics import StepMetrics
-from shardflow.training.model import ReportModel, build_model
+from shardflow.training.models.reference import ReportModel, build_model
 from shardflow.training.run import TrainSummary, train_on
-from shardflow.training.signals import StopRequest
 from shardflow.training.text import ReportTokenizer
 from tests.tiny_runs import TinyInput, tiny_config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import train

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.entities import EntityRules, build_view
-from shardflow.shards.entity_dataset import EntityDataset
+from shardflow.format.entities import EntityDataset, EntityRules
+from shardflow.reports.entity_views import build_view
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
 from tests.distributed.blend_ranks import blend_config

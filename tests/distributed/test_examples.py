@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardflow.epochs import EpochPlan
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
+from shardflow.sampling import EpochPlan
 from tests.distributed.example_ranks import EXAMPLES, NUM_STEPS, STOPPED_AFTER
 from tests.distributed.launcher import REPOSITORY, job
 from tests.tiny_runs import NUM_TRAIN, TinyInput, make_tiny_input

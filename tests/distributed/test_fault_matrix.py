@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.training.ledger_diff import compare_ledgers, read_records
+from shardflow.training.ledger import compare_ledgers, read_records
 from tests.distributed.faults import CASES, NUM_STEPS, PREPARATION_S, case_of
 from tests.distributed.launcher import REPOSITORY, job_environment
 from tests.distributed.runs import differing_weights

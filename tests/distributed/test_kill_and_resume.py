@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.cli import main
-from shardflow.configs import load_config
+from shardflow.cli.main import main
+from shardflow.config import load_config
 from shardflow.training import TrainConfig
 from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import read_metrics
@@ -61,7 +61,7 @@ def test_killed_rank_costs_nothing(scenarios: Scenarios, tmp_path: Path) -> None
     run = tmp_path / "run"
     config = write_config(scenarios.tiny, tmp_path / "train.toml", run, {"run.num_epochs": NUM_EPOCHS})
     options = ["--max-restarts=1", "--monitor-interval=0.1"]
-    with job(tmp_path, "pipelines.train", [f"--config={config}"], num_ranks=4, options=options) as running:
+    with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=4, options=options) as running:
         wait_for_step(running, run, 7)
         os.kill(running.rank_pids()[2], signal.SIGKILL)
         finished = running.wait(RUN_TIMEOUT_S)
@@ -90,7 +90,7 @@ def test_stop_signal_leaves_a_checkpoint_and_one_rank_goes_on(
     # soon.
     config = write_config(tiny, tmp_path / "train.toml", run, {"run.num_epochs": 100})
     arguments = [f"--config={config}"]
-    with job(tmp_path, "pipelines.train", arguments, num_ranks=2, passes_codes=passes_codes) as running:
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=passes_codes) as running:
         wait_for_step(running, run, 3)
         # SLURM and srun may each send one; torchrun itself gives its ranks up at the third.
         for _ in range(4 if passes_codes else 1):
@@ -120,7 +120,7 @@ def test_budget_run_goes_on_alone_as_if_nobody_had_stopped_it(
     text = (tiny.folder / "train.toml").read_text(encoding="utf-8")
     config.write_text(text.replace("micro_batch_size = 1\n", sizes), encoding="utf-8")
     arguments = [f"--config={config}", f"--set=run.output={run}", "--set=run.num_epochs=100"]
-    with job(tmp_path, "pipelines.train", arguments, num_ranks=2) as running:
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2) as running:
         wait_for_step(running, run, 3)
         running.process.send_signal(signal.SIGTERM)
         stopped = running.wait(RUN_TIMEOUT_S)
@@ -152,7 +152,7 @@ def test_budget_run_goes_on_alone_as_if_nobody_had_stopped_it(
 def test_wrong_setting_is_reported_before_anything_is_imported(tiny: TinyInput, tmp_path: Path) -> None:
     config = write_config(tiny, tmp_path / "train.toml", tmp_path / "run", {})
     config.write_text(config.read_text().replace("seed =", "sede ="))
-    with job(tmp_path, "pipelines.train", [f"--config={config}"], num_ranks=None) as running:
+    with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=None) as running:
         finished = running.wait(60)
     assert finished.exit_code == 2
     assert "nearest known key is 'seed'" in finished.stderr

@@ -1,4 +1,4 @@
-"""``pipelines.launch``: torchrun whose exit code says what the ranks said."""
+"""``shardflow train``: torchrun with the exit code of the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 def test_the_code_of_the_ranks_comes_through(tmp_path: Path) -> None:
     config = write_config(make_tiny_input(tmp_path), tmp_path / "tiny.toml", tmp_path / "run", {})
     arguments = [f"--config={config}", "--set=run.sede=4"]
-    with job(tmp_path, "pipelines.train", arguments, num_ranks=2, passes_codes=True) as running:
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=True) as running:
         finished = running.wait(120)
     assert finished.exit_code == 2, finished.text
     assert "nearest known key is 'seed'" in finished.stderr
@@ -27,7 +27,13 @@ def test_a_stop_signal_before_there_are_ranks_is_answered_at_once(tmp_path: Path
     """While it imports torch, or waits for a machine that never comes."""
     options = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     with job(
-        tmp_path, "pipelines.train", [], num_ranks=1, options=options, passes_codes=True, standalone=False
+        tmp_path,
+        "shardflow.training",
+        ["--config=none.toml"],
+        num_ranks=1,
+        options=options,
+        passes_codes=True,
+        standalone=False,
     ) as running:
         wait_until_it_listens(running)
         running.process.send_signal(signal.SIGTERM)

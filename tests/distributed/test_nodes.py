@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.logs import read_events
 from shardflow.training import TrainConfig
-from shardflow.training.ledger_diff import compare_ledgers, read_records
+from shardflow.training.ledger import compare_ledgers, read_records
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from tests.distributed.launcher import Job, job
@@ -64,7 +64,7 @@ def test_ranks_of_a_killed_launcher_stop_with_a_checkpoint_and_free_the_run(
     config = write_config(
         tiny, tmp_path / "train.toml", run, {"run.num_epochs": 4000, "run.checkpoint_every_steps": 1000}
     )
-    with job(tmp_path, "pipelines.train", [f"--config={config}"], num_ranks=2) as running:
+    with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=2) as running:
         wait_until("step 3", lambda: len(read_metrics(run)) >= 3, running)
         pids = list(running.rank_pids().values())
         try:
@@ -122,7 +122,7 @@ def test_job_goes_on_without_a_node_that_dies_and_with_it_once_it_is_back(
     def node(name: str) -> contextlib.AbstractContextManager[Job]:
         return job(
             tmp_path / name,
-            "pipelines.train",
+            "shardflow.training",
             [f"--config={config}"],
             num_ranks=1,
             options=options,

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import main
-from shardflow.epochs import BatchSpec, TokenBudget
-from shardflow.epochs.spec import TAILS
+from shardflow.cli.main import main
+from shardflow.sampling import BatchSpec, TokenBudget
+from shardflow.sampling.spec import TAILS
 from shardflow.seeds import derive
 from tests.distributed.launcher import job
 from tests.distributed.sequences import (

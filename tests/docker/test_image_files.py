@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.packing import PackConfig
 from shardflow.training.config import TrainConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelines import cli
+from shardflow.cli import main as cli
 from tests.docs.blocks import all_blocks
 
 __all__ = ["make_reader_folder"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli, pack, train, train_tokenizer
+from shardflow.cli import main as cli
 from shardflow.errors import AlreadyExistsError
 from shardflow.storage import LocalStore, open_store
 from tests.docs.blocks import REPOSITORY, Block, commands, find_blocks, is_script_page
@@ -35,7 +35,7 @@ PREPARATION = {"cd", "export", "git", "source", "mkdir"}
 
 def _takes_input(block: Block) -> bool:
     """Whether a block packs, or learns from reports: that takes seconds, and needs what the others do not."""
-    return re.search(r"shardflow pack |pipelines\.(?:pack|train_tokenizer) ", block.text) is not None
+    return re.search(r"shardflow (?:pack|train-tokenizer) ", block.text) is not None
 
 
 def _is_light(block: Block) -> bool:
@@ -130,19 +130,16 @@ def _problem_of(command: list[str]) -> str | None:
         case "shardflow" if "--help" in arguments or "--version" in arguments:
             return None
         case "shardflow":
-            return _code(cli.main(arguments))
-        case "torchrun" | "python" if "pipelines.train" in arguments:
-            return _code(train.main([*_after("pipelines.train", arguments), "--print-config"]))
+            shown = ["--print-config"] if arguments[0] == "train" else []
+            return _code(cli.main([*arguments, *shown]))
+        case "torchrun" if "shardflow.training" in arguments:
+            return _code(cli.main(["train", *_after("shardflow.training", arguments), "--print-config"]))
         case "sbatch":
             place = next(number for number, word in enumerate(arguments) if word.endswith(".sbatch"))
-            job = pack if "pack" in Path(arguments[place]).name else train
+            job = Path(arguments[place]).stem
             if not (REPOSITORY / arguments[place]).is_file():
                 return "there is no such script"
-            return _code(job.main([*arguments[place + 1 :], "--print-config"]))
-        case "python" if "pipelines.pack" in arguments:
-            return _code(pack.main([*_after("pipelines.pack", arguments)]))
-        case "python" if "pipelines.train_tokenizer" in arguments:
-            return _code(train_tokenizer.main([*_after("pipelines.train_tokenizer", arguments)]))
+            return _code(cli.main([job, *arguments[place + 1 :], "--print-config"]))
     return (
         None
         if program in PREPARATION

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.sources.reasons import REASONS
+from shardflow.format.reasons import REASONS
 from tests.docs.blocks import REPOSITORY, all_blocks, find_blocks
 
 pytestmark = pytest.mark.fast

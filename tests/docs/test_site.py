@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from pipelines.cli import command_parsers
+from shardflow.cli.main import command_parsers
 from tests.docs.blocks import REPOSITORY
 
 # What makes a browser ask for something by itself; a link (`a`) is only followed by a reader.
@@ -105,10 +105,9 @@ def test_everything_that_pages_name_is_in_the_site(site: Path, pages: dict[Path,
 
 def test_every_command_and_decision_has_its_place(site: Path) -> None:
     commands = (site / "commands.html").read_text(encoding="utf-8")
-    for name in ["pack", *command_parsers()]:
+    for name in command_parsers():
         assert f"usage: shardflow {name} " in commands
-    for job in ("train", "train_tokenizer", "demo"):
-        assert f"usage: python -m pipelines.{job} " in commands
+    assert "usage: python -m pipelines.demo " in commands
     decisions = (site / "adr" / "index.html").read_text(encoding="utf-8")
     for record in (REPOSITORY / "docs" / "adr").glob("0*.md"):
         assert f'href="{record.stem}.html"' in decisions

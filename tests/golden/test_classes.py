@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from shardflow.epochs.identity import PLAN_VERSION
-from shardflow.epochs.state import STATE_VERSION
-from shardflow.shards.manifest import FORMAT_VERSION
+from shardflow.format.manifest import FORMAT_VERSION
+from shardflow.sampling.plan import PLAN_VERSION
+from shardflow.sampling.state import STATE_VERSION
 
 pytestmark = pytest.mark.fast
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.shards import Dataset, encode_array
-from shardflow.shards.canonical import sha256_hex
-from shardflow.shards.tar import encode_member
+from shardflow.format import Dataset, encode_array
+from shardflow.format.keys import sha256_hex
+from shardflow.format.tar import encode_member
 from shardflow.storage import LocalStore
 from tests.factories import make_dataset
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from shardflow.epochs import BatchSpec, CostRule, EpochPlan, RankSchedule, SampleLayout, TokenBudget
-from shardflow.epochs.budget import OVER_BUDGET
-from shardflow.epochs.spec import TAILS
 from shardflow.errors import PlanError
+from shardflow.sampling import BatchSpec, CostRule, EpochPlan, RankSchedule, SampleLayout, TokenBudget
+from shardflow.sampling.budget import OVER_BUDGET
+from shardflow.sampling.spec import TAILS
 from tests.golden.test_order import LANE_SPECS, plain_layout
 from tests.golden.test_order_page import WORD, derive, digest, permutation, recorded
 from tests.layouts import DATASET_ID, layout_of

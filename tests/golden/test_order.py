@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardflow.epochs import (
+from shardflow.sampling import (
     BatchSpec,
     CostRule,
     EpochPlan,
@@ -25,8 +25,8 @@ from shardflow.epochs import (
     SampleLayout,
     TokenBudget,
 )
-from shardflow.epochs.identity import PLAN_VERSION
-from shardflow.epochs.spec import TAILS
+from shardflow.sampling.plan import PLAN_VERSION
+from shardflow.sampling.spec import TAILS
 from shardflow.seeds import derive
 
 pytestmark = pytest.mark.fast

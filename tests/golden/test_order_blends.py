@@ -8,12 +8,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, SampleLayout, TokenBudget
-from shardflow.epochs.blend import BLEND_SPLIT, Blend, BlendComponent
-from shardflow.epochs.blend_lanes import blend_layout
-from shardflow.epochs.chosen import chosen_layout
-from shardflow.epochs.rows import RowSet, rows_digest, select_rows
-from shardflow.epochs.shares import draws_by_repeat, draws_by_weight, split_draws
+from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, SampleLayout, TokenBudget
+from shardflow.sampling.blend import (
+    BLEND_SPLIT,
+    Blend,
+    BlendComponent,
+    draws_by_repeat,
+    draws_by_weight,
+    split_draws,
+)
+from shardflow.sampling.blend_lanes import blend_layout
+from shardflow.sampling.layout import RowSet, chosen_layout, rows_digest, select_rows
 
 pytestmark = pytest.mark.fast
 

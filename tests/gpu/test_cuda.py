@@ -13,10 +13,9 @@ import torch
 
 from shardflow.fields.augmentation import Draw
 from shardflow.telemetry import StageCounters
-from shardflow.training.device.augmentation import stack_draws
-from shardflow.training.device.images import ImageParameters, ImagePipeline
+from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws
 from shardflow.training.device.transfer import CudaTransfer, open_transfer
-from shardflow.training.step_clock import DeviceClock, LastGradient
+from shardflow.training.interval import DeviceClock, LastGradient
 
 pytestmark = pytest.mark.gpu
 

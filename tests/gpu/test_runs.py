@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardflow.training.checkpoint import read_checkpoint
+from shardflow.training.checkpoint.files import read_checkpoint
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import train
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config

@@ -29,7 +29,7 @@ def train(tiny: TinyInput, folder: Path, name: str, num_ranks: int, **settings: 
     (folder / "logs" / name).mkdir(parents=True)
     arguments = ["--config", str(config)]
     with job(
-        folder / "logs" / name, "pipelines.train", arguments, num_ranks=num_ranks, warnings="default"
+        folder / "logs" / name, "shardflow.training", arguments, num_ranks=num_ranks, warnings="default"
     ) as running:
         finished = running.wait(WAIT_S)
     assert finished.exit_code == 0, finished.text
@@ -58,7 +58,7 @@ def test_a_stop_between_steps_loses_nothing_that_was_sent_ahead(tiny: TinyInput,
     )
     (tmp_path / "logs" / "again").mkdir()
     with job(
-        tmp_path / "logs" / "again", "pipelines.train", ["--config", str(config)], num_ranks=1
+        tmp_path / "logs" / "again", "shardflow.training", ["--config", str(config)], num_ranks=1
     ) as running:
         assert running.wait(WAIT_S).exit_code == 0
     assert [step.micro_batches for step in read_ledger(parts)] == [

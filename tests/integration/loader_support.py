@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from shardflow.epochs import BatchSpec, EpochPlan, RankSchedule
+from shardflow.format import Dataset
 from shardflow.loading import Batch
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule
 from shardflow.storage import ByteRange, ByteStore
 
 __all__ = [

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from pipelines import cli
+from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ManifestError
-from shardflow.shards import Dataset, manifest, verify
-from shardflow.shards.copying import copy_dataset, copy_object
-from shardflow.shards.foreign import ForeignSource, index_tars
+from shardflow.format import Dataset, manifest, verify
+from shardflow.format.copying import copy_dataset, copy_object
+from shardflow.format.foreign.build import ForeignSource, index_tars
 from shardflow.storage import LocalStore, RemoteOptions, RemoteStore, open_store
 from tests.factories import make_dataset
 from tests.foreign_tars import make_members, python_tar
@@ -85,8 +85,8 @@ def test_large_files_of_several_windows_are_whole(s3: str, tmp_path: Path) -> No
     content = os.urandom(1 << 20) * 9 + b"end"
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "a.tar").write_bytes(content)
-    from shardflow.shards.canonical import sha256_hex
-    from shardflow.shards.manifest import FileEntry
+    from shardflow.format.keys import sha256_hex
+    from shardflow.format.manifest import FileEntry
 
     entry = FileEntry(path="a.tar", num_bytes=len(content), sha256=sha256_hex(content))
     for part_bytes in (16 << 20, 5 << 20):
@@ -145,7 +145,7 @@ def test_another_dataset_in_the_target_is_refused(
 def test_it_may_be_killed_at_any_time(tmp_path: Path) -> None:
     source = make_dataset(tmp_path / "source", num_samples=60, samples_per_shard=1)
     target = tmp_path / "target"
-    command = [sys.executable, "-m", "pipelines.cli", "copy", source, str(target), "--threads", "1"]
+    command = [sys.executable, "-m", "shardflow.cli.main", "copy", source, str(target), "--threads", "1"]
     for num_files in (1, 40, 90):
         with subprocess.Popen(command) as process:
             while process.poll() is None and len(list(target.rglob("*.*"))) < num_files:

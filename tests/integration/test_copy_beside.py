@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 
-from pipelines import cli
-from shardflow.entities import EntityRules, build_view
+from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ConfigError, FormatError
-from shardflow.shards import Dataset, verify
-from shardflow.shards.copying import copy_dataset
-from shardflow.shards.entity_dataset import EntityDataset
-from shardflow.shards.entity_manifest import view_folder
-from shardflow.shards.manifest import commit
-from shardflow.shards.tokens import open_counts, stored_tokenizers
+from shardflow.format import Dataset, verify
+from shardflow.format.copying import copy_dataset
+from shardflow.format.entities import EntityDataset, EntityRules, view_folder
+from shardflow.format.manifest import commit
+from shardflow.format.tokens import open_counts, stored_tokenizers
+from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore, open_store
 from tests.object_stores import WebServer, s3_bucket
 from tests.sidecars import make_with_sidecars
-from tests.unit.shards.tampering import flip
+from tests.unit.format.tampering import flip
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_there_and_back_with_all_of_it(
 
 
 def _expected_tokens(source: Path) -> list[Any]:
-    from shardflow.shards.sidecars import find_sidecars, owned_sidecars
+    from shardflow.format.copying import find_sidecars, owned_sidecars
 
     store = LocalStore(source)
     found = owned_sidecars(store, find_sidecars(store), [Dataset.open(source).manifest])

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from shardflow.corpora.inputs import read_list
 from shardflow.errors import ConfigError, StorageError
-from shardflow.shards import Dataset
-from shardflow.shards.manifest import Manifest, load
-from shardflow.shards.verification import verify
+from shardflow.format import Dataset
+from shardflow.format.manifest import Manifest, load
+from shardflow.format.verification import verify
+from shardflow.packing.corpora.inputs import read_list
 from shardflow.storage import LocalStore
 from tests.corpora_case import FAULTY, CorpusCase, make_lines
 from tests.pack_case import tree_digests
@@ -361,8 +361,8 @@ def test_verify_finds_a_changed_outcome_and_another_count(case: CorpusCase) -> N
 
 
 def test_the_table_of_samples_is_the_one_that_is_encoded_at_once(case: CorpusCase) -> None:
-    from shardflow.packing.base import sample_entries
-    from shardflow.shards.samples import SamplesTable
+    from shardflow.format.samples import SamplesTable
+    from shardflow.packing.versions.base import sample_entries
 
     case.write("a.jsonl", make_lines(300, 1))
     case.pack()

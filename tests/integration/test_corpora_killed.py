@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.shards.verification import verify
+from shardflow.format.verification import verify
 from tests.corpora_case import REPOSITORY, CorpusCase, make_lines
 from tests.pack_case import tree_digests
 

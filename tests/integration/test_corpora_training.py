@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardflow.epochs import BatchSpec
 from shardflow.fields.slots import SlotAssembler
+from shardflow.format import Dataset
 from shardflow.loading import Loader, LoaderConfig, StoredTokens, open_blend
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
 from shardflow.training.text import train_tokenizer

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardflow.entities import EntityRules, build_view
-from shardflow.epochs import BatchSpec, CostRule, TokenBudget
 from shardflow.errors import ChecksumError, ConfigError, FormatError, StateError
 from shardflow.fields.views import View
+from shardflow.format import Dataset
+from shardflow.format.entities import EntityDataset, EntityRules
 from shardflow.loading import (
     Batch,
     EntityNames,
@@ -32,8 +32,8 @@ from shardflow.loading import (
     open_view,
     select,
 )
-from shardflow.shards import Dataset
-from shardflow.shards.entity_dataset import EntityDataset
+from shardflow.reports.entity_views import build_view
+from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from shardflow.storage import ByteRange, CacheConfig
 from shardflow.synthetic import SynthOptions, generate
 from shardflow.training.text import train_tokenizer

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines import cli
-from shardflow.epochs import BatchSpec, CostRule, TokenBudget
+from shardflow.cli import main as cli
 from shardflow.errors import ConfigError, FormatError
+from shardflow.format import Dataset
 from shardflow.loading import Batch, FieldsView, ImageView, Loader, LoaderConfig, World
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from tests.factories import make_dataset
 from tests.foreign_tars import make_members, picture, python_tar, webdataset_groups
 from tests.integration.loader_support import flip_bit, received_keys
@@ -161,7 +161,7 @@ def test_a_flipped_bit_masks_its_slot(url: str, tars: list[Path], field: str) ->
 
 
 def test_an_image_that_lies_about_its_size_costs_its_slot(tmp_path: Path) -> None:
-    from shardflow.shards.foreign import ForeignSource, index_tars
+    from shardflow.format.foreign.build import ForeignSource, index_tars
 
     good = picture(1)[1]
     huge = bytearray(good)
@@ -183,7 +183,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     for fields in ((), ("a", "a")):
         with pytest.raises(ConfigError, match="at least one"):
             FieldsView(fields=fields)
-    from shardflow.shards.foreign import ForeignSource, index_tars
+    from shardflow.format.foreign.build import ForeignSource, index_tars
 
     np.save(tmp_path / "x.npy", np.array([{}], object), allow_pickle=True)
     path = python_tar(tmp_path / "a.tar", [("a.npy", (tmp_path / "x.npy").read_bytes())])

@@ -9,19 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec, TokenBudget
 from shardflow.errors import ConfigError, StateError
-from shardflow.loading import (
-    Batch,
-    ImageView,
-    Loader,
-    LoaderConfig,
-    NativeView,
-    Selection,
-    World,
-    open_blend,
-)
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
+from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, Selection, World, open_blend
+from shardflow.sampling import BatchSpec, TokenBudget
 from tests.factories import make_dataset
 from tests.integration.loader_support import flip_bit, locate
 

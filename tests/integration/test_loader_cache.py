@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec, RankSchedule, TokenBudget
+from shardflow.fields.decode import ThreadState
 from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import field_kinds
-from shardflow.fields.scratch import ThreadState
 from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import DrawKey
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World, open_blend
 from shardflow.loading.selection import select
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, RankSchedule, TokenBudget
 from shardflow.storage import (
     ByteRange,
     Cache,

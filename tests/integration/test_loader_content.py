@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 import tests.factories
-from shardflow.epochs import BatchSpec
 from shardflow.fields.views import DrawKey
+from shardflow.format import Dataset, decode_array, encode_array
 from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView
-from shardflow.shards import Dataset, decode_array, encode_array
+from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, LocalStore
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.integration.loader_support import hooked, locate

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.processes import waited_for
+from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig
-from shardflow.threads import waited_for
 from tests.factories import make_dataset
 from tests.fault_proxy import FaultProxy
 from tests.object_stores import WebServer
@@ -26,7 +26,7 @@ VIEW = ImageView(num_slices=2, rows=16, columns=16)
 _IN_A_LIBRARY = """
 import sys, threading, weakref
 import numpy as np
-from shardflow.threads import wait_for_at_exit
+from shardflow.processes import wait_for_at_exit
 class Owner: pass
 owner, ending, numbers = Owner(), threading.Event(), np.arange(2000) % 50
 weakref.finalize(owner, ending.set)

@@ -18,7 +18,6 @@ import pytest
 from numpy.typing import NDArray
 
 import tests.factories
-from shardflow.epochs import BatchSpec
 from shardflow.errors import (
     FormatError,
     ManifestError,
@@ -29,8 +28,9 @@ from shardflow.errors import (
     WaitTimeoutError,
 )
 from shardflow.fields.views import DrawKey
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView, World
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate, received_keys

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardflow.epochs import BatchSpec, Position
 from shardflow.errors import ConfigError, SampleError
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, World
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, Position
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
 from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate

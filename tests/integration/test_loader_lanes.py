@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from shardflow.epochs import BatchSpec, CostRule, RankSchedule, TokenBudget
-from shardflow.epochs.lane_plan import LanePlan
 from shardflow.errors import StateError
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
 from shardflow.loading.selection import select
 from shardflow.loading.torch_dataset import ShardIterableDataset
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, CostRule, RankSchedule, TokenBudget
+from shardflow.sampling.lane_plan import LanePlan
 from tests.factories import make_dataset
 from tests.integration.loader_support import Keys, received_keys
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec, EpochPlan
 from shardflow.errors import ShardflowError
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, EpochPlan
 from shardflow.storage import ByteRange
 from tests.factories import make_dataset
 from tests.integration.loader_support import hooked, loader_threads, received_keys
@@ -152,9 +152,9 @@ def test_many_loaders_leave_no_descriptors_and_no_threads(url: str) -> None:
 def test_a_process_can_exit_in_the_middle_of_an_iteration(url: str) -> None:
     code = f"""
 import sys
-from shardflow.epochs import BatchSpec
+from shardflow.sampling import BatchSpec
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 config = LoaderConfig(view=ImageView(num_slices=4, rows=64, columns=64), num_threads=4)
 spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)
 loader = Loader(Dataset.open({url!r}), split="train", spec=spec, seed=1, config=config)

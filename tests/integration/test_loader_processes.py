@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec, TokenBudget
 from shardflow.errors import (
     ConfigError,
     LoaderProcessError,
@@ -26,9 +25,10 @@ from shardflow.errors import (
     StateError,
     WaitTimeoutError,
 )
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, World
 from shardflow.loading.process import LoaderProcess
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, TokenBudget
 from tests.factories import make_dataset
 from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate
 from tests.integration.loader_transforms import stall
@@ -310,9 +310,9 @@ def test_signals_to_the_whole_group_do_not_end_it(url: str, monkeypatch: pytest.
 
 _TRAINER = """
 import sys, time
-from shardflow.epochs import BatchSpec
+from shardflow.sampling import BatchSpec
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 loader = Loader(
     Dataset.open(sys.argv[1]), split="train", seed=5,
     spec=BatchSpec(micro_batch_size=2, micro_batches_per_step=2),

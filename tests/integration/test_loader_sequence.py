@@ -8,10 +8,10 @@ from typing import Literal
 
 import pytest
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError, PlanError, StateError
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
 from tests.integration.loader_support import planned_keys, received_keys
 

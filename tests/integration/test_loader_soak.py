@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
 
 _MIB = 1 << 20

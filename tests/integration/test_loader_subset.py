@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.epochs import BatchSpec, TokenBudget
 from shardflow.errors import StateError
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World
 from shardflow.loading.selection import choose_rows
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec, TokenBudget
 from tests.factories import make_dataset
 
 SEED = 11

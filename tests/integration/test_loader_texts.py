@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardflow.epochs import BatchSpec
 from shardflow.fields.slots import SlotAssembler
+from shardflow.format import Dataset
 from shardflow.loading import Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.storage import LocalStore
 from tests.factories import make_dataset
 from tests.integration.loader_support import flip_bit, hooked, locate

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError, SampleError
+from shardflow.format import Dataset
+from shardflow.format.tokens import tokens_folder
 from shardflow.loading import ImageView, Loader, LoaderConfig, Selection, StoredTokens, World, open_blend
-from shardflow.shards import Dataset
-from shardflow.shards.tokens import tokens_folder
+from shardflow.sampling import BatchSpec
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.factories import make_dataset

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import SampleError, StateError
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World
 from shardflow.loading.torch_dataset import ShardIterableDataset
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
 from tests.integration.loader_support import flip_bit, loader_threads, locate, planned_keys, received_keys
 

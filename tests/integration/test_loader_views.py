@@ -12,10 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 import tests.factories
-from shardflow.epochs import BatchSpec, CostRule, TokenBudget
-from shardflow.epochs.buckets import BucketDraw
 from shardflow.errors import ConfigError
 from shardflow.fields.views import WINDOWS
+from shardflow.format import Dataset, decode_array
 from shardflow.loading import (
     Batch,
     ImageView,
@@ -27,7 +26,8 @@ from shardflow.loading import (
     World,
     open_blend,
 )
-from shardflow.shards import Dataset, decode_array
+from shardflow.sampling import BatchSpec, CostRule, TokenBudget
+from shardflow.sampling.image_sizes import BucketDraw
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.integration.loader_support import flip_bit, locate
 

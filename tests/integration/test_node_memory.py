@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
 from shardflow.loading.config import rank_num_bytes
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig, RemoteStore
-from shardflow.telemetry.machine import machine_bytes
+from shardflow.telemetry.process import machine_bytes
 from tests.factories import make_dataset
 
 NUM_RANKS = 2

@@ -17,7 +17,7 @@ from shardflow.loading import region_masks
 from shardflow.packing import PackSummary
 from tests.dicom_factory import dicom_uid, make_study
 from tests.pack_case import PackCase, read_ledger
-from tests.unit.annotations.made_objects import code, item, make_object
+from tests.unit.packing.annotations.made_objects import code, item, make_object
 
 LOOSE = "policy.max_quarantined_share=1.0"
 CANARY = "XCANARYX"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ConfigError, FormatError
+from shardflow.format.dataset import Dataset
+from shardflow.format.manifest import load
+from shardflow.format.verification import verify
 from shardflow.packing.scan import NUM_BUCKETS
-from shardflow.shards.dataset import Dataset
-from shardflow.shards.manifest import load
-from shardflow.shards.verification import verify
 from shardflow.storage import LocalStore
 from tests.dicom_factory import MadeStudy, make_study, truncate
 from tests.pack_case import PackCase, read_ledger, tree_digests

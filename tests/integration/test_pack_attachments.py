@@ -14,8 +14,8 @@ from pydicom.dataset import FileDataset
 
 from shardflow.errors import ConfigError
 from shardflow.packing import PackSummary
-from shardflow.packing.kinds import attachment_kinds
-from shardflow.packing.removal import Withdrawn, remove
+from shardflow.packing.registry import attachment_kinds
+from shardflow.packing.versions.removal import Withdrawn, remove
 from tests.attachment_kinds import HANDLERS, KINDS, write_toy
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study
 from tests.pack_case import PackCase, read_ledger, tree_digests
@@ -277,7 +277,7 @@ def test_a_folder_of_attachments_holds_no_images(tmp_path: Path) -> None:
 
 def test_kinds_are_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "shardflow.packing.handlers.attachment_kinds", lambda records: (*KINDS, *attachment_kinds(records))
+        "shardflow.packing.registry.attachment_kinds", lambda records: (*KINDS, *attachment_kinds(records))
     )
     case = PackCase(tmp_path)
     case.prepare()

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity
+from shardflow.format import Dataset, decode_array
+from shardflow.format.keys import parse_slice_field, parse_variant_field, variant_field
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.packing.augmented import speaks_of_sides
-from shardflow.shards import Dataset, decode_array
-from shardflow.shards.keys import parse_slice_field, parse_variant_field, variant_field
+from shardflow.packing.studies.variants import speaks_of_sides
+from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, LocalStore
 from tests.dicom_factory import make_study
 from tests.integration.loader_support import HookedStore, flip_bit

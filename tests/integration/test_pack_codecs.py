@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset, webdataset_decoder
+from shardflow.format.keys import parse_slice_field
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset, webdataset_decoder
-from shardflow.shards.keys import parse_slice_field
+from shardflow.sampling import BatchSpec
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
 
+from shardflow.format.codecs import decode_array
 from shardflow.packing import PackSummary
-from shardflow.preview.deidentification import Treatment, summarise
-from shardflow.shards.codecs import decode_array
+from shardflow.viewing.page_sections import Treatment, summarise
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, read_ledger
 

@@ -180,7 +180,7 @@ def test_processes_carry_their_limits_while_they_pack(case: PackCase, studies: l
     case.write_faults(study={case.sample_key(study.study_instance_uid): "hang" for study in studies})
     script = """
 import sys
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.packing import PackConfig, pack
 overrides = ["execution.num_processes=2", "execution.task_timeout_s=30"]
 pack(load_config(PackConfig, sys.argv[1], overrides), handlers=sys.argv[2])

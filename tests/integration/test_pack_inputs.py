@@ -245,10 +245,10 @@ def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: sign
 
 def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None:
     script = (
-        "import sys, pipelines.pack\n"
+        "import sys, shardflow.cli.main, shardflow.packing\n"
         "def broken(*args, **settings):\n    raise KeyError('DOE^JANE')\n"
-        "pipelines.pack.pack = broken\n"
-        "sys.exit(pipelines.pack.main(sys.argv[1:]))"
+        "shardflow.packing.job.pack = broken\n"
+        "sys.exit(shardflow.cli.main.main(['pack', *sys.argv[1:]]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "--config", str(case.config_path)],

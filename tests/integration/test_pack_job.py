@@ -13,7 +13,7 @@ import pytest
 from pydicom.dataset import FileDataset
 from pydicom.uid import RLELossless
 
-from shardflow.shards.codecs import decode_array
+from shardflow.format.codecs import decode_array
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study, truncate
 from tests.pack_case import PackCase, read_ledger, tree_digests
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ConfigError
+from shardflow.format.codecs import decode_array
+from shardflow.format.dataset import Dataset
+from shardflow.format.manifest import load
 from shardflow.packing import PackSummary, pack
-from shardflow.shards.codecs import decode_array
-from shardflow.shards.dataset import Dataset
-from shardflow.shards.manifest import load
 from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study
 from tests.layout_trees import (

@@ -10,7 +10,7 @@ import pydicom
 import pytest
 from pydicom.uid import UID
 
-from shardflow.sources.reasons import REASONS, Outcome, Reason
+from shardflow.format.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
 
 PAGE = REPOSITORY / "docs" / "outcomes.md"
@@ -18,7 +18,7 @@ MAX_NAMES = 30
 HEAD = """\
 # What becomes of real files
 
-`python -m pipelines.pack` over all public sample files that the tests use, in one job with the default
+`shardflow pack` over all public sample files that the tests use, in one job with the default
 settings: every file, its outcome, and what it is. The page is written by the test that compares it
 (`tests/integration/test_pack_outcomes.py`); names are shown because these files are public.
 [dicom.md](dicom.md) says what each reason means.

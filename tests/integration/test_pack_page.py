@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.preview import Bounds, gather, render_page
-from shardflow.shards import Dataset, verify
+from shardflow.format import Dataset, verify
+from shardflow.viewing import Bounds, gather, render_page
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PackCase, tree_digests
 

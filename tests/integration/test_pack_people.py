@@ -12,7 +12,7 @@ import pytest
 from pydicom.dataset import Dataset, FileDataset
 from pydicom.sequence import Sequence
 
-from shardflow.packing.removal import Withdrawn, remove
+from shardflow.packing.versions.removal import Withdrawn, remove
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, tree_digests
 

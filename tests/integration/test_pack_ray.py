@@ -16,15 +16,14 @@ from typing import Any
 
 import pytest
 
-from shardflow.packing.engine import Task, WorkerSetup
-from shardflow.packing.limits import ChildLimits
+from shardflow.packing.engines.base import ChildLimits, Task, WorkerSetup
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, PackCase, tree_digests
 from tests.pack_faults import HANDLERS as FAULTY
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
-from shardflow.packing.ray_engine import RayEngine
+from shardflow.packing.engines.ray import RayEngine
 from tests.ray_cluster import descendants, foreign_listeners, packing_workers, ray_cluster
 
 Expected = tuple[Path, dict[str, str], list[str]]

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.entities import EntityRules, build_view
 from shardflow.errors import ChecksumError, ConfigError, ManifestError
+from shardflow.format.dataset import Dataset
+from shardflow.format.entities import EntityRules
+from shardflow.format.manifest import load, versions
+from shardflow.format.tokens import TokenIds
+from shardflow.format.verification import verify
 from shardflow.loading import open_view
-from shardflow.packing import compaction, removal
-from shardflow.packing.compaction import compact
-from shardflow.packing.removal import Withdrawn, remove
-from shardflow.shards.dataset import Dataset
-from shardflow.shards.manifest import load, versions
-from shardflow.shards.token_ids import TokenIds
-from shardflow.shards.verification import verify
+from shardflow.packing.versions import compaction, removal
+from shardflow.packing.versions.compaction import compact
+from shardflow.packing.versions.removal import Withdrawn, remove
+from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
@@ -333,7 +334,7 @@ def test_the_commands_take_identifiers_from_a_file_only(case: PackCase, studies:
 
     def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "pipelines.cli", *arguments],
+            [sys.executable, "-m", "shardflow.cli.main", *arguments],
             cwd=REPOSITORY,
             input=text,
             capture_output=True,

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ChecksumError, ConfigError, StorageError
+from shardflow.format.copying import copy_object
+from shardflow.format.dataset import Dataset
+from shardflow.format.manifest import FileEntry, load, versions
+from shardflow.format.verification import verify
 from shardflow.packing import Share, upload
-from shardflow.packing.compaction import compact
-from shardflow.packing.removal import Withdrawn, remove
-from shardflow.shards.copying import copy_object
-from shardflow.shards.dataset import Dataset
-from shardflow.shards.manifest import FileEntry, load, versions
-from shardflow.shards.verification import verify
+from shardflow.packing.versions.compaction import compact
+from shardflow.packing.versions.removal import Withdrawn, remove
 from shardflow.storage import ByteStore, LocalStore, open_store
 from tests.dicom_factory import make_study
 from tests.object_stores import s3_bucket

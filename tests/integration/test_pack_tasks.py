@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import pack as command
+from shardflow.cli.main import main
 from shardflow.errors import ConfigError
-from shardflow.packing.shares import Share
-from shardflow.packing.workplace import locked_workplace
-from shardflow.shards.verification import verify
+from shardflow.format.verification import verify
+from shardflow.packing.workspace import Share, locked_workplace
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND
@@ -76,17 +75,17 @@ def test_the_merge_names_the_tasks_that_are_missing(
     case: PackCase, expected: Expected, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--config", str(case.config_path)]
-    assert command.main([*arguments, "--merge"]) == 2
+    assert main(["pack", *arguments, "--merge"]) == 2
     for index in (0, 2):
-        assert command.main([*arguments, "--task", f"{index}/4"]) == 0
+        assert main(["pack", *arguments, "--task", f"{index}/4"]) == 0
     capsys.readouterr()
-    assert command.main([*arguments, "--merge"]) == 4
+    assert main(["pack", *arguments, "--merge"]) == 4
     said = capsys.readouterr().out.splitlines()
     assert said[-2] == "Nothing is published: these tasks have to run before, with --task I/N: 1, 3."
     assert json.loads(said[-1])["missing_tasks"] == [1, 3]
     for index in (1, 3):
-        assert command.main([*arguments, "--task", f"{index}/4"]) == 0
-    assert command.main([*arguments, "--merge"]) == 0
+        assert main(["pack", *arguments, "--task", f"{index}/4"]) == 0
+    assert main(["pack", *arguments, "--merge"]) == 0
     assert tree_digests(case.output) == expected[1]
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ChecksumError, ConfigError
+from shardflow.format.copying import copy_object
+from shardflow.format.manifest import FileEntry
+from shardflow.format.verification import verify
 from shardflow.packing import Share, upload
-from shardflow.shards.copying import copy_object
-from shardflow.shards.manifest import FileEntry
-from shardflow.shards.verification import verify
 from shardflow.storage import open_store
 from tests.dicom_factory import make_study
 from tests.object_stores import s3_bucket

@@ -12,12 +12,12 @@ import pytest
 import SimpleITK
 from pydicom.dataset import FileDataset
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset, FieldLocation, decode_array, webdataset_decoder
+from shardflow.format.keys import parse_slice_field, parse_small_field
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.packing.area import shrink
-from shardflow.shards import Dataset, FieldLocation, decode_array, webdataset_decoder
-from shardflow.shards.keys import parse_slice_field, parse_small_field
+from shardflow.packing.studies.variants import shrink
+from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, LocalStore
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase, tree_digests

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError
-from shardflow.packing.compaction import compact
-from shardflow.packing.removal import Withdrawn, remove
-from shardflow.packing.workplace import locked_workplace
-from shardflow.shards.manifest import versions
-from shardflow.shards.verification import verify
+from shardflow.format.manifest import versions
+from shardflow.format.verification import verify
+from shardflow.packing.versions.compaction import compact
+from shardflow.packing.versions.removal import Withdrawn, remove
+from shardflow.packing.workspace import locked_workplace
 from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase, tree_digests

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ConfigError
+from shardflow.format.manifest import versions
+from shardflow.format.verification import verify
 from shardflow.packing.job import PackMode
-from shardflow.shards.manifest import versions
-from shardflow.shards.verification import verify
 from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PackCase, tree_digests

@@ -10,10 +10,10 @@ from pathlib import Path
 import pydicom
 import pytest
 
-from pipelines import cli
-from shardflow.configs import load_config
+from shardflow.cli import main as cli
+from shardflow.config import load_config
+from shardflow.format import Dataset
 from shardflow.packing import PackConfig
-from shardflow.shards import Dataset
 from tests.pack_case import REPOSITORY, read_ledger
 
 RECIPE = Path("pipelines", "recipes", "pack_attachments.toml")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines import cli
-from shardflow.epochs import BatchSpec
+from shardflow.cli import main as cli
 from shardflow.errors import ObjectChangedError, StorageError
+from shardflow.format import Dataset, verify
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset, verify
+from shardflow.sampling import BatchSpec
 from shardflow.storage import LocalStore, RemoteOptions, RemoteStore, RetryPolicy, open_store
 from tests.factories import make_dataset
 from tests.fault_proxy import FaultProxy

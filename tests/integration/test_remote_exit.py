@@ -15,14 +15,14 @@ from tests.object_stores import WebServer
 # A thread of the client that waits for the interpreter gets it late: what a busy machine does now and then.
 _LATE = "import sys; sys.setswitchinterval(1)\n"
 _OPEN = _LATE + (
-    "from shardflow.shards import Dataset\n"
+    "from shardflow.format import Dataset\n"
     "dataset = Dataset.open(sys.argv[1])\n"
     "dataset.store.read('ledger.jsonl')\n"
 )
 _LOADER = _LATE + (
-    "from shardflow.epochs import BatchSpec\n"
+    "from shardflow.sampling import BatchSpec\n"
     "from shardflow.loading import Loader\n"
-    "from shardflow.shards import Dataset\n"
+    "from shardflow.format import Dataset\n"
     "spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)\n"
     "batches = iter(Loader(Dataset.open(sys.argv[1]), split='train', spec=spec, seed=7))\n"
     "next(batches)\n"
@@ -30,7 +30,7 @@ _LOADER = _LATE + (
 _THREAD = _LATE + (
     "import contextlib, threading\n"
     "from shardflow.errors import StorageError\n"
-    "from shardflow.shards import Dataset\n"
+    "from shardflow.format import Dataset\n"
     "store = Dataset.open(sys.argv[1]).store\n"
     "begun = threading.Event()\n"
     "def read():\n"

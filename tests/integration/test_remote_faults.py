@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ObjectChangedError, ShardflowError, StorageError
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, RemoteOptions, RemoteStore, RequestCost, RetryPolicy
 from tests.factories import make_dataset
 from tests.fault_proxy import FaultProxy, Schedule

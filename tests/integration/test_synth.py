@@ -25,22 +25,14 @@ import pytest
 import SimpleITK as sitk  # noqa: N813 - the name its own documentation uses
 from pydicom import Dataset, dcmread
 
-from pipelines import synth
+from shardflow.cli import synth
 from shardflow.errors import ShardflowError, SourceError
-from shardflow.sources.dicom import (
-    BrokenInstance,
-    InstanceHeader,
-    StackKind,
-    Study,
-    build_studies,
-    check_copies,
-    discover,
-    form_of,
-    iter_stack,
-    read_header,
-)
+from shardflow.packing.sources.dicom.discover import discover
+from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
+from shardflow.packing.sources.dicom.pixels import check_copies, form_of, iter_stack
+from shardflow.packing.sources.dicom.stacks import StackKind, Study, build_studies
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, MODALITIES, PATHOLOGIES, SynthOptions, generate
-from shardflow.synthetic.tissues import LESION_CONTRASTS, contrast_index
+from shardflow.synthetic.scene import LESION_CONTRASTS, contrast_index
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Many oddities, so that a few small studies show all of them; damage in few of them.
@@ -73,7 +65,7 @@ def truth(made: Path) -> list[Row]:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "synth", *arguments],
+        [sys.executable, "-m", "shardflow.cli.main", "synth", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -488,7 +480,7 @@ def _check_pixels(first: InstanceHeader, stack: Any, paths: list[Path]) -> None:
 
 
 def test_our_reader_gets_the_report_rows(made: Path, truth: list[Row]) -> None:
-    reports = pytest.importorskip("shardflow.sources.reports")
+    reports = pytest.importorskip("shardflow.packing.sources.reports")
     found = {row.study_instance_uid: row.text for row in reports.iter_reports(made / "reports.csv", "csv")}
     assert found.keys() == {study["study_instance_uid"] for study in truth[1:]}
     for study in truth[1:]:
@@ -518,7 +510,7 @@ def test_lost_slices_leave_the_gap_that_the_truth_says(truth: list[Row]) -> None
 
 def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "pipelines.cli", "synth", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "shardflow.cli.main", "synth", str(tmp_path / "out")]
     command += ["--studies", "2", "--seed", "1", "--size", "32", "--slices", "4"]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=theirs) as process:
         os.close(theirs)
@@ -547,7 +539,7 @@ def test_pixels_do_not_depend_on_the_processor(tmp_path: Path) -> None:
     arguments = ["--studies", "4", "--seed", "6", "--size", "48", "--slices", "5:8"]
     for name, disabled in (("all", ""), ("few", " ".join(found))):
         done = subprocess.run(
-            [sys.executable, "-m", "pipelines.cli", "synth", str(tmp_path / name), *arguments],
+            [sys.executable, "-m", "shardflow.cli.main", "synth", str(tmp_path / name), *arguments],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,

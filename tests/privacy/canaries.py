@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardflow.shards.codecs import decode_array
+from shardflow.format.codecs import decode_array
 
 __all__ = ["DATE", "KIN", "NUMBER", "STEM", "find_canaries", "output_bytes", "variants"]
 

@@ -23,7 +23,7 @@ from pydicom.sequence import Sequence as Items
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study
 from tests.pack_case import PackCase, read_ledger
 from tests.privacy.canaries import DATE, NUMBER, STEM, find_canaries, output_bytes
-from tests.unit.annotations.made_objects import code, contour, item, make_object
+from tests.unit.packing.annotations.made_objects import code, contour, item, make_object
 
 _TEXTS = frozenset({"AE", "LO", "LT", "PN", "SH", "ST", "UC", "UR", "UT"})
 _UID = f"1.2.826.0.1.3680043.10.{NUMBER}"

@@ -17,7 +17,7 @@ from pydicom.dataelem import DataElement
 from pydicom.dataset import Dataset, FileDataset
 from pydicom.sequence import Sequence
 
-from shardflow.deid.allowlist import KEYWORDS
+from shardflow.packing.deid.allowlist import KEYWORDS
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PackCase, read_ledger
 from tests.pack_faults import HANDLERS

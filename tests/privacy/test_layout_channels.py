@@ -14,7 +14,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from pipelines.cli import main
+from shardflow.cli.main import main
 from tests.dicom_factory import make_study
 from tests.layout_trees import picture, write_png, write_table
 from tests.pack_case import PackCase

@@ -16,7 +16,7 @@ import pytest
 from pydicom.dataset import Dataset, FileDataset
 from pydicom.sequence import Sequence
 
-from shardflow.shards.codecs import decode_array
+from shardflow.format.codecs import decode_array
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PackCase
 from tests.pack_faults import HANDLERS

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardflow.alignment import AlignmentRules, align
 from shardflow.reports import ReportReader
+from shardflow.reports.alignment.aligning import align
+from shardflow.reports.alignment.evidence import AlignmentRules
 from tests.alignment_cases import roi, series, study
 
 pytestmark = pytest.mark.fast

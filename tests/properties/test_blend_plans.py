@@ -14,22 +14,13 @@ import pytest
 from hypothesis import event, example, given, seed, settings
 from hypothesis import strategies as st
 
-from shardflow.epochs import (
-    BatchSpec,
-    EpochPlan,
-    RankSchedule,
-    SampleLayout,
-    TokenBudget,
-    choose_lanes,
-)
-from shardflow.epochs.blend import Blend, BlendComponent
-from shardflow.epochs.blend_lanes import blend_layout
-from shardflow.epochs.chosen import chosen_layout
-from shardflow.epochs.mix import measure_mix
-from shardflow.epochs.rows import Rows, RowSet, rows_digest, select_rows
-from shardflow.epochs.shares import draws_by_repeat, draws_by_weight, split_draws
-from shardflow.epochs.spec import TAILS
 from shardflow.errors import PlanError
+from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule, SampleLayout, TokenBudget, choose_lanes
+from shardflow.sampling.blend import Blend, BlendComponent, draws_by_repeat, draws_by_weight, split_draws
+from shardflow.sampling.blend_lanes import blend_layout
+from shardflow.sampling.layout import Rows, RowSet, chosen_layout, rows_digest, select_rows
+from shardflow.sampling.measures import measure_mix
+from shardflow.sampling.spec import TAILS
 from tests.layouts import DATASET_ID, layout_of
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from shardflow.storage import ByteRange
 from shardflow.storage.cache.blocks import ObjectBlocks
-from shardflow.storage.cache.policy import NEVER
-from shardflow.storage.cache.uses import UseTable, block_distances, uses_name
+from shardflow.storage.cache.forecast import NEVER, UseTable, block_distances, uses_name
 
 pytestmark = pytest.mark.fast
 

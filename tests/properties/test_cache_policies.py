@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.stream.cache_simulation import Outcome, next_uses, simulate
 from shardflow.storage.cache.config import EvictionPolicy
-from shardflow.storage.cache.policy import NEVER, decayed, eviction_order, is_worth_keeping
+from shardflow.storage.cache.forecast import NEVER, decayed, eviction_order, is_worth_keeping
 
 pytestmark = pytest.mark.fast
 

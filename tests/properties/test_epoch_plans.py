@@ -15,9 +15,9 @@ import pytest
 from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 
-from shardflow.epochs import BatchSpec, EpochPlan, LoaderState, Permutation, Position, RankSchedule
-from shardflow.epochs.spec import TAILS
 from shardflow.errors import PlanError
+from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, Permutation, Position, RankSchedule
+from shardflow.sampling.spec import TAILS
 from shardflow.seeds import derive
 
 MicroBatches = list[tuple[list[int], list[int]]]

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 
-from shardflow.epochs import (
+from shardflow.errors import PlanError
+from shardflow.sampling import (
     BatchSpec,
     CostRule,
     EpochPlan,
@@ -27,10 +28,9 @@ from shardflow.epochs import (
     SampleLayout,
     TokenBudget,
 )
-from shardflow.epochs.budget import OVER_BUDGET, count_micro_batches, cut_micro_batches
-from shardflow.epochs.lanes import LaneMap
-from shardflow.epochs.spec import TAILS
-from shardflow.errors import PlanError
+from shardflow.sampling.budget import OVER_BUDGET, count_micro_batches, cut_micro_batches
+from shardflow.sampling.lanes import LaneMap
+from shardflow.sampling.spec import TAILS
 from tests.layouts import DATASET_ID, layout_of
 
 Steps = list[list[tuple[list[int], list[int]]]]

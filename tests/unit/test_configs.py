@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from shardflow.configs import Bounds, ByteSize, check_fields, dump_config, load_config, parse_byte_size
+from shardflow.config import Bounds, ByteSize, check_fields, dump_config, load_config, parse_byte_size
 from shardflow.errors import ConfigError
 
 pytestmark = pytest.mark.fast

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardflow.configs import dump_config, load_config
-from shardflow.corpora.config import CorpusConfig
+from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError
 from shardflow.packing import PackConfig
+from shardflow.packing.corpora.config import CorpusConfig
 
 pytestmark = pytest.mark.fast
 

@@ -9,4 +9,9 @@ from shardflow.monitoring.run_page.compare import render_comparison
 from shardflow.monitoring.run_page.page import render_run_page
 from shardflow.monitoring.run_page.reading import RunNumbers, read_run
 
-__all__ = ["RunNumbers", "read_run", "render_comparison", "render_run_page"]
+__all__ = [
+    "RunNumbers",
+    "read_run",
+    "render_comparison",
+    "render_run_page",
+]

@@ -20,7 +20,7 @@ from shardflow.monitoring.run_page.reading import Mark, RunNumbers, Summary, sho
 from shardflow.monitoring.run_page.svg import Chart, Series, bars, figure, legend
 from shardflow.monitoring.units import compact, duration, show
 from shardflow.telemetry import STAGES, Advice
-from shardflow.telemetry.knobs import setting_text
+from shardflow.telemetry.intervals import setting_text
 
 _GOODPUT: Final = (
     ("useful_s", "useful steps", "useful"),

@@ -16,12 +16,11 @@ from statistics import median
 from typing import Any, Final
 
 from shardflow.monitoring.goodput import Goodput, GoodputMeter
+from shardflow.monitoring.history import RunFile, read_settings
 from shardflow.monitoring.lines import MetricsLine, run_name
-from shardflow.monitoring.run_file import RunFile
-from shardflow.monitoring.settings import read_settings
 from shardflow.monitoring.units import duration, show
-from shardflow.monitoring.verdict import Settings, judge
-from shardflow.monitoring.verdict.judging import WINDOW
+from shardflow.monitoring.verdict.intervals import Settings
+from shardflow.monitoring.verdict.judging import WINDOW, judge
 from shardflow.telemetry import Interval, Move, Verdict
 
 MOST_POINTS: Final = 1200

@@ -7,10 +7,9 @@ people.
 
 from __future__ import annotations
 
-from shardflow.monitoring.verdict.judging import judge, judge_all, judge_each
+from shardflow.monitoring.verdict.intervals import Settings, Stretch, pool
+from shardflow.monitoring.verdict.judging import VerdictWatch, judge, judge_all, judge_each
 from shardflow.monitoring.verdict.rules import COMPUTE, RULES, Rule
-from shardflow.monitoring.verdict.stretch import Settings, Stretch, pool
-from shardflow.monitoring.verdict.watching import VerdictWatch
 
 __all__ = [
     "COMPUTE",

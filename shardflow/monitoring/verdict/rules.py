@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardflow.monitoring.verdict import advice
-from shardflow.monitoring.verdict.stretch import PARTS, Stretch
+from shardflow.monitoring.verdict.intervals import PARTS, Stretch
 from shardflow.telemetry import Advice
-
-__all__ = ["COMPUTE", "LEAST_MEMORY", "RULES", "Rule", "compute_share"]
 
 LEAST_WAIT: Final = 0.1
 """Share of the step from which a wait for data is said."""

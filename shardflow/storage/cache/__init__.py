@@ -8,10 +8,9 @@ happens to the cache.
 from __future__ import annotations
 
 from shardflow.storage.cache.blocks import ObjectBlocks
-from shardflow.storage.cache.cache import Cache
 from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.outlook import Outlook, Run
-from shardflow.storage.cache.store import CachedStore, read_afresh
+from shardflow.storage.cache.forecast import Outlook, Run
+from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 
 __all__ = [
     "Cache",

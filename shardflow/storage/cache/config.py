@@ -6,10 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from shardflow.configs import Bounds, ByteSize, check_fields
+from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
-
-__all__ = ["CacheConfig", "EvictionPolicy"]
 
 _MIB = 1 << 20
 

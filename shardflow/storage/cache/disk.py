@@ -17,27 +17,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardflow.storage.cache.blocks import ObjectBlocks
-from shardflow.storage.cache.catalog import (
+from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, read_pieces
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.eviction import Evictor, Shrinker, incoming_name
+from shardflow.storage.cache.folder import (
     ABSENT,
     BLOCKED,
     CLAIMED,
     READY,
+    BlockDamagedError,
+    CacheFolder,
     Catalog,
     CatalogObject,
     Header,
     pages_of,
 )
-from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.eviction import Evictor, incoming_name
-from shardflow.storage.cache.folder import BlockDamagedError, CacheFolder
-from shardflow.storage.cache.outlook import Outlook
-from shardflow.storage.cache.policy import decayed
-from shardflow.storage.cache.shrinking import Shrinker
-from shardflow.storage.cache.tier import Claim, Piece, read_pieces
+from shardflow.storage.cache.forecast import Outlook, decayed
 from shardflow.telemetry import StageCounters
-
-__all__ = ["DiskTier"]
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -14,14 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardflow.storage.cache.blocks import ObjectBlocks
+from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, copy_pieces
 from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.outlook import Outlook
-from shardflow.storage.cache.policy import decayed, eviction_order, is_worth_keeping
-from shardflow.storage.cache.tier import Claim, Piece, copy_pieces
+from shardflow.storage.cache.forecast import Outlook, decayed, eviction_order, is_worth_keeping
 from shardflow.telemetry import StageCounters
-
-__all__ = ["MemoryTier"]
 
 _Key = tuple[str, int]
 _BATCH_SHARE = 32

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardflow.synthetic.appearances import Appearance, contrast_of
-from shardflow.synthetic.draws import Draws
-from shardflow.synthetic.identifiers import GENERATED
+from shardflow.synthetic.draws import GENERATED, Draws
 from shardflow.synthetic.lesions import Lesion
-from shardflow.synthetic.reports.document import Document, Mark, Piece, Report, Sentence
+from shardflow.synthetic.render import Appearance, contrast_of
 from shardflow.synthetic.reports.mentions import (
+    Document,
+    Mark,
+    Piece,
+    Report,
+    Sentence,
     Sighting,
     mention,
     plain_mention,
@@ -19,17 +22,19 @@ from shardflow.synthetic.reports.mentions import (
     wrong_number,
 )
 from shardflow.synthetic.reports.sentences import (
+    ABSENT_FINDINGS,
+    HISTORIES,
+    NORMAL_SENTENCES,
+    SYNONYMS,
     absent_sentence,
     distractor_sentence,
     entity,
     hypothetical_sentence,
     lesion_sentence,
+    place_of,
     uncertain_sentence,
 )
-from shardflow.synthetic.reports.words import ABSENT_FINDINGS, HISTORIES, NORMAL_SENTENCES, SYNONYMS, place_of
 from shardflow.synthetic.study import StudyPlan
-
-__all__ = ["Story", "write_report"]
 
 _REGION_WORDS = {"abdomen": "abdomen", "chest": "chest", "head": "brain", "spine": "lumbar spine"}
 _MODALITY_WORDS = {"CT": "CT", "MR": "MRI", "CR": "Radiograph", "DX": "Radiograph"}

@@ -10,7 +10,3 @@ The way of the data, a module each::
 
 ``shardflow.training.inputs`` puts them together.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -8,9 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.fields.decode import convert_slice, decode_slice
-from shardflow.fields.scratch import Scratch
-from shardflow.shards import encode_array
+from shardflow.fields.decode import Scratch, convert_slice, decode_slice
+from shardflow.format import encode_array
 
 pytestmark = pytest.mark.fast
 RNG = np.random.default_rng(5)

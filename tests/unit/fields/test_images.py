@@ -9,8 +9,8 @@ import pytest
 from shardflow.errors import ConfigError
 from shardflow.fields.images import ORIGINAL, choose_variant
 from shardflow.fields.views import DrawKey
+from shardflow.format.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
 from shardflow.loading import ImageView
-from shardflow.shards.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
 
 pytestmark = pytest.mark.fast
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardflow.errors import FormatError
-from shardflow.fields.regions import carry_box, carry_mask, region_masks
-from shardflow.shards.codecs import encode_array
+from shardflow.fields.findings import carry_box, carry_mask, region_masks
+from shardflow.format.codecs import encode_array
 
 pytestmark = pytest.mark.fast
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, _bending, _spline, change_intensity
-from shardflow.training.device.augmentation import stack_draws
-from shardflow.training.device.images import ImageParameters, ImagePipeline, windowed_share
+from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws, windowed_share
 
 pytestmark = pytest.mark.fast
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.epochs.blend import Blend
 from shardflow.errors import ConfigError
 from shardflow.loading.blend_file import evaluation_blend, open_blend
+from shardflow.sampling.blend import Blend
 from tests.factories import make_dataset, sample_key
 
 pytestmark = pytest.mark.fast

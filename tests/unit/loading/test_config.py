@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.configs import load_config
+from shardflow.config import load_config
 from shardflow.errors import ConfigError
 from shardflow.loading import ImageView, LoaderConfig, NativeView
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from shardflow.errors import ShardflowError, WaitTimeoutError
-from shardflow.fields.scratch import ThreadState
+from shardflow.fields.decode import ThreadState
 from shardflow.loading.engine import OrderedEngine
 from shardflow.telemetry import StageCounters
 

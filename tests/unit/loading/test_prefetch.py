@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
-from shardflow.fields.scratch import ThreadState
+from shardflow.fields.decode import ThreadState
 from shardflow.loading.prefetch import PlannedReads, Prefetcher, ShardRead
 from shardflow.telemetry import StageCounters
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.loading.config import check_fits
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
 
 pytestmark = pytest.mark.fast

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ChecksumError
+from shardflow.format import Dataset
 from shardflow.loading import select
-from shardflow.shards import Dataset
 from tests.factories import make_dataset
 
 pytestmark = pytest.mark.fast

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset
 from shardflow.loading.selection import choose_rows, resolve_terms
-from shardflow.shards import Dataset
 from tests.factories import make_dataset, sample_key
 
 pytestmark = pytest.mark.fast

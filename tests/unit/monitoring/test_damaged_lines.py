@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from pipelines.top import frame
+from shardflow.cli.top import frame
 from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring import RunHistory, read_history, read_metrics_text
 from shardflow.monitoring.goodput import goodput_of, measure_goodput
-from shardflow.monitoring.lines import METRICS_FILE, MOST_LINE_BYTES, parse_line
+from shardflow.monitoring.history import RunFile
+from shardflow.monitoring.lines import METRICS_FILE, MOST_LINE_BYTES, EventTail, parse_line
 from shardflow.monitoring.live import LiveRun
-from shardflow.monitoring.run_file import RunFile
-from shardflow.monitoring.run_page import read_run, render_comparison, render_run_page
-from shardflow.monitoring.sinks import record_of
-from shardflow.monitoring.tail import EventTail
-from shardflow.monitoring.verdict import judge_all
+from shardflow.monitoring.outlets import record_of
+from shardflow.monitoring.run_page.compare import render_comparison
+from shardflow.monitoring.run_page.page import render_run_page
+from shardflow.monitoring.run_page.reading import read_run
+from shardflow.monitoring.verdict.judging import judge_all
 from shardflow.training.metrics import read_metrics
 from tests.run_factory import write_run
 

@@ -18,10 +18,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import MetricsServer, RunCollector, parse_address, read_metrics_text
-from shardflow.monitoring.exported import METRICS, metric_rows
-from shardflow.monitoring.lines import METRICS_FILE, MetricsLine
-from shardflow.monitoring.metrics_meter import MetricsMeter
-from shardflow.monitoring.tail import EventTail
+from shardflow.monitoring.lines import METRICS_FILE, EventTail, MetricsLine
+from shardflow.monitoring.meter import METRICS, MetricsMeter, metric_rows
 from shardflow.telemetry import Interval, RankNumbers
 from tests.run_factory import write_run
 
@@ -205,7 +203,7 @@ def test_scrapes_at_once_count_every_line_once(tmp_path: Path, monkeypatch: pyte
                     go_on.wait(60)
                 yield line
 
-    monkeypatch.setattr("shardflow.monitoring.prometheus.EventTail", _Slow)
+    monkeypatch.setattr("shardflow.monitoring.lines.EventTail", _Slow)
     with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, ThreadPoolExecutor(2) as threads:
         first = threads.submit(_get, server.url)
         assert is_half_read.wait(60)

@@ -18,11 +18,20 @@ from shardflow.logs import EventLog
 from shardflow.monitoring import read_history
 from shardflow.monitoring.goodput import measure_goodput
 from shardflow.monitoring.lines import METRICS_FILE
-from shardflow.monitoring.run_page import RunNumbers, read_run, render_comparison, render_run_page
-from shardflow.monitoring.run_page.reading import MOST_POINTS, MOST_SUMMARIES, StepColumns, Summaries, shown
+from shardflow.monitoring.run_page.compare import render_comparison
+from shardflow.monitoring.run_page.page import render_run_page
+from shardflow.monitoring.run_page.reading import (
+    MOST_POINTS,
+    MOST_SUMMARIES,
+    RunNumbers,
+    StepColumns,
+    Summaries,
+    read_run,
+    shown,
+)
 from shardflow.monitoring.run_page.svg import ticks
 from shardflow.monitoring.units import compact, duration, show
-from shardflow.monitoring.verdict import judge_all
+from shardflow.monitoring.verdict.judging import judge_all
 from shardflow.telemetry import STAGES, Advice, Interval, RankNumbers, Verdict
 from tests.run_factory import Bound, write_run
 
@@ -363,7 +372,8 @@ def _write_long(path: Path, num_steps: int, num_ranks: int) -> None:
 _MEASURE = """
 import resource, sys
 from pathlib import Path
-from shardflow.monitoring.run_page import read_run, render_run_page
+from shardflow.monitoring.run_page.page import render_run_page
+from shardflow.monitoring.run_page.reading import read_run
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 page = render_run_page(read_run(Path(sys.argv[1])))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(page))

@@ -13,9 +13,9 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
-from shardflow.monitoring import sinks
+from shardflow.monitoring import outlets as sinks
 from shardflow.monitoring.lines import METRICS_FILE, MetricsLine
-from shardflow.monitoring.sinks import Record, Scalar, Sink, SinkFollower, record_of, require_sinks
+from shardflow.monitoring.outlets import Record, Scalar, Sink, SinkFollower, record_of, require_sinks
 from tests.run_factory import write_run
 
 CANARY = "Mueller-Hans-19481224"
@@ -218,11 +218,11 @@ def _in_a_process_of_its_own(target: Any, *arguments: Any) -> None:
 def _two_starts(run: Path, kind: str, generated: Path) -> None:
     for number in range(2):
         if kind == "wandb":
-            from shardflow.monitoring.sink_wandb import WandbSink
+            from shardflow.monitoring.outlets import WandbSink
 
             sink: Sink = WandbSink()
         else:
-            from shardflow.monitoring.sink_mlflow import MlflowSink
+            from shardflow.monitoring.outlets import MlflowSink
 
             sink = MlflowSink()
         follower = SinkFollower(run, {kind: sink})

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.monitoring.lines import METRICS_FILE
-from shardflow.monitoring.tail import EventTail
+from shardflow.monitoring.lines import METRICS_FILE, EventTail
 
 pytestmark = pytest.mark.fast
 

@@ -11,12 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardflow.monitoring.tuner import Tuner, TunerRules
-from shardflow.monitoring.tuner_candidates import candidates
-from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers, measure_window
-from shardflow.monitoring.tuner_start import DataFacts, MachineFacts, default_settings
+from shardflow.monitoring.tuner import Tuner, TunerRules, candidates
+from shardflow.monitoring.tuner_numbers import (
+    DataFacts,
+    LoaderTotals,
+    MachineFacts,
+    StepNumbers,
+    default_settings,
+    measure_window,
+)
 from shardflow.telemetry import KnobLimit, Move
-from shardflow.telemetry.knobs import setting_text
+from shardflow.telemetry.intervals import setting_text
 from tests.tuner_system import Job, Settings, System
 
 pytestmark = pytest.mark.fast

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardflow.monitoring.verdict import COMPUTE, RULES, judge
+from shardflow.monitoring.verdict.judging import judge
+from shardflow.monitoring.verdict.rules import COMPUTE, RULES
 from shardflow.telemetry import Interval, Verdict
 from tests.interval_factory import make_interval, make_run
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.monitoring.settings import read_settings
-from shardflow.monitoring.verdict import VerdictWatch
+from shardflow.monitoring.history import read_settings
+from shardflow.monitoring.verdict.judging import VerdictWatch
 from shardflow.telemetry import Interval, Verdict
 from tests.interval_factory import make_interval
 

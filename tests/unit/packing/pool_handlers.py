@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardflow.errors import ConfigError, StorageError
-from shardflow.packing.child import Handler
+from shardflow.packing.engines.worker import Handler
 
 
 def make_handler(setup: Mapping[str, Any]) -> Handler:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shardflow.packing.area import fit_within, scale_affine, shrink
+from shardflow.packing.studies.variants import fit_within, scale_affine, shrink
 
 pytestmark = pytest.mark.fast
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardflow.packing.channel import Channel, ChannelClosedError
+from shardflow.packing.engines.worker import Channel, ChannelClosedError
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ChecksumError, StorageError
-from shardflow.packing.fragment import (
+from shardflow.format.samples import SampleFacts
+from shardflow.format.tar import END_OF_ARCHIVE
+from shardflow.packing.studies.fragment import (
     Fragment,
     FragmentWriter,
     StudyOutcome,
@@ -16,8 +18,6 @@ from shardflow.packing.fragment import (
     fragment_path,
     read_fragment,
 )
-from shardflow.shards.samples import SampleFacts
-from shardflow.shards.tar import END_OF_ARCHIVE
 
 pytestmark = pytest.mark.fast
 

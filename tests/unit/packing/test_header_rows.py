@@ -9,7 +9,7 @@ import pytest
 
 from shardflow.errors import StorageError
 from shardflow.packing.header_rows import HeaderRow, RowPlace, load_rows, read_rows, store_rows
-from shardflow.sources.dicom import InstanceHeader, read_header
+from shardflow.packing.sources.dicom.headers import InstanceHeader, read_header
 from tests.dicom_factory import make_study
 
 pytestmark = pytest.mark.fast

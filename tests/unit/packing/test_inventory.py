@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardflow.errors import ShardflowError
+from shardflow.format.reasons import Reason
 from shardflow.packing.inventory import (
     NO_STUDY,
     PACKED,
@@ -17,7 +18,6 @@ from shardflow.packing.inventory import (
     reason_code,
     reason_name,
 )
-from shardflow.sources.reasons import Reason
 
 pytestmark = pytest.mark.fast
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.deid.pseudonyms import SecretKey
 from shardflow.errors import StorageError
+from shardflow.format.reasons import Reason
+from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.inventory import PACKED, UNDECIDED, StudyTable, reason_code, reason_name
 from shardflow.packing.linking import ReportPlace, ReportTable, link_reports, read_report
-from shardflow.sources.reasons import Reason
-from shardflow.sources.reports import BrokenReport, ReportRecord
+from shardflow.packing.sources.reports import BrokenReport, ReportRecord
 
 pytestmark = pytest.mark.fast
 

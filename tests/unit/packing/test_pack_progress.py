@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from pipelines.pack_bars import BarProgress
-from pipelines.pack_progress import LineProgress, make_progress
+from shardflow.cli.pack import BarProgress, LineProgress, make_progress
 
 pytestmark = pytest.mark.fast
 
@@ -51,7 +50,7 @@ def test_lines_for_a_log(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_long_phase_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("pipelines.pack_progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("shardflow.cli.pack.time.monotonic", lambda: now)
     stream = io.StringIO()
     progress = LineProgress(stream)
     progress.phase("studies", 9)

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.packing.config import (
-    InputsConfig,
-    LimitsConfig,
-    PackConfig,
-    PolicyConfig,
-    ShardsConfig,
-)
+from shardflow.packing.config import InputsConfig, LimitsConfig, PackConfig, PolicyConfig, ShardsConfig
 from shardflow.packing.inventory import UNDECIDED, FileTable, ScannedFile, reason_name
 from shardflow.packing.linking import ReportTable
 from shardflow.packing.plan import PackPlan, build_plan, split_of_bucket

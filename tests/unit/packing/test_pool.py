@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ShardflowError
-from shardflow.packing import pool as pool_module
-from shardflow.packing.engine import Task, TaskDone, WorkerSetup
-from shardflow.packing.limits import ChildLimits
-from shardflow.packing.pool import ChildPool
+from shardflow.packing.engines import local as pool_module
+from shardflow.packing.engines.base import ChildLimits, Task, TaskDone, WorkerSetup
+from shardflow.packing.engines.local import ChildPool
 
 MIB = 1 << 20
 LIMITS = ChildLimits(memory_bytes=600 * MIB, task_s=30.0, file_bytes=10 * MIB, open_files=64)
@@ -289,9 +288,9 @@ def test_processes_end_with_a_killed_job(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from shardflow.packing.limits import ChildLimits
-from shardflow.packing.engine import Task, WorkerSetup
-from shardflow.packing.pool import ChildPool
+from shardflow.packing.engines.base import ChildLimits
+from shardflow.packing.engines.base import Task, WorkerSetup
+from shardflow.packing.engines.local import ChildPool
 worker = WorkerSetup(limits=ChildLimits(memory_bytes={600 * MIB}, task_s=60.0, file_bytes={MIB}),
                      handlers="tests.unit.packing.pool_handlers:make_handler", setup={{}},
                      log_path=Path({log!r}))

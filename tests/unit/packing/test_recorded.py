@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import StorageError
-from shardflow.packing.engine import Failure
-from shardflow.packing.recorded import RecordedOutcomes, reason_of_failure
-from shardflow.sources.reasons import Outcome, outcome_of
+from shardflow.format.reasons import Outcome, outcome_of
+from shardflow.packing.engines.base import Failure
+from shardflow.packing.workspace import RecordedOutcomes, reason_of_failure
 
 pytestmark = pytest.mark.fast
 

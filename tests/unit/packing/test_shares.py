@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from benchmarks.schedule.simulate import Workload, dealt, makespan, workload
 from shardflow.errors import ConfigError
-from shardflow.packing.dealing import deal, missing_tasks, opening_order
 from shardflow.packing.inventory import UNDECIDED
 from shardflow.packing.plan import PackPlan, PlannedShard
-from shardflow.packing.shares import Share
+from shardflow.packing.scheduling import deal, missing_tasks, opening_order
+from shardflow.packing.workspace import Share
 
 pytestmark = pytest.mark.fast
 

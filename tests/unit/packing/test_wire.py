@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ShardflowError
-from shardflow.packing import tasks
-from shardflow.packing.fragment import StudyOutcome
+from shardflow.format.reasons import Reason
+from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import Attachment, ItemLinks, ScannedFile, StudyFacts
 from shardflow.packing.linking import ReportPlace
-from shardflow.packing.wire import decode, encode
-from shardflow.sources.layouts import Placement
-from shardflow.sources.reasons import Reason
+from shardflow.packing.sources.placement import Placement
+from shardflow.packing.studies import tasks
+from shardflow.packing.studies.fragment import StudyOutcome
 
 pytestmark = pytest.mark.fast
 

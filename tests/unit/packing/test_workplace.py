@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ConfigError, StorageError
-from shardflow.packing.workplace import Workplace, locked_workplace
+from shardflow.packing.workspace import Workplace, locked_workplace
 from tests.pack_case import PackCase
 
 pytestmark = pytest.mark.fast

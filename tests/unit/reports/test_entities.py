@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError
 from shardflow.reports import Entity, EntityFinder, load_lexicon
-from shardflow.reports.lexicon import shipped_rows
-from shardflow.reports.tokens import fold_words, tokenize
+from shardflow.reports.lexicon import fold_words, shipped_rows, tokenize
 
 pytestmark = pytest.mark.fast
 

@@ -11,10 +11,9 @@ import pytest
 
 from shardflow.errors import StorageError
 from shardflow.storage import RequestCost
-from shardflow.storage.admission import Admission
 from shardflow.storage.event_loop import EventLoopThread, run_all
-from shardflow.storage.hedging import Hedging
-from shardflow.storage.retrying import PassingFaultError
+from shardflow.storage.ranged_reads import Admission, Hedging
+from shardflow.storage.requests import PassingFaultError
 
 pytestmark = pytest.mark.fast
 

@@ -8,8 +8,7 @@ import pytest
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.storage import open_store
-from shardflow.storage.aws_profile import profile_settings
-from shardflow.storage.endpoints import check_endpoint, endpoint_of
+from shardflow.storage.client import check_endpoint, endpoint_of, profile_settings
 
 pytestmark = pytest.mark.fast
 

@@ -35,8 +35,7 @@ from shardflow.storage import (
     RetryPolicy,
     open_store,
 )
-from shardflow.storage.remote_faults import translated
-from shardflow.storage.retrying import PassingFaultError, Retrying
+from shardflow.storage.requests import PassingFaultError, Retrying, translated
 from tests.conformance.stores import CONTENT, StoreConformance
 from tests.fault_proxy import FaultProxy
 from tests.object_stores import WebServer, s3_bucket
@@ -248,7 +247,7 @@ def test_a_silent_server_is_left_at_the_deadline(proxy: FaultProxy) -> None:
 
 
 def test_the_budget_is_shared_by_all_requests() -> None:
-    from shardflow.storage.retrying import PassingFaultError
+    from shardflow.storage.requests import PassingFaultError
 
     retrying = Retrying(RetryPolicy(max_attempts=100, first_wait_s=0, budget=5))
 

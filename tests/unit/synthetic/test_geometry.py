@@ -9,12 +9,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.synthetic.planes import AXIAL, CORONAL, SAGITTAL, Grid, Plane, stack_of_planes
-from shardflow.synthetic.projection import project, silhouette
-from shardflow.synthetic.scene import Conic, Rectangle, Scene, coverage, cut, inside_mask, rectangle_of
-from shardflow.synthetic.solids import Quadric, Solid, ellipsoid, pillar, slab
-from shardflow.synthetic.tissues import TISSUES, attenuation
-from shardflow.synthetic.vectors import IDENTITY, Vector, cross, dot, move, rotation
+from shardflow.synthetic.geometry import (
+    AXIAL,
+    CORONAL,
+    IDENTITY,
+    SAGITTAL,
+    Grid,
+    Plane,
+    Quadric,
+    Solid,
+    Vector,
+    cross,
+    dot,
+    ellipsoid,
+    move,
+    pillar,
+    rotation,
+    slab,
+    stack_of_planes,
+)
+from shardflow.synthetic.scene import (
+    TISSUES,
+    Conic,
+    Rectangle,
+    Scene,
+    attenuation,
+    coverage,
+    cut,
+    inside_mask,
+    project,
+    rectangle_of,
+    silhouette,
+)
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shardflow.synthetic.noise import Kernel, bell_noise, filtered_noise, hashed_bits
+from shardflow.synthetic.draws import Kernel, bell_noise, filtered_noise, hashed_bits
 
 pytestmark = pytest.mark.fast
 

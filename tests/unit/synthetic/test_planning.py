@@ -11,13 +11,12 @@ from itertools import pairwise
 import pytest
 
 from shardflow.errors import ConfigError
-from shardflow.synthetic.appearances import find_appearances
-from shardflow.synthetic.identifiers import make_uid
-from shardflow.synthetic.options import DEFAULT_PATHOLOGIES, PATHOLOGIES, SynthOptions
-from shardflow.synthetic.patients import iter_visits
+from shardflow.synthetic.draws import make_uid
+from shardflow.synthetic.geometry import dot
+from shardflow.synthetic.options import DEFAULT_PATHOLOGIES, PATHOLOGIES, SynthOptions, iter_visits
 from shardflow.synthetic.planning import plan_study
+from shardflow.synthetic.render import find_appearances
 from shardflow.synthetic.study import StudyPlan
-from shardflow.synthetic.vectors import dot
 
 pytestmark = pytest.mark.fast
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from shardflow.synthetic.appearances import find_appearances
-from shardflow.synthetic.identifiers import GENERATED
-from shardflow.synthetic.options import SynthOptions
-from shardflow.synthetic.patients import iter_visits
+from shardflow.synthetic.draws import GENERATED
+from shardflow.synthetic.options import SynthOptions, iter_visits
 from shardflow.synthetic.planning import plan_study
-from shardflow.synthetic.reports import Report, write_report
-from shardflow.synthetic.reports.compose import Story
+from shardflow.synthetic.render import find_appearances
+from shardflow.synthetic.reports.compose import Story, write_report
+from shardflow.synthetic.reports.mentions import Report
 from shardflow.synthetic.study import StudyPlan
 
 pytestmark = pytest.mark.fast

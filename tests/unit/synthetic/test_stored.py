@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from pydicom.pixels.decoders import RLELosslessDecoder
 from pydicom.uid import RLELossless
 
-from shardflow.synthetic.stored import pixel_bytes, rle_frame, store
+from shardflow.synthetic.instances import pixel_bytes, rle_frame, store
 from shardflow.synthetic.study import Encoding
 
 pytestmark = pytest.mark.fast

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardflow.telemetry.probe import ProcessFacts, ProcessProbe
+from shardflow.telemetry.process import ProcessFacts, ProcessProbe
 
 pytestmark = pytest.mark.fast
 

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.telemetry.machine import available_bytes, machine_bytes, num_processors
-from shardflow.telemetry.process import ProcessTimes, processor_s, pss_bytes
+from shardflow.telemetry.process import (
+    ProcessTimes,
+    available_bytes,
+    machine_bytes,
+    num_processors,
+    processor_s,
+    pss_bytes,
+)
 
 pytestmark = pytest.mark.fast
 

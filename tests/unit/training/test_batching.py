@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardflow.configs import load_config
-from shardflow.epochs import BatchSpec
-from shardflow.epochs.spec import Tail
+from shardflow.config import load_config
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset
 from shardflow.loading import Loader, Selection, World, select
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
+from shardflow.sampling.spec import Tail
 from shardflow.training import TrainConfig
-from shardflow.training.batching import batch_spec, mesh_world
+from shardflow.training.data import batch_spec, mesh_world
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset

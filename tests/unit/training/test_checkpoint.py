@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from shardflow.errors import CheckpointError
-from shardflow.training import checkpoint as module
-from shardflow.training import tensor_files
-from shardflow.training.checkpoint import CheckpointFolder, read_checkpoint
+from shardflow.training.checkpoint import files as module
+from shardflow.training.checkpoint import tensors as tensor_files
+from shardflow.training.checkpoint.files import CheckpointFolder, read_checkpoint
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 

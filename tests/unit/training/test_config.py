@@ -8,7 +8,7 @@ from typing import get_type_hints
 
 import pytest
 
-from shardflow.configs import dump_config, load_config
+from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError
 from shardflow.training import TrainConfig
 

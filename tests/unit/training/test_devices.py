@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardflow.errors import ConfigError
-from shardflow.training.devices import backend_of, choose_device
+from shardflow.training.distributed import backend_of, choose_device
 
 # What torch_npu does when it is imported, as far as choosing goes: it names the device, registers its module
 # and the backend of its library. Exchanges of the stand-in go through gloo.
@@ -43,7 +43,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from shardflow.errors import ConfigError
-from shardflow.training.devices import backend_of, choose_device
+from shardflow.training.distributed import backend_of, choose_device
 from shardflow.training.distributed import Timeouts, join_ranks
 
 found = {"auto": str(choose_device("auto", 0)), "second": str(choose_device("npu", 1))}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
+from shardflow.cli.main import main
 from shardflow.errors import ConfigError
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.training.config import (
@@ -21,9 +21,8 @@ from shardflow.training.config import (
     TextSettings,
     TrainConfig,
 )
-from shardflow.training.doctor import Finding, Surroundings, examine, look_around, refuse_unknown_names
-from shardflow.training.doctor.machine import matching
-from shardflow.training.doctor.names import INVENTED, KNOWN, OLD_NAMES, RANGES
+from shardflow.training.doctor import Finding, Surroundings, examine, look_around, matching
+from shardflow.training.nccl_variables import INVENTED, KNOWN, OLD_NAMES, RANGES, refuse_unknown_names
 
 pytestmark = pytest.mark.fast
 
@@ -258,7 +257,7 @@ def test_settings_of_the_run_ask_more_of_the_machine(tmp_path: Path) -> None:
     assert "one for the loop, 4 for the loader" in found["CPU cores"].must
     assert "24.8 GiB" in found["memory"].must
     assert "8.0 GiB free: a new checkpoint of 4.0 GiB" in found["run.output"].must
-    assert "11% of the work are fillers" in found["ranks"].found
+    assert "11% of the work are padding micro-batches" in found["ranks"].found
     (ranks,) = [f for f in problems(replace(around, ranks_per_node=9)) if f.topic == "ranks"]
     assert ranks.level == "error"
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.transfer import HostTransfer, Parcel
-from shardflow.training.feed import DeviceFeed, step_inputs
 from shardflow.training.hooks import LoopHook
-from shardflow.training.inputs import InputMaker
+from shardflow.training.inputs import DeviceFeed, InputMaker, step_inputs
 from shardflow.training.ledger import LedgerMicroBatch
 from shardflow.training.text import ReportTokenizer
 from tests.tiny_runs import TinyInput

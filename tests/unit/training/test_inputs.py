@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.training.inputs import make_inputs
-from shardflow.training.losses import IGNORED_LABEL
+from shardflow.training.sequences import IGNORED_LABEL
 from shardflow.training.text import ReportTokenizer
 from tests.tiny_runs import NUM_VAL, TinyInput
 

@@ -1,4 +1,4 @@
-"""The job ``pipelines.train`` in this process: exit codes, the summary line, progress."""
+"""The training job in this process: exit codes, the summary line, progress."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.launch import EXIT_STOPPED
-from pipelines.train import EXIT_CONFIGURATION, EXIT_FAILED, main
+from shardflow.training.__main__ import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_STOPPED, main
 from shardflow.training.metrics import read_metrics
+from tests.conftest import REPOSITORY
 from tests.tiny_runs import TinyInput, write_config
 
 
@@ -71,7 +73,7 @@ def test_wrong_arguments_are_one_line_and_exit_with_two(capsys: pytest.CaptureFi
     assert main(["--config"]) == EXIT_CONFIGURATION
     captured = capsys.readouterr().err
     assert captured.count("\n") == 1
-    assert captured.endswith("see: python -m pipelines.train --help\n")
+    assert captured.endswith("see: python -m shardflow.training --help\n")
 
 
 def test_failure_exits_with_one(tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,3 +104,11 @@ def test_settings_can_be_shown(tiny: TinyInput, tmp_path: Path, capsys: pytest.C
     assert main([f"--config={config}", "--print-config", "--set=run.seed=5"]) == 0
     assert "seed = 5" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_the_entry_of_a_checkout_is_the_same_job(tmp_path: Path) -> None:
+    """``torchrun -m pipelines.train`` of earlier scripts."""
+    command = [sys.executable, "-m", "pipelines.train", "--config", str(tmp_path / "none.toml")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == EXIT_CONFIGURATION, done.stderr
+    assert "ERROR shardflow.training: " in done.stderr

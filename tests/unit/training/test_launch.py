@@ -1,4 +1,4 @@
-"""The exit code of ``pipelines.launch``: one made of what the ranks of a machine say."""
+"""The exit code of ``shardflow train``: one made of what the ranks of a machine say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.launch import code_after_stop, code_of_failures, folder_of_codes, report_code
+from shardflow.cli.train import code_after_stop, code_of_failures, folder_of_codes
+from shardflow.training.__main__ import report_code
 
 pytestmark = pytest.mark.fast
 

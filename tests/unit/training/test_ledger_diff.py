@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
+from shardflow.cli.main import main
 from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
 
 pytestmark = pytest.mark.fast

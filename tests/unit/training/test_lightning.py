@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
 from shardflow.loading import Batch, ImageView, LoaderConfig
+from shardflow.sampling import BatchSpec
 from shardflow.training.lightning import ShardDataModule
 from tests.tiny_runs import NUM_VAL, TinyInput
 

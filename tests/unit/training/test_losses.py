@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shardflow.training.losses import IGNORED_LABEL, weighted_token_loss
+from shardflow.training.sequences import IGNORED_LABEL, weighted_token_loss
 
 
 def test_equals_the_sum_written_out() -> None:

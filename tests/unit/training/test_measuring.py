@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from shardflow.format import Dataset
 from shardflow.monitoring import read_history
-from shardflow.shards import Dataset
 from shardflow.telemetry import Interval, StageCounters
-from shardflow.training.checkpoint import read_checkpoint
+from shardflow.training.checkpoint.files import read_checkpoint
+from shardflow.training.interval import HostClock, LastGradient
 from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from shardflow.training.run import train
-from shardflow.training.step_clock import HostClock, LastGradient
 from tests.distributed.runs import committed_samples, differing_weights
 from tests.tiny_runs import TinyInput, tiny_config
 

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import train
-from shardflow.configs import dump_config
+from shardflow.cli.main import main
+from shardflow.config import dump_config
 from shardflow.errors import ConfigError
 from shardflow.training.config import BatchSettings
-from shardflow.training.memory_curve import MemoryPoint, fit_memory, measure_memory_curve
+from shardflow.training.memory_probe import fit_memory, measure_memory_curve
 from tests.tiny_runs import TinyInput, tiny_config
 
 
-def points(*peaks: int) -> list[MemoryPoint]:
-    return [MemoryPoint(micro_batch_size=1 << place, peak_bytes=peak) for place, peak in enumerate(peaks)]
+def points(*peaks: int) -> list[tuple[int, int]]:
+    return [(1 << place, peak) for place, peak in enumerate(peaks)]
 
 
 def test_a_line_lies_on_or_above_all_points() -> None:
     assert fit_memory(points(120, 140, 180, 260)) == (100, 20)
     seen = points(130, 140, 200, 250)
     fixed, each = fit_memory(seen)
-    for one in seen:
-        assert fixed + each * one.micro_batch_size >= one.peak_bytes - len(seen)  # rounded
+    for size, peak_bytes in seen:
+        assert fixed + each * size >= peak_bytes - len(seen)  # rounded
     assert fit_memory(points(100)) == (0, 100)
     assert fit_memory(points(100, 100, 100)) == (99, 1)
 
@@ -38,7 +38,7 @@ def test_memory_of_the_small_model_grows_and_a_proposal_keeps_the_samples_of_a_s
     config = tiny_config(tiny, tmp_path / "run", *shapes, "batch.micro_batches_per_step=6")
     path = tmp_path / "run.toml"
     path.write_text(dump_config(config), encoding="utf-8")
-    assert train.main(["--config", str(path), "--propose-micro-batch"]) == 0
+    assert main(["train", "--config", str(path), "--propose-micro-batch"]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     sizes, peaks = zip(*found["points"], strict=True)
     assert sizes == (1, 2, 4, 8, 16, 32, 64)[: len(sizes)]

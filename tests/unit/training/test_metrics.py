@@ -15,7 +15,7 @@ import pytest
 from shardflow.logs import read_events
 from shardflow.monitoring.run_page.reading import read_run
 from shardflow.telemetry import Interval, Move, StageCounters, Verdict
-from shardflow.training.cache_use import CacheUse
+from shardflow.training.interval import CacheUse
 from shardflow.training.metrics import EvaluationMetrics, MetricsWriter, StepMetrics, read_metrics
 
 pytestmark = pytest.mark.fast
@@ -153,7 +153,7 @@ def test_a_tensorboard_that_fails_or_hangs_costs_a_warning(
 ) -> None:
     release = threading.Event()
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda *_, **__: _Broken(fails_at, release))
-    monkeypatch.setattr("shardflow.training.board.CLOSE_S", 0.1)
+    monkeypatch.setattr("shardflow.training.metrics.CLOSE_S", 0.1)
     writer = MetricsWriter(tmp_path, attempt=1, start=0, tensorboard=True)
     with caplog.at_level(logging.WARNING):
         for number in range(3):

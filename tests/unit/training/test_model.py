@@ -8,8 +8,8 @@ import torch
 from shardflow.errors import ConfigError
 from shardflow.training.config import ImageSettings, ModelSettings
 from shardflow.training.device.images import window_images
-from shardflow.training.losses import IGNORED_LABEL, weighted_token_loss
-from shardflow.training.model import ReportModel, build_model
+from shardflow.training.models.reference import ReportModel, build_model
+from shardflow.training.sequences import IGNORED_LABEL, weighted_token_loss
 
 VOCAB_SIZE, MAX_TOKENS = 300, 12
 

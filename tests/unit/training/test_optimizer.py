@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardflow.training.config import OptimizerSettings
-from shardflow.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from shardflow.training.step import build_optimizer, learning_rate, set_learning_rate
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:

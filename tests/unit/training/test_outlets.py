@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardflow.errors import ConfigError
 from shardflow.monitoring import MetricsServer
-from shardflow.monitoring.sinks import SINKS
+from shardflow.monitoring.outlets import SINKS
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train
 from tests.tiny_runs import TinyInput, tiny_config

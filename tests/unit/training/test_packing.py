@@ -10,13 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.epochs import BatchSpec
+from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
-from shardflow.shards import Dataset
+from shardflow.sampling import BatchSpec
 from shardflow.training.inputs import MicroInputs, make_inputs
-from shardflow.training.losses import IGNORED_LABEL, weighted_token_loss
-from shardflow.training.model import ReportModel, build_model
-from shardflow.training.packing import Packing, pack_row
+from shardflow.training.models.reference import ReportModel, build_model
+from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row, weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 from tests.tiny_runs import TinyInput, tiny_config
 

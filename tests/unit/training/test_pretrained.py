@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from shardflow.errors import ConfigError, StateError
-from shardflow.training.checkpoint import read_checkpoint
+from shardflow.training.checkpoint.files import read_checkpoint
 from shardflow.training.config import TrainConfig
-from shardflow.training.losses import weighted_token_loss
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
+from shardflow.training.sequences import weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 from tests.tiny_models import TEMPLATE, make_encoder_decoder, make_llava, model_of
 from tests.tiny_runs import TinyInput, tiny_config

@@ -23,20 +23,19 @@ from shardflow.errors import (
     StateError,
     TrainingError,
 )
-from shardflow.shards import Dataset, manifest
+from shardflow.format import Dataset, manifest
 from shardflow.storage import LocalStore
-from shardflow.training import checkpoint as checkpoint_module
-from shardflow.training import evaluate as evaluate_module
+from shardflow.training import loop as evaluate_module
 from shardflow.training import step as step_module
-from shardflow.training import tensor_files
-from shardflow.training.cache_use import CacheUse
-from shardflow.training.checkpoint import Checkpoint, read_checkpoint
+from shardflow.training.checkpoint import files as checkpoint_module
+from shardflow.training.checkpoint import tensors as tensor_files
+from shardflow.training.checkpoint.files import Checkpoint, read_checkpoint
+from shardflow.training.checkpoint.tensors import PiecewiseTensors
+from shardflow.training.distributed import StopRequest
+from shardflow.training.interval import CacheUse
 from shardflow.training.ledger import LedgerStep, read_ledger
 from shardflow.training.metrics import StepMetrics, read_metrics
-from shardflow.training.resume import check_bindings, model_bindings
-from shardflow.training.run import TrainSummary, train
-from shardflow.training.signals import StopRequest
-from shardflow.training.tensor_files import PiecewiseTensors
+from shardflow.training.run import TrainSummary, check_bindings, model_bindings, train
 from shardflow.training.text import ReportTokenizer
 from tests.factories import make_dataset
 from tests.object_stores import WebServer
@@ -469,7 +468,7 @@ def test_second_job_in_the_same_run_folder_is_refused(tiny: TinyInput, tmp_path:
     refused: list[str] = []
 
     def start_another(metrics: StepMetrics, num_steps: int) -> None:
-        from shardflow.training.resume import RunLock
+        from shardflow.training.run import RunLock
 
         with pytest.raises(ConfigError) as error:
             RunLock(tmp_path)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from shardflow.errors import CheckpointError, WaitTimeoutError
-from shardflow.training.checkpoint import CheckpointFolder, read_checkpoint
+from shardflow.training.checkpoint.files import CheckpointFolder, read_checkpoint
+from shardflow.training.checkpoint.saving import CheckpointSaver, SavingStage
+from shardflow.training.checkpoint.tensors import load_model, load_optimizer
 from shardflow.training.config import OptimizerSettings
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 from shardflow.training.metrics import CheckpointMetrics
-from shardflow.training.optimizer import build_optimizer
-from shardflow.training.saving import CheckpointSaver, SavingStage
-from shardflow.training.tensors import load_model, load_optimizer
+from shardflow.training.step import build_optimizer
 from tests.tiny_models import model_tensors, optimizer_tensors
 
 WAIT = timedelta(seconds=60)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from shardflow.training.signals import STOP_SIGNALS, StopRequest
+from shardflow.training.distributed import STOP_SIGNALS, StopRequest
 
 pytestmark = pytest.mark.fast
 

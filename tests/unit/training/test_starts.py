@@ -9,8 +9,8 @@ import pytest
 
 from shardflow.errors import ConfigError, NoProgressError, StorageError
 from shardflow.logs import EventLog
-from shardflow.training.starts import check_progress, recorded
-from shardflow.training.watch import Beat, Fault
+from shardflow.training.faults import check_progress, recorded
+from shardflow.training.health.heartbeat import Beat, Fault
 
 pytestmark = pytest.mark.fast
 

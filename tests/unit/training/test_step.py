@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import TrainingError
 from shardflow.training.config import ParallelSettings
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.distributed import Ranks, Timeouts, join_ranks, shard
 from shardflow.training.inputs import MicroInputs
-from shardflow.training.sharding import shard
 from shardflow.training.step import accumulate_gradients, seed_micro_batch, warm_up
 
 VOCAB_SIZE = 7

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.entities import EntityRules, build_view
 from shardflow.errors import ConfigError
-from shardflow.shards import Dataset
-from shardflow.shards.entity_dataset import EntityDataset
+from shardflow.format import Dataset
+from shardflow.format.entities import EntityDataset, EntityRules
+from shardflow.reports.entity_views import build_view
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import train
 from shardflow.training.text import ReportTokenizer

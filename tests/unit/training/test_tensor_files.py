@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardflow.training.tensor_files import PiecewiseTensors, TensorFile, TensorFileError, write_tensors
+from shardflow.training.checkpoint.tensors import PiecewiseTensors, TensorFile, TensorFileError, write_tensors
 
 TENSORS = {
     "weight": torch.arange(24.0).reshape(6, 4),

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from shardflow.errors import CheckpointError
+from shardflow.training.checkpoint.tensors import load_model, load_optimizer
 from shardflow.training.config import OptimizerSettings
-from shardflow.training.optimizer import build_optimizer
-from shardflow.training.tensors import load_model, load_optimizer
+from shardflow.training.step import build_optimizer
 from tests.tiny_models import model_tensors, optimizer_tensors
 
 

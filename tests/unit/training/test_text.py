@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.train_tokenizer import main as tokenizer_job
+from shardflow.cli.main import main
 from shardflow.errors import ConfigError
-from shardflow.shards import Dataset
+from shardflow.format import Dataset
 from shardflow.training.text import ReportTokenizer, train_tokenizer
 from tests.factories import MadeSample, make_dataset, make_sample
 from tests.tiny_runs import TinyInput
@@ -60,7 +60,8 @@ def test_same_reports_give_the_same_files_in_another_process(tiny: TinyInput, tm
         [
             sys.executable,
             "-m",
-            "pipelines.train_tokenizer",
+            "shardflow.cli.main",
+            "train-tokenizer",
             f"--dataset={tiny.dataset}",
             "--vocab-size=320",
             f"--output={tmp_path / 'again'}",
@@ -121,7 +122,8 @@ def test_wrong_arguments_are_refused(tiny: TinyInput, tmp_path: Path) -> None:
 
 
 def test_missing_dataset_is_a_wrong_argument(tmp_path: Path) -> None:
-    assert tokenizer_job(["--dataset", str(tmp_path / "nothing"), "--output", str(tmp_path / "made")]) == 2
+    arguments = ["--dataset", str(tmp_path / "nothing"), "--output", str(tmp_path / "made")]
+    assert main(["train-tokenizer", *arguments]) == 2
     assert not (tmp_path / "made").exists()
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.epochs import BatchSpec, CostRule, LoaderState, TokenBudget
 from shardflow.errors import ChecksumError, ConfigError, FormatError
+from shardflow.format import Dataset
+from shardflow.format.table import Table
+from shardflow.format.tokens import TokenIds, open_counts, tokens_folder
+from shardflow.format.verification import verify
 from shardflow.loading import Loader, LoaderConfig, select
-from shardflow.shards import Dataset
-from shardflow.shards.table import Table
-from shardflow.shards.token_ids import TokenIds
-from shardflow.shards.tokens import open_counts, tokens_folder
-from shardflow.shards.verification import verify
+from shardflow.sampling import BatchSpec, CostRule, LoaderState, TokenBudget
 from shardflow.training.text import ReportTokenizer, train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset, tokenizer_digest
 from tests.factories import make_dataset

@@ -14,16 +14,15 @@ from typing import Any, ClassVar, NoReturn
 
 import pytest
 
-from shardflow.epochs import BatchSpec
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.loading.process import LoaderProcess
 from shardflow.monitoring.history import read_history
 from shardflow.monitoring.tuner import Change, Tuner
-from shardflow.monitoring.tuner_file import TUNED_FILE, read_tuned, tuned_text
-from shardflow.monitoring.tuner_numbers import StepNumbers
-from shardflow.shards import Dataset
-from shardflow.storage.atomic import is_temporary_name
+from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers, read_tuned, tuned_text
+from shardflow.sampling import BatchSpec
+from shardflow.storage.local import is_temporary_name
 from shardflow.telemetry import KnobLimit, Move
 from shardflow.training.config import LoaderSettings, TuneSettings
 from shardflow.training.run import train
@@ -182,7 +181,7 @@ class Scripted(Tuner):
 
 def scripted(monkeypatch: pytest.MonkeyPatch, script: dict[int, Callable[[Scripted], Change | None]]) -> None:
     monkeypatch.setattr(Scripted, "script", script)
-    monkeypatch.setattr("shardflow.training.tuning.Tuner", Scripted)
+    monkeypatch.setattr("shardflow.monitoring.tuner.Tuner", Scripted)
 
 
 def test_a_file_that_cannot_be_written_costs_a_warning(
@@ -252,7 +251,7 @@ def test_processes_that_cannot_start_leave_the_run_as_it_is(
 def test_a_run_that_is_tuned_leaves_no_more_behind_than_another(
     tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardflow.training.tuning.Tuner", MovingTuner)
+    monkeypatch.setattr("shardflow.monitoring.tuner.Tuner", MovingTuner)
 
     def left(name: str, mode: str) -> Counter[str]:
         overrides = ("run.num_epochs=2", "cache.ram_bytes=200kB", f"tune.mode={mode}")

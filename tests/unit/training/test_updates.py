@@ -11,8 +11,7 @@ from torch import nn
 
 from shardflow.errors import TrainingError
 from shardflow.training.config import OptimizerSettings
-from shardflow.training.optimizer import build_optimizer
-from shardflow.training.updates import Updates
+from shardflow.training.step import Updates, build_optimizer
 from tests.tiny_models import optimizer_tensors
 
 

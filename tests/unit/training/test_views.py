@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardflow.epochs import ImageBucket, TileRule
 from shardflow.errors import ConfigError, StateError
+from shardflow.format import Dataset
 from shardflow.loading import ImageView, SizedView, TileView, select
-from shardflow.shards import Dataset
-from shardflow.training.batching import batch_spec
-from shardflow.training.checkpoint import Checkpoint, read_checkpoint
+from shardflow.sampling import ImageBucket, TileRule
+from shardflow.training.checkpoint.files import Checkpoint, read_checkpoint
+from shardflow.training.checkpoint.tensors import PiecewiseTensors
 from shardflow.training.config import BatchSettings, ImageSettings
+from shardflow.training.data import batch_spec, image_view
+from shardflow.training.distributed import StopRequest
 from shardflow.training.metrics import StepMetrics, read_metrics
-from shardflow.training.resume import check_bindings, model_bindings
-from shardflow.training.run import TrainSummary, train
-from shardflow.training.signals import StopRequest
-from shardflow.training.tensor_files import PiecewiseTensors
+from shardflow.training.run import TrainSummary, check_bindings, model_bindings, train
 from shardflow.training.text import ReportTokenizer
-from shardflow.training.views import image_view
 from tests.tiny_runs import TinyInput, tiny_config
 
 WAYS = {

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.shards import Dataset
-from shardflow.threads import waited_for
+from shardflow.format import Dataset
+from shardflow.processes import waited_for
 from shardflow.viewing import Viewer
-from shardflow.viewing.routes import Answer, Routes
+from shardflow.viewing.server import Answer, Routes
 from tests.corpora_case import CorpusCase
 from tests.viewing_case import DOCUMENT, ECG_HZ, LEADS, NUM_SLICES, REPORT, RESP_HZ, SIZE, make_viewed_dataset
 
@@ -245,14 +245,14 @@ def test_documents_are_text(viewer: Viewer) -> None:
 
 
 def test_a_recording_that_is_too_large_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardflow.viewing.signals.MOST_BYTES", 1000)
+    monkeypatch.setattr("shardflow.viewing.studies.MOST_BYTES", 1000)
     with Viewer(Dataset.open(folder)) as viewer:
         status, _, body = get(viewer, "/api/samples/0/waveforms/0/0")
     assert (status, b"at most" in body) == (400, True)
 
 
 def test_steps_are_those_of_the_plan(viewer: Viewer, folder: Path) -> None:
-    from shardflow.epochs import BatchSpec, EpochPlan
+    from shardflow.sampling import BatchSpec, EpochPlan
 
     found = ask(viewer, "/api/steps?split=train&seed=7&epoch=2&step=1&size=2&count=2")
     dataset = Dataset.open(folder)
@@ -327,7 +327,7 @@ def test_inputs_of_a_corpus_are_its_lines(tmp_path: Path) -> None:
     "description", [b"", b"[]", b"{}", b'{"recordings": [{"arrays": [{"field": 1}, 2]}]}']
 )
 def test_a_description_that_is_none_is_a_sentence(description: bytes) -> None:
-    from shardflow.viewing.signals import _channels
+    from shardflow.viewing.studies import _channels
 
     with pytest.raises(FormatError, match="must describe recordings"):
         _channels(description, "w000.g00.npy")

@@ -20,7 +20,7 @@ import google_crc32c
 import numpy as np
 
 from shardflow.storage import ByteRange, Cache, CacheConfig, CachedStore, LocalStore
-from shardflow.storage.cache import ObjectBlocks
+from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.folder import CacheFolder
 
 __all__ = ["MODES", "NUM_PIECES", "NotingStore", "blocks_of", "make_origin", "spans", "start"]

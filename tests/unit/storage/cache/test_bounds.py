@@ -12,7 +12,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.storage import Cache, CacheConfig, CachedStore
-from shardflow.storage.cache.catalog import PAGE_NUM_BYTES
+from shardflow.storage.cache.folder import PAGE_NUM_BYTES
 from tests.unit.storage.cache.test_cached_store import (
     Origin,
     assert_reads_right,

@@ -21,8 +21,9 @@ import pytest
 
 from shardflow.errors import ConfigError, ShortReadError
 from shardflow.storage import ByteRange, Cache, CacheConfig, CachedStore, LocalStore, open_store
-from shardflow.storage.cache import ObjectBlocks, read_afresh
+from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.folder import MARKER
+from shardflow.storage.cache.store import read_afresh
 from tests.conformance.stores import StoreConformance
 from tests.integration.loader_support import HookedStore
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.storage import CacheConfig
-from shardflow.storage.cache import Cache
+from shardflow.storage.cache.store import Cache
 from tests.unit.storage.cache.processes import MODES, NUM_PIECES, blocks_of, make_origin, spans, start
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from shardflow.fields.augmentation import Draw
-from shardflow.training.device.augmentation import stack_draws
-from shardflow.training.device.images import ImageParameters, ImagePipeline
+from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws
 
 SIZE = (12, 10)
 

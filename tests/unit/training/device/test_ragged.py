@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shardflow.training.device.images import resized
-from shardflow.training.device.ragged import gather_slices, places_of, slice_mask_of
+from shardflow.training.device.images import gather_slices, places_of, resized, slice_mask_of
 
 SHAPES = np.array([[3, 8, 6], [0, 5, 5], [1, 4, 12]])
 STARTS = np.array([0, 150, 150])

@@ -1,0 +1,1 @@
+"""Command line: a module a command; `main` has the table of commands."""

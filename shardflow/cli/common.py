@@ -1,0 +1,283 @@
+"""Shared parts of the commands: options, opening a dataset, text and JSON output, progress, stop signals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shardflow.errors import ConfigError, StorageError
+from shardflow.logs import LINE_EVERY_S, time_left
+
+if TYPE_CHECKING:
+    from shardflow.format import Dataset
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse that fails the way every other error does, instead of printing its usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError: the command line itself is wrong."""
+        raise ConfigError(f"{message}; see: {self.prog} --help")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs; keeps every paragraph that has an indented line, because its lines mean something."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Make room for the commands, which argparse indents once more than it counts."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = textwrap.dedent(text).strip("\n").split("\n\n")
+        return "\n\n".join(self._fill_paragraph(paragraph, width, indent) for paragraph in paragraphs)
+
+    def _fill_paragraph(self, paragraph: str, width: int, indent: str) -> str:
+        if "\n  " in f"\n{paragraph}":
+            return textwrap.indent(paragraph, indent)
+        return textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent)
+
+
+class Pace:
+    """A line every ten seconds, so that short work says nothing and long work is never silent."""
+
+    def __init__(self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start the clock.
+
+        Args:
+            label: What is being done, such as ``verifying shards``.
+            stream: Where lines go.
+            clock: Seconds that never go back.
+        """
+        self._label = label
+        self._stream = stream
+        self._clock = clock
+        self._started_s = self._said_s = clock()
+
+    def advance(self, done: int, total: int) -> None:
+        """Note how much is done and how much there is; a line comes if it is time for one."""
+        now_s = self._clock()
+        if now_s - self._said_s < LINE_EVERY_S:
+            return
+        self._said_s = now_s
+        rest = time_left(done, total, now_s - self._started_s)
+        self._stream.write(f"{self._label}: {done} of {total}{rest}\n")
+        self._stream.flush()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM (a scheduler's way) end the job as Ctrl-C does; a second signal does not disturb it."""
+
+    def stop(*_: Any) -> NoReturn:
+        for number in stopping:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    stopping = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, stop) for number in stopping}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+_UNIT_BYTES = 1024
+_WIDEST = 1000
+
+
+def add_dataset(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument every reading command has."""
+    parser.add_argument(
+        "dataset",
+        metavar="DATASET",
+        help="folder of a packed dataset, or its address: s3:// gs:// az:// http(s):// file://",
+    )
+
+
+def add_job_settings(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and ``--set``, where a packing job's settings come from."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the job's settings")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="TABLE.KEY=VALUE",
+        help="change one setting; may be given several times",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="write JSON for tools instead of text for people")
+
+
+def add_subset(parser: argparse.ArgumentParser) -> None:
+    """Add ``--subset``, which may be given several times."""
+    parser.add_argument(
+        "--subset",
+        action="append",
+        default=[],
+        metavar="TERM",
+        help='only samples for which this holds: "modality=CT", num_slices>=16, keys=FILE (repeatable)',
+    )
+
+
+def existing_dataset(url: str) -> str:
+    """Return the address, or say that nothing is there before anything is called damaged.
+
+    Raises:
+        ConfigError: No folder is there, or no store speaks the scheme of the address. A remote store is not
+            asked yet: without a manifest it is no dataset.
+    """
+    from shardflow.storage import LocalStore, open_store
+
+    try:
+        store = open_store(url)
+    except StorageError as error:
+        raise ConfigError(f"DATASET: {error.message}") from None
+    # An empty text would be the folder one happens to be in.
+    if isinstance(store, LocalStore) and not (url and Path(store.url).is_dir()):
+        raise ConfigError(f"DATASET must be an existing folder, got {url!r}; make one with: shardflow pack.")
+    return url
+
+
+def open_dataset(url: str, *, with_studies: bool = False) -> Dataset:
+    """Open the newest version of a dataset.
+
+    Args:
+        url: Folder or address.
+        with_studies: Refuse shards that others wrote, which hold no studies.
+
+    Raises:
+        ConfigError: No such folder, or no studies where there must be.
+        ManifestError: No manifest, or one that cannot be trusted.
+    """
+    from shardflow.format import Dataset
+
+    dataset = Dataset.open(existing_dataset(url))
+    if with_studies and dataset.is_foreign:
+        raise ConfigError(
+            "DATASET must hold studies, got shards that others wrote; this command reads what "
+            "`shardflow pack` writes."
+        )
+    return dataset
+
+
+def natural_number(text: str) -> int:
+    """Parse an integer of at least 0, for argparse."""
+    return _number(text, at_least=0)
+
+
+def positive_number(text: str) -> int:
+    """Parse an integer of at least 1, for argparse."""
+    return _number(text, at_least=1)
+
+
+def _number(text: str, *, at_least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {at_least}, got {text!r}")
+    return value
+
+
+def counted(number: int, noun: str) -> str:
+    """Render a number of things: ``1 shard``, ``1,000 shards``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def human_bytes(num_bytes: int) -> str:
+    """Render a size for people: ``1.4 GiB``; exact below one KiB."""
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < _UNIT_BYTES:
+            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= _UNIT_BYTES
+    return f"{size:.1f} TiB"
+
+
+def write_json(value: Any) -> None:
+    """Write one JSON object as one line of standard output."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=True) + "\n")
+
+
+def _console() -> Console:
+    # soft_wrap: a line cut at 80 columns is of no use to grep.
+    return Console(highlight=False, soft_wrap=True)
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Print lines of plain text."""
+    for line in lines:
+        _console().print(line, markup=False)
+
+
+def show_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Print aligned ``name  value`` lines."""
+    pairs = [(name, str(value)) for name, value in facts]
+    width = max((len(name) for name, _ in pairs), default=0)
+    console = _console()
+    for name, value in pairs:
+        console.print(f"[bold]{name:<{width}}[/]  {escape(value)}")
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a small table: the first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = _console()
+    # As wide as it is: numbers cut at 80 columns are of no use, in a log or to anyone.
+    wanted = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    console.width = max(console.width, wanted)
+    console.print()
+    console.print(table)
+
+
+@contextmanager
+def step_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on standard error how far the body is and how long it still takes.
+
+    A terminal gets a bar, which goes when the body ends; a log gets a line every ten seconds.
+
+    Yields:
+        A function that takes how much is done and how much there is.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        pace = Pace(label, sys.stderr)
+        yield pace.advance
+        return
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,94 @@
+"""``shardflow entities``: a view of a dataset whose samples are findings with the slices that show them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from typing import get_args
+
+from shardflow.cli.common import (
+    add_dataset,
+    add_json,
+    counted,
+    natural_number,
+    open_dataset,
+    positive_number,
+    show_lines,
+    step_progress,
+    write_json,
+)
+from shardflow.format.entities import EntityRules, EntityText
+
+DESCRIPTION = """\
+Goes through what packing aligned (alignment.json of each study) and writes a row for each finding that the
+report calls present or uncertain, and whose slices are known with a confidence above the threshold; one that
+has just the threshold is left out. The rows lie in views/<name>/<dataset_id>/ of the dataset and point into
+its shards: no shard is touched and no byte of an image copied.
+
+Train on them with `data.view = "entity"`, alone or in a blend with whole studies (`view` of a component), or
+open them in Python with shardflow.loading.selection.open_view. A job that was stopped goes on where it was when it is
+started again. Needs the extra `pack`.
+"""
+EXAMPLES = """\
+examples:
+  shardflow entities my-dataset
+  shardflow entities my-dataset --threshold 0.9 --context 0 --name sure
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow entities``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    usual = EntityRules()
+    add_dataset(parser)
+    add = parser.add_argument
+    add("--name", default="entity", metavar="NAME", help="name of the view (entity)")
+    add(
+        "--threshold",
+        type=float,
+        default=usual.threshold,
+        metavar="P",
+        help="confidence that must be exceeded, from 0 to 1 (0.7)",
+    )
+    add(
+        "--context",
+        type=natural_number,
+        default=usual.context_slices,
+        metavar="N",
+        help="neighbours on either side of each slice that belong to the row too (1)",
+    )
+    add(
+        "--text",
+        choices=get_args(EntityText),
+        default=usual.text,
+        help="what of the report goes with the slices (sentence)",
+    )
+    add(
+        "--processes",
+        metavar="N",
+        type=positive_number,
+        default=os.cpu_count() or 1,
+        help="processes that read (one a core); the rows do not depend on it",
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    from shardflow.reports.entity_views import build_view
+
+    rules = EntityRules(threshold=arguments.threshold, context_slices=arguments.context, text=arguments.text)
+    dataset = open_dataset(arguments.dataset, with_studies=True)
+    with step_progress("shards") as on_shard:
+        built = build_view(
+            dataset, rules, name=arguments.name, num_processes=arguments.processes, on_shard=on_shard
+        )
+    if arguments.json:
+        write_json(asdict(built))
+    else:
+        amount = f"{counted(built.num_entities, 'row')} of {built.num_studies:,} studies"
+        made = "" if built.is_new else ", made before"
+        show_lines([f"view {built.name}: {amount} above {built.threshold}{made}", f"view_id {built.view_id}"])
+    return 0

@@ -1,0 +1,208 @@
+"""``shardflow info``: what a dataset holds, from its manifest, its samples table and some of its indexes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.cli.common import (
+    add_dataset,
+    add_json,
+    add_subset,
+    counted,
+    human_bytes,
+    open_dataset,
+    show_facts,
+    show_table,
+    write_json,
+)
+from shardflow.format import Dataset
+from shardflow.format.manifest import FORMAT_VERSION
+
+DESCRIPTION = """\
+Samples, shards, bytes, splits, identity, fields and facts of a dataset. Nothing of a sample is read; to check
+its bytes use: shardflow verify DATASET
+
+With --subset, also how many samples of each split belong to it, and facts are those of its samples.
+"""
+EXAMPLES = """\
+examples:
+  shardflow info my-dataset
+  shardflow info my-dataset --json
+  shardflow info my-dataset --subset "modality=CT" --subset "num_slices>=16"
+"""
+# Indexes grow with the number of fields; so many are read to count the kinds of fields, evenly spread.
+_MAX_INDEXES_READ = 64
+# What counts fields of one kind: s003.m000.i0045.b2nd, w000.g00.npy, document.000.txt.
+_NUMBER = re.compile(r"(?<![^.])([simvwg]?)\d{2,8}(?=\.)", re.ASCII)
+_COUNTED = ("num_slices", "num_series", "text_bytes")
+_MEASURED = ("rows", "columns")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow info``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_dataset(parser)
+    add_subset(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    facts = describe(open_dataset(arguments.dataset), arguments.subset)
+    if arguments.json:
+        write_json(facts)
+    else:
+        _show(facts)
+    return 0
+
+
+def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
+    """Collect what is known of a dataset, as a JSON object; sizes in bytes.
+
+    Args:
+        dataset: The dataset.
+        subset: Terms of a subset, over all splits; the facts are those of its samples.
+
+    Raises:
+        ConfigError: A term cannot be read, or no sample is left.
+    """
+    manifest, samples = dataset.manifest, dataset.samples
+    files = manifest.files()
+    rows = _subset_rows(dataset, subset) if subset else slice(None)
+    columns = {name: samples.column(name)[rows] for name in ("modality", *_COUNTED, *_MEASURED)}
+    modalities = np.bincount(columns["modality"], minlength=len(samples.modalities))
+    return {
+        "dataset_id": dataset.dataset_id,
+        "format_version": FORMAT_VERSION,
+        "manifest_version": dataset.manifest_version,
+        "key_id": manifest.key_id,
+        "created_with": dict(manifest.created_with),
+        "samples": samples.num_samples,
+        "shards": len(manifest.shards),
+        "files": len(files) + 1,
+        "bytes": sum(file.num_bytes for file in files) + len(manifest.encode()),
+        "inputs": {
+            "packed": manifest.counts.packed,
+            "skipped": manifest.counts.skipped,
+            "quarantined": manifest.counts.quarantined,
+        },
+        "splits": {
+            split: {
+                "samples": counts["num_samples"],
+                "shards": counts["num_shards"],
+                "bytes": sum(shard.num_bytes for shard in manifest.shards if shard.split == split),
+            }
+            for split, counts in manifest.splits.items()
+        },
+        **({"subset": _subset(dataset, rows)} if isinstance(rows, np.ndarray) else {}),
+        "fields": _fields(dataset),
+        "facts": {
+            "modality": dict(zip(samples.modalities, modalities.tolist(), strict=True)),
+            **{name: _spread(columns[name]) | _total(columns[name]) for name in _COUNTED},
+            **{name: _spread(columns[name]) for name in _MEASURED},
+        },
+    }
+
+
+def _subset_rows(dataset: Dataset, terms: Sequence[str]) -> NDArray[np.int64]:
+    # Only here is the loader needed, which takes a moment to import.
+    from shardflow.loading.selection import choose_rows
+
+    held = "+".join(name for name, span in dataset.splits.items() if span)
+    return np.fromiter(choose_rows(dataset, held, terms).rows, np.int64)
+
+
+def _subset(dataset: Dataset, rows: NDArray[np.int64]) -> dict[str, Any]:
+    return {
+        "samples": len(rows),
+        "bytes": int(dataset.samples.column("num_bytes")[rows].sum(dtype=np.int64)),
+        "splits": {
+            split: int(np.count_nonzero((rows >= span.start) & (rows < span.stop)))
+            for split, span in dataset.splits.items()
+        },
+    }
+
+
+def _fields(dataset: Dataset) -> dict[str, Any]:
+    """Count the fields, and their kinds in at most `_MAX_INDEXES_READ` shards."""
+    num_shards = len(dataset.manifest.shards)
+    read = sorted({number * num_shards // _MAX_INDEXES_READ for number in range(_MAX_INDEXES_READ)})
+    kinds: Counter[str] = Counter()
+    for shard in read if num_shards else []:
+        index = dataset.shard_index(shard)
+        counts = np.bincount(index.field_name_ids, minlength=len(index.field_names))
+        for name, count in zip(index.field_names, counts.tolist(), strict=True):
+            kinds[_kind(name)] += count
+    return {
+        "total": sum(shard.num_fields for shard in dataset.manifest.shards),
+        "kinds": dict(sorted(kinds.items())),
+        "shards_counted": len(read) if num_shards else 0,
+    }
+
+
+def _kind(name: str) -> str:
+    """Return what fields of one kind have in common: their numbers become stars."""
+    return _NUMBER.sub(r"\1*", name)
+
+
+def _spread(values: np.ndarray[Any, Any]) -> dict[str, int]:
+    if not len(values):
+        return {"min": 0, "median": 0, "max": 0}
+    return {"min": int(values.min()), "median": int(np.median(values)), "max": int(values.max())}
+
+
+def _total(values: np.ndarray[Any, Any]) -> dict[str, int]:
+    return {"total": int(values.sum(dtype=np.int64))}
+
+
+def _show(facts: dict[str, Any]) -> None:
+    fields = facts["fields"]
+    inputs = ", ".join(f"{count:,} {outcome}" for outcome, count in facts["inputs"].items())
+    show_facts(
+        [
+            ("dataset_id", facts["dataset_id"]),
+            ("version", f"{facts['manifest_version']} (format {facts['format_version']})"),
+            ("samples", f"{facts['samples']:,} in {counted(facts['shards'], 'shard')}"),
+            ("size", f"{human_bytes(facts['bytes'])} in {counted(facts['files'], 'file')}"),
+            ("inputs", inputs),
+        ]
+    )
+    subset = facts.get("subset")
+    if subset is not None:
+        counts = ", ".join(f"{count:,} of {split}" for split, count in subset["splits"].items())
+        show_facts([("subset", f"{subset['samples']:,} samples ({counts}), {human_bytes(subset['bytes'])}")])
+    of = "" if subset is None else ", of the subset"
+    show_table(
+        "splits",
+        ("", "samples", "shards", "size"),
+        [
+            (split, f"{part['samples']:,}", f"{part['shards']:,}", human_bytes(part["bytes"]))
+            for split, part in facts["splits"].items()
+        ],
+    )
+    of_shards = fields["shards_counted"]
+    where = "" if of_shards == facts["shards"] else f" (kinds counted in {of_shards} shards)"
+    show_table(
+        f"{fields['total']:,} fields{where}",
+        ("", "fields"),
+        [(kind, f"{count:,}") for kind, count in fields["kinds"].items()],
+    )
+    spreads = {name: spread for name, spread in facts["facts"].items() if name != "modality"}
+    show_table(
+        f"facts of a sample{of}",
+        ("", "min", "median", "max"),
+        [(name, spread["min"], spread["median"], spread["max"]) for name, spread in spreads.items()],
+    )
+    show_table(
+        f"modality of the primary series{of}",
+        ("", "samples"),
+        [(name or "(none)", f"{count:,}") for name, count in facts["facts"]["modality"].items()],
+    )

@@ -1,0 +1,280 @@
+"""The console script ``shardflow``: one module for each command, and one way to fail.
+
+Exit codes: 0 done; 1 damage, or a mistake inside shardflow; 2 a setting or an argument is wrong; 3 (pack)
+more was quarantined than allowed. An error is one line on standard error, and with ``--json`` also
+``{"error": ...}`` on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from shardflow._version import __version__
+from shardflow.cli.common import CommandParser, HelpFormatter
+from shardflow.errors import ConfigError, PlanError, ShardflowError
+from shardflow.logs import describe_exception
+
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+EXIT_INTERRUPTED = 130
+_EXIT_STOPPED = 75  # of training: start again later
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """An entry of the command table; its module is imported when the command is asked for."""
+
+    module: str
+    summary: str
+    declare: str = "add_arguments"
+    """Function of the module that declares the options on a parser."""
+    run: str = "run"
+    """Function of the module that takes what was parsed and returns the exit code."""
+
+
+# In the order in which a newcomer meets them.
+COMMANDS: Final = {
+    "synth": Command("shardflow.cli.synth", "generate studies, reports and their truth, for tests and demos"),
+    "pack": Command("shardflow.cli.pack", "pack DICOM studies and reports into a dataset"),
+    "pack-text": Command("shardflow.cli.pack_text", "pack JSONL and Parquet texts into a dataset"),
+    "index": Command(
+        "shardflow.cli.index", "make a dataset of WebDataset tars that others wrote, without copying them"
+    ),
+    "info": Command("shardflow.cli.info", "show what a dataset holds"),
+    "verify": Command("shardflow.cli.verify", "check every byte against index and manifest"),
+    "view": Command(
+        "shardflow.cli.view", "look into a dataset in a browser: studies, slices, reports, findings"
+    ),
+    "preview": Command("shardflow.cli.preview", "draw slices of a study beside its report (PNG)"),
+    "report": Command(
+        "shardflow.cli.report", "write one page about a dataset, a training run, or two runs (HTML)"
+    ),
+    "copy": Command("shardflow.cli.copy", "copy a dataset between stores, every byte checked"),
+    "train-tokenizer": Command(
+        "shardflow.cli.tokenize",
+        "make a tokenizer from the reports of a dataset",
+        "add_training_arguments",
+        "run_training",
+    ),
+    "tokenize": Command("shardflow.cli.tokenize", "add the token ids of all texts for one tokenizer"),
+    "entities": Command(
+        "shardflow.cli.entities", "make a view whose samples are findings with the slices that show them"
+    ),
+    "plan": Command(
+        "shardflow.cli.plan", "show an epoch before its first step: steps, micro-batches, samples"
+    ),
+    "doctor": Command("shardflow.cli.doctor", "check this machine and environment before training"),
+    "train": Command(
+        "shardflow.cli.train", "train a vision-language model on a dataset, on any number of GPUs"
+    ),
+    "ledger": Command("shardflow.cli.ledger", "which samples made a run; compare two runs"),
+    "goodput": Command(
+        "shardflow.cli.goodput", "where a run's time went: useful steps, waits, restarts, lost work"
+    ),
+    "top": Command(
+        "shardflow.cli.top", "a run in the terminal: rates, where a step's time goes, ranks, verdict"
+    ),
+    "verdict": Command(
+        "shardflow.cli.verdict", "say what a training run is bound by, and what to do about it"
+    ),
+    "metrics": Command("shardflow.cli.metrics", "serve a run's numbers to Prometheus, from its folder"),
+    "remove": Command(
+        "shardflow.cli.versions",
+        "take studies or patients out of a dataset, for good",
+        "add_remove_arguments",
+        "run_remove",
+    ),
+    "compact": Command(
+        "shardflow.cli.versions",
+        "write shards again without removed samples",
+        "add_compact_arguments",
+        "run_compact",
+    ),
+    "bench": Command(
+        "shardflow.cli.bench", "measure how fast a dataset is read, what limits it, and what would help"
+    ),
+    "completion": Command(
+        "shardflow.cli.completion", "print a script that completes the command line in a shell"
+    ),
+}
+EXTRAS: Final = {
+    "pack": "ahocorasick edfio highdicom imagecodecs nibabel PIL pyarrow pydicom rapidfuzz",
+    "wfdb": "wfdb",
+    "train": "safetensors tensorboard tokenizers torch transformers",
+    "remote": "obstore",
+    "ray": "ray",
+    "prometheus": "prometheus_client",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "lora": "peft",
+}
+"""Optional dependencies by the extra that installs them, as import names."""
+_DESCRIPTION = """\
+Packs medical studies into plain WebDataset shards, and streams them, exactly, to GPUs.
+The usual way: synth (or own data) -> pack -> info, verify, preview, report -> plan -> train.
+"""
+_EPILOG = """\
+Each command explains itself: shardflow COMMAND --help
+
+Exit codes: 0 done; 1 damage, or a failure; 2 a setting or an argument is wrong, or an extra is not
+installed; 3 (pack) more inputs are quarantined than allowed; 75 (train) stopped with a checkpoint; 130
+stopped by a signal. An error is one line on standard error. Colors are left out where standard output is no
+terminal, or NO_COLOR is set.
+"""
+# What decides whether two machines can give the same bytes, or run at all.
+_VERSIONS_SHOWN = (
+    "numpy",
+    "blosc2",
+    "imagecodecs",
+    "opencv-python-headless",
+    "pillow",
+    "pydicom",
+    "torch",
+    "transformers",
+)
+
+
+class _Version(argparse.Action):
+    """``--version``: shardflow's, and those of the packages that matter, found only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(_describe_versions())
+        parser.exit()
+
+
+def _describe_versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for package in _VERSIONS_SHOWN:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    return f"shardflow {__version__} (dataset format 1; {', '.join(found)})"
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Build the command line.
+
+    Args:
+        only: The command whose options are declared, which takes the import of its module; all by default.
+    """
+    parser = CommandParser(
+        prog="shardflow",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions that matter, and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.summary, formatter_class=HelpFormatter)
+        if only in {None, name}:
+            module = import_module(command.module)
+            getattr(module, command.declare)(subparser)
+            subparser.set_defaults(run=getattr(module, command.run))
+    return parser
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command, in the order of ``--help``."""
+    (commands,) = (
+        action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(commands.choices)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else ""
+    if argv is None and name == "train":
+        # As process 1 of a container a job ignores every signal that it does not handle, imports or not.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_STOPPED))
+    as_json = "--json" in arguments
+    try:
+        _check_command(name)
+        parsed = build_parser(name).parse_args(arguments)
+        code: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except (ConfigError, PlanError) as error:
+        return _fail(error.message, EXIT_CONFIGURATION, as_json=as_json)
+    except ShardflowError as error:
+        return _fail(error.message, EXIT_FAILED, as_json=as_json)
+    except ModuleNotFoundError as error:
+        extra = extra_of(error)
+        if extra is None:
+            return _fail(f"internal error: {describe_exception(error)}", EXIT_FAILED, as_json=as_json)
+        message = f"shardflow {name} needs the extra '{extra}': pip install 'shardflow[{extra}]'"
+        return _fail(message, EXIT_CONFIGURATION, as_json=as_json)
+    except BrokenPipeError:
+        # The reader of a pipe (head, say) has what it wanted.
+        _abandon_output()
+        return 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last place to give a mistake of ours one exit code
+        if isinstance(error, OSError) and (reason := _why_output_is_lost()) is not None:
+            _abandon_output()
+            message = f"standard output must take what is written to it, got {reason}; make room, and repeat."
+            return _fail(message, EXIT_FAILED, as_json=False)
+        return _fail(f"internal error: {describe_exception(error)}", EXIT_FAILED, as_json=as_json)
+    return code
+
+
+def _check_command(name: str) -> None:
+    if name and name not in COMMANDS and not name.startswith("-"):
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigError(f"COMMAND must be one of those in shardflow --help, got {name!r}{hint}")
+
+
+def extra_of(error: ModuleNotFoundError) -> str | None:
+    """Return the extra that installs what is missing; None where it is no optional dependency."""
+    package = (error.name or "").partition(".")[0]
+    return next((extra for extra, packages in EXTRAS.items() if package in packages.split()), None)
+
+
+def _why_output_is_lost() -> str | None:
+    """Why standard output takes no more (a full disk behind it, say); None while it does."""
+    try:
+        # What could not be written before is forgotten by now, so only a further byte tells.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, "an error")
+    return None
+
+
+def _abandon_output() -> None:
+    """Write what is still buffered nowhere: Python would complain once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, code: int, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": message}))
+    print(f"shardflow: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""The command ``shardflow pack``: DICOM studies and reports into a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from shardflow.cli.common import add_job_settings, counted, interruptible
+from shardflow.config import dump_config, load_config
+from shardflow.errors import ConfigError, ShardflowError
+from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left
+
+if TYPE_CHECKING:
+    from shardflow.packing import PackMode, PackSummary
+
+DESCRIPTION: Final = """\
+Packs folders of DICOM files, and the reports that name their studies, into a dataset. FILE says where they
+lie and where the dataset goes; copy pipelines/recipes/pack_folders.toml to begin one.
+
+Run the same command again to go on where a stopped job was. That is no --append: it makes the next version
+of a dataset that is finished. The key that makes all surrogates is made in private_dir at the first run: keep
+it. The last line of standard output is one JSON object; progress goes to standard error.
+"""
+EXAMPLES: Final = """\
+examples:
+  shardflow pack --config my-recipe.toml --print-config
+  shardflow pack --config my-recipe.toml
+  shardflow pack --config my-recipe.toml --dry-run
+  shardflow pack --config my-recipe.toml --append
+  shardflow pack --config my-recipe.toml --task 0/8
+  shardflow pack --config my-recipe.toml --merge
+  shardflow pack --config my-recipe.toml --set execution.num_processes=8 --set output=/data/packed
+
+exit codes: 0 done, or already done; 1 an error: run it again; 2 a setting is wrong; 3 more inputs are
+quarantined than allowed; 4 tasks are missing before --merge; 130 stopped by a signal: run it again to go on.
+"""
+
+_EXIT_FAILED: Final = 1
+_EXIT_CONFIGURATION: Final = 2
+_EXIT_INTERRUPTED: Final = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow pack``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_job_settings(parser)
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        help="where packing processes run; the same as --set execution.engine=...",
+    )
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--append", action="store_true", help="take new inputs into the dataset's next version"
+    )
+    kinds.add_argument(
+        "--retry", action="store_true", help="try what is quarantined again, for the dataset's next version"
+    )
+    kinds.add_argument(
+        "--task",
+        metavar="I/N",
+        help="pack one of N parts (from 0) of a first version, beside the others; publish nothing",
+    )
+    kinds.add_argument(
+        "--merge", action="store_true", help="publish what all the tasks have packed, or name those that miss"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="read headers and say what would be packed; write no dataset"
+    )
+    parser.add_argument("--print-config", action="store_true", help="show every setting in force, and exit")
+    parser.add_argument(
+        "--json", action="store_true", help="write nothing but the JSON line on standard output"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job; returns the exit code."""
+    from shardflow.packing import PackConfig, Share, pack  # needs pydicom, which the training image lacks
+
+    configure_logging(withhold_foreign_text=True)
+    try:
+        engine = [] if args.engine is None else [f"execution.engine={args.engine}"]
+        config = load_config(PackConfig, args.config, [*args.overrides, *engine])
+        if args.print_config:
+            print(dump_config(config), end="")
+            return 0
+        with interruptible(), make_progress() as progress:
+            mode: PackMode = "append" if args.append else "retry" if args.retry else "pack"
+            share = None if args.task is None else Share.parse(args.task)
+            summary = pack(
+                config, progress, mode=mode, is_dry_run=args.dry_run, share=share, is_merge=args.merge
+            )
+    except ConfigError as error:
+        return _fail("configuration_error", error.message, _EXIT_CONFIGURATION)
+    except ShardflowError as error:
+        return _fail("error", f"{error.message} What is packed stands; run the job again.", _EXIT_FAILED)
+    except KeyboardInterrupt:
+        text = "stopped by a signal; what is packed stands, run the job again to go on."
+        return _fail("interrupted", text, _EXIT_INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - the last place where an error may show its text
+        return _fail("error", f"internal error: {describe_exception(error)}", _EXIT_FAILED)
+    if not args.json:
+        print("\n".join(_describe(summary)))
+    print(json.dumps(summary.to_json()))
+    return summary.exit_code
+
+
+def _fail(status: str, message: str, code: int) -> int:
+    print(json.dumps({"status": status, "error": message}))
+    sys.stdout.flush()
+    sys.stderr.write(f"shardflow: {message}\n")
+    return code
+
+
+def _describe(summary: PackSummary) -> Iterator[str]:
+    """Say the summary in words."""
+    inputs = summary.inputs
+    if summary.status == "task_done":
+        yield f"The {summary.num_shards} shards of this task stand; --merge publishes those of all."
+        return
+    counts = ", ".join(f"{inputs[name]} {name}" for name in ("packed", "skipped", "quarantined"))
+    yield f"{inputs['total']} inputs: {counts}."
+    if summary.num_known_inputs:
+        yield f"{summary.num_known_inputs} inputs are known, and stay as they are."
+    if summary.reasons:
+        ranked = sorted(summary.reasons.items(), key=lambda item: (-item[1], item[0]))
+        yield "Not packed: " + ", ".join(f"{count} {reason}" for reason, count in ranked) + "."
+    match summary.status:
+        case "quarantine_limit":
+            yield "Too many inputs are quarantined: nothing is published; what is packed stands."
+            yield "See inputs-*.jsonl in private_dir; repair inputs, or raise policy.max_quarantined_share."
+            return
+        case "already_packed":
+            yield "This dataset is already packed."
+        case "nothing_new":
+            yield "There is nothing to do: the dataset stays at this version."
+        case "tasks_missing":
+            tasks = ", ".join(map(str, summary.missing_tasks))
+            yield f"Nothing is published: these tasks have to run before, with --task I/N: {tasks}."
+            return
+        case "planned":
+            splits = ", ".join(f"{count} {split}" for split, count in summary.splits.items())
+            yield (
+                f"Dry run: {summary.num_slices} slices, {summary.num_shards} new shards of about "
+                f"{summary.num_bytes} bytes, samples: {splits or 'none'}. Pixels were not read."
+            )
+            return
+        case _:
+            splits = ", ".join(f"{count} {split}" for split, count in summary.splits.items())
+            slices, shards = counted(summary.num_slices, "slice"), counted(summary.num_shards, "shard")
+            yield f"{slices} in {shards}, samples: {splits}."
+    yield f"dataset_id {summary.dataset_id}"
+
+
+_TITLES: Final = {
+    "headers": "reading headers",
+    "reports": "linking reports",
+    "studies": "packing studies",
+    "inputs": "looking at the files",
+    "duplicates": "looking for duplicates",
+    "parts": "packing parts",
+    "index": "numbering shards",
+    "outcomes": "writing the outcomes of lines",
+    "shards": "writing shards again",
+    "samples": "writing the samples table",
+    "ledger": "writing the ledger",
+    "page": "writing the page (report.html)",
+    "manifest": "publishing the manifest",
+    "upload": "sending the rest to the object store",
+    "done": "done",
+}
+
+
+class LineProgress:
+    """Plain lines: one for each phase, and one every ten seconds of a long one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._title = ""
+        self._total = self._count = 0
+        self._said_at = self._began_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def phase(self, name: str, total: int) -> None:
+        """Begin a phase."""
+        self._title, self._total, self._count = _TITLES[name], total, 0
+        self._began_at = time.monotonic()
+        self._say(f"{self._title} ({total})" if total else self._title)
+
+    def advance(self, count: int = 1) -> None:
+        """Finish units of the phase."""
+        self._count += count
+        now = time.monotonic()
+        if now - self._said_at >= LINE_EVERY_S:
+            rest = time_left(self._count, self._total, now - self._began_at)
+            self._say(f"{self._title}: {self._count} of {self._total}{rest}")
+
+    def note(self, text: str) -> None:
+        """Say something."""
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._said_at = time.monotonic()
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+def make_progress(stream: TextIO | None = None) -> BarProgress | LineProgress:
+    """Choose bars for a terminal and lines for anything else."""
+    target = stream if stream is not None else sys.stderr
+    return BarProgress(target, _TITLES) if target.isatty() else LineProgress(target)
+
+
+class BarProgress:
+    """A bar for each phase, with counts and the time that is left."""
+
+    def __init__(self, stream: TextIO, titles: Mapping[str, str]) -> None:
+        self._titles = titles
+        self._bars = Progress(
+            TextColumn("{task.description:<26}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def phase(self, name: str, total: int) -> None:
+        """Begin a phase: the bar of the one before is full."""
+        if self._task is not None:
+            (task,) = (task for task in self._bars.tasks if task.id == self._task)
+            self._bars.update(self._task, total=task.total or 1, completed=task.total or 1)
+        self._task = None if name == "done" else self._bars.add_task(self._titles[name], total=total or None)
+
+    def advance(self, count: int = 1) -> None:
+        """Finish units of the phase."""
+        if self._task is not None:
+            self._bars.update(self._task, advance=count)
+
+    def note(self, text: str) -> None:
+        """Say something above the bars."""
+        self._bars.console.print(text, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    from shardflow.cli.main import main
+
+    sys.exit(main(["pack", *sys.argv[1:]]))

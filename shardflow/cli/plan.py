@@ -1,0 +1,487 @@
+"""The command ``shardflow plan``: the micro-batches of an epoch, and the rank that runs each of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardflow.cli.common import (
+    add_json,
+    add_subset,
+    human_bytes,
+    natural_number,
+    open_dataset,
+    positive_number,
+    show_lines,
+    show_table,
+    write_json,
+)
+from shardflow.config import parse_byte_size
+from shardflow.errors import ConfigError
+from shardflow.loading.blend_file import open_blend
+from shardflow.loading.selection import FULL_STUDY, Selection, open_view, select
+from shardflow.sampling import (
+    BatchSpec,
+    CostRule,
+    EpochPlan,
+    PlanMeasures,
+    PlanSummary,
+    RankSchedule,
+    TokenBudget,
+    measure_plan,
+)
+from shardflow.sampling.blend import Blend
+from shardflow.sampling.budget import OVER_BUDGET
+from shardflow.sampling.measures import BlendMix, measure_mix
+from shardflow.sampling.spec import DEFAULT_WINDOW_BYTES, TAILS
+from shardflow.training.tokenizing import tokenizer_digest
+
+DESCRIPTION = """\
+Plans one epoch of a split, a subset (--subset), or a blend of datasets (--blend). The samples of a step
+depend on dataset, seed, epoch and batch spec only, never on the world size. A micro-batch has a fixed size
+(--micro-batch-size), or is filled to a budget of tokens that are estimated from the bytes of the reports
+(--max-tokens).
+
+With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a filler
+that holds no sample), keys and weights, and of a blend components, from 0. A padding slot has key null and
+weight 0; a repeated sample weighs 1.
+"""
+EXAMPLES = """\
+examples:
+  shardflow plan my-dataset --split train --seed 7 --epoch 0 \\
+      --micro-batch-size 2 --micro-batches-per-step 4 --world-size 2
+  shardflow plan my-dataset --split train --seed 7 --epoch 0 --max-tokens 4096 \\
+      --micro-batches-per-step 4 --world-size 2 --summary --compare "lanes=2"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow plan``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "dataset", metavar="DATASET", nargs="?", help="folder or file:// address of a packed dataset"
+    )
+    number, count = natural_number, positive_number
+    add = parser.add_argument
+    add("--blend", metavar="FILE", help="plan a blend file instead of a dataset and its split")
+    add("--view", metavar="NAME", help="plan an entity view of the dataset (full_study: its studies)")
+    add("--split", metavar="S", help="split to plan, such as train, or several: train+val")
+    add_subset(parser)
+    add("--seed", required=True, type=number, metavar="N", help="run-level seed")
+    add("--epoch", required=True, type=number, metavar="E", help="epoch, counted from 0")
+    add_batch_arguments(parser)
+    add("--world-size", required=True, type=count, metavar="W", help="data-parallel ranks, at most M")
+    add("--ranks-per-node", type=count, metavar="R", help="ranks of a node (8, or all of fewer)")
+    add("--from-step", type=number, default=0, metavar="K", help="first step of the lines (0)")
+    add("--steps", type=number, metavar="N", help="number of steps of the lines (all that follow)")
+    add("--summary", action="store_true", help="what the plan does to ranks, nodes and caches, in numbers")
+    add(
+        "--compare",
+        metavar="SETTINGS",
+        help='with --summary: other settings beside these, such as "lanes=8 window=64MiB world-size=56"',
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    selection = _selection(arguments)
+    if arguments.compare and not arguments.summary:
+        raise ConfigError("--compare must come with --summary, got it alone; add --summary.")
+    if arguments.summary:
+        show_summary(selection, arguments)
+        return 0
+    plan, schedule = planned(selection, arguments)
+    steps = _steps(plan.num_steps, arguments.from_step, arguments.steps)
+    if arguments.json:
+        for line in micro_batches(selection, plan, schedule, steps):
+            write_json(line)
+    else:
+        show_lines([title_of(selection), *plan.summary(schedule).lines()])
+        show_components(selection, arguments.epoch)
+    return 0
+
+
+def _selection(arguments: argparse.Namespace) -> Selection:
+    """Open what is to be planned.
+
+    Raises:
+        ConfigError: Neither or both of a dataset and a blend are given, or there is no such split.
+    """
+    named = {"DATASET": arguments.dataset, "--split": arguments.split}
+    if arguments.blend is not None:
+        alone = {**named, "--view": arguments.view, "--subset": arguments.subset or None}
+        for name, value in alone.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} must be left out where --blend is given, got {value!r}; say it in the "
+                    "blend file."
+                )
+        return open_blend(arguments.blend)
+    for name, value in named.items():
+        if value is None:
+            raise ConfigError(f"{name} must be given, got none; name one, or a blend file with --blend.")
+    if arguments.dataset.endswith(".toml"):
+        raise ConfigError("DATASET must be a folder, got a .toml file; name a blend file with --blend.")
+    dataset = open_view(open_dataset(arguments.dataset), arguments.view or FULL_STUDY)
+    if not set(arguments.split.split("+")) <= set(dataset.samples.splits):
+        known = ", ".join(sorted(dataset.samples.splits))
+        raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
+    return select(dataset, arguments.split, arguments.subset)
+
+
+def micro_batches(
+    selection: Selection, plan: EpochPlan, schedule: RankSchedule, steps: range
+) -> Iterator[dict[str, Any]]:
+    """Yield the micro-batches of some steps: by step, then in canonical order, the fillers last."""
+    for step in steps:
+        for slot in range(schedule.num_micro_batches_per_rank):
+            for rank in range(schedule.world_size):
+                micro = schedule.micro(rank, slot)
+                batch = plan.micro_batch(step, micro)
+                rows = batch.rows[batch.rows >= 0]
+                found = iter(selection.keys(rows))
+                line = {
+                    "step": step,
+                    "rank": rank,
+                    "micro": micro,
+                    "keys": [next(found) if row >= 0 else None for row in batch.rows.tolist()],
+                    "weights": batch.weights.tolist(),
+                }
+                if selection.is_blend:
+                    components = iter(selection.components_of(rows).tolist())
+                    line["components"] = [next(components) if row >= 0 else -1 for row in batch.rows.tolist()]
+                yield line
+
+
+def _steps(num_steps: int, first: int, count: int | None) -> range:
+    """Return the steps to show.
+
+    Raises:
+        ConfigError: The first one lies behind the end of the epoch.
+    """
+    if first > num_steps:
+        raise ConfigError(f"--from-step must be at most {num_steps}, the steps of the epoch, got {first}.")
+    return range(first, num_steps if count is None else min(num_steps, first + count))
+
+
+_AUTO = "auto"
+_OF_BUDGET = {
+    "max_samples": 64,
+    "packed": False,
+    "over_budget": "alone",
+    "max_text_tokens": 0,
+    "tokenizer": None,
+    "image_tokens_per_slice": 0,
+    "max_slices": 0,
+    "quadratic_tokens": 0,
+}
+"""What says how --max-tokens are counted, and what it is where nothing is said."""
+_RANKS_PER_NODE = 8
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a batch spec is made of."""
+    number, count = natural_number, positive_number
+    add = parser.add_argument
+    add("--micro-batch-size", type=count, metavar="B", help="samples in a micro-batch; or --max-tokens")
+    add("--micro-batches-per-step", required=True, type=count, metavar="M", help="micro-batches in a step")
+    add("--max-tokens", type=count, metavar="T", help="tokens in a micro-batch, padding counted")
+    add("--max-samples", type=count, metavar="N", help="samples of it, whatever their length (64)")
+    add("--packed", action="store_true", help="sequences are packed: --max-tokens counts no padding")
+    add(
+        "--over-budget",
+        choices=OVER_BUDGET,
+        help="a sample longer than --max-tokens is a micro-batch of its own, left out, or cut (alone)",
+    )
+    add("--max-text-tokens", type=number, metavar="T", help="where the text is cut (nowhere)")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="fill by its counts of the reports (see: shardflow tokenize), not by an estimate from bytes",
+    )
+    add("--image-tokens-per-slice", type=number, metavar="T", help="tokens of a slice (0)")
+    add("--max-slices", type=number, metavar="K", help="slices that the view takes (0)")
+    add(
+        "--quadratic-tokens",
+        type=number,
+        metavar="T",
+        help="length at which attention costs as much as all the rest; 0 leaves it out (0)",
+    )
+    add(
+        "--lanes",
+        type=_lanes,
+        metavar="L",
+        help="lanes to mix samples in, or auto (0; auto with --max-tokens)",
+    )
+    parser.set_defaults(**_OF_BUDGET)
+    add("--window", type=_window, metavar="w", help="bytes of a lane that are mixed at a time (1GiB)")
+    add(
+        "--tail",
+        choices=TAILS,
+        default="drop",
+        help="what becomes of samples that do not fill the last step (drop)",
+    )
+
+
+def planned(selection: Selection, arguments: argparse.Namespace) -> tuple[EpochPlan, RankSchedule]:
+    """Plan the epoch that the options describe, and deal it to ranks."""
+    lanes = arguments.lanes
+    if lanes is None and (arguments.max_tokens is not None or arguments.window is not None):
+        lanes = _AUTO
+    spec = _spec(arguments, lanes=1 if lanes == _AUTO else int(lanes or 0))
+    plan = selection.plan(spec, seed=arguments.seed, epoch=arguments.epoch, auto_lanes=lanes == _AUTO)
+    # The lines of a plan that nobody gave nodes for are dealt like cards, the summary always has nodes.
+    ranks_per_node = arguments.ranks_per_node or (_ranks_per_node(arguments) if arguments.summary else 0)
+    schedule = RankSchedule(
+        spec.micro_batches_per_step,
+        arguments.world_size,
+        lanes=plan.spec.lanes,
+        ranks_per_node=ranks_per_node,
+    )
+    return plan, schedule
+
+
+def show_summary(selection: Selection, arguments: argparse.Namespace) -> None:
+    """Show the numbers of one plan, or of two side by side."""
+    settings = {"this": arguments}
+    if arguments.compare:
+        settings["other"] = _changed(arguments)
+    numbers = {}
+    for name, chosen in settings.items():
+        plan, schedule = planned(selection, chosen)
+        layout = selection.layout(plan.spec)
+        measures = measure_plan(plan, layout, schedule, ranks_per_node=_ranks_per_node(chosen))
+        numbers[name] = plan.summary(schedule), measures, plan.spec, measure_mix(plan)
+    if arguments.json:
+        for name, (summary, measures, spec, mix) in numbers.items():
+            line: dict[str, Any] = {
+                "settings": name,
+                "plan": summary.to_json(),
+                "measured": measures.to_json(),
+                "text_tokens": _text_tokens(spec),
+            }
+            if mix is not None:
+                line |= {"mix": mix.to_json(), "components": component_numbers(selection, arguments.epoch)}
+            write_json(line)
+        return
+    columns = {name: _column(*found) for name, found in numbers.items()}
+    rows = [(row, *(column[row] for column in columns.values())) for row in columns["this"]]
+    show_lines([title_of(selection)])
+    show_components(selection, arguments.epoch)
+    show_table(f"epoch {arguments.epoch}, seed {arguments.seed}", ["", *columns], rows)
+
+
+def _text_tokens(spec: BatchSpec) -> str | None:
+    """Return where the tokens of the text come from; None where no budget counts them."""
+    if spec.budget is None or not spec.budget.cost.text_tokens_per_1000_bytes:
+        return None
+    return "counted" if spec.budget.cost.tokenizer else "estimated"
+
+
+def _column(
+    summary: PlanSummary, found: PlanMeasures, spec: BatchSpec, mix: BlendMix | None
+) -> dict[str, str]:
+    """Return the numbers for people; every column has the same rows."""
+    lanes = summary.lanes
+    mixed = {}
+    if mix is not None:
+        mixed = {
+            "mix of a step off by, mean": _percent(mix.mean_deviation),
+            "mix of a step off by, most": _percent(mix.max_deviation),
+        }
+    return {
+        "samples": f"{summary.num_samples:,}",
+        "steps": f"{summary.num_steps:,}",
+        "steps walked for this": _percent(found.walked_share),
+        "micro-batches a step": f"{summary.micro_batches_per_step:,}",
+        "dropped": f"{summary.num_dropped:,}",
+        "of them skipped by rule": f"{summary.num_skipped:,}",
+        "repeated": f"{summary.num_repeated:,}",
+        "padding slots of the tail": f"{summary.num_padding_slots:,}",
+        "over the budget": "-" if not summary.max_tokens or lanes is None else f"{lanes.num_over_budget:,}",
+        "tokens of the text": _text_tokens(spec) or "-",
+        "padding among tokens": _percent(found.padding_share),
+        "budget used": _percent(found.budget_used),
+        "imbalance, mean": _ratio(found.imbalance),
+        "imbalance, 99 %": _ratio(found.imbalance_p99),
+        "imbalance, worst step": _ratio(found.imbalance_max),
+        "steps of at most 1.05": _percent(found.balanced_share),
+        "ranks": f"{summary.world_size:,}",
+        "efficiency": _percent(summary.efficiency),
+        "nodes": f"{found.num_nodes:,}",
+        "lanes": "-" if lanes is None else f"{lanes.lanes:,}",
+        "pooled": "-" if lanes is None else _percent(lanes.pooled_share),
+        "shards": f"{found.num_shards:,}",
+        "shards open": f"{found.num_shards if lanes is None else lanes.num_shards_open:,}",
+        "shards a node reads": "-" if found.shards_per_node is None else f"{found.shards_per_node:,.1f}",
+        "bytes a node reads": human_bytes(round(found.bytes_per_node)),
+        "shuffle, 1 is full": _ratio(found.neighbour_spread),
+        **mixed,
+    }
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _spec(arguments: argparse.Namespace, *, lanes: int) -> BatchSpec:
+    if (arguments.micro_batch_size is None) == (arguments.max_tokens is None):
+        found = "neither" if arguments.max_tokens is None else "both"
+        raise ConfigError(f"one of --micro-batch-size and --max-tokens must be given, got {found}.")
+    budget = None
+    if arguments.max_tokens is None:
+        for name, default in _OF_BUDGET.items():
+            if getattr(arguments, name) != default:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} must come with --max-tokens, got it without; leave it out.")
+    else:
+        budget = TokenBudget(
+            max_tokens=arguments.max_tokens,
+            max_samples=arguments.max_samples,
+            padded=not arguments.packed,
+            over_budget=arguments.over_budget,
+            cost=CostRule(
+                max_text_tokens=arguments.max_text_tokens,
+                image_tokens_per_slice=arguments.image_tokens_per_slice,
+                max_slices=arguments.max_slices,
+                quadratic_tokens=arguments.quadratic_tokens,
+                tokenizer=tokenizer_digest(arguments.tokenizer) if arguments.tokenizer else "",
+            ),
+        )
+    return BatchSpec(
+        micro_batch_size=arguments.micro_batch_size or 0,
+        budget=budget,
+        micro_batches_per_step=arguments.micro_batches_per_step,
+        tail=arguments.tail,
+        lanes=lanes,
+        window_bytes=arguments.window or DEFAULT_WINDOW_BYTES,
+    )
+
+
+def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with the settings of ``--compare`` in their place."""
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, argument_default=argparse.SUPPRESS)
+    add_batch_arguments(parser)
+    parser.add_argument("--world-size", type=positive_number)
+    parser.add_argument("--ranks-per-node", type=positive_number)
+    words = arguments.compare.replace(",", " ").split()
+    known = {action.dest: action for action in parser._actions}
+    changed: dict[str, Any] = vars(arguments).copy()
+    names = {word.removeprefix("--").partition("=")[0] for word in words}
+    # A budget and a size take each other's place.
+    if "max-tokens" in names:
+        changed["micro_batch_size"] = None
+    if "micro-batch-size" in names:
+        changed |= {"max_tokens": None, **_OF_BUDGET}
+    for word in words:
+        name, separator, value = word.removeprefix("--").partition("=")
+        action = known.get(name.replace("-", "_"))
+        if action is None or (action.nargs != 0) != bool(separator):
+            raise ConfigError(
+                f'--compare must hold settings of a plan such as "lanes=8 window=64MiB", got {word!r}.'
+            )
+        changed[action.dest] = _value(action, name, value)
+    return argparse.Namespace(**changed)
+
+
+def _value(action: argparse.Action, name: str, text: str) -> Any:
+    if action.nargs == 0:
+        return True
+    try:
+        value = action.type(text) if callable(action.type) else text
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--compare: {name} {error}.") from None
+    if action.choices is not None and value not in action.choices:
+        raise ConfigError(f"--compare: {name} must be one of {', '.join(action.choices)}, got {text!r}.")
+    return value
+
+
+def _ranks_per_node(arguments: argparse.Namespace) -> int:
+    found: int = arguments.ranks_per_node or min(_RANKS_PER_NODE, arguments.world_size)
+    return found
+
+
+def _lanes(text: str) -> int | str:
+    return text if text == _AUTO else natural_number(text)
+
+
+def _window(text: str) -> int:
+    try:
+        value = parse_byte_size(text)
+    except (ConfigError, ValueError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a size of at least 1 byte such as 256MiB, got {text!r}")
+    return value
+
+
+def title_of(selection: Selection) -> str:
+    """Name the samples in a line."""
+    if isinstance(selection.population, Blend):
+        return f"blend {selection.population.digest} of {len(selection.datasets)} components"
+    subset = "" if selection.subset is None else f", subset {selection.subset[:12]}"
+    return f"split {selection.split} of {selection.datasets[0].dataset_id}{subset}"
+
+
+def component_numbers(selection: Selection, epoch: int) -> list[dict[str, Any]]:
+    """Return the numbers of each component in an epoch; none without a blend.
+
+    Whole passes are those that begin and end in the epoch; what it finishes or begins of others is counted in
+    samples.
+    """
+    if not isinstance(selection.population, Blend):
+        return []
+    numbers = []
+    for place, component in enumerate(selection.population.components, start=1):
+        size, start = len(component.rows), epoch * component.count
+        stop = start + component.count
+        first_whole, last_whole = -(-start // size), stop // size
+        finished = min(first_whole * size, stop) - start
+        begun = max(stop - max(last_whole, first_whole) * size, 0)
+        numbers.append(
+            {
+                "component": place,
+                "dataset_id": component.dataset_id,
+                "manifest_version": component.manifest_version,
+                "split": component.split,
+                "subset": component.subset,
+                "num_samples": size,
+                "num_draws": component.count,
+                "share": component.count / selection.population.num_draws,
+                "repeat": component.count / size,
+                "num_whole_passes": max(0, last_whole - first_whole),
+                "num_finished": finished,
+                "num_begun": begun,
+            }
+        )
+    return numbers
+
+
+def show_components(selection: Selection, epoch: int) -> None:
+    """Show a row for each component of a blend."""
+    rows = [
+        (
+            f"{found['component']}  {found['dataset_id'][:12]}  {found['split']}"
+            + ("" if found["subset"] is None else f", subset {found['subset'][:12]}"),
+            f"{found['num_samples']:,}",
+            f"{found['num_draws']:,}",
+            f"{found['share']:.1%}",
+            f"{found['repeat']:.3g}",
+            f"{found['num_whole_passes']:,}",
+            f"{found['num_finished']:,}",
+            f"{found['num_begun']:,}",
+        )
+        for found in component_numbers(selection, epoch)
+    ]
+    if rows:
+        heads = ["", "samples", "draws", "share", "repeat", "whole passes", "rest of one", "start of one"]
+        show_table("components", heads, rows)

@@ -1,0 +1,144 @@
+"""``shardflow preview``: slices of one study beside its report, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardflow.cli.common import (
+    add_dataset,
+    add_json,
+    counted,
+    human_bytes,
+    natural_number,
+    open_dataset,
+    positive_number,
+    show_lines,
+    write_json,
+)
+from shardflow.errors import ConfigError
+from shardflow.format import Dataset
+from shardflow.storage import write_atomic
+from shardflow.viewing import (
+    WINDOWS,
+    Window,
+    find_row,
+    read_findings,
+    read_study,
+    render_findings,
+    render_study,
+)
+
+DESCRIPTION = """\
+Draws slices of a study, evenly spread over its primary series, with the sides of the patient, a scale bar and
+slice numbers, beside the report. With --findings the report is drawn with its findings marked by what is said
+of them, and beside it the slices that show each, with the confidence and its evidence.
+
+KEY is a sample key, or a split and a row of it: train:0. The picture shows pixels and text of a
+patient, unless it says GENERATED: keep it where the dataset may lie. Needs Pillow:
+pip install 'shardflow[pack]'.
+"""
+EXAMPLES = """\
+examples:
+  shardflow preview my-dataset train:0 -o study.png
+  shardflow preview my-dataset train:0 --findings -o findings.png
+  shardflow preview my-dataset val:2 --slices 6 --window=-600,1500 -o study.png
+"""
+_MOST_SLICES = 64
+_USUAL_SLICES = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow preview``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_dataset(parser)
+    parser.add_argument("key", metavar="KEY", help="sample key, or a row such as train:0")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=_png_file, required=True, help="PNG file to write"
+    )
+    parser.add_argument(
+        "--series", metavar="S", type=natural_number, default=0, help="series, from 0 (0: primary)"
+    )
+    parser.add_argument(
+        "--slices",
+        metavar="K",
+        type=positive_number,
+        default=_USUAL_SLICES,
+        help=f"slices at most, up to {_MOST_SLICES} ({_USUAL_SLICES})",
+    )
+    parser.add_argument(
+        "--findings", action="store_true", help="mark the report's findings and show the slices of each"
+    )
+    parser.add_argument(
+        "--window",
+        metavar="C,W",
+        help=f"centre and width in the slices' unit (--window=-600,1500), or one of {', '.join(WINDOWS)}; by "
+        "default what the series states",
+    )
+    parser.add_argument(
+        "--font", metavar="FILE", type=Path, help="font for scripts that the system's fonts lack"
+    )
+    add_json(parser)
+
+
+def _png_file(text: str) -> Path:
+    if Path(text).suffix.lower() not in {"", ".png"}:
+        raise argparse.ArgumentTypeError(f"must name a .png file, got {text!r}")
+    return Path(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    if arguments.slices > _MOST_SLICES:
+        raise ConfigError(f"--slices must be at most {_MOST_SLICES}, got {arguments.slices}.")
+    window = Window.parse(arguments.window) if arguments.window else None
+    dataset = open_dataset(arguments.dataset, with_studies=True)
+    row = find_row(dataset, arguments.key)
+    if arguments.findings:
+        if arguments.series or arguments.slices != _USUAL_SLICES:
+            raise ConfigError(
+                "--series and --slices must be left out with --findings, got them; "
+                "the slices of each finding are shown."
+            )
+        return _draw_findings(arguments, dataset, row, window)
+    view = read_study(dataset, row, series=arguments.series, num_slices=arguments.slices)
+    picture = render_study(view, window=window, font=arguments.font)
+    write_atomic(arguments.output, [picture], replace=True)
+    facts = {
+        "sample_key": view.sample_key,
+        "row": view.place,
+        "series": view.series_number,
+        "slices": list(view.indexes),
+        "generated": bool(view.generated),
+        "bytes": len(picture),
+    }
+    if arguments.json:
+        write_json(facts)
+    else:
+        amount = counted(len(view.slices), "slice")
+        show_lines([f"{view.place}: {amount}, {human_bytes(len(picture))}: {arguments.output}"])
+    return 0
+
+
+def _draw_findings(arguments: argparse.Namespace, dataset: Dataset, row: int, window: Window | None) -> int:
+    view = read_findings(dataset, row)
+    picture = render_findings(view, window=window, font=arguments.font)
+    write_atomic(arguments.output, [picture], replace=True)
+    if arguments.json:
+        write_json(
+            {
+                "sample_key": view.study.sample_key,
+                "row": view.study.place,
+                "findings": len(view.report["entities"]),
+                "placed": len(view.rows) + view.num_left_out,
+                "generated": bool(view.study.generated),
+                "bytes": len(picture),
+            }
+        )
+    else:
+        amount = counted(len(view.rows), "finding")
+        show_lines(
+            [f"{view.study.place}: {amount} with slices, {human_bytes(len(picture))}: {arguments.output}"]
+        )
+    return 0

@@ -1,0 +1,152 @@
+"""``shardflow report``: one page about a dataset, a run, or two runs, to be opened without a network."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from shardflow.cli.common import (
+    add_json,
+    counted,
+    human_bytes,
+    natural_number,
+    open_dataset,
+    positive_number,
+    show_lines,
+    step_progress,
+    write_json,
+)
+from shardflow.errors import ConfigError
+from shardflow.monitoring.history import CONFIG_FILE
+from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.run_page.compare import render_comparison
+from shardflow.monitoring.run_page.page import render_run_page
+from shardflow.monitoring.run_page.reading import read_run
+from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
+from shardflow.storage import write_atomic
+from shardflow.viewing import gather, render_page
+
+DESCRIPTION = """\
+Writes one HTML file, which asks the network for nothing. The same input and options give the same bytes.
+
+Of a dataset: outcomes of all inputs with their reasons, splits, histograms of size, spacing, slices and CT
+values, and a gallery of thumbnails. A packed dataset holds such a page already (report.html, of a bounded
+part of large datasets). This command reads every study, and every slice of CT, or as many as --ct-slices
+says. Thumbnails are pixels of patients: keep the page where the dataset may lie, or leave them out with
+--thumbnails 0.
+
+Of a training run, which is a folder with metrics.jsonl: the time of its steps, what it was bound by and what
+to do, stages, tiers, ranks, memory, loss, restarts, goodput, what the tuner did, settings. Of two runs: the
+same charts overlaid, and a table of what differs. The run may go on meanwhile. Nothing of a patient is in it.
+"""
+EXAMPLES = """\
+examples:
+  shardflow report my-dataset -o report.html
+  shardflow report my-dataset --thumbnails 0 --ct-slices 4 -o shareable.html
+  shardflow report runs/first -o run.html
+  shardflow report runs/first runs/second -o compare.html
+"""
+_NUM_THUMBNAILS, _MOST_THUMBNAILS = 24, 500
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow report``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "dataset",
+        metavar="DATASET|RUN",
+        help="folder or address of a packed dataset, or the folder of a training run",
+    )
+    parser.add_argument(
+        "other", metavar="RUN", nargs="?", help="folder of another run, which the first is compared with"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="HTML file to write")
+    parser.add_argument("--thumbnails", metavar="N", type=natural_number, help="studies in the gallery (24)")
+    parser.add_argument(
+        "--ct-slices", metavar="K", type=positive_number, help="slices of each CT series to count (all)"
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=positive_number,
+        default=os.cpu_count() or 1,
+        help="studies read at once",
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    if arguments.other is not None or _is_run(arguments.dataset):
+        return _report_runs(arguments)
+    return _report_dataset(arguments)
+
+
+def _is_run(text: str) -> bool:
+    return any((Path(text) / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
+
+
+def _report_runs(arguments: argparse.Namespace) -> int:
+    given = (arguments.dataset, arguments.other) if arguments.other is not None else (arguments.dataset,)
+    for name, text in zip(("first", "second"), given, strict=False):
+        if not _is_run(text):
+            raise ConfigError(
+                f"RUN must be the folder of a training run, which holds {METRICS_FILE}, got another one as "
+                f"the {name} of two; name one dataset, one run, or two runs."
+            )
+    if arguments.thumbnails is not None or arguments.ct_slices is not None:
+        raise ConfigError(
+            "--thumbnails and --ct-slices must be left out for a run, got one of them; they are about a "
+            "dataset."
+        )
+    runs = [read_run(Path(text)) for text in given]
+    text = render_comparison((runs[0], runs[1])) if len(runs) > 1 else render_run_page(runs[0])
+    page = text.encode("utf-8")
+    write_atomic(arguments.output, [page], replace=True)
+    if arguments.json:
+        steps = [run.num_steps for run in runs]
+        damaged = [run.num_damaged for run in runs]
+        names = [run.name for run in runs]
+        write_json({"runs": names, "steps": steps, "bytes": len(page), "damaged_lines": damaged})
+    else:
+        steps_text = " and ".join(counted(run.num_steps, "step") for run in runs)
+        show_lines([f"{steps_text}, {human_bytes(len(page))}: {arguments.output}"])
+    return 0
+
+
+def _report_dataset(arguments: argparse.Namespace) -> int:
+    num_thumbnails = _NUM_THUMBNAILS if arguments.thumbnails is None else arguments.thumbnails
+    if num_thumbnails > _MOST_THUMBNAILS:
+        raise ConfigError(f"--thumbnails must be at most {_MOST_THUMBNAILS}, got {num_thumbnails}.")
+    dataset = open_dataset(arguments.dataset, with_studies=True)
+    with step_progress("reading studies") as progress:
+        facts = gather(
+            dataset,
+            num_thumbnails=num_thumbnails,
+            slices_per_series=arguments.ct_slices,
+            num_threads=arguments.threads,
+            progress=progress,
+        )
+    page = render_page(dataset, facts, kept_keywords=KEYWORDS, max_age_years=MAX_AGE_YEARS).encode("utf-8")
+    write_atomic(arguments.output, [page], replace=True)
+    samples = dataset.samples.num_samples
+    own = dataset.manifest.page
+    if arguments.json:
+        thumbnails = len(facts.thumbnails)
+        write_json(
+            {
+                "dataset_id": dataset.dataset_id,
+                "samples": samples,
+                "thumbnails": thumbnails,
+                "bytes": len(page),
+                "page_in_dataset": own.path if own else None,
+            }
+        )
+    else:
+        lines = [f"{counted(samples, 'sample')}, {human_bytes(len(page))}: {arguments.output}"]
+        if own is not None:
+            lines.append(f"note: the dataset holds a page too, made when it was packed: {own.path}")
+        show_lines(lines)
+    return 0

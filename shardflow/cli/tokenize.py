@@ -1,0 +1,115 @@
+"""The commands ``shardflow tokenize`` (token ids beside a dataset) and ``shardflow train-tokenizer``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from shardflow.cli.common import (
+    add_dataset,
+    add_json,
+    open_dataset,
+    positive_number,
+    show_lines,
+    step_progress,
+    write_json,
+)
+from shardflow.loading.selection import FULL_STUDY, open_view
+
+DESCRIPTION = """\
+Writes the token ids of each report, and how many there are, into tokens/<tokenizer>/<dataset_id>/ of the
+dataset; no shard is touched. The tokens of another tokenizer lie beside them. A plan with `--tokenizer` and a
+training run with `batch.text_tokens = "counted"` fill token budgets by the counts instead of an estimate from
+bytes; a loader with `tokens` maps the ids, and nothing is tokenized while one trains.
+
+Ids are text for whoever has the tokenizer: guard them like the reports. A job that was stopped goes on where
+it was when it is started again. Needs the package tokenizers: pip install 'shardflow[train]'.
+"""
+EXAMPLES = """\
+examples:
+  shardflow tokenize my-dataset --tokenizer my-tokenizer
+  shardflow tokenize my-dataset --tokenizer my-tokenizer/tokenizer.json --threads 8 --json
+  shardflow tokenize my-dataset --tokenizer my-tokenizer --view entity
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow tokenize``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_dataset(parser)
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="tokenizer.json, or the folder that holds it",
+    )
+    parser.add_argument(
+        "--view",
+        metavar="NAME",
+        default=FULL_STUDY,
+        help="tokenize the texts of an entity view's rows (full_study: whole reports)",
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=positive_number,
+        default=os.cpu_count() or 1,
+        help="shards tokenized at once (one a core)",
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
+
+    dataset = open_view(open_dataset(arguments.dataset), arguments.view)
+    tokenizer = TextTokenizer(arguments.tokenizer)
+    with step_progress("shards") as on_shard:
+        done = tokenize_dataset(dataset, tokenizer, num_threads=arguments.threads, on_shard=on_shard)
+    if arguments.json:
+        write_json(asdict(done))
+    else:
+        amount = f"{done.num_tokens:,} tokens in {done.num_samples:,} samples of {done.num_shards:,} shards"
+        kept = f", {done.num_shards_kept:,} done before" if done.num_shards_kept else ""
+        show_lines([amount + kept, f"tokenizer {done.tokenizer}"])
+    return 0
+
+
+TRAIN_DESCRIPTION = """\
+Makes a tokenizer (byte-level BPE) from the reports of one split of a packed dataset. The same reports give
+the same files. It holds pieces of the reports that it was made from: guard it like them. The last line of
+standard output is one JSON object.
+"""
+TRAIN_EXAMPLES = """\
+example:
+  shardflow train-tokenizer --dataset my-dataset --vocab-size 1024 --output my-tokenizer
+"""
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow train-tokenizer``."""
+    parser.description = TRAIN_DESCRIPTION
+    parser.epilog = TRAIN_EXAMPLES
+    parser.add_argument("--dataset", required=True, metavar="DATASET", help="folder of a packed dataset")
+    parser.add_argument("--split", default="train", help="whose reports to learn from (default: train)")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: 4096)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+
+
+def run_training(arguments: argparse.Namespace) -> int:
+    """Run ``shardflow train-tokenizer``."""
+    dataset = open_dataset(arguments.dataset)
+    from shardflow.training.text import train_tokenizer  # transformers takes seconds to import
+
+    with step_progress("reading reports") as progress:
+        tokenizer = train_tokenizer(
+            dataset, arguments.split, arguments.vocab_size, arguments.output, progress
+        )
+    print(json.dumps({"vocab_size": tokenizer.vocab_size, "digest": tokenizer.digest}))
+    return 0

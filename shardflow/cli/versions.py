@@ -1,0 +1,164 @@
+"""The commands that make the next version of a dataset: ``shardflow remove`` and ``shardflow compact``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shardflow.cli.common import add_dataset, add_json, counted, existing_dataset, show_lines, write_json
+from shardflow.errors import ConfigError
+from shardflow.storage import LocalStore, open_store
+
+REMOVE_DESCRIPTION = """\
+Writes the next version of the dataset: without the samples, with the reason CONSENT_WITHDRAWN for their
+inputs, and with a mark by which no later append or retry takes them in again. Identifiers are read from a
+file or from standard input, one a line, because others can see the arguments of a process.
+
+The bytes stay in the shards and in earlier versions; `shardflow compact --delete-old` takes them out.
+A dataset that packing has sent to an object store gets the version there, too.
+"""
+_BYTE_ORDER_MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"
+REMOVE_EXAMPLES = """\
+examples:
+  shardflow remove my-dataset --private-dir private --patients withdrawn.txt
+  shardflow remove my-dataset --private-dir private --studies -
+  shardflow remove my-dataset --private-dir private --sample-key 5jicxviub5i5kpsyutetodb5d4
+"""
+
+
+def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow remove``."""
+    parser.description = REMOVE_DESCRIPTION
+    parser.epilog = REMOVE_EXAMPLES
+    add_dataset(parser)
+    _add_private_dir(parser)
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="the secret key, if it lies elsewhere")
+    parser.add_argument("--patients", metavar="FILE", help="patient IDs, one a line; - for standard input")
+    parser.add_argument("--studies", metavar="FILE", help="study instance UIDs, likewise")
+    parser.add_argument(
+        "--sample-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a sample; may be given several times",
+    )
+    add_json(parser)
+
+
+def _add_private_dir(parser: argparse.ArgumentParser) -> None:
+    """Add ``--private-dir``, which a job that changes a dataset needs."""
+    parser.add_argument(
+        "--private-dir", type=Path, required=True, metavar="DIR", help="private folder of the dataset"
+    )
+
+
+def _local_dataset(url: str) -> Path:
+    """Return the folder of a dataset that a command may change.
+
+    Raises:
+        ConfigError: There is none, or it is an address of a store.
+    """
+    store = open_store(existing_dataset(url))
+    if not isinstance(store, LocalStore):
+        raise ConfigError("DATASET must be a local folder for this command, got an address; copy it first.")
+    return store.root
+
+
+def run_remove(arguments: argparse.Namespace) -> int:
+    """Run ``shardflow remove``."""
+    # Packing needs pydicom, which the training image does not carry.
+    from shardflow.packing.versions.removal import Withdrawn, remove
+
+    if arguments.patients == arguments.studies == "-":
+        raise ConfigError("standard input must hold patients or studies, got both; put one into a file.")
+    withdrawn = Withdrawn(
+        patients=_read(arguments.patients, "--patients"),
+        studies=_read(arguments.studies, "--studies"),
+        sample_keys=arguments.sample_key,
+    )
+    summary = remove(
+        _local_dataset(arguments.dataset),
+        arguments.private_dir,
+        withdrawn,
+        key_file=arguments.key_file,
+    )
+    if arguments.json:
+        write_json(summary.to_json())
+        return 0
+    lines = [f"version {summary.manifest_version}: {summary.dataset_id}"]
+    if summary.status == "nothing_new":
+        lines.append("nothing to do: all of it was removed before")
+    else:
+        lines.append(
+            f"removed: {counted(summary.num_samples, 'sample')}, {summary.num_studies} studies in all"
+        )
+        lines.append(
+            "their bytes still lie in the shards; take them out with: shardflow compact --delete-old"
+        )
+    if summary.num_unknown:
+        lines.append(
+            f"{summary.num_unknown} of the given are unknown here; they will not be taken in later either"
+        )
+    show_lines(lines)
+    return 0
+
+
+def _read(name: str | None, option: str) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{option} must name a readable text file, got {type(error).__name__}; correct it."
+        ) from None
+    # Before the first line, some editors' mark would hide the person who stands there.
+    lines = text.removeprefix(_BYTE_ORDER_MARK).splitlines()
+    return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+
+
+COMPACT_DESCRIPTION = """\
+Writes the next version of the dataset, in which every shard that held a removed sample is replaced by a new
+one without it. Every field is checked on the way.
+
+With --delete-old all earlier versions go, and every file that only they named: after that no byte of a
+removed study is left in the dataset. Training runs that were begun with an earlier version cannot go on.
+"""
+COMPACT_EXAMPLES = """\
+examples:
+  shardflow compact my-dataset --private-dir private
+  shardflow compact my-dataset --private-dir private --delete-old
+"""
+
+
+def add_compact_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow compact``."""
+    parser.description = COMPACT_DESCRIPTION
+    parser.epilog = COMPACT_EXAMPLES
+    add_dataset(parser)
+    _add_private_dir(parser)
+    parser.add_argument("--delete-old", action="store_true", help="delete all earlier versions")
+    add_json(parser)
+
+
+def run_compact(arguments: argparse.Namespace) -> int:
+    """Run ``shardflow compact``."""
+    # Packing needs pydicom, which the training image does not carry.
+    from shardflow.packing.versions.compaction import compact
+
+    summary = compact(
+        _local_dataset(arguments.dataset), arguments.private_dir, deletes_old=arguments.delete_old
+    )
+    if arguments.json:
+        write_json(summary.to_json())
+        return 0
+    lines = [f"version {summary.manifest_version}: {summary.dataset_id}"]
+    if summary.status == "nothing_new":
+        lines.append("nothing to do: no shard holds a removed sample")
+    if summary.num_shards:
+        lines.append(f"shards written again: {summary.num_shards}")
+    if summary.deleted_versions:
+        lines.append(f"deleted versions: {', '.join(map(str, summary.deleted_versions))}")
+    show_lines(lines)
+    return 0

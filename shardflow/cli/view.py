@@ -1,0 +1,62 @@
+"""``shardflow view``: a page to look into a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+
+from shardflow.cli.common import add_dataset, interruptible, natural_number, open_dataset, show_lines
+from shardflow.errors import ConfigError
+from shardflow.viewing import Viewer
+
+DESCRIPTION = """\
+Serves a page on this machine: lists and searches studies, scrolls and windows slices, shows the report with
+its findings marked and the slices that show them, regions, inputs that were not packed, and the samples of
+any step of an epoch. Slices are read from the shards as they are looked at. Nothing is written, and nothing
+is asked of other servers.
+
+The page shows pixels and text of patients, unless it says GENERATED. On an address other than this machine's
+own (--host) a token is needed, which is part of the address that is printed; what travels is not encrypted:
+use a tunnel.
+"""
+EXAMPLES = """\
+examples:
+  shardflow view my-dataset
+  shardflow view my-dataset --port 8765
+"""
+_DEFAULT_PORT = 8765
+_MOST_PORT = 65_535
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow view``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_dataset(parser)
+    parser.add_argument(
+        "--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port",
+        metavar="P",
+        type=natural_number,
+        default=_DEFAULT_PORT,
+        help=f"port to listen on; 0 for any free one ({_DEFAULT_PORT})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command until it is interrupted; the exit code is 0, or an error is raised."""
+    if arguments.port > _MOST_PORT:
+        raise ConfigError(f"--port must be at most {_MOST_PORT}, got {arguments.port}.")
+    dataset = open_dataset(arguments.dataset, with_studies=True)
+    # A second signal must not break off the end, in which requests are answered.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        interruptible(),
+        Viewer(dataset, host=arguments.host, port=arguments.port) as viewer,
+    ):
+        show_lines([f"{viewer.url} shows {dataset.samples.num_samples:,} samples; Ctrl-C ends it."])
+        threading.Event().wait()
+    return 0

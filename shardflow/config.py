@@ -1,0 +1,452 @@
+"""Settings: a strict TOML file becomes a frozen dataclass, or an error that names the mistake.
+
+Owns reading, overriding, checking and writing of settings for every job. Knows no particular setting: each
+package has its own dataclasses and passes them in. Invariant: an unknown key is never ignored, and nothing is
+read from the environment.
+
+Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T | None``,
+nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an integer),
+:data:`PLACE` (a path or an address), :class:`Bounds`, or, for a table that may be written in two places,
+:class:`Inside` or :data:`SPREAD`. Relative paths in the file are taken from the file's
+folder, relative paths of ``--set`` from the current folder; ``~`` is the home folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+from shardflow.errors import ConfigError
+
+BYTE_SIZE: Final = "byte size"
+"""Marks an integer that the file may write as ``"512MiB"``."""
+
+ByteSize = Annotated[int, BYTE_SIZE]
+"""An integer number of bytes that the file may write with a unit, such as ``"512MiB"``."""
+
+PLACE: Final = "place"
+"""Marks a text that is a path or an address."""
+
+Place = Annotated[str, PLACE]
+"""A path, relative ones as those of `Path` fields, or an address such as ``s3://bucket/prefix``."""
+
+SPREAD: Final = "spread"
+"""Marks a table of integers whose entries may stand beside it, in the table that it is part of."""
+
+_SIZE_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)?\s*")
+_SIZE_FACTORS: Final = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    "KB": 1000,
+    "kiB": 1024,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Marks a table whose entries may stand one level deeper, in a table of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The closed range that a number must lie in; ``None`` is no bound."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def describe(self) -> str:
+        """Say the range in words for an error message."""
+        if self.minimum is None:
+            return f"at most {_bound_text(self.maximum)}"
+        if self.maximum is None:
+            return f"at least {_bound_text(self.minimum)}"
+        return f"from {_bound_text(self.minimum)} to {_bound_text(self.maximum)}"
+
+    def holds(self, value: float) -> bool:
+        """Say whether ``value`` lies in the range."""
+        return (self.minimum is None or value >= self.minimum) and (
+            self.maximum is None or value <= self.maximum
+        )
+
+
+def parse_byte_size(text: str) -> int:
+    """Parse ``"512MiB"``, ``"1.5 GB"`` or ``"4096"`` into bytes.
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    match = _SIZE_PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"a size must be a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, got {text!r}."
+        )
+    return int(float(match[1]) * _SIZE_FACTORS[match[2] or "B"])
+
+
+_NO_TEXT = {int: "a number", float: "a number", Path: "a pathlib.Path"}  # as a caller's slip
+
+
+def check_fields(config: object) -> None:
+    """Check every :class:`Bounds` and ``Literal`` of a dataclass instance; for ``__post_init__``.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    hints = _type_hints(type(config))
+    for field in dataclasses.fields(typing.cast("Any", config)):
+        hint = hints[field.name]
+        value = getattr(config, field.name)
+        base, marks = _split_annotated(hint)
+        arms = get_args(base) if get_origin(base) in {Union, types.UnionType} else (base,)
+        if isinstance(value, str) and str not in arms and arms[0] in _NO_TEXT:
+            raise ConfigError(f"{field.name} must be {_NO_TEXT[arms[0]]}, got text; correct it.")
+        if value is None or (isinstance(value, str) and base is not str and get_origin(base) is not Literal):
+            continue
+        if get_origin(base) is Literal and value not in get_args(base):
+            raise ConfigError(f"{field.name} must be {_one_of(get_args(base))}, got {value!r}; correct it.")
+        for mark in marks:
+            if isinstance(mark, Bounds) and not mark.holds(value):
+                raise ConfigError(f"{field.name} must be {mark.describe()}, got {value!r}; correct it.")
+
+
+def _type_hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, with their marks."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type and its marks."""
+    if get_origin(hint) is Annotated:
+        base, *marks = get_args(hint)
+        return base, tuple(marks)
+    return hint, ()
+
+
+def _one_of(choices: Sequence[Any]) -> str:
+    """Say a choice in words."""
+    return "one of " + ", ".join(repr(choice) for choice in choices)
+
+
+def _bound_text(number: float | None) -> str:
+    """Write a bound as people do: a whole number with all its digits."""
+    whole = number is not None and float(number).is_integer() and abs(number) < 2**63
+    return f"{number:.0f}" if whole else f"{number:g}"
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    """A value from ``--set``: the text as typed, and what TOML makes of it (or the text again)."""
+
+    text: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value stands, for messages and for relative paths."""
+
+    file_name: str
+    folder: Path
+    keys: tuple[str, ...] = ()
+
+    def below(self, key: str) -> _Place:
+        return dataclasses.replace(self, keys=(*self.keys, key))
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.keys) or "the configuration"
+
+    def error(self, expected: str, found: str, remedy: str) -> ConfigError:
+        return ConfigError(f"{self.name} must be {expected}, got {found} ({self.file_name}); {remedy}.")
+
+
+def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) -> _T:
+    """Read a TOML file into a frozen dataclass.
+
+    Args:
+        cls: The dataclass of all settings; its nested dataclasses are the file's tables.
+        path: The TOML file.
+        overrides: ``"table.key=value"`` each, applied after the file; the value is TOML, or plain text where
+            it does not parse as TOML.
+
+    Returns:
+        An instance whose ``__post_init__`` checks have passed and whose paths are absolute.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown (the nearest known one is named),
+            missing, of the wrong type or out of range.
+    """
+    path = Path(path).expanduser()
+    try:
+        with path.open("rb") as file:
+            tree = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the configuration file must exist, got no file of the name {path.name!r}; correct the path."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration file must be readable, got {error.strerror} ({path.name}); check it."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the configuration must be TOML, got: {error} ({path.name}); correct the file."
+        ) from None
+    for override in overrides:
+        _apply_override(tree, override)
+    place = _Place(file_name=path.name, folder=path.resolve().parent)
+    return typing.cast("_T", _bind_dataclass(cls, tree, place))
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = [key.strip() for key in dotted.split(".")]
+    if not equals or not all(keys):
+        raise ConfigError(
+            f"--set must be table.key=value, got {override.split('=', maxsplit=1)[0]!r}; write both sides."
+        )
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = tree
+    for key in keys[:-1]:
+        child = table.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"--set {dotted} must name a key of a table, got {key!r}, which is a value; correct it."
+            )
+        table = child
+    table[keys[-1]] = _Override(text=text, value=value)
+
+
+def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
+    if isinstance(tree, _Override):
+        tree = tree.value
+    if not isinstance(tree, dict):
+        raise place.error("a table", _kind(tree), f"write [{place.name}]")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints = _type_hints(cls)
+    for name in fields:
+        if SPREAD in _split_annotated(hints[name])[1]:
+            tree = _gathered(tree, name, fields, place)
+    for key in tree:
+        if key not in fields:
+            raise _unknown_key(key, tree[key], list(fields), place)
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in tree:
+            values[name] = _bind(hints[name], tree[name], place.below(name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if not dataclasses.is_dataclass(hints[name]):
+                raise place.below(name).error("set", "nothing", "add the key")
+            values[name] = _bind_dataclass(typing.cast("type[Any]", hints[name]), {}, place.below(name))
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        prefix = f"[{place.name}] " if place.keys else ""
+        raise ConfigError(f"{prefix}{error.message.rstrip('.')} ({place.file_name}).") from None
+
+
+def _gathered(tree: dict[str, Any], name: str, fields: Collection[str], place: _Place) -> dict[str, Any]:
+    """Put the integers of a table that are no setting of it into its table ``name``."""
+    beside = {key: value for key, value in tree.items() if key not in fields and type(_plain(value)) is int}
+    inner = _plain(tree.get(name, {}))
+    if not beside or not isinstance(inner, dict):
+        return tree
+    for key in beside.keys() & inner.keys():
+        if not _comes_from_override(beside[key]):
+            raise place.below(key).error(f"written once, here or in {name}", "both", "remove one")
+    return {**{key: value for key, value in tree.items() if key not in beside}, name: {**inner, **beside}}
+
+
+def _lifted(tree: dict[str, Any], name: str, place: _Place) -> dict[str, Any]:
+    """Return the entries of a table that stand in its table ``name``, with what ``--set`` puts beside it."""
+    inner = _plain(tree.get(name))
+    if not isinstance(inner, dict):
+        return tree
+    beside = {key: value for key, value in tree.items() if key != name}
+    for key, value in beside.items():
+        if not _comes_from_override(value):
+            raise place.below(key).error(f"left out beside {name}", "both", f"keep {name} alone")
+    return {**inner, **beside}
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, _Override) else value
+
+
+def _comes_from_override(value: Any) -> bool:
+    """Tell whether all of a value was typed behind ``--set``, so that the file is not to blame."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(_comes_from_override, value.values()))
+    return isinstance(value, _Override)
+
+
+def _unknown_key(key: str, value: Any, known: list[str], place: _Place) -> ConfigError:
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    remedy = f"the nearest known key is {nearest[0]!r}" if nearest else "no key is known here"
+    table = f"table [{place.name}]" if place.keys else "top level"
+    source = "--set" if _comes_from_override(value) else place.file_name
+    return ConfigError(f"a key must be a known setting, got {key!r} ({source}, {table}); {remedy}.")
+
+
+def _bind(hint: Any, value: Any, place: _Place) -> Any:
+    """Turn a TOML value into the type that ``hint`` asks for."""
+    base, marks = _split_annotated(hint)
+    if isinstance(value, _Override):
+        place = dataclasses.replace(place, folder=Path.cwd(), file_name="--set")
+        takes_text = base in {str, Path} or get_origin(base) is Literal or BYTE_SIZE in marks
+        value = value.text if takes_text and not isinstance(value.value, str) else value.value
+    origin = get_origin(base)
+    if origin in {Union, types.UnionType}:
+        inner = [arm for arm in get_args(base) if arm is not type(None)]
+        return _bind(Annotated[(inner[0], *marks)] if marks else inner[0], value, place)
+    if dataclasses.is_dataclass(base):
+        return _bind_dataclass(typing.cast("type[Any]", base), value, place)
+    if origin is tuple:
+        return _bind_tuple(get_args(base)[0], value, place)
+    if origin is dict:
+        return _bind_table(get_args(base)[1], marks, value, place)
+    if origin is Literal:
+        if value not in get_args(base):
+            raise place.error(_one_of(get_args(base)), repr(value), "take one of these")
+        return value
+    value = _bind_scalar(base, marks, value, place)
+    for mark in marks:
+        if isinstance(mark, Bounds) and not mark.holds(value):
+            raise place.error(mark.describe(), repr(value), "correct it")
+    return value
+
+
+def _bind_table(item_hint: Any, marks: tuple[Any, ...], value: Any, place: _Place) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise place.error("a table", _kind(value), f"write [{place.name}]")
+    for mark in marks:
+        if isinstance(mark, Inside):
+            value = _lifted(value, mark.name, place)
+    return {key: _bind(item_hint, item, place.below(key)) for key, item in value.items()}
+
+
+def _bind_tuple(item_hint: Any, value: Any, place: _Place) -> tuple[Any, ...]:
+    if isinstance(value, str) and place.file_name == "--set":
+        value = [value]  # `--set inputs.dicom=/data` is a list of one
+    if not isinstance(value, list):
+        raise place.error("a list", _kind(value), "put it in brackets")
+    return tuple(_bind(item_hint, item, place.below(str(index))) for index, item in enumerate(value))
+
+
+def _bind_scalar(base: Any, marks: tuple[Any, ...], value: Any, place: _Place) -> Any:
+    if BYTE_SIZE in marks and isinstance(value, str):
+        try:
+            return parse_byte_size(value)
+        except ConfigError:
+            raise place.error("a size such as 512MiB", repr(value), "correct it") from None
+    if (base is Path or PLACE in marks) and isinstance(value, str):
+        if not value:
+            raise place.error("a path", "an empty text", "name a file or folder")
+        if PLACE in marks and "://" in value:
+            return value
+        path = place.folder / Path(value).expanduser()
+        return path if base is Path else str(path)
+    if base is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if base is float and isinstance(value, float) and not math.isfinite(value):
+        raise place.error("a finite number", repr(value), "correct it")
+    if type(value) is not base:
+        expected = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
+        raise place.error(
+            expected.get(base, getattr(base, "__name__", str(base))), _kind(value), "correct the value"
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    """Name a value's kind, never the value: it may be a path that tells whose data this is."""
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a table",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def dump_config(config: object) -> str:
+    """Write a dataclass as TOML that :func:`load_config` reads back to an equal instance.
+
+    Keys whose value is ``None`` are left out; paths are written as they are (absolute after loading).
+    """
+    lines: list[str] = []
+    _dump_table(_as_tree(config), (), lines)
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def _as_tree(config: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not None:
+            tree[field.name] = _as_tree(value) if dataclasses.is_dataclass(value) else value
+    return tree
+
+
+def _dump_table(tree: Mapping[str, Any], keys: tuple[str, ...], lines: list[str]) -> None:
+    scalars = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
+    if keys:
+        lines.extend(["", f"[{'.'.join(map(_toml_key, keys))}]"])
+    lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in scalars.items())
+    for key, value in tree.items():
+        if key not in scalars:
+            _dump_table(value, (*keys, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_text(key)
+
+
+def _toml_text(text: str) -> str:
+    # JSON's escapes are TOML's basic-string escapes, but for DEL, which TOML wants escaped, and for surrogate
+    # pairs.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        return _toml_text(str(value))
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    # Tables inside a list stand on one line.
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = _as_tree(value)
+    if isinstance(value, dict):
+        pairs = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    raise ConfigError(f"a setting must be a TOML value, got {type(value).__name__}; this is a bug.")

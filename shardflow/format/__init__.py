@@ -1,0 +1,32 @@
+"""The format of a dataset on disk: docs/format.md, in code.
+
+Owns names, slices, tars, indexes, the samples table, manifests, the ledger and their verification. Knows
+neither DICOM nor training: packing writes a dataset by these modules, loading reads it by them.
+"""
+
+from __future__ import annotations
+
+from shardflow.format.codecs import array_header, decode_array, encode_array, webdataset_decoder
+from shardflow.format.dataset import Dataset
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.manifest import Manifest
+from shardflow.format.samples import SamplesTable
+from shardflow.format.shard_checks import Damage
+from shardflow.format.verification import VerifyReport, verify
+from shardflow.format.writer import ShardWriter
+
+__all__ = [
+    "Damage",
+    "Dataset",
+    "FieldLocation",
+    "Manifest",
+    "SamplesTable",
+    "ShardIndex",
+    "ShardWriter",
+    "VerifyReport",
+    "array_header",
+    "decode_array",
+    "encode_array",
+    "verify",
+    "webdataset_decoder",
+]

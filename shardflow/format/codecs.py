@@ -1,0 +1,206 @@
+"""How one slice becomes bytes and an array again.
+
+A codec is lossless, its output depends on the array alone, and it reads without shardflow (docs/format.md,
+section 4). No codec here notices every flipped bit: check a field's crc32c before decoding it.
+
+Decode fields by name, for readers that bring their own loop, such as plain webdataset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.format.slice_codecs import b2nd, htj2k, npy, png16
+
+Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
+ArrayHeader = tuple[tuple[int, ...], "np.dtype[Any]"]
+
+DEFAULT_CODEC = "b2nd"
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One way to store an array.
+
+    Attributes:
+        encode: From a C-contiguous, little-endian array.
+        read_header: Shape and dtype, without decoding.
+        decode: Into a C-contiguous array of exactly that shape and dtype.
+        holds: Whether it can store an array of a shape and dtype.
+    """
+
+    encode: Callable[[NDArray[Any]], bytes]
+    read_header: Callable[[memoryview], ArrayHeader]
+    decode: Callable[[memoryview, NDArray[Any]], None]
+    holds: Callable[[tuple[int, ...], np.dtype[Any]], bool]
+
+
+def codec_for(wanted: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    """Return the codec to store slices with: the wanted one, or the default where it cannot hold them.
+
+    Args:
+        wanted: A name in `CODECS`.
+        shape: Of a slice.
+        dtype: Of a slice.
+
+    Raises:
+        FormatError: The codec is unknown.
+    """
+    return wanted if _codec(wanted).holds(shape, dtype.newbyteorder("<")) else DEFAULT_CODEC
+
+
+def encode_array(codec: str, array: NDArray[Any]) -> bytes:
+    """Encode a slice.
+
+    Args:
+        codec: A name in `CODECS`.
+        array: ``(rows, columns)`` or ``(rows, columns, samples_per_pixel)``, integers or floats; any byte
+            order.
+
+    Raises:
+        FormatError: The codec is unknown or cannot hold such an array, or the array is empty, of another rank
+            or of another kind of dtype.
+    """
+    if array.ndim not in (2, 3) or array.size == 0 or array.dtype.kind not in "iuf":
+        raise FormatError(
+            "a slice must be (rows, columns) or (rows, columns, samples_per_pixel) numbers, "
+            f"got {array.dtype} {array.shape}."
+        )
+    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    functions = _codec(codec)
+    if not functions.holds(plain.shape, plain.dtype):
+        raise FormatError(f"a slice must be one that {codec} can hold, got {plain.dtype} {plain.shape}.")
+    return functions.encode(plain)
+
+
+def array_header(codec: str, payload: Payload) -> ArrayHeader:
+    """Read a payload's shape and dtype without decoding it.
+
+    Raises:
+        FormatError: The codec is unknown, or the payload is not of this codec.
+    """
+    return _codec(codec).read_header(_view(payload))
+
+
+def decode_array(codec: str, payload: Payload, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Decode a slice. Releases the GIL while it decodes, and copies nothing on the way.
+
+    Args:
+        codec: A name in `CODECS`.
+        payload: The field's bytes, checked against their crc32c.
+        out: Where to decode to; C-contiguous, writable, of the payload's shape and dtype. A new array if
+            not given.
+
+    Returns:
+        ``out``, or the new array.
+
+    Raises:
+        FormatError: The codec is unknown, the payload cannot be decoded, or does not fit ``out``.
+    """
+    functions = _codec(codec)
+    view = _view(payload)
+    if out is None:
+        shape, dtype = functions.read_header(view)
+        try:
+            out = np.empty(shape, dtype)
+        except (ValueError, MemoryError):
+            raise FormatError(f"a slice must fit into memory, got {dtype} {shape}.") from None
+    elif not (out.flags.c_contiguous and out.flags.writeable):
+        raise FormatError(f"an output array must be writable and C-contiguous, got strides {out.strides}.")
+    functions.decode(view, out)
+    return out
+
+
+def _view(payload: Payload) -> memoryview:
+    if isinstance(payload, np.ndarray):
+        return payload.data.cast("B")
+    return memoryview(payload).cast("B")
+
+
+def _codec(name: str) -> Codec:
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise FormatError(f"a codec must be one of {', '.join(sorted(CODECS))}, got {name!a}.") from None
+
+
+def _holds_all(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:  # noqa: ARG001
+    return True
+
+
+# A reader that finds a slice in several takes the first of them.
+CODECS: Mapping[str, Codec] = MappingProxyType(
+    {
+        "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode, _holds_all),
+        "npy": Codec(npy.encode, npy.read_header, npy.decode, _holds_all),
+        "htj2k": Codec(htj2k.encode, htj2k.read_header, htj2k.decode, htj2k.holds),
+        "png16": Codec(png16.encode, png16.read_header, png16.decode, png16.holds),
+    }
+)
+
+
+def decode_field(field: str, data: Payload) -> Any:
+    """Decode one field of a sample by the last part of its name.
+
+    Returns:
+        An array for slices and thumbnails, plain data for ``.json``, a string for ``.txt``.
+
+    Raises:
+        FormatError: The field's kind is unknown, or its bytes are not what the name says.
+    """
+    kind = field.rpartition(".")[2]
+    if kind in CODECS:
+        return decode_array(kind, data)
+    try:
+        if kind == "json":
+            return json.loads(bytes(data))
+        if kind == "txt":
+            return bytes(data).decode("utf-8")
+        if kind in {"jpg", "webp"}:
+            return _decode_picture(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"a .{kind} field must decode, got {type(error).__name__}.") from None
+    raise FormatError(f"a field must end with a known kind, got .{kind!a}; read its bytes instead.")
+
+
+def _decode_picture(data: bytes) -> NDArray[np.uint8]:
+    """Decode a thumbnail, JPEG or WebP: ``(rows, columns)`` grey or ``(rows, columns, 3)`` RGB."""
+    # Its 0.2 s are for those who have pictures.
+    import cv2
+
+    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        raise ValueError
+    return np.ascontiguousarray(pixels[..., ::-1] if pixels.ndim == 3 else pixels, np.uint8)
+
+
+def webdataset_decoder(key: str, data: bytes) -> Any:
+    """Decode a member for ``webdataset``: pixels to arrays, ``.json`` to dicts, ``.txt`` to strings.
+
+    Args:
+        key: The member's name after its sample key, as webdataset passes it: with a leading dot.
+        data: The member's bytes.
+
+    Returns:
+        The decoded field, or None for fields of other kinds, which webdataset then gives to its next
+        handler. Its default handlers unpickle some kinds; ``post=[]`` leaves them out.
+
+    Example::
+
+        webdataset.WebDataset(urls, shardshuffle=False).decode(webdataset_decoder, post=[])
+    """
+    field = key.removeprefix(".")
+    is_ours = field.rpartition(".")[2] in {*CODECS, "json", "txt"} or field.endswith(
+        (".thumb.jpg", ".thumb.webp")
+    )
+    if not is_ours:
+        return None
+    return decode_field(field, data)

@@ -1,0 +1,383 @@
+"""What a cache is told of a dataset's files: digests, fields with their checksums, rows that need them.
+
+A dataset, open for reading: manifest, samples table, indexes, and checked fields.
+
+The simple way to bytes, for tools and tests; the loader fetches many fields at once by the same indexes.
+Nothing that this module returns is unchecked: an index is compared with its size and SHA-256 in the
+manifest, the samples table block by block with its crc32c, a field with its crc32c in the index.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ChecksumError, FormatError
+from shardflow.format import manifest as manifests
+from shardflow.format.foreign.places import is_foreign, located
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.keys import sha256_hex
+from shardflow.format.manifest import FileEntry, Manifest
+from shardflow.format.samples import SamplesTable
+from shardflow.format.table import Table, crc32c
+from shardflow.storage import ByteRange, ByteStore, open_store
+from shardflow.storage.cache.blocks import ObjectBlocks
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
+
+
+class DatasetBlocks:
+    """From a path to the blocks of the file; rows of the samples table are their units.
+
+    A shard is cut between its fields; an index and the samples table are one block each. Manifests are not
+    kept, since the newest is asked for.
+
+    Args:
+        manifest: The list of files.
+        samples: Returns the samples table, which need not be open yet.
+        shard_index: Returns the index of a shard by its position in the manifest.
+        block_bytes: Largest block of several fields.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        samples: Callable[[], SamplesTable],
+        shard_index: Callable[[int], ShardIndex],
+        block_bytes: int,
+    ) -> None:
+        self._manifest, self._samples, self._shard_index = manifest, samples, shard_index
+        self._block_bytes = block_bytes
+        shards = manifest.shards
+        self._shards = {entry.path: place for place, entry in enumerate(shards)}
+        self._indexes = {entry.index.path: place for place, entry in enumerate(shards)}
+
+    def __call__(self, path: str) -> ObjectBlocks | None:
+        """Return the blocks of a file; None for one that is not kept."""
+        samples, space = self._manifest.samples, self._manifest.dataset_id
+        if path == samples.path:
+            return ObjectBlocks.whole(samples.sha256, samples.num_bytes, space=space)
+        place = self._indexes.get(path)
+        if place is not None:
+            index, rows = self._manifest.shards[place].index, self._rows(place)
+            units = (rows.start, rows.stop)
+            return ObjectBlocks.whole(index.sha256, index.num_bytes, space=space, units=units)
+        place = self._shards.get(path)
+        return None if place is None else self._of_shard(place)
+
+    def _of_shard(self, place: int) -> ObjectBlocks | None:
+        try:
+            index = self._shard_index(place)
+        except FormatError:
+            return None  # a damaged index names no blocks; the reader masks its samples
+        rows = self._rows(place)
+        row_of_sample = np.full(index.num_samples, -1, np.int64)
+        inside = self._samples().gather("row_in_shard", np.arange(rows.start, rows.stop)).astype(np.int64)
+        known = inside < index.num_samples
+        row_of_sample[inside[known]] = np.arange(rows.start, rows.stop)[known]
+        first: NDArray[np.int64] = index.first_field.astype(np.int64)
+        units = np.repeat(row_of_sample, first[1:] - first[:-1])
+        return ObjectBlocks.of_pieces(
+            self._manifest.shards[place].sha256,
+            index.field_offsets.astype(np.int64),
+            index.field_num_bytes.astype(np.int64),
+            index.field_crc32c,
+            block_bytes=self._block_bytes,
+            space=self._manifest.dataset_id,
+            units=units,
+        )
+
+    def _rows(self, place: int) -> range:
+        """Return the rows of a shard: they follow each other, in the rows of its split."""
+        samples = self._samples()
+        rows = samples.splits.get(self._manifest.shards[place].split, range(0))
+        bounds = []
+        for shard in (place, place + 1):
+            low, high = rows.start, rows.stop
+            while low < high:
+                middle = (low + high) // 2
+                if int(samples.gather("shard", middle)) < shard:
+                    low = middle + 1
+                else:
+                    high = middle
+            bounds.append(low)
+        return range(*bounds)
+
+
+# Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
+# rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
+_MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
+
+
+class Dataset:
+    """One version of a dataset. Safe for many threads; crosses process boundaries as its place.
+
+    Attributes:
+        store: Where the bytes lie.
+        manifest: The list of files.
+        dataset_id: Digest of the manifest, 64 hexadecimal digits.
+        manifest_version: Number of the version.
+        studies: The samples table.
+        samples: What is drawn from: the same table; of an `EntityDataset` another one, with its columns.
+
+    Raises:
+        FormatError: The samples table is not the one that the manifest names.
+    """
+
+    samples: SamplesTable
+
+    def __init__(self, store: ByteStore, manifest: Manifest) -> None:
+        self.store = _kept(store, manifest)
+        self.manifest = manifest
+        self.dataset_id = manifest.dataset_id
+        self.manifest_version = manifest.manifest_version
+        if isinstance(self.store, CachedStore):
+            self.store.bind(
+                DatasetBlocks(
+                    manifest,
+                    samples=lambda: self.studies,
+                    shard_index=self.shard_index,
+                    block_bytes=self.store.cache.config.block_bytes,
+                )
+            )
+        entry = manifest.samples
+        buffer = _map_whole(self.store, entry)
+        if buffer.nbytes != entry.num_bytes:
+            raise FormatError(
+                f"{entry.path} must have {entry.num_bytes} bytes, got {buffer.nbytes}; "
+                "run `shardflow verify`."
+            )
+        self.studies = self.samples = SamplesTable(Table(buffer, name=entry.path))
+        counts = {split: len(rows) for split, rows in self.studies.splits.items()}
+        expected = {split: numbers["num_samples"] for split, numbers in manifest.splits.items()}
+        if counts != {split: count for split, count in expected.items() if count}:
+            raise FormatError(
+                f"{entry.path} must hold the manifest's samples {expected}, got {counts}; "
+                "is it another dataset's?"
+            )
+        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._index_num_bytes = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        cache: Cache | CacheConfig | None = None,
+    ) -> Dataset:
+        """Open a dataset.
+
+        Args:
+            url: A folder, or a ``file://`` URL of one.
+            version: The manifest version; the newest if not given.
+            cache: Where to keep what is read, see `shardflow.storage.cache.config.CacheConfig`; a `Cache` where several
+                datasets share one.
+
+        Raises:
+            ConfigError: The directory of the cache holds something and is no cache.
+            ManifestError: There is no manifest, or it cannot be trusted.
+            FormatError: The samples table is not the one that the manifest names.
+            StorageError: The store's scheme is unknown, or reading failed.
+        """
+        store = open_store(url, cache=cache)
+        return cls(store, manifests.load(store, version))
+
+    def __reduce__(self) -> tuple[type[Dataset], tuple[ByteStore, Manifest]]:
+        """Cross a process boundary without maps and caches."""
+        return type(self), (self.store, self.manifest)
+
+    def reopened(self) -> Dataset:
+        """Return the same dataset with maps and locks of its own, for a process that was forked."""
+        return Dataset(self.store, self.manifest)
+
+    @property
+    def cache(self) -> Cache | None:
+        """What is kept of it on its way; None where it is read from its store alone."""
+        return self.store.cache if isinstance(self.store, CachedStore) else None
+
+    def map_beside(self, path: str, *, sha256: str, num_bytes: int, rows: range) -> memoryview:
+        """Map a table that another manifest names beside the dataset's own files, kept as they are.
+
+        Args:
+            path: The file.
+            sha256: Its digest.
+            num_bytes: Its size.
+            rows: The rows of the samples table that need it.
+        """
+        if isinstance(self.store, CachedStore):
+            units = (rows.start, rows.stop)
+            blocks = ObjectBlocks.whole(sha256, num_bytes, space=self.manifest.dataset_id, units=units)
+            self.store.know(path, blocks)
+        return self.store.map(path)
+
+    def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the samples table that each row of `samples` reads; a cache counts in those."""
+        return rows
+
+    @property
+    def splits(self) -> dict[str, range]:
+        """The rows of each split in the samples table."""
+        return self.samples.splits
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether others wrote the shards: fields have any names, and there is no study in them."""
+        return is_foreign(self.manifest)
+
+    def original_key(self, row: int) -> str:
+        """Return the key that a sample has in its tar; in foreign shards another one than its sample key.
+
+        Args:
+            row: Row in the samples table.
+        """
+        index = self.shard_index(int(self.studies.gather("shard", row)))
+        if index.original_keys is None:
+            return self.studies.sample_key(row)
+        key: bytes = index.original_keys[int(self.studies.gather("row_in_shard", row))]
+        return key.decode("utf-8", "replace")
+
+    def shard_index(self, shard: int) -> ShardIndex:
+        """Return the index of a shard by its position in the manifest.
+
+        Raises:
+            ChecksumError: The index differs from what the manifest says.
+            FormatError: It is the index of another shard.
+        """
+        with self._lock:
+            index = self._indexes.get(shard)
+            if index is not None:
+                self._indexes.move_to_end(shard)
+                return index
+        index = self._open_index(shard)
+        with self._lock:
+            if shard not in self._indexes:
+                self._index_num_bytes += self.manifest.shards[shard].index.num_bytes
+            self._indexes[shard] = index
+            while self._index_num_bytes > _MAX_INDEX_NUM_BYTES and len(self._indexes) > 1:
+                evicted, _ = self._indexes.popitem(last=False)
+                self._index_num_bytes -= self.manifest.shards[evicted].index.num_bytes
+        return index
+
+    def sample_fields(self, row: int) -> tuple[str, list[FieldLocation]]:
+        """Return the path of a sample's shard, and its fields in the order of the tar.
+
+        Args:
+            row: Row in the samples table.
+
+        Raises:
+            ChecksumError: The index or the table is damaged.
+            FormatError: Samples table and index disagree.
+        """
+        shard = int(self.studies.gather("shard", row))
+        row_in_shard = int(self.studies.gather("row_in_shard", row))
+        if shard >= len(self.manifest.shards):
+            raise FormatError(
+                f"a sample's shard must be one of the manifest, got {shard} (samples row {row})."
+            )
+        index = self.shard_index(shard)
+        if row_in_shard >= index.num_samples or index.sample_key(row_in_shard) != self.studies.sample_key(
+            row
+        ):
+            raise FormatError(
+                f"samples table and index must name the same sample, got two ({index.shard}, row "
+                f"{row_in_shard}); run `shardflow verify`."
+            )
+        return self.manifest.shards[shard].path, index.fields(row_in_shard)
+
+    def read_fields(self, row: int, names: Iterable[str] | None = None) -> dict[str, bytes]:
+        """Read fields of a sample, checked.
+
+        Args:
+            row: Row in the samples table.
+            names: The fields to read; all of them if not given.
+
+        Returns:
+            The bytes of each field, in the order of the tar.
+
+        Raises:
+            ChecksumError: A field's bytes differ from their crc32c.
+            FormatError: The sample has no such field, or its index cannot be trusted.
+            ShortReadError: The shard ends early.
+        """
+        path, fields = self.sample_fields(row)
+        if names is not None:
+            wanted = set(names)
+            missing = wanted - {field.name for field in fields}
+            if missing:
+                raise FormatError(
+                    f"a sample must have the field {min(missing)!a}, got none (samples row {row})."
+                )
+            fields = [field for field in fields if field.name in wanted]
+        buffers = [bytearray(field.num_bytes) for field in fields]
+        ranges = [ByteRange(field.offset, field.num_bytes) for field in fields]
+        self.store.read_ranges(path, ranges, [memoryview(buffer) for buffer in buffers])
+        for field, span, buffer in zip(fields, ranges, buffers, strict=True):
+            if isinstance(self.store, CachedStore) and crc32c(memoryview(buffer)) != field.crc32c:
+                read_afresh(self.store, path, [span], [memoryview(buffer)])
+            check_field_bytes(field, memoryview(buffer), path=path, sample_key=self.studies.sample_key(row))
+        return {field.name: bytes(buffer) for field, buffer in zip(fields, buffers, strict=True)}
+
+    def _open_index(self, shard: int) -> ShardIndex:
+        entry = self.manifest.shards[shard]
+        data = self.store.read(entry.index.path)
+        if not _is_named(entry.index, data):
+            # Once more: what came wrong over a network lies right at its origin.
+            data = self.store.read(entry.index.path)
+        if not _is_named(entry.index, data):
+            raise ChecksumError(
+                f"{entry.index.path} must have the manifest's size and sha256, got others; "
+                "run `shardflow verify`."
+            )
+        index = ShardIndex(Table(memoryview(data), name=entry.index.path))
+        found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
+        if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
+            raise FormatError(
+                f"{entry.index.path} must be the index of {entry.name}, got one of {index.shard}."
+            )
+        return index
+
+
+def _kept(store: ByteStore, manifest: Manifest) -> ByteStore:
+    """Return a store that finds foreign shards too; a cache stays before everything else."""
+    if not isinstance(store, CachedStore):
+        return located(store, [manifest])
+    origin = located(store.origin, [manifest])
+    return store if origin is store.origin else CachedStore(origin, store.cache)
+
+
+def _map_whole(store: ByteStore, entry: FileEntry) -> memoryview:
+    """Map a file of the manifest; what came over a network is compared with its digest, and fetched again.
+
+    What a file system maps is checked block by block where it is touched: nothing is read of it here.
+    """
+    buffer = store.map(entry.path)
+    if isinstance(buffer.obj, mmap.mmap) or _is_named(entry, buffer):
+        return buffer
+    return store.map(entry.path)
+
+
+def _is_named(entry: FileEntry, data: bytes | memoryview) -> bool:
+    return len(data) == entry.num_bytes and sha256_hex(data) == entry.sha256
+
+
+def check_field_bytes(field: FieldLocation, payload: memoryview, *, path: str, sample_key: str) -> None:
+    """Compare a field's bytes with the crc32c of its index.
+
+    Raises:
+        ChecksumError: They differ; the message names shard, sample and field.
+    """
+    found = crc32c(payload)
+    if found != field.crc32c:
+        raise ChecksumError(
+            f"{path} must hold crc32c {field.crc32c:08x} for {sample_key}.{field.name}, got {found:08x} "
+            f"(offset {field.offset}); run `shardflow verify` and fetch the shard again."
+        )

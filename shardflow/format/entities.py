@@ -1,0 +1,382 @@
+"""What makes a table of entities beside a dataset valid: its manifest, and where both lie.
+
+A sidecar, added later without touching a shard: ``views/<name>/<dataset_id>/`` holds ``entities.tbl`` and
+``view.json``, which names the dataset, the rules and the table, and is written last. The layout is in
+docs/format.md, section 16.
+
+A dataset whose samples are entities: findings of reports, each with the slices that show it.
+
+To whoever plans and loads it is a dataset like any other: a table of samples with the columns of the samples
+table, ordered like it, and a digest. Its rows point into the shards of the studies, and none of their bytes
+are copied. Columns and meta data are in docs/format.md, section 16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Final, Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ChecksumError, ConfigError, FormatError, NotFoundError
+from shardflow.format.dataset import Dataset
+from shardflow.format.keys import Json, canonical_json, parse_json, sha256_hex
+from shardflow.format.manifest import Manifest
+from shardflow.format.samples import SamplesTable
+from shardflow.format.table import Table
+from shardflow.storage import ByteStore
+
+MANIFEST_NAME: Final = "view.json"
+TABLE_NAME: Final = "entities.tbl"
+EntityText: TypeAlias = Literal["sentence", "entity", "report"]
+_FORMAT: Final = "shardflow-view"
+_FORMAT_VERSION: Final = 1
+_KIND: Final = "entity"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
+_STUDIES: Final = "full_study"
+_MAX_CONTEXT: Final = 1000
+_NUM_PARTS: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntityRules:
+    """Which entities become rows, and what a row holds beside its own slices.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    threshold: float = 0.7
+    """An entity counts where its confidence is above it; one that has just this does not."""
+    context_slices: int = 1
+    """So many neighbours on either side of each slice belong to the row, with weight 0."""
+    text: EntityText = "sentence"
+    """What of the report goes with the slices: the sentence, the words of the entity, or all of it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise ConfigError(f"threshold must be from 0 to 1, got {self.threshold}; 0.7 is usual.")
+        if not 0 <= self.context_slices <= _MAX_CONTEXT:
+            raise ConfigError(
+                f"context_slices must be from 0 to {_MAX_CONTEXT}, got {self.context_slices}; 1 is usual."
+            )
+        if self.text not in get_args(EntityText):
+            known = ", ".join(get_args(EntityText))
+            raise ConfigError(f"text must be one of {known}, got {self.text!r}; correct it.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntityManifest:
+    """The manifest of a view."""
+
+    dataset_id: str
+    rules: EntityRules
+    num_studies: int
+    """Samples of the dataset."""
+    num_entities: int
+    num_bytes: int
+    """Of the table."""
+    sha256: str
+
+    @property
+    def digest(self) -> str:
+        """Identity of the view, 64 hexadecimal digits: another dataset, rule or row gives another one."""
+        return sha256_hex(canonical_json(self._body()))
+
+    def encode(self) -> bytes:
+        """Return the file's bytes."""
+        return canonical_json({**self._body(), "digest": self.digest}) + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, *, name: str) -> EntityManifest:
+        """Parse and check a manifest.
+
+        Raises:
+            FormatError: It is no manifest of an entity view, or its digest is another one.
+        """
+        body = parse_json(data.removesuffix(b"\n"), what=name)
+        try:
+            rules = body["rules"]
+            manifest = cls(
+                dataset_id=body["dataset_id"],
+                rules=EntityRules(**{**rules, "threshold": float(rules["threshold"])}),
+                num_studies=body["num_studies"],
+                num_entities=body["num_entities"],
+                num_bytes=body["table"]["num_bytes"],
+                sha256=body["table"]["sha256"],
+            )
+            is_whole = manifest.encode() == data
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError):
+            is_whole = False
+        if not is_whole:
+            raise FormatError(
+                f"{name} must be a whole manifest of an entity view of format {_FORMAT_VERSION}, got another "
+                "file; delete its folder and make the view again."
+            )
+        return manifest
+
+    def _body(self) -> dict[str, Json]:
+        # Canonical JSON has no fractions: the threshold is the shortest text of its number.
+        rules: dict[str, Json] = {**asdict(self.rules), "threshold": repr(float(self.rules.threshold))}
+        return {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "kind": _KIND,
+            "dataset_id": self.dataset_id,
+            "rules": rules,
+            "num_studies": self.num_studies,
+            "num_entities": self.num_entities,
+            "table": {"num_bytes": self.num_bytes, "sha256": self.sha256},
+        }
+
+
+def check_view_name(name: str) -> str:
+    """Return the name of a view beside a dataset.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not _NAME.fullmatch(name) or name == _STUDIES:
+        raise ConfigError(
+            f"a view must have a name of a-z, 0-9, '-' and '_' other than {_STUDIES}, got {name!a}; "
+            "entity is usual."
+        )
+    return name
+
+
+def view_folder(name: str, dataset_id: str) -> str:
+    """Return where a view lies in a dataset.
+
+    Args:
+        name: Of the view.
+        dataset_id: Digest of the manifest that is open: rows of another version are other rows.
+
+    Raises:
+        ConfigError: The name is none.
+    """
+    return f"views/{check_view_name(name)}/{dataset_id}"
+
+
+def load_entity_manifest(store: ByteStore, manifest: Manifest, name: str) -> EntityManifest:
+    """Return the manifest of a view.
+
+    Args:
+        store: Of the dataset.
+        manifest: The version that is open.
+        name: Of the view.
+
+    Raises:
+        ConfigError: Nobody made such a view of this version.
+        FormatError: The view is another dataset's, or cannot be trusted.
+    """
+    path = f"{view_folder(name, manifest.dataset_id)}/{MANIFEST_NAME}"
+    try:
+        data = store.read(path)
+    except NotFoundError:
+        raise ConfigError(
+            f"the dataset must have a view {name!r} beside version {manifest.manifest_version}, got none; "
+            f"run: shardflow entities DATASET --name {name}"
+        ) from None
+    view = EntityManifest.decode(data, name=path)
+    if view.dataset_id != manifest.dataset_id:
+        raise FormatError(
+            f"{path} must name this dataset, got another; delete the folder and make the view again."
+        )
+    return view
+
+
+def view_digests(store: ByteStore, manifests: Iterable[Manifest]) -> set[str]:
+    """Return the identities of all views beside some versions of a dataset.
+
+    Raises:
+        FormatError: A view cannot be trusted.
+    """
+    versions = {manifest.dataset_id: manifest for manifest in manifests}
+    found = set()
+    for path in store.list("views/"):
+        parts = path.split("/")
+        if len(parts) == _NUM_PARTS and parts[-1] == MANIFEST_NAME and parts[2] in versions:
+            found.add(load_entity_manifest(store, versions[parts[2]], parts[1]).digest)
+    return found
+
+
+TABLE_KIND: Final = "entities"
+ASSERTIONS: Final = ("present", "uncertain")
+"""What a report may say of an entity that has a row."""
+LATERALITIES: Final = ("", "L", "R", "B")
+_PLACES: Final = ("study", "entity", "series", "centre", "text_start", "span_start", "span_bytes")
+_CODES: Final = ("label", "anatomy", "assertion", "laterality")
+ENTITY_COLUMNS: Final = (*_PLACES, *_CODES, "confidence")
+"""Columns of a row beside those of the samples table."""
+_FLAT: Final = ("first_slice", "slices", "slice_weights")
+
+
+def entity_key(study_key: str, entity: int, series: int) -> str:
+    """Return the sample key of an entity: that of its study, its number in the report, and its series.
+
+    Example:
+        >>> entity_key("ab12", 3, 0)
+        'ab12e3s0'
+    """
+    return f"{study_key}e{entity}s{series}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EntityPlace:
+    """Where an entity is, in the fields of its study."""
+
+    entity: int
+    """Number in ``report.json``."""
+    series: int
+    """Number of the series in the sample."""
+    slices: NDArray[np.int64]
+    """``(n,)`` indices in the series, ascending; the context among them."""
+    centre: int
+    """Place of the weightiest slice among ``slices``."""
+    text_start: int
+    """First byte of the text in ``report.txt``; how many there are is the column ``text_bytes``."""
+
+
+class EntityTable(SamplesTable):
+    """The rows of an entity view; memory-mapped, checked block by block as it is touched.
+
+    Raises:
+        FormatError: The table is no table of entities.
+        ChecksumError: Its header is damaged.
+    """
+
+    kind: ClassVar[str] = TABLE_KIND
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        lengths = {table.num_rows(name) for name in ENTITY_COLUMNS}
+        if lengths != {self.num_samples} or table.num_rows("first_slice") != self.num_samples + 1:
+            raise FormatError(
+                f"{table.name} must have columns of {self.num_samples} rows, got others; delete its folder "
+                "and make the view again."
+            )
+        try:
+            self.labels = tuple(str(name) for name in table.meta["labels"])
+            self.anatomies = tuple(str(name) for name in table.meta["anatomies"])
+        except (KeyError, TypeError):
+            raise FormatError(f"{table.name} must name labels and anatomies, got other meta data.") from None
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns with a number for each row."""
+        hidden = {*_FLAT, *_PLACES}
+        return tuple(name for name in super().column_names if name not in hidden)
+
+    @property
+    def vocabularies(self) -> Mapping[str, tuple[str, ...]]:
+        """The columns whose numbers are positions in a list of names, and those names."""
+        return {
+            "modality": self.modalities,
+            "label": self.labels,
+            "anatomy": self.anatomies,
+            "assertion": ASSERTIONS,
+            "laterality": LATERALITIES,
+        }
+
+    def place(self, row: int) -> EntityPlace:
+        """Return where an entity is.
+
+        Raises:
+            ChecksumError: A block of the table is damaged.
+            FormatError: The row points nowhere.
+        """
+        start, stop = self._table.gather("first_slice", np.array([row, row + 1])).astype(np.int64).tolist()
+        num_slices, centre = int(self.gather("num_slices", row)), int(self.gather("centre", row))
+        if stop - start != num_slices or not 0 <= centre < num_slices:
+            raise FormatError(
+                f"{self._table.name} must place each entity on its slices, got another place (row {row}); "
+                "delete its folder and make the view again."
+            )
+        slices = self._table.gather_spans("slices", np.array([start]), np.array([stop])).astype(np.int64)
+        return EntityPlace(
+            entity=int(self.gather("entity", row)),
+            series=int(self.gather("series", row)),
+            slices=slices,
+            centre=centre,
+            text_start=int(self.gather("text_start", row)),
+        )
+
+    def centre_slices(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index in the series of the weightiest slice of some entities, ``(n,)``."""
+        places = self._table.gather("first_slice", rows).astype(np.int64) + self.gather("centre", rows)
+        return self._table.gather("slices", places).astype(np.int64)
+
+    def weights(self, row: int) -> NDArray[np.float32]:
+        """Return how much of an entity each of its slices shows, ``(n,)`` from 0 to 1; 0 in the context."""
+        bounds = self._table.gather("first_slice", np.array([row, row + 1])).astype(np.int64)
+        return self._table.gather_spans("slice_weights", bounds[:1], bounds[1:])
+
+
+class EntityDataset(Dataset):
+    """A version of a dataset seen as entities.
+
+    `samples` are the entities, `studies` what they point into, and `dataset_id` is the digest of the view, so
+    that plans and states are those of these rows; ``manifest.dataset_id`` is that of the dataset.
+
+    Args:
+        store: Where the dataset lies.
+        manifest: Its version.
+        name: Of the view.
+
+    Raises:
+        ConfigError: There is no view of this name beside this version.
+        FormatError: The view cannot be trusted.
+        ChecksumError: Its table is damaged.
+
+    Example::
+
+        entities = EntityDataset.beside(Dataset.open("data"))
+    """
+
+    samples: EntityTable
+
+    def __init__(self, store: ByteStore, manifest: Manifest, name: str = "entity") -> None:
+        super().__init__(store, manifest)
+        self.name = name
+        self.view = view = load_entity_manifest(self.store, manifest, name)
+        path = f"{view_folder(name, manifest.dataset_id)}/{TABLE_NAME}"
+        buffer = self.map_beside(path, sha256=view.sha256, num_bytes=view.num_bytes, rows=range(0))
+        if buffer.nbytes != view.num_bytes:
+            raise ChecksumError(
+                f"{path} must have {view.num_bytes} bytes, got {buffer.nbytes}; delete its folder and make "
+                "the view again."
+            )
+        table = Table(buffer, name=path)
+        self.samples = EntityTable(table)
+        found = (table.meta.get("dataset_id"), self.samples.num_samples, self.studies.num_samples)
+        if found != (manifest.dataset_id, view.num_entities, view.num_studies):
+            raise FormatError(
+                f"{path} must be the table of this view, got another; delete its folder and make the view "
+                "again."
+            )
+        self.dataset_id = view.digest
+
+    @classmethod
+    def beside(cls, dataset: Dataset, name: str = "entity") -> EntityDataset:
+        """Open a view of a dataset that is open; errors as of the class."""
+        if dataset.is_foreign:
+            raise ConfigError(
+                "a view of entities must be of a packed dataset, got shards that others wrote; they have no "
+                "reports that were read."
+            )
+        return cls(dataset.store, dataset.manifest, name)
+
+    def __reduce__(self) -> tuple[type[EntityDataset], tuple[ByteStore, Manifest, str]]:  # type: ignore[override]
+        """Cross a process boundary without maps and caches."""
+        return type(self), (self.store, self.manifest, self.name)
+
+    def reopened(self) -> EntityDataset:
+        """Return the same view with maps and locks of its own, for a process that was forked."""
+        return EntityDataset(self.store, self.manifest, self.name)
+
+    def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the samples table that each entity belongs to."""
+        return self.samples.gather("study", rows).astype(np.int64)

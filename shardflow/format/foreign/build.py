@@ -1,0 +1,426 @@
+"""From members to samples, as webdataset groups them; what it would tear or mix is refused or mended.
+
+Index tars that others wrote: read each once, write a dataset folder that points at them.
+
+Nothing is copied. The result depends on the tars, their order and the options alone, so a killed run is
+started again and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from shardflow._version import __version__
+from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError
+from shardflow.format.foreign.places import LOCATIONS_VERSION, split_location
+from shardflow.format.foreign.scan import (
+    FOREIGN_FIELD_PATTERN,
+    HEAD_NUM_BYTES,
+    IMAGE_KINDS,
+    TarMember,
+    foreign_sample_key,
+    image_size,
+    is_meta,
+    scan_tar,
+    split_member,
+)
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.keys import SPLIT_PATTERN, canonical_json, sha256_hex, shard_name
+from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, versions
+from shardflow.format.reasons import OutcomeCounts
+from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream, member_num_bytes
+from shardflow.storage import ByteStore, LocalStore, open_store
+
+_MAX_KEY_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupingPolicy:
+    """What becomes of members that do not fit."""
+
+    interleaved: Literal["refuse", "repair"] = "refuse"
+    """A sample whose members do not follow each other. ``repair``: they are one sample all the same."""
+    duplicate_keys: Literal["refuse", "rename"] = "refuse"
+    """A key that a second sample has. ``rename``: that one gets a sample key of its own."""
+    other_members: Literal["refuse", "skip"] = "refuse"
+    """Members whose field is not of ``[a-z0-9_@+-]`` and dots. ``skip``: they are left out."""
+
+
+@dataclass(slots=True)
+class ForeignSample:
+    """A sample under way: its fields in the order of the tar."""
+
+    key: bytes
+    fields: dict[str, FieldLocation] = field(default_factory=dict)
+    rows: int = 0
+    """The largest height of its images, in pixels, as their headers tell; 0 without any."""
+    columns: int = 0
+
+
+@dataclass(slots=True)
+class GroupedShard:
+    """The samples of a shard, by their first members."""
+
+    samples: list[ForeignSample] = field(default_factory=list)
+    num_skipped: int = 0
+    """Regular members that are no fields."""
+    num_repaired: int = 0
+    """Members that came after those of another sample."""
+
+
+def group_members(members: Iterable[TarMember], *, shard: str, policy: GroupingPolicy) -> GroupedShard:
+    """Group the members of one tar.
+
+    Args:
+        members: In the order of the tar.
+        shard: What errors call it.
+        policy: What to do with what does not fit.
+
+    Raises:
+        FormatError: Something does not fit and is to be refused; the message names shard and member.
+    """
+    grouped = GroupedShard()
+    latest: dict[bytes, ForeignSample] = {}
+    current: ForeignSample | None = None
+    for member in members:
+        parts = None if is_meta(member.name) else split_member(member.name)
+        if parts is None:
+            grouped.num_skipped += 1
+            continue
+        key, name = parts
+        if len(key) > _MAX_KEY_BYTES:
+            raise FormatError(
+                f"a key must have at most {_MAX_KEY_BYTES} bytes, got {len(key)} ({shard}, member "
+                f"{member.number}); write the shard again with shorter names."
+            )
+        if not FOREIGN_FIELD_PATTERN.fullmatch(name):
+            if policy.other_members == "refuse":
+                raise _error(
+                    shard, member, "a field name of [a-z0-9_@+-] and dots", "another", "--other-members skip"
+                )
+            grouped.num_skipped += 1
+            continue
+        sample = latest.get(key)
+        if sample is not None and name in sample.fields:
+            if policy.duplicate_keys == "refuse":
+                raise _error(
+                    shard,
+                    member,
+                    "a key and field of its own",
+                    "one that was there",
+                    "--duplicate-keys rename",
+                )
+            sample = None
+        elif sample is not None and sample is not current:
+            if policy.interleaved == "refuse":
+                raise _error(
+                    shard,
+                    member,
+                    "to follow the others of its sample",
+                    "members of another sample between",
+                    "--interleaved repair",
+                )
+            grouped.num_repaired += 1
+        if sample is None:
+            sample = latest[key] = ForeignSample(key)
+            grouped.samples.append(sample)
+        current = sample
+        _add(sample, name, member)
+    return grouped
+
+
+def _add(sample: ForeignSample, name: str, member: TarMember) -> None:
+    sample.fields[name] = FieldLocation(name, member.offset, member.num_bytes, member.crc32c)
+    if name.rpartition(".")[2] in IMAGE_KINDS:
+        size = image_size(member.head)
+        if size is not None:
+            sample.rows, sample.columns = max(sample.rows, size[0]), max(sample.columns, size[1])
+
+
+def _error(shard: str, member: TarMember, expected: str, found: str, option: str) -> FormatError:
+    return FormatError(
+        f"a member must have {expected}, got {found} ({shard}, member {member.number}); "
+        f"write the shard again, or index it with {option}."
+    )
+
+
+# A remote store answers a window of this with several requests side by side.
+_WINDOW_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignSource:
+    """A tar to index: where it lies, and the split it belongs to."""
+
+    place: str
+    """A path or an address."""
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        if not SPLIT_PATTERN.fullmatch(self.split):
+            raise ConfigError("a split must match [a-z0-9]{1,32}, got another name; correct it.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexOptions:
+    """What decides the result, beside the tars."""
+
+    policy: GroupingPolicy = field(default_factory=GroupingPolicy)
+    text_field: str = "txt"
+    """The field whose size is a sample's ``text_bytes``, and which the loader gives as its text."""
+
+    def __post_init__(self) -> None:
+        if not FOREIGN_FIELD_PATTERN.fullmatch(self.text_field):
+            raise ConfigError("the text field must be a field name such as txt, got another; correct it.")
+
+    def digest(self) -> str:
+        """Digest of the options, for the manifest."""
+        policy = self.policy
+        return sha256_hex(
+            canonical_json(
+                {
+                    "foreign": LOCATIONS_VERSION,
+                    "text_field": self.text_field,
+                    "interleaved": policy.interleaved,
+                    "duplicate_keys": policy.duplicate_keys,
+                    "other_members": policy.other_members,
+                }
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexReport:
+    """What was indexed."""
+
+    dataset_id: str
+    num_shards: int
+    num_samples: int
+    num_fields: int
+    num_bytes: int
+    """Size of the tars."""
+    num_skipped: int
+    """Members that webdataset skips as well, or that were to be skipped."""
+    num_repaired: int
+    """Members that were joined to their sample across others."""
+    num_renamed: int
+    """Samples whose key another one had before."""
+    fields: dict[str, int]
+    """How many samples have each field."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scanned:
+    """One tar after its reading."""
+
+    name: str
+    split: str
+    location: str
+    num_bytes: int
+    sha256: str
+    grouped: GroupedShard
+
+
+def index_tars(
+    sources: Sequence[ForeignSource],
+    url: str | os.PathLike[str],
+    options: IndexOptions | None = None,
+    *,
+    num_threads: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> IndexReport:
+    """Index tars and write a dataset that points at them.
+
+    Args:
+        sources: The tars; their order is the order of the shards of each split.
+        url: Where to write the dataset: manifest, indexes and samples table.
+        options: What to do with what does not fit.
+        num_threads: Tars read at once; each holds 16 MiB.
+        progress: Called with the numbers of tars read and of all tars.
+
+    Raises:
+        ConfigError: There are no tars, one is given twice, or a dataset stands there already.
+        FormatError: A tar cannot be indexed as it is, or no sample is in any.
+        StorageError: A tar cannot be read, or the dataset cannot be written.
+    """
+    options = options or IndexOptions()
+    store = open_store(url)
+    if versions(store):
+        raise ConfigError("OUT must hold no dataset, got one that stands there; name another folder.")
+    named = _name_shards(sources)
+    shards: list[_Scanned] = []
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+        scans = [pool.submit(_scan, store, source, name, options) for source, name in named]
+        try:
+            for scan in scans:
+                shards.append(scan.result())
+                if progress:
+                    progress(len(shards), len(scans))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return _write(store, shards, options)
+
+
+def _name_shards(sources: Sequence[ForeignSource]) -> list[tuple[ForeignSource, str]]:
+    if not sources:
+        raise ConfigError("TARS must name at least one tar, got none.")
+    if len({source.place for source in sources}) < len(sources):
+        raise ConfigError("TARS must name each tar once, got one twice.")
+    numbers: Counter[str] = Counter()
+    named = []
+    for source in sorted(sources, key=lambda source: source.split):
+        named.append((source, shard_name(source.split, numbers[source.split])))
+        numbers[source.split] += 1
+    return named
+
+
+def _scan(store: ByteStore, source: ForeignSource, name: str, options: IndexOptions) -> _Scanned:
+    is_local = "://" not in source.place
+    place = str(Path(source.place).absolute()) if is_local else source.place
+    folder, tar = split_location(place)
+    try:
+        stream = HashedStream(open_store(folder), tar, window_bytes=_WINDOW_BYTES)
+        members = scan_tar(stream, shard=name, head_bytes=HEAD_NUM_BYTES)
+        grouped = group_members(members, shard=name, policy=options.policy)
+        digest = stream.hexdigest()
+    except StorageError as error:
+        # Its text names the tar, and with it a path of the user's.
+        raise type(error)(f"the tar of {name} must be readable: {error.message.replace(tar, 'it')}") from None
+    if is_local and isinstance(store, LocalStore):
+        place = Path(os.path.relpath(place, store.root)).as_posix()
+    return _Scanned(name, source.split, place, stream.num_bytes, digest, grouped)
+
+
+def _assign_keys(shards: Sequence[_Scanned], policy: GroupingPolicy) -> tuple[list[list[str]], int]:
+    """Give every sample its key, before a byte is written: a refused run must leave nothing behind.
+
+    Returns:
+        The keys of each shard's samples, and how many samples were renamed.
+    """
+    assigned: list[list[str]] = []
+    taken: dict[str, str] = {}
+    num_renamed = 0
+    for shard in shards:
+        keys = []
+        for row, sample in enumerate(shard.grouped.samples):
+            key = foreign_sample_key(sample.key)
+            if key in taken:
+                if policy.duplicate_keys == "refuse":
+                    raise FormatError(
+                        f"a key must be of one sample, got the one of sample {row} of {shard.name} in "
+                        f"{taken[key]} as well; index with --duplicate-keys rename."
+                    )
+                key = foreign_sample_key(sample.key, shard=shard.name, occurrence=row)
+                num_renamed += 1
+            taken[key] = shard.name
+            keys.append(key)
+        assigned.append(keys)
+    if not taken:
+        raise FormatError(
+            f"tars must hold samples, got none in {len(shards)}; are their members named KEY.FIELD?"
+        )
+    return assigned, num_renamed
+
+
+def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) -> IndexReport:
+    assigned, num_renamed = _assign_keys(shards, options.policy)
+    entries: list[ShardEntry] = []
+    samples: list[SampleEntry] = []
+    fields: Counter[str] = Counter()
+    for number, (shard, keys) in enumerate(zip(shards, assigned, strict=True)):
+        for sample in shard.grouped.samples:
+            fields.update(sample.fields.keys())
+        located = [
+            (key, list(sample.fields.values()))
+            for key, sample in zip(keys, shard.grouped.samples, strict=True)
+        ]
+        data = ShardIndex.encode_foreign(
+            shard.name,
+            shard.num_bytes,
+            located,
+            original_keys=[sample.key for sample in shard.grouped.samples],
+            text_field=options.text_field,
+        )
+        entry = ShardEntry(
+            name=shard.name,
+            split=shard.split,
+            path=f"shards/{shard.name}.tar",
+            num_bytes=shard.num_bytes,
+            sha256=shard.sha256,
+            index=_put(store, f"shards/{shard.name}.idx", data),
+            num_samples=len(keys),
+            num_fields=sum(len(found) for _, found in located),
+        )
+        entries.append(entry)
+        samples += _rows(number, shard, keys, options.text_field)
+    table = SamplesTable.encode(samples, shard_splits=[shard.split for shard in shards])
+    num_fields = sum(fields.values())
+    num_skipped = sum(shard.grouped.num_skipped for shard in shards)
+    manifest = Manifest(
+        manifest_version=1,
+        shards=tuple(entries),
+        samples=_put(store, "samples/samples-000001.tbl", table),
+        counts=OutcomeCounts(packed=num_fields, skipped=num_skipped, quarantined=0),
+        created_with={"shardflow": __version__},
+        config_digest=options.digest(),
+        extra={
+            "foreign": {"version": LOCATIONS_VERSION, "locations": [shard.location for shard in shards]},
+        },
+    )
+    return IndexReport(
+        dataset_id=commit(store, manifest),
+        num_shards=len(shards),
+        num_samples=len(samples),
+        num_fields=num_fields,
+        num_bytes=sum(shard.num_bytes for shard in shards),
+        num_skipped=num_skipped,
+        num_repaired=sum(shard.grouped.num_repaired for shard in shards),
+        num_renamed=num_renamed,
+        fields=dict(sorted(fields.items())),
+    )
+
+
+def _rows(number: int, shard: _Scanned, keys: Sequence[str], text_field: str) -> list[SampleEntry]:
+    rows = []
+    for row, (key, sample) in enumerate(zip(keys, shard.grouped.samples, strict=True)):
+        located = list(sample.fields.values())
+        text = sample.fields.get(text_field)
+        num_images = sum(name.rpartition(".")[2] in IMAGE_KINDS for name in sample.fields)
+        rows.append(
+            SampleEntry(
+                sample_key=key,
+                shard=number,
+                row_in_shard=row,
+                offset_bytes=located[0].offset - BLOCK_NUM_BYTES,
+                num_bytes=sum(member_num_bytes(part.num_bytes) for part in located),
+                facts=SampleFacts(
+                    text_bytes=text.num_bytes if text else 0,
+                    num_series=min(num_images, 1),
+                    num_slices=num_images,
+                    rows=sample.rows,
+                    columns=sample.columns,
+                    modality="",
+                ),
+            )
+        )
+    return rows
+
+
+def _put(store: ByteStore, path: str, data: bytes) -> FileEntry:
+    try:
+        store.put_new(path, data)
+    except AlreadyExistsError:
+        # A killed run left it; the manifest that would name it does not stand yet.
+        if store.read(path) != data:
+            raise ConfigError(
+                f"OUT must hold nothing of another dataset, got {path}; name an empty folder."
+            ) from None
+    return FileEntry(path=path, num_bytes=len(data), sha256=sha256_hex(data))

@@ -1,0 +1,168 @@
+"""Where the tars of others lie, and a store that finds them there (docs/format.md, section 14).
+
+A manifest of foreign shards names each by a path inside the dataset, as always, and beside that its location:
+a relative path or an address. What lies at the path counts first, so a copy that brings the tars along is a
+dataset by itself, with the same dataset_id.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+from shardflow.errors import ManifestError, NotFoundError, StorageError
+from shardflow.format.manifest import Manifest
+from shardflow.storage import ByteRange, ByteStore, open_store
+
+LOCATIONS_VERSION: Final = 1
+
+
+def is_foreign(manifest: Manifest) -> bool:
+    """Tell whether a dataset's shards are the tars of others."""
+    return "foreign" in manifest.extra
+
+
+def located(store: ByteStore, manifests: Iterable[Manifest]) -> ByteStore:
+    """Return a store that finds the foreign shards of manifests as well; the same store where there are none.
+
+    Raises:
+        ManifestError: A manifest does not say where its foreign shards lie, or one that came from a remote
+            store points at files of this machine.
+    """
+    places: dict[str, str] = {}
+    for manifest in manifests:
+        if is_foreign(manifest):
+            places |= zip([shard.path for shard in manifest.shards], _locations(manifest), strict=True)
+    if not places or isinstance(store, RelocatedStore):
+        return store
+    is_remote = "://" in store.url
+    resolved = {path: _resolve(store.url, location) for path, location in places.items()}
+    if is_remote and not all(
+        "://" in place and urlsplit(place).scheme != "file" for place in resolved.values()
+    ):
+        raise ManifestError(
+            "a remote dataset's shards must lie in remote stores, got local paths; index them where they lie."
+        )
+    return RelocatedStore(store, resolved)
+
+
+def split_location(location: str) -> tuple[str, str]:
+    """Cut a resolved location into the address of a store and an object's name in it."""
+    folder, _, name = location.rpartition("/")
+    return folder or "/", name
+
+
+def _locations(manifest: Manifest) -> list[str]:
+    foreign: Any = manifest.extra["foreign"]
+    try:
+        version, found = foreign["version"], list(foreign["locations"])
+    except (KeyError, TypeError):
+        version, found = None, []
+    if (
+        version != LOCATIONS_VERSION
+        or len(found) != len(manifest.shards)
+        or not all(isinstance(place, str) and place for place in found)
+    ):
+        raise ManifestError(
+            f"a manifest of foreign shards must name their {len(manifest.shards)} locations (version "
+            f"{LOCATIONS_VERSION}), got others; a newer format needs a newer shardflow."
+        )
+    return found
+
+
+def _resolve(base: str, location: str) -> str:
+    if "://" in location or location.startswith("/"):
+        return location
+    if "://" not in base:
+        return os.path.normpath(f"{base}/{location}")
+    parts = urlsplit(base)
+    return urlunsplit(parts._replace(path=posixpath.normpath(f"{parts.path}/{location}")))
+
+
+class RelocatedStore:
+    """A store with some objects that lie elsewhere, unless they lie in it. Safe for many threads.
+
+    Args:
+        base: The store of everything else.
+        places: By path, where the object lies: an absolute path or an address.
+    """
+
+    def __init__(self, base: ByteStore, places: Mapping[str, str]) -> None:
+        self.base = base
+        self._places = dict(places)
+        self._stores: dict[str, ByteStore] = {}
+        self._found: dict[str, tuple[ByteStore, str]] = {}
+
+    @property
+    def url(self) -> str:
+        """The address of the base."""
+        return self.base.url
+
+    def __reduce__(self) -> tuple[type[RelocatedStore], tuple[ByteStore, Mapping[str, str]]]:
+        """Cross a process boundary without what was found."""
+        return type(self), (self.base, self._places)
+
+    def size(self, path: str) -> int:
+        """Return an object's size in bytes; see `ByteStore.size`."""
+        store, name = self._find(path)
+        return store.size(name)
+
+    def read(self, path: str) -> bytes:
+        """Return an object whole; see `ByteStore.read`."""
+        store, name = self._find(path)
+        return store.read(name)
+
+    def read_ranges(self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer with its range; see `ByteStore.read_ranges`."""
+        store, name = self._find(path)
+        store.read_ranges(name, ranges, buffers)
+
+    def map(self, path: str) -> memoryview:
+        """Return a read-only view of an object; see `ByteStore.map`."""
+        store, name = self._find(path)
+        return store.map(name)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write an object into the base; see `ByteStore.put_new`."""
+        self.base.put_new(path, data)
+
+    def put_stream(self, path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        """Write an object into the base; see `ByteStore.put_stream`."""
+        self.base.put_stream(path, chunks, num_bytes)
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the sorted names of the base; see `ByteStore.list`."""
+        return self.base.list(prefix)
+
+    def _find(self, path: str) -> tuple[ByteStore, str]:
+        place = self._places.get(path)
+        if place is None:
+            return self.base, path
+        found = self._found.get(path)
+        if found is None:
+            # Two threads may look for the same object at once; both find the same.
+            found = self._found[path] = self._look(path, place)
+        return found
+
+    def _look(self, path: str, place: str) -> tuple[ByteStore, str]:
+        try:
+            self.base.size(path)
+        except NotFoundError:
+            folder, name = split_location(place)
+            store = self._stores.get(folder)
+            if store is None:
+                store = self._stores.setdefault(folder, open_store(folder))
+            try:
+                store.size(name)
+            except NotFoundError:
+                raise NotFoundError(
+                    f"{path} must lie in the dataset or where the manifest says, found neither; was the tar "
+                    "moved? Index it again, or move it back."
+                ) from None
+            except StorageError as error:
+                raise type(error)(error.message.replace(name, path)) from None
+            return store, name
+        return self.base, path

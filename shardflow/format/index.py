@@ -1,0 +1,247 @@
+"""The index of one shard: where every field of every sample lies, and its crc32c.
+
+An index lies beside its tar (``train-000000.idx``) and is a table (docs/format.md, section 6). Looking a
+sample up makes objects for that sample only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.format.keys import REPORT_FIELD, Json, check_field, check_sample_key
+from shardflow.format.table import Table, encode_table
+from shardflow.format.tar import BLOCK_NUM_BYTES, member_num_bytes
+
+KIND = "shard-index"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLocation:
+    """Where a field's payload lies in its shard, in bytes, and the crc32c of that payload."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    crc32c: int
+
+
+class ShardIndex:
+    """An index, open for reading. Safe for many threads.
+
+    Attributes:
+        shard: Name of the shard, such as ``"train-000000"``.
+        shard_num_bytes: Size of the tar.
+        num_samples: Number of samples.
+        num_fields: Number of fields of all samples.
+        field_names: The distinct field names, sorted; `field_name_ids` points into it.
+        sample_keys: ``(num_samples,)`` bytes.
+        first_field: ``(num_samples + 1,)`` uint32: the fields of sample ``i`` are ``first_field[i]`` up to
+            ``first_field[i + 1]``.
+        field_name_ids: ``(num_fields,)`` uint32.
+        field_offsets: ``(num_fields,)`` uint64, of the payloads, in bytes.
+        field_num_bytes: ``(num_fields,)`` uint64, of the payloads.
+        field_crc32c: ``(num_fields,)`` uint32, of the payloads.
+        is_foreign: Whether others wrote the tar: its headers are theirs, and fields may lie anywhere.
+        text_field: The field whose size the samples table has as ``text_bytes``.
+        original_keys: ``(num_samples,)`` bytes, the keys in a foreign tar; None for any other.
+
+    Raises:
+        FormatError: The table is no shard index of format 1.
+        ChecksumError: The table is damaged.
+    """
+
+    def __init__(self, table: Table) -> None:
+        table.expect_kind(KIND, FORMAT_VERSION)
+        self.shard: str = table.meta.get("shard", "")
+        self.shard_num_bytes: int = table.meta.get("shard_num_bytes", -1)
+        names = table.meta.get("field_names")
+        if not (
+            isinstance(self.shard, str) and isinstance(self.shard_num_bytes, int) and isinstance(names, list)
+        ):
+            raise FormatError(f"{table.name} must name its shard and fields, got other meta data.")
+        # The same few names recur in every index of a dataset: keep one string of each per process.
+        self.field_names = tuple(sys.intern(str(name)) for name in names)
+        self.sample_keys: NDArray[np.bytes_] = table.column("sample_key")
+        self.first_field: NDArray[np.uint32] = table.column("sample_first_field")
+        self.field_name_ids: NDArray[np.uint32] = table.column("field_name")
+        self.field_offsets: NDArray[np.uint64] = table.column("field_offset")
+        self.field_num_bytes: NDArray[np.uint64] = table.column("field_num_bytes")
+        self.field_crc32c: NDArray[np.uint32] = table.column("field_crc32c")
+        self.is_foreign = table.meta.get("foreign") is True
+        text_field = table.meta.get("text_field") if self.is_foreign else None
+        self.text_field = text_field if isinstance(text_field, str) else REPORT_FIELD
+        self.original_keys: NDArray[np.bytes_] | None = (
+            table.column("original_key") if self.is_foreign else None
+        )
+        self.num_samples = len(self.sample_keys)
+        self.num_fields = len(self.field_offsets)
+        if not self._is_consistent():
+            raise FormatError(
+                f"{table.name} must agree with itself, got columns that do not; verify the dataset."
+            )
+
+    @staticmethod
+    def encode(
+        shard: str, shard_num_bytes: int, samples: Sequence[tuple[str, Sequence[FieldLocation]]]
+    ) -> bytes:
+        """Encode the index of a shard.
+
+        Args:
+            shard: Name of the shard.
+            shard_num_bytes: Size of the tar.
+            samples: Sample keys with their fields, both in the order of the tar.
+
+        Raises:
+            FormatError: A name is none, a sample is empty, its fields do not ascend by name, or the members
+                do not follow one another without a gap.
+        """
+        names = sorted({check_field(field.name) for _, fields in samples for field in fields})
+        number = {name: position for position, name in enumerate(names)}
+        end = 0
+        for key, fields in samples:
+            check_sample_key(key)
+            order = [field.name for field in fields]
+            if not order or any(name >= following for name, following in itertools.pairwise(order)):
+                raise FormatError(f"a sample's fields must ascend by name, got another order ({shard}).")
+            for field in fields:
+                if field.offset != end + BLOCK_NUM_BYTES:
+                    raise FormatError(
+                        f"a field must begin at {end + BLOCK_NUM_BYTES}, got {field.offset} "
+                        f"({shard}, {field.name}); give samples and fields in the order of the tar."
+                    )
+                end += member_num_bytes(field.num_bytes)
+        return encode_table(_columns(samples, number), _meta(shard, shard_num_bytes, names))
+
+    @staticmethod
+    def encode_columns(
+        shard: str, shard_num_bytes: int, field_names: Sequence[str], columns: Mapping[str, NDArray[Any]]
+    ) -> bytes:
+        """Encode the index of a shard from its columns; the same bytes as of `encode`.
+
+        Args:
+            shard: Name of the shard.
+            shard_num_bytes: Size of the tar.
+            field_names: The distinct field names, ascending.
+            columns: The columns of docs/format.md, section 6, in that order; their writer vouches for them.
+        """
+        return encode_table(columns, _meta(shard, shard_num_bytes, list(field_names)))
+
+    @staticmethod
+    def encode_foreign(
+        shard: str,
+        shard_num_bytes: int,
+        samples: Sequence[tuple[str, Sequence[FieldLocation]]],
+        *,
+        original_keys: Sequence[bytes],
+        text_field: str,
+    ) -> bytes:
+        """Encode the index of a tar that others wrote (docs/format.md, section 14).
+
+        Args:
+            shard: Name of the shard.
+            shard_num_bytes: Size of the tar.
+            samples: Sample keys with their fields, in the order of the first and of all members; the
+                fields of a sample need not follow each other.
+            original_keys: Of each sample, as the tar has it.
+            text_field: The field whose size is the samples' ``text_bytes``.
+
+        Raises:
+            FormatError: A sample key is none, or a sample is empty.
+        """
+        for key, fields in samples:
+            check_sample_key(key)
+            if not fields:
+                raise FormatError(f"a sample must have fields, got none ({shard}).")
+        names = sorted({field.name for _, fields in samples for field in fields})
+        columns = _columns(samples, {name: position for position, name in enumerate(names)})
+        columns["original_key"] = np.array(list(original_keys), "S")
+        meta = _meta(shard, shard_num_bytes, names) | {"foreign": True, "text_field": text_field}
+        return encode_table(columns, meta)
+
+    def sample_key(self, row: int) -> str:
+        """Return the key of a sample by its place in the shard."""
+        key: bytes = self.sample_keys[row]
+        return key.decode("ascii")
+
+    def fields(self, row: int) -> list[FieldLocation]:
+        """Return the fields of a sample, in the order of the tar."""
+        span = self._span(row)
+        return [
+            FieldLocation(self.field_names[name], offset, num_bytes, crc)
+            for name, offset, num_bytes, crc in zip(
+                self.field_name_ids[span].tolist(),
+                self.field_offsets[span].tolist(),
+                self.field_num_bytes[span].tolist(),
+                self.field_crc32c[span].tolist(),
+                strict=True,
+            )
+        ]
+
+    def field(self, row: int, name: str) -> FieldLocation:
+        """Return one field of a sample.
+
+        Raises:
+            FormatError: The sample has no such field.
+        """
+        for found in self.fields(row):
+            if found.name == name:
+                return found
+        raise FormatError(
+            f"sample {self.sample_key(row)} must have a field {name!a}, got none ({self.shard}, row {row})."
+        )
+
+    def _span(self, row: int) -> slice:
+        if not 0 <= row < self.num_samples:
+            raise IndexError(f"a row must lie in [0, {self.num_samples}), got {row} ({self.shard}).")
+        return slice(int(self.first_field[row]), int(self.first_field[row + 1]))
+
+    def _is_consistent(self) -> bool:
+        """Tell whether lookups stay inside the columns and the fields inside the tar."""
+        columns: tuple[NDArray[Any], ...] = (self.field_name_ids, self.field_num_bytes, self.field_crc32c)
+        if any(len(column) != self.num_fields for column in columns):
+            return False
+        first = self.first_field.astype(np.int64)
+        stops = self.field_offsets + self.field_num_bytes
+        return bool(
+            len(first) == self.num_samples + 1
+            and (self.original_keys is None or len(self.original_keys) == self.num_samples)
+            and first[0] == 0
+            and first[-1] == self.num_fields
+            and (np.diff(first) > 0).all()
+            and (not self.num_fields or int(self.field_name_ids.max()) < len(self.field_names))
+            and (not self.num_fields or int(stops.max()) <= self.shard_num_bytes)
+        )
+
+
+def _columns(
+    samples: Sequence[tuple[str, Sequence[FieldLocation]]], number: Mapping[str, int]
+) -> dict[str, NDArray[Any]]:
+    counts = [len(fields) for _, fields in samples]
+    every = [field for _, fields in samples for field in fields]
+    return {
+        "sample_key": np.array([key.encode("ascii") for key, _ in samples], "S"),
+        "sample_first_field": np.cumsum([0, *counts]).astype("<u4"),
+        "field_name": np.array([number[field.name] for field in every], "<u4"),
+        "field_offset": np.array([field.offset for field in every], "<u8"),
+        "field_num_bytes": np.array([field.num_bytes for field in every], "<u8"),
+        "field_crc32c": np.array([field.crc32c for field in every], "<u4"),
+    }
+
+
+def _meta(shard: str, shard_num_bytes: int, names: list[str]) -> dict[str, Json]:
+    return {
+        "kind": KIND,
+        "format_version": FORMAT_VERSION,
+        "shard": shard,
+        "shard_num_bytes": shard_num_bytes,
+        "field_names": names,
+    }

@@ -1,0 +1,210 @@
+"""The samples table: one row per sample of a dataset, and the only table that is read as a whole.
+
+Rows are ordered by (split, shard, offset), so a split is a range of rows. Beside the place of each sample
+the table holds facts, never cost: what a sample costs depends on a view and a model, and is a rule over
+these facts. The layout is in docs/format.md, section 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.format.index import ShardIndex
+from shardflow.format.keys import check_sample_key, parse_slice_field
+from shardflow.format.table import Table, encode_table
+from shardflow.format.tar import BLOCK_NUM_BYTES
+
+KIND = "samples"
+FORMAT_VERSION = 1
+FACT_COLUMNS = ("text_bytes", "num_series", "num_slices", "rows", "columns")
+COLUMNS = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleFacts:
+    """What the plan may know of a sample without reading it."""
+
+    text_bytes: int
+    """Size of ``report.txt``; 0 without a report."""
+    num_series: int
+    """Number of series that have slices."""
+    num_slices: int
+    """Number of slices of all series."""
+    rows: int
+    """Height of the slices of the primary series (s000), in pixels; 0 without one."""
+    columns: int
+    """Width of the slices of the primary series, in pixels; 0 without one."""
+    modality: str
+    """DICOM modality of the primary series, such as ``"CT"``; empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleEntry:
+    """One row: a sample's key, its place, and its facts."""
+
+    sample_key: str
+    shard: int
+    """Position of the shard in the manifest's list."""
+    row_in_shard: int
+    """Position of the sample in its shard's index."""
+    offset_bytes: int
+    """Where the sample's first tar header begins."""
+    num_bytes: int
+    """Size of the whole sample, headers and padding with it."""
+    facts: SampleFacts
+
+
+class SamplesTable:
+    """The samples table, open for reading; memory-mapped, checked block by block as it is touched.
+
+    Attributes:
+        num_samples: Number of samples of all splits.
+        splits: The rows of each split.
+        modalities: Names that the column ``modality`` points into.
+
+    Raises:
+        FormatError: The table is no samples table of format 1.
+        ChecksumError: Its header is damaged.
+    """
+
+    kind: ClassVar[str] = KIND
+
+    def __init__(self, table: Table) -> None:
+        table.expect_kind(self.kind, FORMAT_VERSION)
+        self._table = table
+        try:
+            self.splits = {name: range(start, stop) for name, (start, stop) in table.meta["splits"].items()}
+            self.modalities: tuple[str, ...] = tuple(table.meta["modalities"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise FormatError(f"{table.name} must name splits and modalities, got other meta data.") from None
+        self.num_samples = sum(len(rows) for rows in self.splits.values())
+        lengths = {table.num_rows(name) for name in COLUMNS}
+        if lengths != {self.num_samples}:
+            raise FormatError(
+                f"{table.name} must have columns of {self.num_samples} rows, got {sorted(lengths)}; "
+                "run `shardflow verify`."
+            )
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns of the table."""
+        return self._table.column_names
+
+    @property
+    def vocabularies(self) -> Mapping[str, tuple[str, ...]]:
+        """The columns whose numbers are positions in a list of names, and those names."""
+        return {"modality": self.modalities}
+
+    def sample_key(self, row: int) -> str:
+        """Return the key of a sample."""
+        return bytes(self._table.gather("sample_key", row)[()]).decode("ascii")
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a whole column as a read-only view, see `Table.column`."""
+        return self._table.column(name)
+
+    def gather(self, name: str, rows: NDArray[Any] | int) -> NDArray[Any]:
+        """Return some rows of a column, checking no more than their blocks, see `Table.gather`."""
+        return self._table.gather(name, rows)
+
+    def modality(self, row: int) -> str:
+        """Return the modality of a sample's primary series."""
+        return self.modalities[int(self._table.gather("modality", row))]
+
+    def find(self, key: str) -> int:
+        """Return the row of a sample by its key; reads the whole key column.
+
+        Raises:
+            FormatError: No sample has this key.
+        """
+        wanted = np.bytes_(key.encode("utf-8"))
+        rows: NDArray[np.intp] = np.flatnonzero(self.column("sample_key") == wanted)
+        if not len(rows):
+            raise FormatError("a sample key must be one of the dataset, got another one.")
+        return int(rows[0])
+
+    @staticmethod
+    def encode(entries: Iterable[SampleEntry], *, shard_splits: Sequence[str]) -> bytes:
+        """Encode the table.
+
+        Args:
+            entries: The samples, in any order.
+            shard_splits: The split of each shard, by its position in the manifest's list.
+
+        Raises:
+            FormatError: A key is none or doubled, or there are more than 255 modalities.
+        """
+        rows = sorted(entries, key=lambda entry: (shard_splits[entry.shard], entry.shard, entry.offset_bytes))
+        keys = [check_sample_key(entry.sample_key) for entry in rows]
+        if len(set(keys)) != len(keys):
+            raise FormatError("sample keys must be unique in a dataset, got one twice.")
+        modalities = sorted({entry.facts.modality for entry in rows})
+        if len(modalities) > 255:
+            raise FormatError(f"a dataset must have at most 255 modalities, got {len(modalities)}.")
+        names = [shard_splits[entry.shard] for entry in rows]
+        splits = {
+            name: [names.index(name), names.index(name) + names.count(name)]
+            for name in sorted(set(shard_splits))
+            if name in names
+        }
+        columns: dict[str, NDArray[Any]] = {
+            "sample_key": np.array([key.encode("ascii") for key in keys], "S"),
+            "shard": np.array([entry.shard for entry in rows], "<u4"),
+            "row_in_shard": np.array([entry.row_in_shard for entry in rows], "<u4"),
+            "offset_bytes": np.array([entry.offset_bytes for entry in rows], "<u8"),
+            "num_bytes": np.array([entry.num_bytes for entry in rows], "<u8"),
+        }
+        for name in FACT_COLUMNS:
+            columns[name] = np.array([getattr(entry.facts, name) for entry in rows], "<u4")
+        columns["modality"] = np.array([modalities.index(entry.facts.modality) for entry in rows], "u1")
+        return encode_table(
+            columns,
+            {"kind": KIND, "format_version": FORMAT_VERSION, "splits": splits, "modalities": modalities},
+        )
+
+
+def derived_column(index: ShardIndex, name: str) -> NDArray[Any]:
+    """Return a column of the samples table for all samples of a shard, as far as its index determines it.
+
+    Args:
+        index: The index of the shard; the samples are in its order.
+        name: ``sample_key``, ``row_in_shard``, ``offset_bytes``, ``num_bytes``, ``text_bytes``,
+            ``num_series`` or ``num_slices``.
+    """
+    if name == "sample_key":
+        return index.sample_keys
+    if name == "row_in_shard":
+        return np.arange(index.num_samples)
+    first = index.first_field.astype(np.int64)
+    if name == "offset_bytes":
+        offsets: NDArray[Any] = index.field_offsets[first[:-1]] - np.uint64(BLOCK_NUM_BYTES)
+        return offsets
+    if name == "num_bytes":
+        # The members of a sample follow each other, so the sum is where the last one ends.
+        padded = -(-index.field_num_bytes.astype(np.int64) // BLOCK_NUM_BYTES) * BLOCK_NUM_BYTES
+        if not index.num_samples:
+            return padded
+        sizes: NDArray[Any] = np.add.reduceat(padded + BLOCK_NUM_BYTES, first[:-1])
+        return sizes
+    samples = np.repeat(np.arange(index.num_samples), np.diff(first))
+    if name == "text_bytes":
+        is_text = np.array([field == index.text_field for field in index.field_names], bool)
+        chosen = is_text[index.field_name_ids]
+        text_bytes = np.zeros(index.num_samples, np.int64)
+        text_bytes[samples[chosen]] = index.field_num_bytes[chosen]
+        return text_bytes
+    parsed = [parse_slice_field(field) for field in index.field_names]
+    series = np.array([part.series if part else -1 for part in parsed], np.int64)[index.field_name_ids]
+    slices = np.array([part.index if part else -1 for part in parsed], np.int64)[index.field_name_ids]
+    triples = np.stack([samples, series, slices], axis=1)[series >= 0]
+    if not len(triples):
+        return np.zeros(index.num_samples, np.int64)  # np.unique would import numpy.ma
+    # A slice in several codecs counts once.
+    owners = np.unique(triples[:, : 2 if name == "num_series" else 3], axis=0)[:, 0]
+    return np.bincount(owners, minlength=index.num_samples)

@@ -1,0 +1,1 @@
+"""Codecs of image slices, a module each."""

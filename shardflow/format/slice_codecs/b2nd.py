@@ -1,0 +1,241 @@
+"""The slice codec ``b2nd``: one array as a contiguous Blosc2 NDArray frame (docs/format.md, section 4).
+
+Any Blosc2 reads such a frame (``blosc2.ndarray_from_cframe(payload)[...]``), with 95 microseconds of set-up
+a slice. The reader here skips that: a frame of ours has one chunk in C order, which is decoded straight
+into the caller's buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+
+# A block is the unit of compression; larger ones compress 1 % better and decode as fast until they leave the
+# second-level cache.
+_MAX_BLOCK_NUM_BYTES = 256 * 1024
+_MIN_BLOCK_NUM_BYTES = 16 * 1024
+
+# Of the frame's header (Blosc2 frame format, README_CFRAME_FORMAT.rst): magic, i32 header length, u64 frame
+# length, i64 uncompressed and compressed size, all big-endian after their MessagePack marks.
+_FRAME_MAGIC = b"\x9e\xa8b2frame\0\xd2"
+_HEADER_NUM_BYTES = struct.Struct(">i")
+_FRAME_NUM_BYTES = struct.Struct(">Q")
+_CHUNK_SIZES = struct.Struct(">qxq")
+_FRAME_NUM_BYTES_AT, _COMPRESSED_NUM_BYTES_AT = 16, 39
+_AFTER_LENGTHS = _COMPRESSED_NUM_BYTES_AT + 8
+_NUM_BYTES = struct.Struct(">q")
+_CHUNK_HEADER = struct.Struct("<4xiii")
+# Of a chunk's header (README_CHUNK_FORMAT.rst): bits 4 to 6 of the second flags say "one special value".
+_CHUNK_SPECIAL, _SPECIAL_MASK = 31, 0x70
+_METALAYER_MARK = b"\xa4b2nd\xd2"
+_DTYPE = re.compile(rb"<[iuf][248]|\|[iu]1")
+
+
+class _Frame(NamedTuple):
+    """What a frame says of its array, before anything is decoded."""
+
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk_start: int
+    chunk_num_bytes: int
+
+
+def encode(array: NDArray[Any]) -> bytes:
+    """Encode a C-contiguous, little-endian array of at least one element.
+
+    The frame is the one that ``blosc2.asarray(...).to_cframe()`` makes, byte for byte, put together from the
+    library's own pieces: a header made once for each shape, the compressed chunk, an ending. ``asarray``
+    copies the array block by block first, and its frame twice after.
+    """
+    # Of one-byte values compress2 and asarray make different chunks.
+    if array.itemsize > 1:
+        blosc2 = _blosc2()
+        block_num_bytes = _block_rows(array.shape, array.itemsize) * (array.nbytes // array.shape[0])
+        chunk: bytes = blosc2.compress2(array, **_parameters(array.itemsize), blocksize=block_num_bytes)
+        # One special value (all zeros, mostly) is told by the frame and has no chunk in it.
+        if not chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK:
+            header = bytearray(_empty_header(array.shape, array.dtype))
+            ending = _frame_ending()
+            _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + len(chunk) + len(ending))
+            _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, len(chunk))
+            return b"".join((header, chunk, ending))
+    return _encode_plainly(array)
+
+
+def _encode_plainly(array: NDArray[Any]) -> bytes:
+    """Encode by the library's own NDArray; for what `encode` has no short way for."""
+    frame = _blosc2().asarray(array, contiguous=True, **_layout(array.shape, array.itemsize))
+    return bytes(frame.to_cframe())
+
+
+def read_header(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read shape and dtype without decoding.
+
+    Raises:
+        FormatError: The payload is no NDArray frame.
+    """
+    frame = _parse(payload)
+    return frame.shape, frame.dtype
+
+
+def decode(payload: memoryview, out: NDArray[Any]) -> None:
+    """Decode into a C-contiguous array of the frame's shape and dtype, without the GIL.
+
+    Raises:
+        FormatError: The payload cannot be decoded, or is of another shape or dtype than ``out``.
+    """
+    frame = _parse(payload)
+    if frame.shape != out.shape or frame.dtype != out.dtype:
+        raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {frame.dtype} {frame.shape}.")
+    blosc2 = _blosc2()
+    try:
+        if _is_one_chunk_in_c_order(frame):
+            blosc2.decompress2(_chunk(frame, payload, out.nbytes), dst=out, nthreads=1)
+        else:
+            # A frame of another writer, or one special value without a chunk.
+            out[...] = blosc2.ndarray_from_cframe(bytes(payload))[...]
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
+
+
+@functools.cache
+def _blosc2() -> Any:
+    """Import Blosc2 for the first slice: half a second that listing a dataset need not pay."""
+    import blosc2
+
+    # By default Blosc2 holds the GIL while it decodes, and threads that decode would wait for each other. The
+    # switch is one per process and Blosc2's own.
+    blosc2.set_releasegil(True)
+    return blosc2
+
+
+def _parameters(itemsize: int) -> dict[str, Any]:
+    """What decides the compressed bytes."""
+    blosc2 = _blosc2()
+    return {
+        "codec": blosc2.Codec.ZSTD,
+        "clevel": 1,
+        "filters": [blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA],
+        "filters_meta": [0, 0],
+        "typesize": itemsize,
+        # More threads give other bytes from run to run.
+        "nthreads": 1,
+    }
+
+
+def _layout(shape: tuple[int, ...], itemsize: int) -> dict[str, Any]:
+    """One chunk of full-width blocks."""
+    return {
+        "chunks": shape,
+        "blocks": (_block_rows(shape, itemsize), *shape[1:]),
+        "cparams": _blosc2().CParams(**_parameters(itemsize)),
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _empty_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """Header of a frame of this shape; the two lengths in it are those of a frame without a chunk."""
+    empty = _blosc2().zeros(shape, dtype=dtype, contiguous=True, **_layout(shape, dtype.itemsize))
+    frame = bytes(empty.to_cframe())
+    return frame[: _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))[0]]
+
+
+@functools.cache
+def _frame_ending() -> bytes:
+    """What follows the only chunk of a frame: where it lies, and the trailer; the same for all frames."""
+    frame = _encode_plainly(np.arange(64, dtype="<i2").reshape(8, 8))
+    (start,) = _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))
+    return frame[start + _NUM_BYTES.unpack_from(frame, _COMPRESSED_NUM_BYTES_AT)[0] :]
+
+
+def _block_rows(shape: tuple[int, ...], itemsize: int) -> int:
+    """Rows of a block: the most that divide the array and fit; full-width rows keep the chunk in C order."""
+    num_rows = shape[0]
+    row_num_bytes = math.prod(shape[1:]) * itemsize
+    for num_blocks in range(1, num_rows + 1):
+        block_num_bytes = num_rows // num_blocks * row_num_bytes
+        if num_rows % num_blocks == 0 and block_num_bytes <= _MAX_BLOCK_NUM_BYTES:
+            return num_rows // num_blocks if block_num_bytes >= _MIN_BLOCK_NUM_BYTES else num_rows
+    return num_rows
+
+
+def _is_one_chunk_in_c_order(frame: _Frame) -> bool:
+    return (
+        frame.chunk_num_bytes > 0
+        and frame.chunk_shape == frame.shape
+        and frame.block_shape[1:] == frame.shape[1:]
+        and frame.shape[0] % frame.block_shape[0] == 0
+    )
+
+
+def _chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) -> memoryview:
+    """Return the only chunk of a frame, once it is sure that it fits.
+
+    ``blosc2.decompress2`` writes as many bytes as the chunk says, past the end of a smaller buffer, so the
+    chunk is asked first.
+    """
+    chunk = payload[frame.chunk_start : frame.chunk_start + frame.chunk_num_bytes]
+    if chunk.nbytes < max(frame.chunk_num_bytes, _CHUNK_HEADER.size):
+        raise FormatError("a b2nd payload must hold its chunk, got the end of the payload.")
+    num_bytes, _, chunk_num_bytes = _CHUNK_HEADER.unpack_from(chunk)
+    if num_bytes != out_num_bytes or chunk_num_bytes != frame.chunk_num_bytes:
+        raise FormatError(f"a b2nd payload's chunk must hold {out_num_bytes} bytes, got {num_bytes}.")
+    return chunk
+
+
+def _parse(payload: memoryview) -> _Frame:
+    try:
+        return _parse_unguarded(payload)
+    except (ValueError, TypeError, IndexError, struct.error):
+        raise FormatError("a b2nd payload must be a Blosc2 NDArray frame, got other bytes.") from None
+
+
+def _parse_unguarded(payload: memoryview) -> _Frame:
+    (frame_num_bytes,) = _FRAME_NUM_BYTES.unpack_from(payload, 16)
+    if bytes(payload[:11]) != _FRAME_MAGIC or frame_num_bytes != payload.nbytes:
+        raise ValueError
+    (chunk_start,) = _HEADER_NUM_BYTES.unpack_from(payload, 11)
+    _, chunk_num_bytes = _CHUNK_SIZES.unpack_from(payload, 30)
+    layout = _array_layout(bytes(payload[_AFTER_LENGTHS:chunk_start]))
+    return _Frame(*layout, chunk_start, chunk_num_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _array_layout(
+    header: bytes,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], np.dtype[Any]]:
+    """Read shape, chunk shape, block shape and dtype from the part of a header behind its two lengths.
+
+    That part is the same for all slices of a series, and taking it apart costs 10 microseconds.
+    """
+    mark = header.index(_METALAYER_MARK) + len(_METALAYER_MARK)
+    # Offsets in a header count from the frame's begin.
+    start = _HEADER_NUM_BYTES.unpack_from(header, mark)[0] - _AFTER_LENGTHS
+    # bin32 mark and length; array mark, version 0, number of axes
+    if start < 0 or header[start] != 0xC6 or header[start + 6] != 0:
+        raise ValueError
+    num_axes = header[start + 7]
+    shape = struct.unpack_from(">x" + "xq" * num_axes, header, start + 8)
+    at = start + 9 + 9 * num_axes
+    chunk_shape = struct.unpack_from(">x" + "xi" * num_axes, header, at)
+    at += 1 + 5 * num_axes
+    block_shape = struct.unpack_from(">x" + "xi" * num_axes, header, at)
+    at += 1 + 5 * num_axes
+    # dtype format 0 (NumPy), str32 mark and length
+    if header[at] != 0 or header[at + 1] != 0xDB or min(shape, default=0) < 1 or min(block_shape) < 1:
+        raise ValueError
+    (length,) = _HEADER_NUM_BYTES.unpack_from(header, at + 2)
+    name = header[at + 6 : at + 6 + length]
+    if not _DTYPE.fullmatch(name):
+        raise ValueError
+    return shape, chunk_shape, block_shape, np.dtype(name.decode("ascii"))

@@ -1,0 +1,105 @@
+"""The slice codec ``htj2k``: one array as a reversible High-Throughput JPEG 2000 codestream (docs/format.md).
+
+For archives: a tenth smaller than ``b2nd`` on CT, a third as fast to decode, and read by any decoder of ITU-T
+T.814, such as OpenJPH. Integers of up to 16 bits, signed as signed: as unsigned numbers they compress a third
+worse. Encoding and decoding need imagecodecs, which is imported for the first slice.
+
+No codec needs its checksum more: of damaged bytes OpenJPH makes wrong pixels, seldom an error, and one flip
+in two thousand ends the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+
+# Of the SIZ segment (ITU-T T.800, A.5.1), which follows the start of the codestream: its length,
+# capabilities, then sizes and offsets of image and tiles, and the number of components; a byte of depth and
+# sign for each component.
+_START, _END = b"\xff\x4f\xff\x51", b"\xff\xd9"
+_SIZ = struct.Struct(">4xHH8IH")
+_COMPONENT_NUM_BYTES = 3
+_SIGNED = 0x80
+_COLOURS = 3
+_DTYPES = {"|u1", "|i1", "<u2", "<i2"}
+
+
+def holds(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Tell whether the codec can store such an array."""
+    return dtype.str in _DTYPES and (len(shape) == 2 or shape[2] == _COLOURS)
+
+
+def encode(array: NDArray[Any]) -> bytes:
+    """Encode a C-contiguous array that the codec `holds`."""
+    encoded: bytes = bytes(_imagecodecs().htj2k_encode(array, reversible=True))
+    return encoded
+
+
+def read_header(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read shape and dtype without decoding.
+
+    Raises:
+        FormatError: The payload is no codestream of the kind that this codec writes.
+    """
+    try:
+        return _parse(payload)
+    except (struct.error, ValueError, IndexError):
+        raise FormatError("an htj2k payload must be a JPEG 2000 codestream, got other bytes.") from None
+
+
+def decode(payload: memoryview, out: NDArray[Any]) -> None:
+    """Decode into a C-contiguous array of the payload's shape and dtype, without the GIL.
+
+    Raises:
+        FormatError: The payload cannot be decoded, or is of another shape or dtype than ``out``.
+    """
+    shape, dtype = read_header(payload)
+    if shape != out.shape or dtype != out.dtype:
+        raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {dtype} {shape}.")
+    imagecodecs = _imagecodecs()
+    try:
+        imagecodecs.htj2k_decode(payload, out=out)
+    except (imagecodecs.Htj2kError, ValueError, RuntimeError) as error:
+        raise FormatError(f"an htj2k payload must decode, got {type(error).__name__}.") from None
+
+
+def _parse(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    _, _, columns, rows, left, top, tile_columns, tile_rows, tile_left, tile_top, num_components = (
+        _SIZ.unpack_from(payload)
+    )
+    components = bytes(payload[_SIZ.size : _SIZ.size + _COMPONENT_NUM_BYTES * num_components])
+    # All components alike and whole, and one tile: decoders divide by what stands here.
+    depth = components[0]
+    is_whole = (
+        (bytes(payload[:4]), bytes(payload[-2:])) == (_START, _END)
+        and components == bytes((depth, 1, 1)) * num_components
+        and (left, top, tile_left, tile_top) == (0, 0, 0, 0)
+        and (tile_columns, tile_rows) == (columns, rows)
+    )
+    num_bits, shape = (depth & ~_SIGNED) + 1, (rows, columns)
+    if not is_whole or num_bits not in (8, 16) or min(shape) < 1 or num_components not in (1, _COLOURS):
+        raise ValueError
+    dtype = np.dtype(f"{'i' if depth & _SIGNED else 'u'}{num_bits // 8}").newbyteorder("<")
+    return (shape if num_components == 1 else (*shape, num_components)), dtype
+
+
+@functools.cache
+def _imagecodecs() -> Any:
+    """Import the decoder for the first slice: training on other codecs does not need it installed.
+
+    Raises:
+        FormatError: It is not installed.
+    """
+    try:
+        import imagecodecs
+    except ImportError:
+        raise FormatError(
+            "imagecodecs must be installed for htj2k slices, got none; run: pip install 'shardflow[htj2k]'."
+        ) from None
+    return imagecodecs

@@ -1,0 +1,474 @@
+"""Tokens beside a dataset: the token ids of every text for one tokenizer, and how many there are.
+
+A sidecar, added later without touching a shard: ``tokens/<tokenizer>/<dataset_id>/`` holds ``counts.tbl``,
+one row per row of the samples table, one table of ids per shard, and ``manifest.json``, which names the
+dataset, the tokenizer and every file, and is written last. The layout is in docs/format.md, section 13.
+
+The token ids of a dataset's texts, open for reading: many rows at once, no object per token.
+
+Tables are mapped when a row of theirs is first asked for, and only so many stay open: a map holds a file
+descriptor, and a corpus may have more shards than a process may have files.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError, FormatError, NotFoundError
+from shardflow.format.dataset import Dataset
+from shardflow.format.keys import Json, canonical_json, parse_json, sha256_hex
+from shardflow.format.table import Table, encode_table
+
+COUNT_COLUMN: Final = "text_tokens"
+COUNTS_NAME: Final = "counts.tbl"
+"""Name of the table of counts in its folder."""
+_FORMAT: Final = "shardflow-tokens"
+_FORMAT_VERSION: Final = 1
+_COUNTS_KIND: Final = "token-counts"
+_IDS_KIND: Final = "token-ids"
+DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+"""SHA-256 in hexadecimal digits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFile:
+    """A table of token ids: some consecutive rows of the samples table, those of one shard."""
+
+    num_rows: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensManifest:
+    """What makes tables of tokens valid."""
+
+    dataset_id: str
+    tokenizer: str
+    """SHA-256 of ``tokenizer.json``."""
+    num_samples: int
+    counts_sha256: str
+    files: tuple[TokenFile, ...]
+    """One a shard, in the order of the samples table."""
+
+    def encode(self) -> bytes:
+        """Return the file's bytes."""
+        body: dict[str, Json] = {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "dataset_id": self.dataset_id,
+            "tokenizer": self.tokenizer,
+            "num_samples": self.num_samples,
+            "counts_sha256": self.counts_sha256,
+            "files": [asdict(file) for file in self.files],
+        }
+        return canonical_json({**body, "digest": sha256_hex(canonical_json(body))}) + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, *, name: str) -> TokensManifest:
+        """Parse and check a manifest.
+
+        Raises:
+            FormatError: It is no manifest of tokens, or its digest is another one.
+        """
+        body = parse_json(data.removesuffix(b"\n"), what=name)
+        try:
+            digest = body.pop("digest")
+            head = (body.pop("format"), body.pop("format_version"))
+            is_whole = digest == sha256_hex(
+                canonical_json({**body, "format": head[0], "format_version": head[1]})
+            )
+            files = tuple(_token_file(entry) for entry in body.pop("files"))
+            manifest = cls(**body, files=files)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            is_whole, head, files = False, ("", 0), ()
+        if not is_whole or head != (_FORMAT, _FORMAT_VERSION):
+            raise FormatError(
+                f"{name} must be a whole manifest of tokens of format {_FORMAT_VERSION}, got another file; "
+                "delete its folder and tokenize again."
+            )
+        return manifest
+
+
+def _token_file(entry: dict[str, Any]) -> TokenFile:
+    file = TokenFile(**entry)
+    if min(file.num_rows, file.num_bytes) < 0 or not DIGEST_PATTERN.fullmatch(file.sha256):
+        raise ValueError
+    return file
+
+
+def tokens_folder(tokenizer: str, dataset_id: str) -> str:
+    """Return where the tokens of a tokenizer lie in a dataset.
+
+    Args:
+        tokenizer: SHA-256 of its ``tokenizer.json``, 64 hexadecimal digits.
+        dataset_id: Digest of the manifest that is open, or of the entity view: rows of another one are other
+            rows.
+    """
+    return f"tokens/{tokenizer}/{dataset_id}"
+
+
+def stored_tokenizers(dataset: Dataset) -> list[str]:
+    """Return the tokenizers whose ids of this version of the dataset are stored whole, ascending.
+
+    Args:
+        dataset: The dataset.
+
+    Raises:
+        NoListingError: Its store cannot list.
+    """
+    names = (path.split("/") for path in dataset.store.list("tokens/"))
+    found = {
+        parts[1]
+        for parts in names
+        if parts[2:] == [dataset.dataset_id, "manifest.json"] and DIGEST_PATTERN.fullmatch(parts[1])
+    }
+    return sorted(found)
+
+
+def ids_name(number: int) -> str:
+    """Return the name of a table of ids in the folder."""
+    return f"ids-{number:06d}.tbl"
+
+
+def encode_counts(counts: NDArray[np.uint32], *, tokenizer: str, dataset_id: str) -> bytes:
+    """Encode the table of counts, ``(n,)`` uint32 by row of the samples table."""
+    return encode_table(
+        {COUNT_COLUMN: counts.astype("<u4", copy=False)}, _meta(_COUNTS_KIND, tokenizer, dataset_id)
+    )
+
+
+def encode_ids(
+    ids: NDArray[Any], counts: NDArray[Any], *, first_row: int, tokenizer: str, dataset_id: str
+) -> bytes:
+    """Encode the table of ids of a shard.
+
+    Args:
+        ids: ``(sum(counts),)`` uint16 or uint32: the tokens of all texts, one behind another.
+        counts: ``(rows,)``: how many are of each text.
+        first_row: Row of the samples table that the first text belongs to.
+        tokenizer: SHA-256 of the ``tokenizer.json``.
+        dataset_id: Digest of the manifest.
+    """
+    first_token = np.zeros(len(counts) + 1, "<u8")
+    np.cumsum(counts, out=first_token[1:], dtype=np.uint64)
+    meta = {**_meta(_IDS_KIND, tokenizer, dataset_id), "first_row": first_row}
+    return encode_table({"first_token": first_token, "token_ids": ids}, meta)
+
+
+def ids_table(table: Table, *, first_row: int, num_rows: int, tokenizer: str, dataset_id: str) -> Table:
+    """Compare a table of ids with what it must be the table of, and return it.
+
+    Raises:
+        FormatError: It is another one.
+    """
+    table.expect_kind(_IDS_KIND, _FORMAT_VERSION)
+    found = (
+        *(table.meta.get(key) for key in ("dataset_id", "tokenizer", "first_row")),
+        table.num_rows("first_token"),
+    )
+    if found != (dataset_id, tokenizer, first_row, num_rows + 1):
+        raise FormatError(
+            f"{table.name} must hold the ids of its shard's {num_rows} texts, got another table; delete its "
+            "folder and tokenize again."
+        )
+    return table
+
+
+def open_manifest(dataset: Dataset, tokenizer: str) -> TokensManifest:
+    """Return the manifest of a tokenizer's tokens.
+
+    Args:
+        dataset: The dataset, any store.
+        tokenizer: SHA-256 of its ``tokenizer.json``.
+
+    Raises:
+        ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
+        FormatError: The tokens are another dataset's, or cannot be trusted.
+    """
+    name = f"{tokens_folder(tokenizer, dataset.dataset_id)}/manifest.json"
+    try:
+        data = dataset.store.read(name)
+    except NotFoundError:
+        raise ConfigError(
+            f"the dataset must be tokenized with tokenizer {tokenizer[:12]}, got no tokens of it beside "
+            f"version {dataset.manifest_version}; run: shardflow tokenize DATASET --tokenizer FILE (and "
+            "--view for the entities of a view)"
+        ) from None
+    manifest = TokensManifest.decode(data, name=name)
+    num_samples = dataset.samples.num_samples
+    found = (manifest.dataset_id, manifest.tokenizer, manifest.num_samples)
+    if (
+        found != (dataset.dataset_id, tokenizer, num_samples)
+        or sum(file.num_rows for file in manifest.files) != num_samples
+    ):
+        raise FormatError(
+            f"{name} must name this dataset, tokenizer and {num_samples} samples, got others; delete the "
+            "folder and tokenize again."
+        )
+    return manifest
+
+
+def open_counts(dataset: Dataset, tokenizer: str) -> NDArray[Any]:
+    """Return the counts of a tokenizer, ``(n,)`` uint32 by row of the samples table; memory-mapped, checked.
+
+    Args:
+        dataset: The dataset, any store.
+        tokenizer: SHA-256 of its ``tokenizer.json``.
+
+    Raises:
+        ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
+        FormatError: The tokens are another dataset's, or cannot be trusted.
+        ChecksumError: The table is damaged.
+    """
+    open_manifest(dataset, tokenizer)
+    name = f"{tokens_folder(tokenizer, dataset.dataset_id)}/{COUNTS_NAME}"
+    table = Table(dataset.store.map(name), name=name)
+    return counts_column(
+        table,
+        tokenizer=tokenizer,
+        dataset_id=dataset.dataset_id,
+        num_samples=dataset.samples.num_samples,
+    )
+
+
+def counts_column(table: Table, *, tokenizer: str, dataset_id: str, num_samples: int) -> NDArray[Any]:
+    """Return the counts of a table, ``(n,)`` uint32, and compare it with what it must be the table of.
+
+    Raises:
+        FormatError: It is another one.
+        ChecksumError: It is damaged.
+    """
+    table.expect_kind(_COUNTS_KIND, _FORMAT_VERSION)
+    found = (table.meta.get("dataset_id"), table.meta.get("tokenizer"))
+    counts = table.column(COUNT_COLUMN)
+    if found != (dataset_id, tokenizer) or counts.dtype != np.dtype("<u4") or counts.shape != (num_samples,):
+        raise FormatError(
+            f"{table.name} must hold one 32-bit count a sample of this dataset, got another table; delete "
+            "the folder and tokenize again."
+        )
+    return counts
+
+
+def _meta(kind: str, tokenizer: str, dataset_id: str) -> dict[str, Json]:
+    return {
+        "kind": kind,
+        "format_version": _FORMAT_VERSION,
+        "dataset_id": dataset_id,
+        "tokenizer": tokenizer,
+    }
+
+
+_MAX_OPEN_TABLES: Final = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenPlaces:
+    """Where the tokens of some texts lie. Holds no map, so any number of them may wait."""
+
+    files: list[tuple[int, slice]]
+    """Number of each table, and which of the places below lie in it."""
+    texts: NDArray[np.int64]
+    """``(k,)`` position of each text in what was asked for; rows of -1 are left out."""
+    starts: NDArray[np.int64]
+    """``(k,)`` first token in the table."""
+    stops: NDArray[np.int64]
+    """``(k,)`` token behind the last one."""
+
+    def lengths(self, num_texts: int) -> NDArray[np.int64]:
+        """Return how many tokens each text has, ``(num_texts,)``."""
+        lengths = np.zeros(num_texts, np.int64)
+        lengths[self.texts] = self.stops - self.starts
+        return lengths
+
+    def each(self) -> Iterator[TokenPlaces]:
+        """Yield the places of each text alone."""
+        for number, here in self.files:
+            for place in range(here.start, here.stop):
+                one = slice(place, place + 1)
+                yield TokenPlaces(
+                    files=[(number, slice(0, 1))],
+                    texts=self.texts[one],
+                    starts=self.starts[one],
+                    stops=self.stops[one],
+                )
+
+
+class _IdsFile:
+    """One open table. Safe for many threads, which at worst do the same thing twice."""
+
+    __slots__ = ("_bounds", "_table")
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._bounds: NDArray[Any] | None = None
+
+    def bounds(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return where the tokens of some rows begin and end, ``(n, 2)``."""
+        if self._bounds is None:
+            first_token = self._table.whole("first_token")
+            if first_token is None:
+                found = self._table.gather("first_token", np.concatenate((rows, rows + 1)))
+                return found.reshape(2, -1).T
+            self._bounds = self._checked_bounds(first_token)
+        bounds: NDArray[Any] = self._bounds[rows]
+        return bounds
+
+    def ids(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
+        """Return all ids, of which some spans of those of `bounds` are checked."""
+        ids = self._table.whole("token_ids")
+        if ids is not None and self._bounds is not None:
+            return ids
+        return self._table.spans("token_ids", starts, stops)
+
+    def _checked_bounds(self, first_token: NDArray[Any]) -> NDArray[Any]:
+        num_tokens = self._table.num_rows("token_ids")
+        if (first_token[1:] < first_token[:-1]).any() or first_token[-1] > num_tokens:
+            raise FormatError(
+                f"{self._table.name} must place its texts one behind another in {num_tokens} tokens, got "
+                "other places; delete the folder and tokenize again."
+            )
+        return np.lib.stride_tricks.sliding_window_view(first_token, 2)
+
+
+class TokenIds:
+    """The tokens of one tokenizer beside a dataset. Safe for many threads.
+
+    Args:
+        dataset: The dataset, any store; a remote one fetches the tables whole.
+        tokenizer: SHA-256 of its ``tokenizer.json``.
+
+    Raises:
+        ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
+        FormatError: The tokens are another dataset's, or cannot be trusted.
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: str) -> None:
+        manifest = open_manifest(dataset, tokenizer)
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._files = manifest.files
+        self._first_rows = np.cumsum([0, *(file.num_rows for file in manifest.files)])
+        self._open_files: OrderedDict[int, _IdsFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[TokenIds], tuple[Dataset, str]]:
+        """Cross a process boundary without maps."""
+        return type(self), (self._dataset, self._tokenizer)
+
+    def gather(
+        self, rows: NDArray[np.int64], max_tokens: int | None = None
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Return the tokens of some texts.
+
+        Args:
+            rows: ``(n,)`` rows of the samples table, in any order; -1 is an empty text.
+            max_tokens: Longer texts lose their tail.
+
+        Returns:
+            ids: ``(sum of lengths,)`` uint32, the texts one behind another in the order of ``rows``.
+            offsets: ``(n + 1,)``; text ``i`` is ``ids[offsets[i]:offsets[i + 1]]``.
+
+        Raises:
+            ChecksumError: A block that holds one of the texts is damaged.
+            FormatError: A table is another one than the manifest's.
+        """
+        places = self.find(rows, max_tokens)
+        offsets = np.concatenate(([0], np.cumsum(places.lengths(len(rows)))))
+        ids = np.empty(offsets[-1], np.uint32)
+        self.read(places, offsets, ids)
+        return ids, offsets
+
+    def find(self, rows: NDArray[np.int64], max_tokens: int | None = None) -> TokenPlaces:
+        """Find the tokens of some texts, without reading them.
+
+        Arguments as of `gather`.
+
+        Raises:
+            ChecksumError: A block of their places is damaged.
+            FormatError: A table is another one than the manifest's.
+        """
+        numbers = np.searchsorted(self._first_rows, rows, side="right") - 1  # -1 for a row of -1
+        texts = np.argsort(numbers, kind="stable")
+        numbers = numbers[texts]
+        num_empty = int(np.searchsorted(numbers, 0))
+        texts, numbers = texts[num_empty:], numbers[num_empty:]
+        local = rows[texts] - self._first_rows[numbers]
+        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
+        bounds = np.empty((len(texts), 2), np.int64)
+        files: list[tuple[int, slice]] = []
+        for first, stop in pairwise(cuts):
+            if first == stop:
+                continue
+            number, here = int(numbers[first]), slice(first, stop)
+            files.append((number, here))
+            bounds[here] = self._file(number).bounds(local[here])
+        starts, stops = bounds[:, 0], bounds[:, 1]
+        if max_tokens is not None:
+            stops = np.minimum(stops, starts + max_tokens)
+        return TokenPlaces(files=files, texts=texts, starts=starts, stops=stops)
+
+    def read(self, places: TokenPlaces, offsets: NDArray[np.int64], out: NDArray[np.uint32]) -> None:
+        """Copy tokens to where they belong.
+
+        Args:
+            places: From `find`.
+            offsets: ``(n,)`` or more; text ``i`` goes to ``out[offsets[i]:]``.
+            out: ``(m,)``.
+
+        Raises:
+            ChecksumError: A block that holds one of the texts is damaged; some of ``out`` may be written.
+            FormatError: A table is another one than the manifest's.
+        """
+        targets = offsets[places.texts]
+        for number, here in places.files:
+            starts, stops, to = places.starts[here], places.stops[here], targets[here]
+            ids = self._file(number).ids(starts, stops)
+            ends = to + (stops - starts)
+            # A slice for each text: an index for each token costs four times as much.
+            for start, stop, first, end in zip(
+                starts.tolist(), stops.tolist(), to.tolist(), ends.tolist(), strict=True
+            ):
+                out[first:end] = ids[start:stop]
+
+    def _file(self, number: int) -> _IdsFile:
+        with self._lock:
+            file = self._open_files.get(number)
+            if file is not None:
+                self._open_files.move_to_end(number)
+                return file
+        file = _IdsFile(self._open(number))
+        with self._lock:
+            self._open_files[number] = file
+            while len(self._open_files) > _MAX_OPEN_TABLES:
+                self._open_files.popitem(last=False)
+        return file
+
+    def _open(self, number: int) -> Table:
+        file = self._files[number]
+        dataset = self._dataset
+        name = f"{tokens_folder(self._tokenizer, dataset.dataset_id)}/{ids_name(number)}"
+        first = int(self._first_rows[number])
+        rows = range(first, first + file.num_rows)
+        buffer = dataset.map_beside(name, sha256=file.sha256, num_bytes=file.num_bytes, rows=rows)
+        if buffer.nbytes != file.num_bytes:
+            raise FormatError(
+                f"{name} must have its manifest's {file.num_bytes} bytes, got {buffer.nbytes}; delete "
+                "the folder and tokenize again."
+            )
+        return ids_table(
+            Table(buffer, name=name),
+            first_row=int(self._first_rows[number]),
+            num_rows=file.num_rows,
+            tokenizer=self._tokenizer,
+            dataset_id=dataset.dataset_id,
+        )

@@ -1,0 +1,519 @@
+"""Verification of a dataset: every byte of every file, and the place of the first damage of each.
+
+The manifest vouches for itself and for the size and SHA-256 of each file; the files vouch for their parts,
+which is how a damage gets its place. Nothing stops the check: not a damaged manifest, a missing shard or an
+unreadable index. Where a manifest is damaged, files that only it named are found by their names and judged by
+what they hold: a flipped bit in a manifest must not hide another one in a shard.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError, ManifestError, NoListingError, StorageError
+from shardflow.format.copying import Sidecar, SidecarKind, find_sidecars, open_sidecar
+from shardflow.format.entities import EntityManifest, EntityTable
+from shardflow.format.foreign.places import located
+from shardflow.format.index import ShardIndex
+from shardflow.format.ledger import LineOutcomes, verify_ledger
+from shardflow.format.manifest import (
+    FileEntry,
+    Manifest,
+    ShardEntry,
+    latest_version,
+    load,
+    manifest_path,
+    versions,
+)
+from shardflow.format.samples import SamplesTable
+from shardflow.format.shard_checks import (
+    WHOLE_FILE,
+    Damage,
+    DamageError,
+    ExpectedFile,
+    RowDamage,
+    SamplesChecker,
+    check_tar,
+    checking,
+    open_table,
+)
+from shardflow.format.table import Table
+from shardflow.format.tokens import TokensManifest, counts_column, ids_table
+from shardflow.storage import ByteStore, open_store
+
+# Names outside this are not repeated: what lies in the folder by mistake may be named after a patient.
+_PLAIN_PATH: Final = re.compile(r"[a-z0-9._/-]+", re.ASCII)
+_MAX_NAMED_EXTRAS: Final = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """What was checked, and what is wrong."""
+
+    dataset_id: str | None
+    """Of the newest manifest; None if that is damaged."""
+    manifest_version: int
+    damages: tuple[Damage, ...]
+    """The first damage of each file: manifests, then shards with their indexes, samples tables, ledgers,
+    pages, and entity views and stored tokens with their tables."""
+    notes: tuple[str, ...]
+    """What is no damage, but worth knowing, such as files that no manifest names."""
+    num_files: int
+    num_bytes: int
+    num_shards: int
+    num_samples: int
+    num_fields: int
+    num_views: int
+    """Entity views of the dataset's versions that were checked."""
+    num_tokenizations: int
+    """Sets of stored tokens of the versions, or of their views, that were checked."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.damages
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return asdict(self)
+
+
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    num_threads: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Check every byte of a dataset, in all of its versions, and of the views and tokens beside it.
+
+    Args:
+        url: The dataset.
+        num_threads: Shards that are checked at once; each holds 4 MiB and an index.
+        progress: Called with the numbers of shards checked and of all shards.
+
+    Returns:
+        The report; damage is reported, never raised.
+
+    Raises:
+        ManifestError: There is no manifest at all, so this is no dataset.
+        StorageError: The store cannot be opened.
+    """
+    store = open_store(url)
+    newest, all_versions = latest_version(store), versions(store)
+    damages: list[Damage] = []
+    manifests = _load_manifests(store, all_versions, damages)
+    store = located(store, manifests.values())
+    beside = _find_beside(store, manifests)
+    plan = _plan_files(store, manifests, all_versions, beside)
+    damages += plan.damages
+
+    checkers: dict[str, list[SamplesChecker]] = {}
+    table_damages: dict[str, list[Damage]] = {}
+    for table in plan.samples:
+        with _Collecting(table_damages.setdefault(table.path, [])):
+            checkers[table.path] = _check_samples_table(store, table, manifests)
+    results: list[_ShardResult] = []
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+        for result in pool.map(lambda shard: _check_shard(store, shard, checkers), plan.shards):
+            results.append(result)
+            damages += result.damages
+            if progress:
+                progress(len(results), len(plan.shards))
+    for path, found in table_damages.items():
+        rows = [row for result in results for table_path, row in result.rows if table_path == path]
+        damages += found or ([min(rows).describe(path)] if rows else [])
+    for check, files in (
+        (_check_ledger, plan.ledgers),
+        (_check_lines, plan.lines),
+        (_check_page, plan.pages),
+    ):
+        for file in files:
+            with _Collecting(damages):
+                check(store, file, manifests.values())
+    tables = {
+        checker.manifest.dataset_id: checker.samples for group in checkers.values() for checker in group
+    }
+    damages += beside.check(store, tables)
+
+    paths = [*plan.paths(), *beside.paths()]
+    manifest = manifests.get(newest)
+    return VerifyReport(
+        dataset_id=manifest.dataset_id if manifest else None,
+        manifest_version=newest,
+        damages=tuple(damages),
+        notes=(*plan.notes, *beside.notes),
+        num_files=len(paths),
+        num_bytes=sum(_size_or_zero(store, path) for path in paths),
+        num_shards=len(plan.shards),
+        num_samples=sum(result.num_samples for result in results),
+        num_fields=sum(result.num_fields for result in results),
+        num_views=beside.count("view"),
+        num_tokenizations=beside.count("tokens"),
+    )
+
+
+class _Collecting:
+    """Adds what a check finds to a list, and goes on."""
+
+    def __init__(self, damages: list[Damage]) -> None:
+        self._damages = damages
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, DamageError):
+            self._damages.append(error.damage)
+        return isinstance(error, DamageError)
+
+
+def _size_or_zero(store: ByteStore, path: str) -> int:
+    try:
+        return store.size(path)
+    except StorageError:
+        return 0
+
+
+def _load_manifests(
+    store: ByteStore, all_versions: Sequence[int], damages: list[Damage]
+) -> dict[int, Manifest]:
+    """Load every version of the manifest; return the good ones."""
+    manifests: dict[int, Manifest] = {}
+    for version in all_versions:
+        path = manifest_path(version)
+        try:
+            manifest = manifests[version] = load(store, version)
+        except (ManifestError, StorageError) as error:
+            damages.append(Damage(path, WHOLE_FILE, error.message.removeprefix(f"{path}: ")))
+            continue
+        before = manifests.get(version - 1)
+        if before is not None and manifest.parent != before.dataset_id:
+            damages.append(Damage(path, "parent", "another digest than the version before has"))
+    return manifests
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A tar with its index, and the manifest's entry where there is one."""
+
+    tar: ExpectedFile
+    index: ExpectedFile
+    entry: ShardEntry | None = None
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The files of a dataset, as they are reported, and the damage that the manifests alone show."""
+
+    manifests: list[str]
+    shards: list[_Shard] = field(default_factory=list)
+    samples: list[ExpectedFile] = field(default_factory=list)
+    ledgers: list[ExpectedFile] = field(default_factory=list)
+    lines: list[ExpectedFile] = field(default_factory=list)
+    pages: list[ExpectedFile] = field(default_factory=list)
+    damages: list[Damage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def paths(self) -> list[str]:
+        shards = [file for shard in self.shards for file in (shard.tar, shard.index)]
+        files = [*shards, *self.samples, *self.ledgers, *self.lines, *self.pages]
+        return [*self.manifests, *(file.path for file in files)]
+
+
+def _plan_files(
+    store: ByteStore, manifests: Mapping[int, Manifest], all_versions: list[int], beside: _Beside
+) -> _Plan:
+    """List what to check, from the good manifests and, where one is damaged, from the names of files."""
+    plan = _Plan([manifest_path(version) for version in all_versions])
+    known: dict[str, FileEntry] = {}
+    for version, manifest in sorted(manifests.items()):
+        before = {*known}
+        for entry in manifest.files():
+            if known.setdefault(entry.path, entry) != entry and not plan.damages:
+                problem = f"{entry.path} with another digest than in an earlier version"
+                plan.damages.append(Damage(manifest_path(version), WHOLE_FILE, problem))
+        for shard in manifest.shards:
+            if shard.path not in before:
+                tar, index = ExpectedFile.of(shard.file), ExpectedFile.of(shard.index)
+                plan.shards.append(_Shard(tar, index, shard))
+        for files, named in (
+            (plan.samples, manifest.samples),
+            (plan.ledgers, manifest.ledger.file if manifest.ledger else None),
+            (plan.lines, manifest.line_outcomes),
+            (plan.pages, manifest.page),
+        ):
+            if named and named.path not in before:
+                files.append(ExpectedFile.of(named))
+    try:
+        own = {*plan.manifests, *known, *beside.paths()}
+        others = [
+            path
+            for path in store.list("")
+            if path not in own and path.rpartition("/")[0] not in beside.unread
+        ]
+    except NoListingError:
+        others = []
+        plan.notes.append("files that no manifest names were not looked for: the store cannot list")
+    if len(manifests) < len(all_versions):
+        others = _plan_by_name(plan, others)
+    plain = [path for path in others if _PLAIN_PATH.fullmatch(path)][:_MAX_NAMED_EXTRAS]
+    plan.notes += [f"{path} is named by no manifest" for path in plain]
+    if len(others) > len(plain):
+        plan.notes.append(f"{len(others) - len(plain)} more files are named by no manifest")
+    return plan
+
+
+def _plan_by_name(plan: _Plan, paths: list[str]) -> list[str]:
+    """Add the files whose names say what they are; return the others."""
+    shards = {path.rpartition(".")[0] for path in paths if path.endswith((".tar", ".idx"))}
+    plan.shards += [
+        _Shard(ExpectedFile(f"{name}.tar"), ExpectedFile(f"{name}.idx")) for name in sorted(shards)
+    ]
+    plan.samples += [ExpectedFile(path) for path in paths if path.endswith(".tbl")]
+    plan.ledgers += [ExpectedFile(path) for path in paths if path.endswith(".jsonl")]
+    return [path for path in paths if not path.endswith((".tar", ".idx", ".tbl", ".jsonl"))]
+
+
+@dataclass(slots=True)
+class _ShardResult:
+    """What was found in a tar, its index, and its rows of the samples tables (by the path of the table)."""
+
+    damages: list[Damage] = field(default_factory=list)
+    rows: list[tuple[str, RowDamage]] = field(default_factory=list)
+    num_samples: int = 0
+    num_fields: int = 0
+
+
+def _check_shard(
+    store: ByteStore, shard: _Shard, checkers: Mapping[str, Sequence[SamplesChecker]]
+) -> _ShardResult:
+    """Check an index, its tar against it, and the rows of the samples tables against it."""
+    result = _ShardResult()
+    index: ShardIndex | None = None
+    of_index: list[Damage] = []
+    with _Collecting(of_index):
+        index = _open_index(store, shard)
+    with _Collecting(result.damages):
+        check_tar(store, shard.tar.path, index, shard.tar.sha256)
+    result.damages += of_index
+    if index is not None:
+        result.num_samples, result.num_fields = index.num_samples, index.num_fields
+        for path, group in checkers.items():
+            rows = [checker.check_shard(shard.tar.path, index) for checker in group]
+            result.rows += [(path, row) for row in rows if row]
+    return result
+
+
+def _open_index(store: ByteStore, shard: _Shard) -> ShardIndex:
+    path, entry = shard.index.path, shard.entry
+    table = open_table(store, shard.index)
+    with checking(path):
+        index = ShardIndex(table)
+    found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
+    if entry and found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
+        problem = f"the index of {index.shard}, not the one of {entry.name} in the manifest"
+        raise DamageError(Damage(path, "header", problem))
+    return index
+
+
+def _check_samples_table(
+    store: ByteStore, expected: ExpectedFile, manifests: Mapping[int, Manifest]
+) -> list[SamplesChecker]:
+    """Check the table by itself; return what compares it with shards."""
+    path = expected.path
+    table = open_table(store, expected)
+    with checking(path):
+        samples = SamplesTable(table)
+        group = [
+            SamplesChecker(manifest, samples)
+            for manifest in manifests.values()
+            if manifest.samples.path == path
+        ]
+    for checker in group:
+        found = checker.check_table()
+        if found:
+            raise DamageError(found.describe(path))
+    return group
+
+
+def _check_ledger(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:
+    """Check a ledger's chain, its head and digest in the manifest, and its counts there."""
+    path = expected.path
+    with checking(path):
+        data = store.read(path)
+    owners = [manifest for manifest in manifests if manifest.ledger and manifest.ledger.path == path]
+    report = verify_ledger(data, head=next((owner.ledger.head for owner in owners if owner.ledger), None))
+    if report.problems:
+        first = report.problems[0]
+        raise DamageError(Damage(path, f"line {first.line}", first.problem, first.offset))
+    if any(owner.counts != report.counts for owner in owners):
+        raise DamageError(Damage(path, "closing line", "other counts than the manifest's"))
+    expected.compare(data)
+
+
+def _check_lines(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:
+    """Check the outcomes of a corpus' lines: every byte, and their counts against the manifest."""
+    path = expected.path
+    table = open_table(store, expected)
+    with checking(path):
+        counts = LineOutcomes(table).counts()
+    for manifest in manifests:
+        entry = manifest.line_outcomes
+        if entry and entry.path == path and manifest.counts != counts:
+            raise DamageError(Damage(path, "column outcome", "other counts than the manifest's"))
+
+
+def _check_page(store: ByteStore, expected: ExpectedFile, _: Iterable[Manifest]) -> None:
+    """Compare a page for people with its size and digest in the manifest; what it says is nobody's input."""
+    with checking(expected.path):
+        data = store.read(expected.path)
+    expected.compare(data)
+
+
+@dataclass(slots=True)
+class _Beside:
+    """The entity views and stored tokens of a dataset whose manifests can be trusted, and notes on others.
+
+    A sidecar is damage where it would be read and is wrong: a table of other bytes, or one of another version
+    in the folder of this one. One that no version here would read, or that no job finished, is worth a note
+    alone.
+    """
+
+    sidecars: list[Sidecar] = field(default_factory=list)
+    damages: list[Damage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    """Folders that were not opened, or could not be."""
+
+    def paths(self) -> list[str]:
+        return [
+            path for sidecar in self.sidecars for path in (*sidecar.digests, sidecar.folder.manifest_path)
+        ]
+
+    def count(self, kind: SidecarKind) -> int:
+        return sum(sidecar.folder.kind == kind for sidecar in self.sidecars)
+
+    def check(self, store: ByteStore, samples: Mapping[str, SamplesTable]) -> list[Damage]:
+        """Read every table; return the first damage of each file.
+
+        Args:
+            store: Of the dataset.
+            samples: The samples tables that are whole, by ``dataset_id``.
+        """
+        found = list(self.damages)
+        num_rows = {owner: table.num_samples for owner, table in samples.items()}
+        for sidecar in self.sidecars:
+            owner = sidecar.folder.owner
+            if isinstance(sidecar.manifest, EntityManifest):
+                with _Collecting(found):
+                    _check_view(store, sidecar, sidecar.manifest, samples.get(owner))
+                num_rows[sidecar.manifest.digest] = sidecar.manifest.num_entities
+            else:
+                _check_tokens(store, sidecar, sidecar.manifest, num_rows.get(owner), found)
+        return found
+
+
+def _find_beside(store: ByteStore, manifests: Mapping[int, Manifest]) -> _Beside:
+    """Find what lies beside a dataset, and check the manifests of it; no table is read."""
+    beside = _Beside()
+    try:
+        folders = find_sidecars(store)
+    except NoListingError:
+        beside.notes.append("entity views and stored tokens were not looked for: the store cannot list")
+        return beside
+    owners: dict[str, tuple[int, str | None]] = {
+        manifest.dataset_id: (version, None) for version, manifest in manifests.items()
+    }
+    # Views come first: tokens may belong to one.
+    for folder in folders:
+        beside.unread.add(folder.path)
+        if not folder.is_finished:
+            beside.notes.append(f"{folder.path} is of a job that is not done; start it again, or delete it")
+            continue
+        if folder.owner not in owners:
+            beside.notes.append(
+                f"{folder.path} belongs to no version of this dataset that can be read, and was not checked; "
+                "delete it if it is of none"
+            )
+            continue
+        version, view = owners[folder.owner]
+        with _Collecting(beside.damages), checking(folder.manifest_path):
+            sidecar = open_sidecar(store, folder, version=version, view=view)
+            beside.sidecars.append(sidecar)
+            beside.unread.remove(folder.path)
+            if isinstance(sidecar.manifest, EntityManifest):
+                owners[sidecar.manifest.digest] = (version, folder.name)
+    return beside
+
+
+def _check_view(
+    store: ByteStore, sidecar: Sidecar, view: EntityManifest, studies: SamplesTable | None
+) -> None:
+    ((path, sha256),) = sidecar.digests.items()
+    table = open_table(store, ExpectedFile(path, view.num_bytes, sha256))
+    with checking(path):
+        entities = EntityTable(table)
+    if (table.meta.get("dataset_id"), entities.num_samples) != (view.dataset_id, view.num_entities):
+        problem = "the table of another view or version than its manifest names"
+        raise DamageError(Damage(path, WHOLE_FILE, problem))
+    if studies is None:
+        return
+    if view.num_studies != studies.num_samples:
+        counts = f"{view.num_studies} studies instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.folder.manifest_path, "num_studies", counts))
+    rows = entities.column("study").astype(np.int64)
+    wrong = rows >= studies.num_samples
+    for column in ("shard", "row_in_shard"):
+        places = studies.column(column)[np.where(wrong, 0, rows)] if studies.num_samples else rows
+        wrong |= entities.column(column) != places
+    numbers = np.flatnonzero(wrong)
+    if len(numbers):
+        problem = f"a row that lies elsewhere than its study (row {numbers[0]})"
+        raise DamageError(Damage(path, "column study", problem))
+
+
+def _check_tokens(
+    store: ByteStore, sidecar: Sidecar, tokens: TokensManifest, num_rows: int | None, damages: list[Damage]
+) -> None:
+    expected = tokens.num_samples if num_rows is None else num_rows
+    for found in (tokens.num_samples, sum(file.num_rows for file in tokens.files)):
+        if found != expected:
+            numbers = f"{found} samples instead of {expected}"
+            damages.append(Damage(sidecar.folder.manifest_path, "num_samples", numbers))
+            return
+    owner = {"tokenizer": tokens.tokenizer, "dataset_id": tokens.dataset_id}
+    (counts_path, counts_sha256), *ids = sidecar.digests.items()
+    counts = None
+    with _Collecting(damages):
+        table = open_table(store, ExpectedFile(counts_path, None, counts_sha256))
+        with checking(counts_path):
+            counts = counts_column(table, num_samples=tokens.num_samples, **owner)
+    first_row = 0
+    for (path, sha256), file in zip(ids, tokens.files, strict=True):
+        rows = range(first_row, first_row + file.num_rows)
+        with _Collecting(damages):
+            table = open_table(store, ExpectedFile(path, file.num_bytes, sha256))
+            with checking(path):
+                ids_table(table, first_row=rows.start, num_rows=len(rows), **owner)
+                _check_ids(table, None if counts is None else counts[rows.start : rows.stop])
+        first_row = rows.stop
+
+
+def _check_ids(table: Table, counts: NDArray[Any] | None) -> None:
+    """Compare the places of tokens with the ids and with the table of counts.
+
+    Raises:
+        FormatError: They disagree.
+    """
+    starts = table.column("first_token").astype(np.int64)
+    if starts[0] or starts[-1] != table.num_rows("token_ids"):
+        raise FormatError("places of tokens that are not those of its ids")
+    if counts is not None and (np.diff(starts) != counts).any():
+        raise FormatError("other numbers of tokens than the table of counts")

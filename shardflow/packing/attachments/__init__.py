@@ -1,0 +1,1 @@
+"""Attachments of a study: annotations, clinical records, waveforms."""

@@ -1,0 +1,516 @@
+"""Tables of boxes: a row a box, with the image it lies in.
+
+Columns are found by the names that public tables use; an image is named by its SOP Instance UID, or by what
+the layout calls it, with or without a folder and a suffix.
+
+JSON of COCO: boxes, polygons and run lengths, with the image each lies in.
+
+Source: cocodataset.org, "Data format"; run lengths go down the columns, as its reference code has them.
+
+XML of LIDC-IDRI: what up to four readers drew, each by itself.
+
+A nodule's number is a reader's own: what several readers drew of one nodule has nothing in common but its
+place, so these regions have no tracking key. An edge map is the border outside of a nodule, in whole pixels.
+``inclusion`` FALSE cuts the inside of another outline out. A map of one point is a nodule below 3 mm, or
+something that is none.
+
+Source: LIDC-IDRI, "LIDC XML file documentation" of The Cancer Imaging Archive.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from xml.parsers import expat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.format.reasons import Reason, source_error
+from shardflow.packing.attachments.annotations.book import OpenRegion, RegionBook, RegionFacts, unite_outlines
+from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target, Targets
+from shardflow.packing.sources.attachments import AttachmentItem
+
+_STUDIES: Final = ("study_instance_uid", "studyinstanceuid", "study_uid", "study_id", "studyid", "study")
+_IMAGES: Final = (
+    "sop_instance_uid", "sopinstanceuid", "sop_uid", "image_id", "imageid", "image_uid", "dicom_id",
+    "instance_uid", "image_path", "file_name", "filename", "image_index", "image", "path", "patientid",
+)  # fmt: skip
+"""Names of the column of the image, the best first; a table of RSNA calls it ``patientId``."""
+_LABELS: Final = ("label", "class_name", "finding_label", "finding", "category", "class", "lesion_type")
+_CORNERS: Final = (
+    ("x_min", "y_min", "x_max", "y_max"),
+    ("xmin", "ymin", "xmax", "ymax"),
+    ("x1", "y1", "x2", "y2"),
+    ("x0", "y0", "x1", "y1"),
+)
+_SIZES: Final = (("x", "y", "width", "height"), ("x", "y", "w", "h"))
+_FRAMES: Final = ("frame", "frame_number")
+_MAX_FIELD: Final = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """Which column of a table is what."""
+
+    image: str
+    study: str
+    label: str
+    frame: str
+    box: tuple[str, str, str, str]
+    has_size: bool
+    """Whether the last two are a width and a height."""
+
+
+def is_box_table(path: Path, head: bytes) -> bool:  # noqa: ARG001
+    """Tell from its beginning whether a file is a table of boxes."""
+    line, end, _ = head.removeprefix(b"\xef\xbb\xbf").partition(b"\n")
+    if not end or b"\0" in line:
+        return False
+    return _columns(next(csv.reader([line.decode("utf-8", "replace").strip("\r")]), [])) is not None
+
+
+def describe_boxes(path: Path, limits: AnnotationLimits) -> list[AttachmentItem]:
+    """Say whose the rows of a table are: an item for each image, in the order of their first rows.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
+    """
+    images: dict[str, str] = {}
+    for columns, row in _rows(path, limits):
+        images.setdefault(row[columns.image], row[columns.study] if columns.study else "")
+    return [
+        AttachmentItem(item=item, study_uids=(study,) if study else (), sop_uids=image_names(image))
+        for item, (image, study) in enumerate(images.items())
+    ]
+
+
+def read_boxes(path: Path, items: Sequence[int], targets: Targets, book: RegionBook) -> None:
+    """Read the rows of some images into regions, one a row.
+
+    Args:
+        path: The file.
+        items: Numbers of the images, as `describe_boxes` counts them.
+        targets: The stored series of their study.
+        book: Takes the regions.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
+    """
+    wanted, numbers = set(items), dict[str, int]()
+    for columns, row in _rows(path, book.limits):
+        image = row[columns.image]
+        if numbers.setdefault(image, len(numbers)) not in wanted:
+            continue
+        cells = [row[name] for name in columns.box]
+        if not any(cells):
+            # A row without a box says that nothing was found.
+            continue
+        box = _numbers(cells)
+        frame = _numbers([row[columns.frame]]) if columns.frame else None
+        if box is None:
+            book.dangling("DEGENERATE")
+            continue
+        if columns.has_size:
+            box = [box[0], box[1], box[0] + box[2], box[1] + box[3]]
+        places = find_image(targets, image, () if frame is None else (int(frame[0]),))
+        if not places:
+            book.dangling("IMAGE_NOT_PACKED")
+            continue
+        label = row[columns.label] if columns.label else ""
+        region = book.open(RegionFacts(kind="box", source="csv", label=label))
+        for target, index in places:
+            region.add_box(target, index, box)
+
+
+def image_names(name: str) -> tuple[str, ...]:
+    """What an image may be called that a table names: as it stands, without folders, without its suffixes."""
+    base = name.replace("\\", "/").rpartition("/")[2]
+    stems = [base]
+    for suffix in (".gz", ".dcm", ".dicom", ".jpg", ".jpeg", ".png", ".nii"):
+        if stems[-1].lower().endswith(suffix):
+            stems.append(stems[-1][: -len(suffix)])
+    return tuple(dict.fromkeys(one for one in (name, *stems) if one))
+
+
+def find_image(targets: Targets, name: str, frames: Sequence[int] = ()) -> list[tuple[Target, int]]:
+    """Find the slices of an image that a table names."""
+    found = (targets.find(one, frames) for one in image_names(name))
+    return next((places for places in found if places), [])
+
+
+def _rows(path: Path, limits: AnnotationLimits) -> Iterator[tuple[_Columns, Mapping[str, str]]]:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > limits.max_file_bytes:
+            raise source_error(
+                Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {limits.max_file_bytes} allowed"
+            )
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            names = [name.strip().lower() for name in next(reader, [])]
+            columns = _columns(names)
+            if columns is None:
+                raise source_error(Reason.HEADER_UNREADABLE, "the table has no columns of boxes")
+            for number, cells in enumerate(reader):
+                if number >= limits.max_items:
+                    raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_items} rows")
+                row = dict(zip(names, (cell.strip() for cell in cells), strict=False))
+                if row.get(columns.image):
+                    yield columns, {name: row.get(name, "") for name in names}
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
+
+
+def _columns(names: Sequence[str]) -> _Columns | None:
+    known = {name.strip().lower() for name in names}
+    boxes = [(box, False) for box in _CORNERS] + [(box, True) for box in _SIZES]
+    image = next((name for name in _IMAGES if name in known), "")
+    box, has_size = next(((box, sized) for box, sized in boxes if known.issuperset(box)), (None, False))
+    if not image or box is None:
+        return None
+    study, label, frame = (
+        next((name for name in wanted if name in known), "") for wanted in (_STUDIES, _LABELS, _FRAMES)
+    )
+    return _Columns(image=image, study=study, label=label, frame=frame, box=box, has_size=has_size)
+
+
+def _numbers(cells: Sequence[str]) -> list[float] | None:
+    try:
+        values = [float(cell) for cell in cells]
+    except ValueError:
+        return None
+    return values if np.isfinite(values).all() else None
+
+
+_NAMES = ("sop_instance_uid", "SOPInstanceUID", "file_name", "id")
+_STUDIES_COCO = ("study_instance_uid", "StudyInstanceUID", "study_id")
+
+
+def is_coco(path: Path, head: bytes) -> bool:
+    """Tell whether a file is such a JSON: by its beginning, or by its end where the images come late."""
+    if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        return False
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - len(head)))
+        seen = head + file.read(len(head))
+    return sum(key in seen for key in (b'"images"', b'"annotations"', b'"categories"')) >= 2
+
+
+def describe_coco(path: Path, limits: AnnotationLimits) -> list[AttachmentItem]:
+    """Say whose the images of a file are: an item each.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
+    """
+    images, _, _ = _load(path, limits)
+    items = []
+    for item, image in enumerate(images):
+        study = next((str(image[key]) for key in _STUDIES_COCO if image.get(key)), "")
+        names = tuple(dict.fromkeys(name for one in _names_of(image) for name in image_names(one)))
+        items.append(AttachmentItem(item=item, study_uids=(study,) if study else (), sop_uids=names))
+    return items
+
+
+def read_coco(path: Path, items: Sequence[int], targets: Targets, book: RegionBook) -> None:
+    """Read the annotations of some images into regions, one each.
+
+    Args:
+        path: The file.
+        items: Places of the images in the file's list.
+        targets: The stored series of their study.
+        book: Takes the regions.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
+    """
+    images, annotations, categories = _load(path, book.limits)
+    names = {str(one.get("id")): str(one.get("name", "")) for one in categories}
+    chosen = {str(images[item].get("id")): images[item] for item in items if item < len(images)}
+    for annotation in annotations:
+        image = chosen.get(str(annotation.get("image_id")))
+        if image is None:
+            continue
+        places = next(filter(None, (find_image(targets, name) for name in _names_of(image))), [])
+        if not places:
+            book.dangling("IMAGE_NOT_PACKED")
+            continue
+        drawn = annotation.get("segmentation")
+        kind = "contour" if isinstance(drawn, list) and drawn else "segmentation" if drawn else "box"
+        region = book.open(
+            RegionFacts(
+                kind=kind,  # type: ignore[arg-type] # three of the kinds
+                source="coco",
+                label=names.get(str(annotation.get("category_id")), ""),
+                flags=("crowd",) if annotation.get("iscrowd") else (),
+            )
+        )
+        for target, index in places:
+            _draw(annotation, region, target, index, book)
+
+
+def _draw(
+    annotation: Mapping[str, Any], region: OpenRegion, target: Target, index: int, book: RegionBook
+) -> None:
+    drawn = annotation.get("segmentation")
+    if isinstance(drawn, list) and drawn:
+        outlines = [outline for outline in map(_outline, drawn) if outline is not None]
+        book.dangling("DEGENERATE", len(drawn) - len(outlines))
+        if outlines:
+            # Parts of one region: where two overlap, both are of it.
+            region.add_outlines(target, index, outlines, unite_outlines(outlines, *target.shape))
+    elif isinstance(drawn, dict):
+        mask = unpack_runs(drawn.get("counts"), drawn.get("size"), target.shape)
+        if mask is None:
+            book.dangling("GRID_MISMATCH")
+        else:
+            region.add_mask(target, index, mask)
+    else:
+        box = _finite(annotation.get("bbox"))
+        if box is None or len(box) != 4:
+            book.dangling("DEGENERATE")
+        else:
+            x, y, width, height = box
+            region.add_box(target, index, (x, y, x + width, y + height))
+
+
+def unpack_runs(counts: Any, size: Any, shape: tuple[int, int]) -> NDArray[np.uint8] | None:
+    """Unpack a mask from its run lengths.
+
+    Args:
+        counts: Lengths of runs of 0, 1, 0, ... down the columns: a list, or packed into a text.
+        size: Rows and columns that the file states.
+        shape: Rows and columns of the slice.
+
+    Returns:
+        ``(rows, columns)`` of 0 and 1; None where it is no mask of this shape.
+    """
+    rows, columns = shape
+    if not isinstance(size, list) or size != [rows, columns]:
+        return None
+    runs = _unpack_text(counts) if isinstance(counts, str) else counts
+    if not isinstance(runs, list) or not all(isinstance(run, int) and run >= 0 for run in runs):
+        return None
+    if sum(runs) != rows * columns:
+        return None
+    values = np.arange(len(runs), dtype=np.uint8) & 1
+    return np.repeat(values, runs).reshape(columns, rows).T.copy()
+
+
+def _unpack_text(text: str) -> list[int] | None:
+    """Numbers of five bits a character, from 48, and a bit for more; later ones less the one two before."""
+    runs: list[int] = []
+    value = shift = 0
+    for character in text:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64 or shift > 40:
+            return None
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        runs.append(value + runs[-2] if len(runs) > 2 else value)
+        value = shift = 0
+    return None if shift else runs
+
+
+def _outline(numbers: Any) -> Floats | None:
+    values = _finite(numbers)
+    return None if values is None or len(values) < 6 or len(values) % 2 else values.reshape(-1, 2)
+
+
+def _finite(numbers: Any) -> Floats | None:
+    if not isinstance(numbers, list) or not all(isinstance(one, int | float) for one in numbers):
+        return None
+    try:
+        values = np.array(numbers, np.float64)
+    except OverflowError:
+        return None
+    return values if np.isfinite(values).all() else None
+
+
+def _names_of(image: Mapping[str, Any]) -> list[str]:
+    return [str(image[key]) for key in _NAMES if image.get(key) not in (None, "")]
+
+
+def _load(path: Path, limits: AnnotationLimits) -> tuple[list[Any], list[Any], list[Any]]:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > limits.max_file_bytes:
+            raise source_error(
+                Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {limits.max_file_bytes} allowed"
+            )
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+    except (ValueError, RecursionError) as error:
+        raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
+    lists = [
+        data.get(key, []) if isinstance(data, dict) else None
+        for key in ("images", "annotations", "categories")
+    ]
+    if not all(isinstance(one, list) and all(isinstance(item, dict) for item in one) for one in lists):
+        raise source_error(Reason.HEADER_UNREADABLE, "the JSON is not of this form")
+    if any(len(one) > limits.max_items for one in lists if one):
+        raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_items} entries")
+    images, annotations, categories = lists
+    return images or [], annotations or [], categories or []
+
+
+_MAX_REFERENCES: Final = 64
+
+
+def is_lidc(path: Path, head: bytes) -> bool:  # noqa: ARG001
+    """Tell from its beginning whether a file is such an XML."""
+    return b"LidcReadMessage" in head or b"IdriReadMessage" in head
+
+
+def describe_lidc(path: Path, limits: AnnotationLimits) -> AttachmentItem:
+    """Say whose an XML is.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
+    """
+    root = _parse(path, limits)
+    instances = dict.fromkeys(_text(one) for one in root.iter("imageSOP_UID"))
+    return AttachmentItem(
+        study_uids=tuple(filter(None, (_text(root.find(".//StudyInstanceUID")),))),
+        series_uids=tuple(filter(None, (_text(root.find(".//SeriesInstanceUid")),))),
+        sop_uids=tuple(filter(None, instances))[:_MAX_REFERENCES],
+    )
+
+
+def read_lidc(path: Path, targets: Targets, book: RegionBook) -> None:
+    """Read an XML into regions: a nodule of a reader each, or a place that a reader found to be none.
+
+    Args:
+        path: The file.
+        targets: The stored series of its study.
+        book: Takes the regions.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
+    """
+    root = _parse(path, book.limits)
+    for reader, session in enumerate(root.iter("readingSession")):
+        for name, tag in (("nodule", "unblindedReadNodule"), ("", "nonNodule")):
+            for drawn in session.iter(tag):
+                region = book.open(
+                    RegionFacts(
+                        kind="contour" if name else "point",
+                        source="lidc-xml",
+                        label=name,
+                        reader=reader,
+                        flags=() if name else ("non_nodule",),
+                    )
+                )
+                _read_drawing(drawn, region, targets, book)
+
+
+def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, book: RegionBook) -> None:
+    kept: dict[tuple[int, int], list[Floats]] = defaultdict(list)
+    holes: dict[tuple[int, int], list[Floats]] = defaultdict(list)
+    series: dict[int, Target] = {}
+    for roi in [*drawn.iter("roi")] or [drawn]:
+        points = np.array([*_points(roi)], np.float64).reshape(-1, 2) + 0.5
+        places = targets.find(_text(roi.find("imageSOP_UID")))
+        if not places:
+            book.dangling("IMAGE_NOT_PACKED")
+            continue
+        if not len(points):
+            book.dangling("DEGENERATE")
+            continue
+        is_hole = _text(roi.find("inclusion")).upper() == "FALSE"
+        for target, index in places:
+            series[target.number] = target
+            if len(points) < 3:
+                region.add_open(target, index, points)
+            else:
+                (holes if is_hole else kept)[target.number, index].append(points)
+    for place in sorted({*kept, *holes}):
+        target, index = series[place[0]], place[1]
+        if not kept[place]:
+            # A hole in nothing: the reader excluded what no outline of the same nodule holds.
+            book.dangling("DEGENERATE", len(holes[place]))
+            continue
+        inside, cut = (
+            unite_outlines(outlines, *target.shape, is_border_outside=True)
+            for outlines in (kept[place], holes[place])
+        )
+        inside[cut != 0] = 0
+        region.add_outlines(target, index, [*kept[place], *holes[place]], inside)
+
+
+def _points(roi: ET.Element) -> Iterator[tuple[float, float]]:
+    for tag in ("edgeMap", "locus"):
+        for point in roi.iter(tag):
+            try:
+                x, y = float(_text(point.find("xCoord"))), float(_text(point.find("yCoord")))
+            except ValueError:
+                continue
+            if np.isfinite((x, y)).all():
+                yield x, y
+
+
+def _text(element: ET.Element | None) -> str:
+    return "" if element is None or element.text is None else element.text.strip()
+
+
+class _Builder(ET.TreeBuilder):
+    """Builds the tree without the names of namespaces, and counts."""
+
+    def __init__(self, limits: AnnotationLimits) -> None:
+        super().__init__()
+        self._limits, self._num_elements, self._depth = limits, 0, 0
+
+    def start(self, tag: str, attrs: dict[str, str]) -> ET.Element:
+        self._num_elements += 1
+        self._depth += 1
+        if self._num_elements > 16 * self._limits.max_items or self._depth > self._limits.max_depth:
+            raise source_error(Reason.LIMIT_EXCEEDED, "too many elements or levels")
+        return super().start(tag.rpartition("}")[2], attrs)
+
+    def end(self, tag: str) -> ET.Element:
+        self._depth -= 1
+        return super().end(tag.rpartition("}")[2])
+
+
+def _parse(path: Path, limits: AnnotationLimits) -> ET.Element:
+    """Parse a file without document types, and so without entities of its own.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
+    """
+    builder = _Builder(limits)
+    parser = expat.ParserCreate(namespace_separator="}")
+    parser.buffer_text = True
+    parser.StartElementHandler, parser.EndElementHandler = builder.start, builder.end
+    parser.CharacterDataHandler = builder.data
+    parser.StartDoctypeDeclHandler = _refuse_doctype
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > limits.max_file_bytes:
+            raise source_error(
+                Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {limits.max_file_bytes} allowed"
+            )
+        with path.open("rb") as file:
+            parser.ParseFile(file)
+        return builder.close()
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+    except (expat.ExpatError, AssertionError, ValueError) as error:
+        raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
+
+
+def _refuse_doctype(*_: object) -> None:
+    raise source_error(Reason.HEADER_UNREADABLE, "the XML declares a document type")

@@ -1,0 +1,177 @@
+"""What may be said of a region: words of the lexicon and controlled codes, nothing that a person typed.
+
+A label such as ``"Left lung nodule 2 (Dr. Smith)"`` is free text and does not leave as it is. Where its words
+are those of the lexicon, the lexicon's own name leaves in its place; else nothing does.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal
+
+from shardflow.reports.lexicon import Lexicon, Side, fold_words, load_lexicon, word_set
+
+_MAX_LABEL: Final = 128
+"""Characters of a label that are looked at."""
+_ASIDE = re.compile(r"\([^()]*\)|(?<![^\W\d_])[A-Za-z]\d+")
+"""What brackets hold, and levels such as L1, whose letter is no side."""
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+")
+_TREATMENT = re.compile(r"(?i:\b(gtv|ctv|ptv|itv)(?:[a-z]{1,2})?(?![a-z]))")
+_SIDES: Final[dict[str, Side]] = {
+    "l": "L", "left": "L", "lt": "L", "sin": "L", "r": "R", "right": "R", "rt": "R", "dex": "R",
+    "b": "B", "bilat": "B", "bilateral": "B", "both": "B",
+}  # fmt: skip
+_FILLERS: Final = word_set(
+    "a annotation contour entire label mask of region roi seg segment segmentation structure the"
+)
+_TREATMENT_WORDS: Final = frozenset({"body", "couch", "external"})
+"""What structure sets of radiotherapy hold beside anatomy."""
+
+_SCHEMES: Final[dict[str, re.Pattern[str]]] = {
+    "SCT": re.compile(r"\d{6,18}"),
+    "SRT": re.compile(r"[A-Z]-[0-9A-F]{4,5}"),
+    "SNM3": re.compile(r"[A-Z]-[0-9A-F]{4,5}"),
+    "DCM": re.compile(r"1[0-4]\d{4}"),
+    "FMA": re.compile(r"\d{4,6}"),
+    "RADLEX": re.compile(r"RID\d{1,5}"),
+    "LN": re.compile(r"\d{1,5}-\d"),
+    "NCIt": re.compile(r"C\d{4,6}"),
+    "UMLS": re.compile(r"C\d{7}"),
+}
+"""Coding schemes that are kept (PS3.16, table 8-1), with the form of their values."""
+_UNITS: Final = word_set(
+    "mm cm m mm2 cm2 mm3 cm3 ml l 1 % deg [hnsf'U] {SUVbw}g/ml {counts} ms s mm2/s um2/s 10-6.mm2/s Bq/ml"
+    " kBq/ml HU g Gy cGy {ratio} {pixels} {voxels} /mm /cm"
+)
+"""Codes of UCUM that measurements of images come in."""
+_SIDE_CODES: Final[dict[tuple[str, str], Literal["B", "L", "R"]]] = {
+    ("SCT", "7771000"): "L", ("SCT", "24028007"): "R", ("SCT", "51440002"): "B",
+    ("SRT", "G-A101"): "L", ("SRT", "G-A100"): "R", ("SRT", "G-A102"): "B",
+    ("SNM3", "G-A101"): "L", ("SNM3", "G-A100"): "R", ("SNM3", "G-A102"): "B",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A coded concept as a file states it; nothing of it has been checked."""
+
+    scheme: str
+    value: str
+    meaning: str = ""
+
+    def __repr__(self) -> str:
+        return "Code()"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What the lexicon makes of a label."""
+
+    name: str
+    """The lexicon's own name; empty where the label says nothing but a side."""
+    is_anatomy: bool
+    side: Side
+
+
+class Vocabulary:
+    """Labels that may leave.
+
+    Args:
+        lexicon: The shipped one where none is given.
+    """
+
+    def __init__(self, lexicon: Lexicon | None = None) -> None:
+        self._lexicon = _shipped() if lexicon is None else lexicon
+
+    def term(self, label: str) -> Term | None:
+        """Look a label up.
+
+        Args:
+            label: A segment label, the name of a region, the meaning of a code: any text.
+
+        Returns:
+            None where its words are not those of the lexicon, all of them.
+
+        Example:
+            >>> Vocabulary().term("Lung_Left 2")
+            Term(name='lung', is_anatomy=True, side='L')
+            >>> Vocabulary().term("lung of Mr Miller") is None
+            True
+        """
+        if len(label) > _MAX_LABEL:
+            return None
+        label = _ASIDE.sub(" ", label)
+        treatment = _TREATMENT.match(label.replace("_", " ").strip())
+        words = [word.lower() for word in _PARTS.findall(label)]
+        sides = {_SIDES[word] for word in words if word in _SIDES}
+        side: Side = "" if not sides else sides.pop() if len(sides) == 1 else "B"
+        if treatment is not None and len(words) <= 2:
+            return Term(treatment[1].lower(), is_anatomy=False, side=side)
+        named = [word for word in words if word not in _SIDES and word not in _FILLERS]
+        if not named:
+            return Term("", is_anatomy=False, side=side) if side else None
+        if len(named) == 1 and named[0] in _TREATMENT_WORDS:
+            return Term(named[0], is_anatomy=False, side=side)
+        folded = fold_words(" ".join(named))
+        for phrase in (folded, fold_words(" ".join(words))):
+            concept = self._lexicon.phrases.get(" ".join(phrase))
+            if concept is not None:
+                return Term(concept.name, is_anatomy=concept.kind == "anatomy", side=side or concept.side)
+        return None
+
+
+def allow_code(code: Code | None) -> dict[str, str] | None:
+    """Let a code pass whose scheme is a public one and whose value has its form.
+
+    Returns:
+        ``{"scheme", "value"}``, or None. Schemes of a maker's own (``99...``) may say anything, and do not
+        pass.
+
+    Example:
+        >>> allow_code(Code("SCT", "10200004", "Liver"))
+        {'scheme': 'SCT', 'value': '10200004'}
+        >>> allow_code(Code("SCT", "10200005")) is None  # the check digit is wrong
+        True
+    """
+    if code is None or code.scheme not in _SCHEMES or not _SCHEMES[code.scheme].fullmatch(code.value):
+        return None
+    if code.scheme == "SCT" and not _is_concept(code.value):
+        return None
+    return {"scheme": code.scheme, "value": code.value}
+
+
+def allow_unit(value: str) -> str | None:
+    """Let a unit pass that is on the list."""
+    return value if value in _UNITS else None
+
+
+def side_of_code(code: Code | None) -> Literal["B", "L", "R"] | None:
+    """Side that a code of laterality means, or None."""
+    return None if code is None else _SIDE_CODES.get((code.scheme, code.value))
+
+
+@cache
+def _shipped() -> Lexicon:
+    return load_lexicon()
+
+
+# Verhoeff's check digit, as SNOMED CT uses it (Technical Implementation Guide, appendix B): multiplication of
+# the dihedral group of order 10, and the permutation of each place, made from the one of the first.
+def _times(a: int, b: int) -> int:
+    turned = (a + b) % 5 if a < 5 else (a - b) % 5
+    return turned + 5 * ((a < 5) != (b < 5))
+
+
+_SHUFFLE: Final = (1, 5, 7, 6, 2, 8, 3, 0, 9, 4)
+
+
+def _is_concept(value: str) -> bool:
+    """Whether digits are an identifier of a concept: check digit and partition."""
+    total = 0
+    for place, digit in enumerate(map(int, reversed(value))):
+        for _ in range(place % 8):
+            digit = _SHUFFLE[digit]
+        total = _times(total, digit)
+    return total == 0 and value[-3:-1] in ("00", "10")

@@ -1,0 +1,436 @@
+"""The FHIR resources of one file, with those that they refer to: its own, and those of a bulk export.
+
+A bulk export has a file a type (``Patient.ndjson``, ``Observation.001.ndjson``). What links an observation
+with a study is then in the files of patients, studies and orders beside it.
+
+Facts of FHIR resources, by a list of kinds and elements: what is not on it does not exist here.
+
+Names, identifiers, contacts, narratives, extensions, references and notes of people are on no list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from shardflow.errors import SourceError
+from shardflow.format.reasons import Reason, source_error
+from shardflow.packing.sources.documents.bounded import (
+    HEAD_BYTES,
+    DocumentForm,
+    iter_json_lines,
+    parse_json,
+    read_bounded,
+    read_json_line,
+    recognise_document,
+)
+from shardflow.packing.sources.documents.facts import DocumentFacts
+from shardflow.packing.sources.documents.fhir import (
+    FhirIndex,
+    Resource,
+    as_list,
+    as_text,
+    attachment_text,
+    codings,
+    iter_resources,
+    objects,
+)
+
+if TYPE_CHECKING:
+    from shardflow.packing.attachments.records.scribe import Fact, Scribe
+
+_LINKING: Final = ("ImagingStudy", "Patient", "ServiceRequest")
+_SEPARATORS: Final = str.maketrans("_-", "..")
+
+_Stamp: TypeAlias = "tuple[str, int, int]"
+"""Path, size and time of a file: what it holds stays the same while they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """The resources of a file; those of lines are read again by where they begin."""
+
+    path: Path
+    form: DocumentForm
+    index: FhirIndex = field(repr=False)
+    has_others: bool
+    """Whether the index knows files beside this one."""
+
+    def resources(self) -> Iterator[tuple[int, Resource]]:
+        """Return all resources with their numbers.
+
+        Raises:
+            SourceError: The file, or one of its lines, cannot be read.
+        """
+        if self.form == "fhir":
+            for number, (_, resource) in enumerate(iter_resources(parse_json(read_bounded(self.path)))):
+                yield number, resource
+            return
+        for place, value in iter_json_lines(self.path):
+            if isinstance(value, SourceError):
+                # Most often the transfer was cut: nothing of it is taken for whole.
+                raise value
+            for _, resource in iter_resources(value):
+                yield place, resource
+
+    def at(self, numbers: Iterable[int]) -> Iterator[Resource]:
+        """Return some resources by their numbers."""
+        if self.form == "fhir":
+            wanted = set(numbers)
+            yield from (resource for number, resource in self.resources() if number in wanted)
+            return
+        for place in numbers:
+            for _, resource in iter_resources(read_json_line(self.path, place)):
+                yield resource
+
+    def digest(self, facts: DocumentFacts) -> str:
+        """Return what stands for the facts that other files gave to a resource; ``""`` without such files."""
+        if not self.has_others:
+            return ""
+        said = [facts.study_uids, facts.accessions, facts.patient_ids, facts.people.values()]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode("ascii")).hexdigest()
+
+
+def read_resources(path: Path) -> Resources:
+    """Open a file of FHIR, and learn what its resources refer to.
+
+    Raises:
+        SourceError: It cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            form = recognise_document(file.read(HEAD_BYTES))
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+    is_lines = form == "fhir-lines" or (form == "fhir" and path.suffix.lower() == ".ndjson")
+    others = _linking_files(path) if is_lines else []
+    index = _index(tuple(_stamp(one) for one in [path, *others]), is_lines)
+    return Resources(path, "fhir-lines" if is_lines else "fhir", index, bool(others))
+
+
+def _linking_files(path: Path) -> list[Path]:
+    """Files of the same export that others refer to, by their names."""
+    found = []
+    for other in path.parent.iterdir():
+        parts = other.name.translate(_SEPARATORS).split(".")
+        if other.suffix.lower() == ".ndjson" and other != path and set(parts) & set(_LINKING):
+            found.append(other)
+    return sorted(found)
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+    return str(path), status.st_size, status.st_mtime_ns
+
+
+# One export is read by many tasks of a process; two, so that neighbours do not drive each other out.
+@lru_cache(maxsize=2)
+def _index(files: tuple[_Stamp, ...], is_lines: bool) -> FhirIndex:
+    index = FhirIndex()
+    for name, _, _ in files:
+        path = Path(name)
+        lines = (value for _, value in iter_json_lines(path))
+        for value in lines if is_lines else [parse_json(read_bounded(path))]:
+            if not isinstance(value, SourceError):
+                for url, resource in iter_resources(value):
+                    index.add(url, resource)
+    return index
+
+
+_SOURCE: Final = "fhir"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """What is taken of one type of resources."""
+
+    name: str
+    codes: Sequence[str] = ("code",)
+    concepts: Mapping[str, str] = field(default_factory=dict)
+    """Name in the fact, to the element with codes."""
+    start: Sequence[str] = ()
+    end: Sequence[str] = ()
+    texts: Sequence[str] = ()
+    counts: Mapping[str, str] = field(default_factory=dict)
+
+
+_MEDICATION: Final = _Kind(
+    name="medication",
+    codes=("medicationCodeableConcept", "medication"),
+    concepts={"category": "category", "reason": "reasonCode"},
+    start=("effectiveDateTime", "effectivePeriod", "occurenceDateTime", "occurencePeriod", "authoredOn"),
+    end=("effectivePeriod", "occurencePeriod"),
+)
+FHIR_KINDS: Final[Mapping[str, _Kind]] = {
+    "AllergyIntolerance": _Kind(
+        name="allergy",
+        concepts={"clinical_status": "clinicalStatus", "verification": "verificationStatus"},
+        start=("onsetDateTime", "onsetPeriod", "recordedDate", "assertedDate"),
+    ),
+    "Condition": _Kind(
+        name="condition",
+        concepts={
+            "body_site": "bodySite",
+            "category": "category",
+            "clinical_status": "clinicalStatus",
+            "severity": "severity",
+            "verification": "verificationStatus",
+        },
+        start=("onsetDateTime", "onsetPeriod", "recordedDate", "assertedDate"),
+        end=("abatementDateTime", "abatementPeriod"),
+    ),
+    "DiagnosticReport": _Kind(
+        name="report",
+        concepts={"category": "category", "conclusion": "conclusionCode"},
+        start=("effectiveDateTime", "effectivePeriod", "issued"),
+        texts=("conclusion",),
+    ),
+    "DocumentReference": _Kind(
+        name="document",
+        codes=("type",),
+        concepts={"category": "category"},
+        start=("date", "created", "indexed"),
+    ),
+    "Encounter": _Kind(
+        name="encounter",
+        codes=("type",),
+        concepts={"class": "class", "reason": "reasonCode"},
+        start=("period", "actualPeriod"),
+        end=("period", "actualPeriod"),
+    ),
+    "ImagingStudy": _Kind(
+        name="imaging_study",
+        codes=("procedureCode",),
+        concepts={"reason": "reasonCode"},
+        start=("started",),
+        counts={"num_instances": "numberOfInstances", "num_series": "numberOfSeries"},
+    ),
+    "Immunization": _Kind(
+        name="immunization",
+        codes=("vaccineCode",),
+        concepts={"body_site": "site"},
+        start=("occurrenceDateTime", "date"),
+    ),
+    "MedicationAdministration": _MEDICATION,
+    "MedicationRequest": _MEDICATION,
+    "MedicationStatement": _MEDICATION,
+    "Observation": _Kind(
+        name="observation",
+        concepts={
+            "body_site": "bodySite",
+            "category": "category",
+            "interpretation": "interpretation",
+            "method": "method",
+        },
+        start=("effectiveDateTime", "effectivePeriod", "effectiveInstant", "issued"),
+        end=("effectivePeriod",),
+    ),
+    "Procedure": _Kind(
+        name="procedure",
+        concepts={
+            "body_site": "bodySite",
+            "category": "category",
+            "outcome": "outcome",
+            "reason": "reasonCode",
+        },
+        start=("performedDateTime", "performedPeriod", "occurrenceDateTime", "occurrencePeriod"),
+        end=("performedPeriod", "occurrencePeriod"),
+    ),
+    "ServiceRequest": _Kind(
+        name="order",
+        concepts={"body_site": "bodySite", "category": "category", "reason": "reasonCode"},
+        start=("occurrenceDateTime", "occurrencePeriod", "authoredOn"),
+    ),
+}
+"""Types of resources that give facts; a Patient gives its sex."""
+_MAX_PARTS: Final = 64
+_PERIOD_UNITS: Final = frozenset({"s", "min", "h", "d", "wk", "mo", "a"})
+
+
+def write_resource(resource: Resource, index: FhirIndex, scribe: Scribe) -> None:
+    """Add the fact of a resource; one whose type is not on the list is counted."""
+    name = as_text(resource.get("resourceType"))
+    if name == "Patient":
+        scribe.add(_SOURCE, "patient", {"sex": scribe.sex(as_text(resource.get("gender")))})
+        return
+    kind = FHIR_KINDS.get(name)
+    if kind is None:
+        scribe.left_out["KIND_NOT_ON_LIST"] += 1
+        return
+    if as_text(resource.get("status")) == "entered-in-error":
+        scribe.left_out["ENTERED_IN_ERROR"] += 1
+        return
+    fact: Fact = {
+        "codes": scribe.codes(_coded(resource, kind.codes, index)),
+        "status": scribe.status(as_text(resource.get("status"))),
+        "when": _moment(resource, kind.start, "start", scribe),
+        "end": _moment(resource, kind.end, "end", scribe) if kind.end else None,
+    }
+    for said, element in kind.concepts.items():
+        fact[said] = scribe.codes(_coded(resource, (element,), index))
+    for said, element in kind.counts.items():
+        fact[said] = (scribe.quantity(resource.get(element), "1") or {}).get("number")
+    match kind.name:
+        case "observation":
+            fact |= _value(resource, scribe, kind.name)
+            fact["components"] = [
+                part
+                for one in list(objects(resource.get("component")))[:_MAX_PARTS]
+                if (part := _component(one, scribe))
+            ]
+            fact["reference_range"] = _reference_range(resource, scribe)
+        case "medication":
+            fact["dosage"] = _dosage(resource, scribe)
+        case "imaging_study":
+            fact["modality"] = scribe.codes(_modalities(resource))
+        case _:
+            pass
+    text = "\n\n".join(_texts(resource, kind, index))
+    if text:
+        fact |= {"document": scribe.document(text, kind.name), "line": None}
+    scribe.add(_SOURCE, kind.name, fact)
+
+
+def _coded(resource: Resource, elements: Sequence[str], index: FhirIndex) -> Iterator[tuple[str, str, str]]:
+    for element in elements:
+        value = resource.get(element)
+        for one in objects(value):
+            concept = one.get("concept", one)
+            # An element may be a concept, a bare coding, or (R5) either a concept or a reference.
+            found = list(codings(concept)) or [concept]
+            for coding in found:
+                if isinstance(coding, dict):
+                    yield (
+                        as_text(coding.get("system")),
+                        as_text(coding.get("code")),
+                        as_text(coding.get("display")),
+                    )
+    if elements == _MEDICATION.codes:
+        references = [resource.get("medicationReference")]
+        references += [one.get("reference") for one in objects(resource.get("medication"))]
+        for reference in references:
+            medication = index.resolve(reference, resource) if reference else None
+            if medication is not None:
+                yield from _coded(medication, ("code",), index)
+
+
+def _moment(resource: Resource, elements: Sequence[str], side: str, scribe: Scribe) -> dict[str, Any] | None:
+    for element in elements:
+        value = resource.get(element)
+        text = as_text(value.get(side)) if isinstance(value, dict) else as_text(value)
+        if text and (side == "start" or isinstance(value, dict) or element.startswith("abatement")):
+            return scribe.when(text)
+    return None
+
+
+def _value(resource: Resource, scribe: Scribe, kind: str) -> Fact:
+    """The value of an observation or of a part of one."""
+    if isinstance(quantity := resource.get("valueQuantity"), dict):
+        return {"value": _quantity(quantity, scribe)}
+    if isinstance(concept := resource.get("valueCodeableConcept"), dict):
+        if not concept.get("coding"):
+            return scribe.note(as_text(concept.get("text")), kind)
+        return {
+            "value": _wrapped("codes", scribe.codes(_coded(resource, ("valueCodeableConcept",), FhirIndex())))
+        }
+    for name in ("valueInteger", "valueDecimal"):
+        if isinstance(number := resource.get(name), int | float):
+            return {"value": scribe.quantity(number, "1")}
+    if isinstance(flag := resource.get("valueBoolean"), bool):
+        return {"value": {"flag": flag}}
+    if isinstance(interval := resource.get("valueRange"), dict):
+        return {"value": _interval(interval, scribe)}
+    if isinstance(ratio := resource.get("valueRatio"), dict):
+        parts = [_quantity(ratio.get(name), scribe) for name in ("numerator", "denominator")]
+        return {"value": {"numerator": parts[0], "denominator": parts[1]}} if all(parts) else {}
+    if text := as_text(resource.get("valueDateTime")):
+        return {"value": _wrapped("when", scribe.when(text))}
+    if text := as_text(resource.get("valueString")):
+        # A number that somebody wrote as a text is one.
+        quantity = scribe.quantity(text, "1")
+        return {"value": quantity} if quantity is not None else scribe.note(text, kind)
+    return {}
+
+
+def _component(part: Resource, scribe: Scribe) -> Fact:
+    said = {
+        "codes": scribe.codes(_coded(part, ("code",), FhirIndex())),
+        "interpretation": scribe.codes(_coded(part, ("interpretation",), FhirIndex())),
+        **_value(part, scribe, "observation"),
+    }
+    kept = {name: value for name, value in said.items() if value not in (None, [], {})}
+    return kept if "codes" in kept else {}
+
+
+def _quantity(value: Any, scribe: Scribe) -> dict[str, Any] | None:
+    if not isinstance(value, dict):
+        return None
+    code, unit = as_text(value.get("code")), as_text(value.get("unit"))
+    return scribe.quantity(value.get("value"), code or unit, as_text(value.get("comparator")))
+
+
+def _interval(value: Resource, scribe: Scribe) -> dict[str, Any] | None:
+    ends = {name: _quantity(value.get(name), scribe) for name in ("low", "high")}
+    return {name: end for name, end in ends.items() if end} or None
+
+
+def _reference_range(resource: Resource, scribe: Scribe) -> list[dict[str, Any]]:
+    ranges = [_interval(one, scribe) for one in objects(resource.get("referenceRange"))]
+    return [one for one in ranges[:_MAX_PARTS] if one]
+
+
+def _dosage(resource: Resource, scribe: Scribe) -> list[dict[str, Any]]:
+    """Doses, routes and rhythms; instructions in words are not on the list."""
+    found = []
+    for one in [*objects(resource.get("dosageInstruction")), *objects(resource.get("dosage"))][:_MAX_PARTS]:
+        dose = [_quantity(part.get("doseQuantity"), scribe) for part in objects(one.get("doseAndRate"))]
+        dose.append(_quantity(one.get("doseQuantity") or one.get("dose"), scribe))
+        said: Fact = {
+            "dose": next((each for each in dose if each), None),
+            "route": scribe.codes(_coded(one, ("route",), FhirIndex())),
+        }
+        for timing in objects(one.get("timing")):
+            for repeat in objects(timing.get("repeat")):
+                said["frequency"] = scribe.number(repeat.get("frequency"))
+                unit = as_text(repeat.get("periodUnit"))
+                period = scribe.number(repeat.get("period"))
+                if unit in _PERIOD_UNITS and period is not None:
+                    said["period"] = {"number": period, "unit": unit}
+        if isinstance(one.get("asNeededBoolean"), bool):
+            said["as_needed"] = one["asNeededBoolean"]
+        kept = {name: value for name, value in said.items() if value not in (None, [], {})}
+        if kept:
+            found.append(kept)
+    return found
+
+
+def _modalities(resource: Resource) -> Iterator[tuple[str, str, str]]:
+    for holder in (resource, *objects(resource.get("series"))):
+        yield from _coded(holder, ("modality",), FhirIndex())
+
+
+def _texts(resource: Resource, kind: _Kind, index: FhirIndex) -> Iterator[str]:
+    for element in kind.texts:
+        if text := as_text(resource.get(element)):
+            yield text
+    forms = [*as_list(resource.get("presentedForm"))] if kind.name == "report" else []
+    if kind.name == "document":
+        forms = [one.get("attachment") for one in objects(resource.get("content"))]
+    for form in objects(forms):
+        if text := attachment_text(form, resource, index).strip():
+            yield text
+    for note in objects(resource.get("note")):
+        if text := as_text(note.get("text")):
+            yield text
+
+
+def _wrapped(name: str, value: Any) -> dict[str, Any] | None:
+    return {name: value} if value else None

@@ -1,0 +1,239 @@
+"""XML and JSON of one's own: a mapping says where in them facts lie, and nothing else is read.
+
+Paths are names joined by ``/``; in XML ``@name`` at the end is an attribute. Lists are walked through. A
+field has a type, and a value that is not of it does not leave.
+
+Settings of clinical records.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+
+from shardflow.config import Bounds, check_fields
+from shardflow.errors import ConfigError
+from shardflow.packing.attachments.records.codes import system_name
+from shardflow.packing.attachments.records.scribe import FreeText
+from shardflow.packing.sources.documents.bounded import XmlNode
+from shardflow.packing.sources.documents.facts import DocumentFacts, parse_moment, uid_of
+
+if TYPE_CHECKING:
+    from shardflow.packing.attachments.records.scribe import Fact, Scribe
+
+Node: TypeAlias = Any
+"""What a path walks through: an `XmlNode`, or a value of JSON."""
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_KIND: Final = re.compile(r"[a-z0-9-]{1,20}")
+_WORD: Final = re.compile(r"[\w .%<>=+-]{1,40}")
+_MAX_VALUES: Final = 64
+_RESERVED: Final = frozenset({"document", "end", "kind", "source", "when"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldMapping:
+    """One field of a record."""
+
+    path: str
+    """Where it lies, below the record."""
+    type: Literal["choice", "code", "date", "flag", "number", "text"] = "number"
+    """``text`` becomes a scrubbed document; ``choice`` leaves as one of ``choices``."""
+    unit: str = "1"
+    """Of a ``number``, where ``unit_path`` does not say it."""
+    unit_path: str = ""
+    system: str = ""
+    """Code system of a ``code``: its URI, OID or name (docs/records.md)."""
+    choices: tuple[str, ...] = ()
+    """Values that may leave as they are."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.type == "code" and system_name(self.system) is None:
+            raise ConfigError(
+                f"system must be a code system of docs/records.md, got {self.system!r}; name one of them."
+            )
+        if self.type == "choice" and not all(_WORD.fullmatch(choice) for choice in self.choices):
+            raise ConfigError("choices must be short words, got another value; list what the field may say.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordMapping:
+    """How one kind of files is read."""
+
+    name: str
+    """What the kind is called; ``[a-z0-9-]``."""
+    format: Literal["json", "json-lines", "xml"]
+    root: str
+    """Name of the root element, or of a key that every file has near its beginning; others are not of it."""
+    records: str = ""
+    """Path of the records; empty for a file that is one."""
+    study_uid: str = ""
+    """Paths, below the record or (with ``/`` before) below the root, of what links it."""
+    accession: str = ""
+    patient_id: str = ""
+    time: str = ""
+    identifying: tuple[str, ...] = ()
+    """Paths of names, numbers and addresses: looked for in texts, never written."""
+    fields: dict[str, FieldMapping] = field(default_factory=dict)
+    """Name in the fact, to where it lies."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not _KIND.fullmatch(self.name):
+            raise ConfigError(f"a mapping's name must be 1 to 20 of [a-z0-9-], got {self.name!r}; rename it.")
+        for name in self.fields:
+            if not _NAME.fullmatch(name) or name in _RESERVED:
+                raise ConfigError(f"a mapped field must be called by [a-z0-9_] and not {name!r}; rename it.")
+        if not self.fields:
+            raise ConfigError("a mapping must have fields, got none; name what is to be kept.")
+
+
+def find_records(root: Node, mapping: RecordMapping) -> list[Node]:
+    """Return the records of a parsed file."""
+    return list(_walk(root, mapping.records)) if mapping.records else [root]
+
+
+def mapped_facts(record: Node, root: Node, mapping: RecordMapping) -> DocumentFacts:
+    """Return the linking facts of a record."""
+
+    def values(path: str) -> list[str]:
+        return _texts(record, root, path)
+
+    facts = DocumentFacts(
+        study_uids=[uid for uid in map(uid_of, values(mapping.study_uid)) if uid],
+        accessions=values(mapping.accession),
+        patient_ids=values(mapping.patient_id),
+        time=next((moment for moment in map(parse_moment, values(mapping.time)) if moment), None),
+    )
+    for path in (*mapping.identifying, mapping.accession, mapping.patient_id):
+        for text in values(path):
+            # Nobody says what it is: it is looked for as a name, as a number and as a place.
+            facts.people.patient_name(text)
+            facts.people.identifier(text)
+            facts.people.place(text)
+    return facts
+
+
+def write_mapped(record: Node, root: Node, mapping: RecordMapping, scribe: Scribe) -> None:
+    """Add the fact of a record."""
+    said: Fact = {}
+    texts: list[str] = []
+    for name, one in mapping.fields.items():
+        found = _texts(record, root, one.path)
+        if one.type == "text":
+            texts += found
+        elif found:
+            said[name] = _value(found, record, root, one, scribe)
+    said["document"] = scribe.document("\n\n".join(texts), mapping.name) if texts else None
+    time = next(iter(_texts(record, root, mapping.time)), "")
+    said["when"] = scribe.when(time)
+    scribe.add(f"mapped-{mapping.name}", "record", said)
+
+
+def _value(found: Sequence[str], record: Node, root: Node, one: FieldMapping, scribe: Scribe) -> Any:
+    if one.type == "code":
+        return scribe.codes((one.system, text, "") for text in found)
+    if one.type == "date":
+        return scribe.when(found[0])
+    if one.type == "flag":
+        return {"false": False, "0": False, "true": True, "1": True}.get(found[0].lower())
+    if one.type == "choice":
+        if found[0] not in one.choices:
+            scribe.left_out["NOT_A_CHOICE"] += 1
+        return found[0] if found[0] in one.choices else None
+    unit = next(iter(_texts(record, root, one.unit_path)), "") or one.unit
+    quantities = [scribe.quantity(text, unit) for text in found]
+    kept = [quantity for quantity in quantities if quantity is not None]
+    return kept[0] if len(kept) == 1 else kept
+
+
+def _texts(record: Node, root: Node, path: str) -> list[str]:
+    """The values at a path that are texts or numbers, as texts; at most a few."""
+    if not path:
+        return []
+    start, below = (root, path[1:]) if path.startswith("/") else (record, path)
+    found: list[str] = []
+    for value in _walk(start, below):
+        text = _text(value)
+        if text and len(found) < _MAX_VALUES:
+            found.append(text)
+    return found
+
+
+def _walk(node: Node, path: str) -> Iterator[Node]:
+    name, _, rest = path.partition("/")
+    for child in _children(node, name):
+        if rest:
+            yield from _walk(child, rest)
+        else:
+            yield child
+
+
+def _children(node: Node, name: str) -> Iterator[Node]:
+    if isinstance(node, XmlNode):
+        if name.startswith("@"):
+            yield node.get(name[1:])
+        else:
+            yield from node.elements(name)
+    elif isinstance(node, dict):
+        value = node.get(name)
+        yield from value if isinstance(value, list) else [] if value is None else [value]
+    elif isinstance(node, list):
+        for one in node:
+            yield from _children(one, name)
+
+
+def _text(value: Node) -> str:
+    if isinstance(value, XmlNode):
+        return " ".join(value.text().split()) if not any(value.elements()) else value.text().strip()
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).strip() if isinstance(value, (str, int, float)) else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordsConfig:
+    """What of clinical documents is packed."""
+
+    free_text: FreeText = "scrub"
+    """``scrub``: narrative and other free text becomes ``document.NNN.txt``, scrubbed as reports are.
+    ``drop``: none of it leaves."""
+    max_days: Annotated[int, Bounds(0, 40_000)] = 3653
+    """Largest distance from the study at which a day is told. What lies farther keeps all but its day."""
+    mappings: tuple[RecordMapping, ...] = ()
+    """XML and JSON of one's own."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        names = [mapping.name for mapping in self.mappings]
+        if len(set(names)) != len(names):
+            raise ConfigError("records.mappings must have different names, got one twice; rename it.")
+
+    def content(self) -> dict[str, Any] | None:
+        """Return what decides the dataset's bytes; None where nothing is set."""
+        return None if self == RecordsConfig() else asdict(self)
+
+    def to_text(self) -> str:
+        """Return the settings as text; ``""`` where nothing is set."""
+        content = self.content()
+        return "" if content is None else json.dumps(content, sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> RecordsConfig:
+        """Read what `to_text` wrote."""
+        if not text:
+            return cls()
+        given = json.loads(text)
+        return cls(**{**given, "mappings": tuple(map(_mapping, given["mappings"]))})
+
+
+def _mapping(given: dict[str, Any]) -> RecordMapping:
+    fields = {
+        name: FieldMapping(**{**one, "choices": tuple(one["choices"])})
+        for name, one in given["fields"].items()
+    }
+    return RecordMapping(**{**given, "identifying": tuple(given["identifying"]), "fields": fields})

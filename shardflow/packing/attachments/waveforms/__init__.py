@@ -1,0 +1,26 @@
+"""Waveforms: EDF and BDF, WFDB, DICOM. Integers as the device stored them, with rates, gains and units."""
+
+from __future__ import annotations
+
+from shardflow.packing.attachments.waveforms.dicom import DicomWaveformKind, read_dicom_recording
+from shardflow.packing.attachments.waveforms.edf import EdfKind, read_edf_recording
+from shardflow.packing.attachments.waveforms.recording import (
+    Channel,
+    Recording,
+    SampleArray,
+    attach_recording,
+)
+from shardflow.packing.attachments.waveforms.wfdb_records import WfdbKind, read_wfdb_recording
+
+__all__ = [
+    "Channel",
+    "DicomWaveformKind",
+    "EdfKind",
+    "Recording",
+    "SampleArray",
+    "WfdbKind",
+    "attach_recording",
+    "read_dicom_recording",
+    "read_edf_recording",
+    "read_wfdb_recording",
+]

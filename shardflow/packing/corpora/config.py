@@ -1,0 +1,344 @@
+"""Why a line of a corpus was not packed: one closed list of codes.
+
+The place of a reason in the list is the byte that stands for it in the table of outcomes, so reasons are
+added at the end, never renamed, never moved (change class SHARD FORMAT).
+
+Settings of a corpus job: what decides the bytes, and how the job runs, apart from each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from shardflow.config import SPREAD, Bounds, ByteSize, check_fields
+from shardflow.errors import ConfigError
+from shardflow.format.keys import canonical_json
+from shardflow.format.reasons import OutcomeName
+from shardflow.packing.config import ExecutionConfig, IdentityConfig
+from shardflow.packing.deid.report_text import ReportTextMode
+from shardflow.packing.deid.text_patterns import DateOrder
+
+
+class LineReason(StrEnum):
+    """Why a line was skipped or quarantined; `REASONS` says what each one means."""
+
+    EMPTY_LINE = "EMPTY_LINE"
+    EMPTY_TEXT = "EMPTY_TEXT"
+    NOT_A_CORPUS_FILE = "NOT_A_CORPUS_FILE"
+    DUPLICATE_TEXT = "DUPLICATE_TEXT"
+    LINE_TOO_LONG = "LINE_TOO_LONG"
+    TEXT_TOO_LONG = "TEXT_TOO_LONG"
+    INVALID_UTF8 = "INVALID_UTF8"
+    INVALID_JSON = "INVALID_JSON"
+    MISSING_FIELD = "MISSING_FIELD"
+    WRONG_TYPE = "WRONG_TYPE"
+    UNKNOWN_ROLE = "UNKNOWN_ROLE"
+    DUPLICATE_KEY = "DUPLICATE_KEY"
+    FILE_DAMAGED = "FILE_DAMAGED"
+    WORKER_FAILED = "WORKER_FAILED"
+    WORKER_KILLED = "WORKER_KILLED"
+    WORKER_OUT_OF_MEMORY = "WORKER_OUT_OF_MEMORY"
+    WORKER_TIMEOUT = "WORKER_TIMEOUT"
+
+
+class ReasonInfo(NamedTuple):
+    """What a reason means, and what to do."""
+
+    outcome: OutcomeName
+    meaning: str
+    remedy: str
+
+
+REASONS: Final[dict[LineReason, ReasonInfo]] = {
+    LineReason.EMPTY_LINE: ReasonInfo("skipped", "a line of white space", "nothing"),
+    LineReason.EMPTY_TEXT: ReasonInfo("skipped", "its texts are empty or white space", "nothing"),
+    LineReason.NOT_A_CORPUS_FILE: ReasonInfo(
+        "skipped", "a file with another ending, or no regular file; one for each", "nothing, or rename it"
+    ),
+    LineReason.DUPLICATE_TEXT: ReasonInfo(
+        "skipped", "an earlier line has the same texts (policy.duplicates)", "nothing"
+    ),
+    LineReason.LINE_TOO_LONG: ReasonInfo(
+        "quarantined", "more bytes than limits.max_line_bytes", "raise the limit, or cut the text"
+    ),
+    LineReason.TEXT_TOO_LONG: ReasonInfo(
+        "quarantined", "more bytes of text than limits.max_text_bytes", "raise the limit, or cut the text"
+    ),
+    LineReason.INVALID_UTF8: ReasonInfo(
+        "quarantined", "bytes that are no UTF-8, or half a surrogate pair", "write the file as UTF-8"
+    ),
+    LineReason.INVALID_JSON: ReasonInfo(
+        "quarantined",
+        "no JSON object: cut, NaN, a key given twice, nested too deeply",
+        "write the line anew with a JSON library",
+    ),
+    LineReason.MISSING_FIELD: ReasonInfo(
+        "quarantined", "a field of [fields] is not there, or null", "correct [fields], or the line"
+    ),
+    LineReason.WRONG_TYPE: ReasonInfo(
+        "quarantined", "a field is no text (or no list of turns)", "correct [fields], or the line"
+    ),
+    LineReason.UNKNOWN_ROLE: ReasonInfo(
+        "quarantined", "a turn's role is none of fields.roles", "add it to fields.roles"
+    ),
+    LineReason.DUPLICATE_KEY: ReasonInfo(
+        "quarantined", "an earlier line has the same fields.key", "make keys unique, or leave fields.key out"
+    ),
+    LineReason.FILE_DAMAGED: ReasonInfo(
+        "quarantined",
+        "the rest of a compressed or Parquet file that cannot be read; one for the file",
+        "fetch the file again, into a new output",
+    ),
+    LineReason.WORKER_FAILED: ReasonInfo(
+        "quarantined", "a process failed twice on this part; one for each file of it", "report it"
+    ),
+    LineReason.WORKER_KILLED: ReasonInfo(
+        "quarantined", "a process died twice on this part; one for each file of it", "look at the machine"
+    ),
+    LineReason.WORKER_OUT_OF_MEMORY: ReasonInfo(
+        "quarantined",
+        "a part took more memory than execution.memory_bytes, twice; one for each file of it",
+        "raise execution.memory_bytes, or write smaller row groups",
+    ),
+    LineReason.WORKER_TIMEOUT: ReasonInfo(
+        "quarantined", "a part took longer than its time, twice; one for each file of it", "raise the time"
+    ),
+}
+
+PACKED: Final = 0
+"""The number of a packed line."""
+
+REASON_TABLE: Final[tuple[tuple[str, OutcomeName], ...]] = (
+    ("PACKED", "packed"),
+    *((str(reason), REASONS[reason].outcome) for reason in LineReason),
+)
+"""Name and outcome by number."""
+
+_NUMBERS: Final = {reason: number for number, reason in enumerate(LineReason, start=1)}
+
+
+def number_of(reason: LineReason) -> int:
+    """Return the byte that stands for a reason."""
+    return _NUMBERS[reason]
+
+
+class LineError(Exception):
+    """A line cannot be packed; stays inside the package, and holds nothing of the line."""
+
+    def __init__(self, reason: LineReason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+_SPLIT_NAME: Final = re.compile(r"[a-z0-9]{1,32}")
+_ROLE: Final = re.compile(r"[a-z0-9_]{1,32}")
+_KIB: Final = 1 << 10
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusInputsConfig:
+    """Where the texts lie; nothing is ever written there."""
+
+    files: tuple[Path, ...]
+    """Folders, or single files: ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (also ``.ndjson`` and ``.json.gz``)
+    and ``.parquet``. Every line below ends in one outcome."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.files:
+            raise ConfigError("files must name at least one folder or file, got none; add one.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldsConfig:
+    """Which field of a line is what. A dot leads into an object: ``note.text``."""
+
+    kind: Literal["text", "pair", "dialogue", "preference"] = "text"
+    """``text``: one text. ``pair``: prompt and response. ``dialogue``: a list of turns. ``preference``: a
+    prompt, the chosen response and the rejected one; each a text or a list of turns."""
+    text: str = "text"
+    prompt: str = "prompt"
+    response: str = "response"
+    system: str = ""
+    """Field of a system text that goes first, where a line has it; empty for none."""
+    turns: str = "messages"
+    role: str = "role"
+    """Key of a turn's role, and of its text."""
+    content: str = "content"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    roles: dict[str, str] = field(
+        default_factory=lambda: {
+            "system": "system",
+            "user": "user",
+            "assistant": "assistant",
+            "tool": "tool",
+            "human": "user",
+            "gpt": "assistant",
+        }
+    )
+    """Roles by what the lines call them."""
+    turn_format: str = "<|{role}|>\n{content}\n"
+    """How a turn stands in ``report.txt``; where the content lies is kept, so it can be cut out again."""
+    key: str = ""
+    """Field that names a line for good, a text or an integer: its keyed surrogate is the sample key. Empty:
+    file and place are the name."""
+    keep: tuple[str, ...] = ()
+    """Fields that go into ``corpus.json`` as they are, texts scrubbed; none by default."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in self.roles.values():
+            if not _ROLE.fullmatch(name):
+                raise ConfigError(f"roles must be of [a-z0-9_], got {name!r}; rename it.")
+        parts = self.turn_parts
+        if "{content}" in parts[2] or "{role}" in parts[0] + parts[1] + parts[2]:
+            raise ConfigError("turn_format must hold {role} and {content} once each; correct it.")
+
+    @property
+    def turn_parts(self) -> tuple[str, str, str]:
+        """What stands before the role, between role and content, and behind the content."""
+        before, has_role, rest = self.turn_format.partition("{role}")
+        between, has_content, behind = rest.partition("{content}")
+        if not (has_role and has_content):
+            raise ConfigError("turn_format must hold {role} and then {content}, got another; correct it.")
+        return before, between, behind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusSplitsConfig:
+    """Which line goes into which split."""
+
+    parts: Annotated[dict[str, int], SPREAD] = field(
+        default_factory=lambda: {"train": 98, "val": 1, "test": 1}
+    )
+    """Parts of each split; may stand in ``[splits]`` itself, as in the settings of a packing job."""
+    group: str = ""
+    """Field whose lines stay together, such as the patient; a patient of an imaging dataset with the same key
+    and the same parts is in the same split there. Empty: lines with the same texts stay together."""
+    seed: Annotated[int, Bounds(0, (1 << 63) - 1)] = 0
+    """Another number deals otherwise; keep 0 to agree with an imaging dataset."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, parts in self.parts.items():
+            if not _SPLIT_NAME.fullmatch(name):
+                raise ConfigError(f"a split's name must be 1 to 32 of [a-z0-9], got {name!r}; rename it.")
+            if parts < 0:
+                raise ConfigError(f"parts.{name} must be at least 0, got {parts}; correct it.")
+        if sum(self.parts.values()) < 1:
+            raise ConfigError("parts must have at least one part in all, got 0; give a split some.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusShardsConfig:
+    """How lines become files."""
+
+    target_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = 512 * _MIB
+    """A shard is closed before it passes this; a longer text has a shard of its own."""
+    part_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = _GIB
+    """Bytes of input that are packed together: the unit of work, and of what a kill costs. No shard holds
+    lines of two parts. A compressed file is never cut."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusPolicyConfig:
+    """What becomes of lines that are not as they should be."""
+
+    duplicates: Literal["keep", "skip"] = "keep"
+    """``skip``: of lines with the same texts only the first is packed; the inputs are read twice."""
+    max_quarantined_share: Annotated[float, Bounds(0, 1)] = 0.01
+    """Largest share of lines that may be quarantined; above it nothing is published."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusLimitsConfig:
+    """Counts that decide outcomes."""
+
+    max_line_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 16 * _MIB
+    """Bytes of one line of JSON; a longer one is read past and never held."""
+    max_text_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 8 * _MIB
+    """Bytes of the texts of one line, before scrubbing."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusDeidConfig:
+    """What is done to what could name a person."""
+
+    text: ReportTextMode = "scrub"
+    """``scrub``: forms of names, numbers, dates and places are replaced, at about a millisecond a kilobyte.
+    ``strict``: words that are on no list too. ``keep``: texts stay as they came, for public ones and those
+    that were de-identified before."""
+    date_order: DateOrder = "unknown"
+    """How texts write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``. All dates are taken out."""
+    names: tuple[str, ...] = ()
+    """Fields with names of people; they are looked for in the line's texts."""
+    identifiers: tuple[str, ...] = ()
+    """Fields with numbers of people, such as a record number; looked for as well."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusConfig:
+    """All settings of a corpus job."""
+
+    output: Path
+    """Folder of the dataset: new, empty, or of an interrupted job with the same settings."""
+    private_dir: Path
+    """Folder outside the dataset (mode 0700) for the key and the list of the input files."""
+    inputs: CorpusInputsConfig
+    fields: FieldsConfig = field(default_factory=FieldsConfig)
+    identity: IdentityConfig = field(default_factory=IdentityConfig)
+    splits: CorpusSplitsConfig = field(default_factory=CorpusSplitsConfig)
+    shards: CorpusShardsConfig = field(default_factory=CorpusShardsConfig)
+    policy: CorpusPolicyConfig = field(default_factory=CorpusPolicyConfig)
+    limits: CorpusLimitsConfig = field(default_factory=CorpusLimitsConfig)
+    deid: CorpusDeidConfig = field(default_factory=CorpusDeidConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.execution.engine != "local":
+            raise ConfigError("execution.engine must be local for a corpus, got another; leave it out.")
+
+    @property
+    def key_file(self) -> Path:
+        """Where the secret key lies."""
+        return self.identity.key_file or self.private_dir / "secret.key"
+
+    def content(self) -> dict[str, Any]:
+        """Return the settings that decide the dataset's bytes, as JSON without fractions."""
+        return {
+            "deid": asdict(self.deid),
+            "duplicates": self.policy.duplicates,
+            "fields": asdict(self.fields),
+            "limits": asdict(self.limits),
+            "shards": asdict(self.shards),
+            "splits": {
+                "group": self.splits.group,
+                "parts": [[name, parts] for name, parts in self.splits.parts.items()],
+                "seed": self.splits.seed,
+            },
+        }
+
+    def content_digest(self) -> str:
+        """Return the SHA-256 of `content`: the ``config_digest`` of the manifest."""
+        return hashlib.sha256(canonical_json({"corpus": self.content()})).hexdigest()

@@ -1,0 +1,403 @@
+"""The execution of a corpus plan: find duplicates, pack the parts, number the shards, publish the version.
+
+What grows with the lines is read from the parts a piece at a time; the job holds one record for each part and
+one for each shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardflow.errors import ConfigError, FormatError, ShardflowError, StorageError
+from shardflow.format.keys import shard_name
+from shardflow.format.ledger import LineOutcomes, stream_outcomes
+from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
+from shardflow.format.reasons import OUTCOMES, OutcomeCounts
+from shardflow.format.samples import SamplesTable
+from shardflow.format.table import Table
+from shardflow.format.writer import write_file, write_samples
+from shardflow.packing.corpora.config import REASON_TABLE
+from shardflow.packing.corpora.duplicates import num_buckets, write_existing
+from shardflow.packing.corpora.inputs import InputFile, list_path, write_list
+from shardflow.packing.corpora.parts import load_part, outcome_pieces, part_folder
+from shardflow.packing.deid.pseudonyms import SURROGATE_LENGTH
+from shardflow.packing.engines.base import Task, TaskDone
+from shardflow.packing.versions.base import shard_number
+from shardflow.packing.versions.files import remove_strangers, samples_path, shard_order
+from shardflow.packing.workspace import RecordedOutcomes, reason_of_failure
+from shardflow.storage import LocalStore
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardflow.packing.corpora.config import CorpusConfig
+    from shardflow.packing.corpora.inputs import CorpusPlan
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.engines.base import Engine
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.workspace import Workplace
+
+_CLASSES: Final = dict(REASON_TABLE)
+_PIECE_ROWS: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """What became of the lines of a plan."""
+
+    records: tuple[dict[str, Any], ...]
+    """Of the parts, in their order."""
+    num_kept: int
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Lines by name of their outcome, ``PACKED`` with them."""
+        counts: Counter[str] = Counter()
+        for record in self.records:
+            counts.update(record["outcomes"])
+        return counts
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of all parts."""
+        return sum(sum(record["num_lines"]) for record in self.records)
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Lines by outcome class."""
+        return _by_class(self.counts)
+
+    def is_over(self, share: float) -> bool:
+        """Tell whether more lines are quarantined than a share of all."""
+        # The small term takes back what binary fractions lose: 0.05 of 100 are 5.
+        return self.outcomes["quarantined"] > math.floor(share * self.num_lines + 1e-9)
+
+
+def unpacked(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the reasons among counts by name, sorted: all but ``PACKED``."""
+    return {name: count for name, count in sorted(counts.items()) if _CLASSES[name] != "packed"}
+
+
+def _by_class(counts: Counter[str]) -> dict[str, int]:
+    totals = dict.fromkeys(map(str, OUTCOMES), 0)
+    for name, count in counts.items():
+        totals[_CLASSES[name]] += count
+    return totals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The version that a job builds on; empty for a first one."""
+
+    manifest: Manifest | None = None
+    files: Sequence[InputFile] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """A plan, and all that it takes to make a version of it."""
+
+    config: CorpusConfig
+    place: Workplace
+    key: SecretKey
+    pool: Engine
+    progress: Progress
+    plan: CorpusPlan
+    base: Base
+
+    def pack(self) -> Tally:
+        """Pack all parts that do not stand yet.
+
+        Raises:
+            StorageError: Something cannot be read or written.
+            ShardflowError: The packing processes cannot work.
+        """
+        self.place.begin("corpus")
+        recorded = RecordedOutcomes(self.place.recorded_outcomes)
+        numbers = range(1, len(self.plan.parts) + 1)
+        payloads = {number: self._payload(number, recorded) for number in numbers}
+        if self._has_scan:
+            self._find_duplicates(payloads, recorded)
+        parts = self.place.work / "parts"
+        records = {number: load_part(parts, number, payloads[number]["digest"]) for number in numbers}
+        waiting = [number for number in numbers if records[number] is None]
+        self.progress.phase("parts", len(numbers))
+        self.progress.advance(len(numbers) - len(waiting))
+
+        def done(task: Task, _: dict[str, Any]) -> None:
+            record = load_part(parts, task.handle, payloads[task.handle]["digest"])
+            if record is None:
+                raise ShardflowError(
+                    "a part must stand when its task is done, got none; is the work folder written by "
+                    "another job?"
+                )
+            records[task.handle] = record
+            self.progress.advance()
+            counts = Counter(record["outcomes"])
+            if not counts["PACKED"] and _by_class(counts)["quarantined"]:
+                name, count = counts.most_common(1)[0]
+                self.progress.note(
+                    f"part {task.handle} has nothing that can be packed: {count} lines are {name}"
+                )
+
+        failed = run_tasks(self.pool, self._tasks("pack", waiting, payloads), done)
+        for each in failed:
+            # Whatever is read again will fail again: the part is left out, and every later run knows it.
+            self._record(each.task.handle, str(reason_of_failure(each.failure or "failed")), recorded)
+            payloads[each.task.handle] = self._payload(each.task.handle, recorded)
+        again = [each.task.handle for each in failed]
+        run_all(self.pool, self._tasks("pack", again, payloads), done)
+        standing = tuple(record for number in numbers if (record := records[number]) is not None)
+        return Tally(records=standing, num_kept=len(numbers) - len(waiting))
+
+    def publish(self, tally: Tally, created_with: dict[str, str]) -> Manifest:
+        """Write the version.
+
+        Raises:
+            ConfigError: There is no sample to publish.
+            StorageError: Something cannot be written.
+        """
+        if not tally.counts["PACKED"]:
+            raise ConfigError(
+                "the inputs must hold a line that can be packed, got none "
+                f"({unpacked(tally.counts)}); correct them."
+            )
+        output, base = self.place.output, self.base.manifest
+        number = 1 if base is None else base.manifest_version + 1
+        shards = self._number_shards(tally)
+        if base is not None:
+            shards = sorted([*base.shards, *shards], key=shard_order)
+        self.progress.phase("samples", 0)
+        samples = write_samples(output, samples_path(number), shards, key_num_bytes=SURROGATE_LENGTH)
+        self.progress.phase("outcomes", 0)
+        files = [*self.base.files, *self._files(tally)]
+        lines = self._write_outcomes(number, files, tally)
+        counts = Counter({name: count for name, count in tally.counts.items() if count})
+        tallies: Counter[str] = Counter()
+        for record in tally.records:
+            tallies.update(record["tallies"])
+        if base is not None:
+            former: Any = base.extra
+            counts.update(former["reasons"])
+            counts["PACKED"] += base.counts.packed
+            tallies.update(former["deidentification"]["counts"])
+        write_list(list_path(self.place.private, self.plan.digest), files)
+        manifest = Manifest(
+            manifest_version=number,
+            parent=None if base is None else base.dataset_id,
+            shards=tuple(shards),
+            samples=samples,
+            counts=OutcomeCounts(**_by_class(counts)),
+            created_with=created_with,
+            config_digest=self.config.content_digest(),
+            key_id=self.key.key_id,
+            extra={
+                "config": self.config.content(),
+                "corpus": {"kind": self.config.fields.kind, "num_files": len(files)},
+                "deidentification": {
+                    "counts": dict(sorted(tallies.items())),
+                    "dates": "REMOVED" if self.config.deid.text != "keep" else "UNMODIFIED",
+                    "report_text": self.config.deid.text,
+                },
+                "line_outcomes": asdict(lines),
+                "num_slices": 0,
+                "plan_digest": self.plan.digest,
+                "reasons": unpacked(counts),
+            },
+        )
+        store = LocalStore(output)
+        remove_strangers(output, [*(load(store, each) for each in versions(store)), manifest])
+        self.progress.phase("manifest", 0)
+        commit(store, manifest)
+        return manifest
+
+    @property
+    def _has_scan(self) -> bool:
+        return self.config.policy.duplicates == "skip" or bool(self.config.fields.key)
+
+    def _payload(self, number: int, recorded: RecordedOutcomes) -> dict[str, Any]:
+        payload = self.plan.payload(number)
+        failed = recorded.find(self._part_key(number), self.plan.num_bytes(number))
+        # What a part drops depends on all the others.
+        facts = [payload["digest"], self.plan.digest if self._has_scan else "", failed or ""]
+        digest = hashlib.sha256("\0".join(facts).encode("ascii")).hexdigest()
+        return {**payload, "failed": failed, "digest": digest}
+
+    def _part_key(self, number: int) -> str:
+        return self.key.surrogate("corpus-part", f"{self.plan.digest}:{number}")
+
+    def _record(self, number: int, reason: str, recorded: RecordedOutcomes) -> None:
+        recorded.add(self._part_key(number), self.plan.num_bytes(number), reason)
+        self.progress.note(f"part {number} is left out: {reason}")
+
+    def _tasks(self, kind: str, numbers: list[int], payloads: dict[int, dict[str, Any]]) -> Iterator[Task]:
+        for number in numbers:
+            seconds = self.plan.seconds(number, self.config.execution.task_timeout_s)
+            yield Task(kind=kind, payload=payloads[number], timeout_s=seconds, handle=number)
+
+    def _find_duplicates(self, payloads: dict[int, dict[str, Any]], recorded: RecordedOutcomes) -> None:
+        """Read all parts for digests, and find those that occur again."""
+        scans, numbers = self.place.work / "scans", list(payloads)
+        self.progress.phase("duplicates", len(numbers))
+        num_rows = 0
+        if self.base.manifest is not None and self.config.fields.key:
+            num_rows += write_existing(scans, self._existing_keys(self.base.manifest))
+            numbers = [0, *numbers]
+
+        def done(_: Task, result: dict[str, Any]) -> None:
+            nonlocal num_rows
+            num_rows += result["num_rows"]
+            self.progress.advance()
+
+        wanted = [number for number in payloads if payloads[number]["failed"] is None]
+        for each in run_tasks(self.pool, self._tasks("scan", wanted, payloads), done):
+            number = each.task.handle
+            self._record(number, str(reason_of_failure(each.failure or "failed")), recorded)
+            payloads[number] = self._payload(number, recorded)
+        count = num_buckets(num_rows)
+        tasks = (
+            Task(
+                kind="resolve",
+                payload={"parts": numbers, "bucket": bucket, "count": count},
+                timeout_s=self.config.execution.task_timeout_s,
+            )
+            for bucket in range(count)
+        )
+        run_all(self.pool, tasks, lambda *_: None)
+
+    def _existing_keys(self, base: Manifest) -> Iterator[NDArray[Any]]:
+        table = Table(LocalStore(self.place.output).map(base.samples.path), name=base.samples.path)
+        samples = SamplesTable(table)
+        for start in range(0, samples.num_samples, _PIECE_ROWS):
+            rows = np.arange(start, min(start + _PIECE_ROWS, samples.num_samples))
+            yield samples.gather("sample_key", rows)
+
+    def _number_shards(self, tally: Tally) -> list[ShardEntry]:
+        """Give the shards of all parts their names, and write their indexes."""
+        following: Counter[str] = Counter()
+        for shard in () if self.base.manifest is None else self.base.manifest.shards:
+            following[shard.split] = max(following[shard.split], shard_number(shard) + 1)
+        payloads: list[dict[str, Any]] = []
+        shards: list[dict[str, Any]] = []
+        for part, record in enumerate(tally.records, start=1):
+            for shard in record["shards"]:
+                name = shard_name(shard["split"], following[shard["split"]])
+                following[shard["split"]] += 1
+                payloads.append({"part": part, "source": shard["name"], "name": name})
+                shards.append({**shard, "name": name, "path": f"shards/{name}.tar"})
+        self.progress.phase("index", len(shards))
+
+        def done(task: Task, result: dict[str, Any]) -> None:
+            shards[task.handle]["index"] = FileEntry(**result)
+            self.progress.advance()
+
+        timeout_s = self.config.execution.task_timeout_s
+        tasks = (
+            Task(kind="number", payload=payload, timeout_s=timeout_s, handle=place)
+            for place, payload in enumerate(payloads)
+        )
+        run_all(self.pool, tasks, done)
+        return sorted((ShardEntry(**shard) for shard in shards), key=shard_order)
+
+    def _files(self, tally: Tally) -> list[InputFile]:
+        """Return the files of the plan with the numbers of their lines."""
+        num_lines = [0] * len(self.plan.files)
+        for pieces, record in zip(self.plan.parts, tally.records, strict=True):
+            for piece, count in zip(pieces, record["num_lines"], strict=True):
+                num_lines[piece.file] += count
+        return [
+            replace(file, num_lines=count) for file, count in zip(self.plan.files, num_lines, strict=True)
+        ]
+
+    def _write_outcomes(self, number: int, files: list[InputFile], tally: Tally) -> FileEntry:
+        parts = self.place.work / "parts"
+
+        def pieces() -> Iterator[NDArray[np.uint8]]:
+            if self.base.manifest is not None:
+                yield from self._former_outcomes(self.base.manifest)
+            for part, record in enumerate(tally.records, start=1):
+                for piece in outcome_pieces(part_folder(parts, part), record):
+                    yield np.frombuffer(piece, np.uint8)
+
+        path = f"samples/lines-{number:06d}.tbl"
+        table = stream_outcomes([(file.file, file.num_lines) for file in files], pieces(), REASON_TABLE)
+        return write_file(self.place.output, path, table)
+
+    def _former_outcomes(self, base: Manifest) -> Iterator[NDArray[np.uint8]]:
+        entry = base.line_outcomes
+        if entry is None:
+            raise FormatError("the version before must be a corpus, got another dataset.")
+        name = entry.path
+        lines = LineOutcomes(Table(LocalStore(self.place.output).map(name), name=name))
+        if tuple(zip(lines.names, lines.outcomes, strict=True)) != REASON_TABLE[: len(lines.names)]:
+            raise FormatError(f"{name} must have reasons of this shardflow, got others; use a newer one.")
+        yield from lines.pieces()
+
+
+def run_tasks(
+    pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+) -> list[TaskDone]:
+    """Run tasks; those that fail run a second time, one at a time in a fresh process.
+
+    Args:
+        pool: The processes.
+        tasks: Made as they are needed.
+        on_done: Told of each task that was done, in no order.
+
+    Returns:
+        What failed twice.
+
+    Raises:
+        StorageError: A task could not read or write; nothing of an input decides that.
+    """
+    failed = _once(pool, tasks, on_done)
+    if not failed:
+        return []
+    pool.restart(1)
+    again = _once(pool, [done.task for done in failed], on_done)
+    pool.restart()
+    return again
+
+
+def run_all(pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]) -> None:
+    """Run tasks that no input can make fail.
+
+    Raises:
+        ShardflowError: One failed all the same.
+    """
+    failed = run_tasks(pool, tasks, on_done)
+    if failed:
+        raise ShardflowError(
+            f"a packing process must do {failed[0].task.kind}, got {failed[0].failure} ({failed[0].detail}); "
+            "look at the memory and the disk of this machine."
+        )
+
+
+def _once(
+    pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+) -> list[TaskDone]:
+    failed: list[TaskDone] = []
+
+    def take() -> None:
+        done = pool.wait()
+        if done.failure == "storage":
+            raise StorageError(done.detail)
+        if done.failure is not None or done.result is None:
+            failed.append(done)
+        else:
+            on_done(done.task, done.result)
+
+    for task in tasks:
+        while not pool.has_idle:
+            take()
+        pool.submit(task)
+    while pool.num_running:
+        take()
+    return failed

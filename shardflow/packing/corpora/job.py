@@ -1,0 +1,273 @@
+"""The corpus job: files, parts, shards, manifest.
+
+Files are listed and looked at; the plan cuts them into parts; processes turn each part into shards of its
+own; then shards get their numbers, and the samples table, the outcomes and the manifest are written. Any
+moment may be the last: the same command resumes with the parts that are done, and produces the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+
+from shardflow.errors import ConfigError
+from shardflow.format.manifest import Manifest, load, versions
+from shardflow.format.writer import package_versions
+from shardflow.packing.corpora.execution import Base, Execution, run_all, unpacked
+from shardflow.packing.corpora.inputs import InputFile, build_plan, discover, list_path, read_list
+from shardflow.packing.corpora.parts import HANDLERS, make_setup
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.engines.base import ChildLimits, Task, WorkerSetup
+from shardflow.packing.engines.local import ChildPool
+from shardflow.packing.engines.worker import peak_memory_bytes
+from shardflow.packing.plan import check_files
+from shardflow.packing.progress import SilentProgress
+from shardflow.packing.workspace import locked_workplace
+from shardflow.storage import LocalStore
+
+if TYPE_CHECKING:
+    from shardflow.packing.corpora.config import CorpusConfig
+    from shardflow.packing.engines.base import Engine
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.workspace import Workplace
+
+CorpusMode: TypeAlias = Literal["pack", "append"]
+"""``pack`` makes a first version; ``append`` one with new files."""
+CorpusStatus: TypeAlias = Literal["packed", "already_packed", "nothing_new", "quarantine_limit"]
+
+# Deadlines are the job's: a part of one large compressed file may take days of processor time.
+_TASK_S: Final = 30 * 86_400.0
+_FILE_BYTES: Final = 1 << 46
+_FILES_AT_ONCE: Final = 32
+# The packages whose versions decide the bytes of a corpus.
+_PACKAGES: Final = ("numpy", "pyarrow", "rapidfuzz", "shardflow")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusSummary:
+    """Counts and costs of a job; holds nothing of an input."""
+
+    status: CorpusStatus
+    """``packed``; ``already_packed`` and ``nothing_new``: there was nothing to do; ``quarantine_limit``:
+    nothing was published."""
+    inputs: dict[str, int]
+    """Lines: ``total``, ``packed``, ``skipped``, ``quarantined``."""
+    reasons: dict[str, int]
+    """Lines by reason code, for those that are not packed."""
+    dataset_id: str | None = None
+    manifest_version: int | None = None
+    splits: dict[str, int] = field(default_factory=dict)
+    """Samples by split."""
+    num_files: int = 0
+    """Input files of this run."""
+    num_parts: int = 0
+    num_parts_kept: int = 0
+    """Parts that an earlier run had finished."""
+    num_shards: int = 0
+    num_bytes: int = 0
+    """Size of all files of the dataset."""
+    seconds: float = 0.0
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    """Most resident memory of the ``job`` and of any one packing ``process``."""
+
+    @classmethod
+    def of_manifest(cls, status: CorpusStatus, manifest: Manifest, **facts: Any) -> Self:
+        """Sum up a published dataset."""
+        counts = asdict(manifest.counts)
+        extra: Mapping[str, Any] = manifest.extra
+        return cls(
+            status=status,
+            inputs={"total": sum(counts.values()), **counts},
+            reasons=dict(extra["reasons"]),
+            dataset_id=manifest.dataset_id,
+            manifest_version=manifest.manifest_version,
+            splits={name: numbers["num_samples"] for name, numbers in manifest.splits.items()},
+            num_shards=len(manifest.shards),
+            num_bytes=sum(entry.num_bytes for entry in manifest.files()) + len(manifest.encode()),
+            **facts,
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the job: 0 done, 3 quarantine over its limit."""
+        return 3 if self.status == "quarantine_limit" else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as JSON; the command's last line."""
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
+
+
+def pack_corpus(
+    config: CorpusConfig,
+    progress: Progress | None = None,
+    *,
+    mode: CorpusMode = "pack",
+    handlers: str = HANDLERS,
+) -> CorpusSummary:
+    """Pack text files into a dataset or its next version, or resume a stopped run.
+
+    Args:
+        config: All settings.
+        progress: Receives where the job is.
+        mode: ``append`` takes new files into the next version.
+        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` serves tests,
+            which make processes fail on purpose.
+
+    Returns:
+        What was done; its ``status`` says whether a version was published.
+
+    Raises:
+        ConfigError: A setting, a folder or the key is wrong, there is nothing to pack, or the output holds
+            something that these settings do not go with.
+        StorageError: Something cannot be read or written; the job can be run again.
+        ShardflowError: The packing processes cannot work; the job can be run again.
+    """
+    with locked_workplace(config.output, config.private_dir, config.inputs.files) as place:
+        is_new_key = config.identity.key_file is None and not config.key_file.exists()
+        key = SecretKey.create(config.key_file) if is_new_key else SecretKey.load(config.key_file)
+        limits = ChildLimits(
+            memory_bytes=config.execution.memory_bytes, task_s=_TASK_S, file_bytes=_FILE_BYTES
+        )
+        with ChildPool(
+            config.execution.resolved_num_processes,
+            WorkerSetup(
+                limits=limits,
+                handlers=handlers,
+                setup=make_setup(config, place.output, place.work),
+                log_path=place.process_log,
+            ),
+        ) as pool:
+            job = _Job(config=config, place=place, key=key, pool=pool, progress=progress or SilentProgress())
+            return job.make(mode)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    config: CorpusConfig
+    place: Workplace
+    key: SecretKey
+    pool: Engine
+    progress: Progress
+    started: float = field(default_factory=time.monotonic)
+
+    def make(self, mode: CorpusMode) -> CorpusSummary:
+        store = LocalStore(self.place.output)
+        finished = load(store) if versions(store) else None
+        if mode == "append" and finished is None:
+            raise ConfigError(
+                "output must hold a dataset for append, got none; an interrupted first packing goes on "
+                "without --append."
+            )
+        if finished is not None:
+            self._check_settings(finished)
+        self.progress.phase("inputs", 0)
+        files = discover(self.config.inputs.files)
+        if all(file.format == "other" for file in files):
+            raise ConfigError(
+                f"inputs.files must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got {len(files)} "
+                "others; correct the folders."
+            )
+        files = self._inspect(files)
+        if finished is None:
+            return self._pack(files, Base())
+        known = read_list(list_path(self.place.private, str(finished.extra.get("plan_digest"))))
+        new = _new_files(files, known)
+        if mode == "append" and new:
+            return self._pack(new, Base(manifest=finished, files=known))
+        if new:
+            raise ConfigError(
+                f"output must be new, or hold a dataset of the same files, got {len(new)} files that it does "
+                "not know; add --append to take them in, or name another output."
+            )
+        check_files(store, finished)
+        return self._finish("nothing_new" if mode == "append" else "already_packed", finished, len(files))
+
+    def _check_settings(self, finished: Manifest) -> None:
+        for what, found, expected in (
+            ("secret key", finished.key_id, self.key.key_id),
+            ("settings", finished.config_digest, self.config.content_digest()),
+        ):
+            if found != expected:
+                raise ConfigError(
+                    f"output must be new, or hold a corpus of the same {what}, got one of another; name "
+                    "another output."
+                )
+
+    def _inspect(self, files: list[InputFile]) -> list[InputFile]:
+        """Look at every file with the packing processes."""
+        results: dict[int, dict[str, Any]] = {}
+
+        def done(task: Task, result: dict[str, Any]) -> None:
+            results.update(enumerate(result["files"], start=task.handle))
+
+        def tasks() -> Iterator[Task]:
+            for start in range(0, len(files), _FILES_AT_ONCE):
+                some = files[start : start + _FILES_AT_ONCE]
+                payload = {"files": [[file.path, file.format] for file in some]}
+                timeout_s = self.config.execution.task_timeout_s
+                yield Task(kind="inspect", payload=payload, timeout_s=timeout_s, handle=start)
+
+        run_all(self.pool, tasks(), done)
+        return [
+            replace(
+                file,
+                file=self.key.surrogate("input", file.name),
+                probe=results[number]["probe"],
+                groups=None if results[number]["groups"] is None else tuple(results[number]["groups"]),
+            )
+            for number, file in enumerate(files)
+        ]
+
+    def _pack(self, files: list[InputFile], base: Base) -> CorpusSummary:
+        created_with = package_versions(_PACKAGES)
+        parent = None if base.manifest is None else base.manifest.dataset_id
+        plan = build_plan(self.config, self.key, files, created_with=created_with, parent=parent)
+        execution = Execution(
+            config=self.config,
+            place=self.place,
+            key=self.key,
+            pool=self.pool,
+            progress=self.progress,
+            plan=plan,
+            base=base,
+        )
+        tally = execution.pack()
+        facts: dict[str, Any] = {"num_parts": len(plan.parts), "num_parts_kept": tally.num_kept}
+        if tally.is_over(self.config.policy.max_quarantined_share):
+            self.progress.phase("done", 0)
+            return CorpusSummary(
+                status="quarantine_limit",
+                inputs={"total": tally.num_lines, **tally.outcomes},
+                reasons=unpacked(tally.counts),
+                **self._costs(len(files)),
+                **facts,
+            )
+        return self._finish("packed", execution.publish(tally, created_with), len(files), **facts)
+
+    def _finish(
+        self, status: CorpusStatus, manifest: Manifest, num_files: int, **facts: Any
+    ) -> CorpusSummary:
+        self.place.remove_work()
+        self.progress.phase("done", 0)
+        return CorpusSummary.of_manifest(status, manifest, **self._costs(num_files), **facts)
+
+    def _costs(self, num_files: int) -> dict[str, Any]:
+        return {
+            "num_files": num_files,
+            "seconds": time.monotonic() - self.started,
+            "peak_memory_bytes": {"job": peak_memory_bytes(), "process": self.pool.peak_memory_bytes},
+        }
+
+
+def _new_files(files: list[InputFile], known: list[InputFile]) -> list[InputFile]:
+    """Return the files that a version does not have; refuse those that changed since."""
+    before = {file.file: file for file in known}
+    num_changed = sum(file.file in before and not file.is_same(before[file.file]) for file in files)
+    if num_changed:
+        raise ConfigError(
+            f"files of a corpus must stay as they were, got {num_changed} that changed since; pack into "
+            "a new output, or put new lines into new files."
+        )
+    return [file for file in files if file.file not in before]

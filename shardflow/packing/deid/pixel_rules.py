@@ -1,0 +1,231 @@
+"""Which images may show text or a face: rules over header values, from a table that sites extend.
+
+Absent attributes say nothing: that a file does not declare burned-in text is no proof that it has none, so
+the kinds of images that often have some are suspect. No pixel is looked at; docs/deidentification.md says
+what that leaves open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final
+
+from shardflow.errors import ConfigError
+
+Box = tuple[int, int, int, int]
+"""First row, first column, row and column behind the last."""
+
+Values = Mapping[str, Sequence[str | int | float]]
+
+_TABLES: Final = {
+    "burned_in": ({"name", "verdict", "when"}, {"unless"}),
+    "blackout": ({"name", "when", "boxes", "clears"}, frozenset[str]()),
+    "face": ({"name", "when"}, {"unless"}),
+}
+_VERDICTS: Final = ("dirty", "suspect")
+_NAME: Final = re.compile(r"[a-z0-9_]{1,64}")
+_NOT_READ: Final = frozenset({"SOPClassUID", "Rows", "Columns", "BurnedInAnnotation", "ImageType"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    name: str
+    verdict: str
+    when: tuple[tuple[str, re.Pattern[str]], ...]
+    unless: tuple[tuple[str, re.Pattern[str]], ...]
+
+    def matches(self, values: Values) -> bool:
+        return _has_all(self.when, values) and not (self.unless and _has_all(self.unless, values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blackout:
+    """Boxes to blank in the images of one device."""
+
+    name: str
+    boxes: tuple[Box, ...]
+    clears: frozenset[str]
+    """Rules that it answers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PixelVerdict:
+    """What the rules say of a group of like images."""
+
+    held_back: tuple[str, ...]
+    """Names of the rules that keep the images out; none: they may be packed."""
+    accepted: tuple[str, ...]
+    """Names of the rules that matched and were accepted by the settings."""
+    blackout: Blackout | None
+    face: tuple[str, ...]
+    """Names of the rules that see a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelRules:
+    """The rules of a job."""
+
+    burned_in: tuple[_Rule, ...]
+    faces: tuple[_Rule, ...]
+    blackouts: tuple[tuple[_Rule, Blackout], ...]
+    digest: str
+    """SHA-256 of the table and what was added to it."""
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """Attributes to be read of a file, beside what its header row holds."""
+        rules = [*self.burned_in, *self.faces, *(rule for rule, _ in self.blackouts)]
+        named = {keyword for rule in rules for keyword, _ in (*rule.when, *rule.unless)}
+        return tuple(sorted(named - _NOT_READ))
+
+    def judge(self, values: Values, *, accept: Iterable[str], trusts_no: bool) -> PixelVerdict:
+        """Judge a group of images by their header values.
+
+        Args:
+            values: DICOM keyword to values, of all that rules ask for.
+            accept: Names of rules that keep nothing out.
+            trusts_no: Whether a declared ``BurnedInAnnotation = NO`` clears a suspicion.
+        """
+        blackout = next((boxes for rule, boxes in self.blackouts if rule.matches(values)), None)
+        matched = [rule for rule in self.burned_in if rule.matches(values)]
+        said = {str(value).upper() for value in values.get("BurnedInAnnotation", ())}
+        if trusts_no and said == {"NO"}:
+            matched = [rule for rule in matched if rule.verdict == "dirty"]
+        if blackout is not None:
+            matched = [rule for rule in matched if rule.name not in blackout.clears]
+        accepted = frozenset(accept)
+        return PixelVerdict(
+            held_back=tuple(rule.name for rule in matched if rule.name not in accepted),
+            accepted=tuple(rule.name for rule in matched if rule.name in accepted),
+            blackout=blackout,
+            face=tuple(rule.name for rule in self.faces if rule.matches(values)),
+        )
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check that names are those of rules.
+
+        Raises:
+            ConfigError: One is not.
+        """
+        known = {rule.name for rule in self.burned_in}
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"deid.accept must name rules for burned-in text, got {name!r}; "
+                    f"known are {', '.join(sorted(known))}."
+                )
+
+
+def shipped_rules() -> str:
+    """Return the text of the table that is shipped."""
+    return (files("shardflow.packing.deid") / "pixel_rules.toml").read_text(encoding="ascii")
+
+
+def load_rules(*added: str) -> PixelRules:
+    """Read the shipped table and what a site adds to it.
+
+    Args:
+        added: Texts of further tables (TOML).
+
+    Raises:
+        ConfigError: A table is not as the shipped one describes it.
+    """
+    texts = [shipped_rules(), *added]
+    tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in _TABLES}
+    for text in texts:
+        for name, entries in _parse(text).items():
+            tables[name] += entries
+    burned_in = tuple(_rule(entry, entry["verdict"]) for entry in tables["burned_in"])
+    names = [rule.name for rule in burned_in]
+    if len(set(names)) != len(names):
+        raise _problem("burned_in", "names that are used once")
+    blackouts = tuple((_rule(entry, ""), _blackout(entry, set(names))) for entry in tables["blackout"])
+    return PixelRules(
+        burned_in,
+        tuple(_rule(entry, "") for entry in tables["face"]),
+        blackouts,
+        hashlib.sha256("\0".join(texts).encode("utf-8")).hexdigest(),
+    )
+
+
+def _parse(text: str) -> dict[str, list[Mapping[str, Any]]]:
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the pixel rules must be TOML, got an error: {error}; correct the file.") from None
+    for name, entries in tables.items():
+        if name not in _TABLES or not isinstance(entries, list):
+            raise ConfigError(
+                f"the pixel rules must be tables [[{']], [['.join(_TABLES)}]], got {name!r}; rename it."
+            )
+        needed, optional = _TABLES[name]
+        for entry in entries:
+            if not isinstance(entry, dict) or not needed <= set(entry) <= needed | optional:
+                raise _problem(name, f"the keys {', '.join(sorted(needed))}")
+            if not isinstance(entry["name"], str) or not _NAME.fullmatch(entry["name"]):
+                raise _problem(name, "a name of [a-z0-9_]")
+            if name == "burned_in" and entry["verdict"] not in _VERDICTS:
+                raise _problem(name, "the verdict dirty or suspect")
+    return tables
+
+
+def _rule(entry: Mapping[str, Any], verdict: str) -> _Rule:
+    if not entry["when"]:
+        raise _problem(entry["name"], "a condition")
+    return _Rule(entry["name"], verdict, _conditions(entry, "when"), _conditions(entry, "unless"))
+
+
+def _conditions(entry: Mapping[str, Any], key: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    table = entry.get(key, {})
+    if not isinstance(table, dict):
+        raise _problem(entry["name"], f"a table under {key!r}")
+    conditions = []
+    for keyword, expressions in sorted(table.items()):
+        if (
+            not isinstance(expressions, list)
+            or not expressions
+            or not all(isinstance(one, str) for one in expressions)
+        ):
+            raise _problem(entry["name"], f"a list of expressions for {keyword!r}")
+        try:
+            pattern = re.compile("|".join(f"(?:{one})" for one in expressions), re.IGNORECASE)
+        except re.error as error:
+            raise _problem(entry["name"], f"expressions that compile ({error})") from None
+        conditions.append((keyword, pattern))
+    return tuple(conditions)
+
+
+def _blackout(entry: Mapping[str, Any], names: set[str]) -> Blackout:
+    boxes = entry["boxes"]
+    if not isinstance(boxes, list) or not boxes or not all(map(_is_box, boxes)):
+        raise _problem(entry["name"], "boxes of [first row, first column, end row, end column]")
+    if not isinstance(entry["clears"], list) or not set(entry["clears"]) <= names:
+        raise _problem(entry["name"], "names of rules under 'clears'")
+    return Blackout(
+        name=entry["name"],
+        boxes=tuple((box[0], box[1], box[2], box[3]) for box in boxes),
+        clears=frozenset(entry["clears"]),
+    )
+
+
+def _is_box(box: object) -> bool:
+    if not isinstance(box, list) or len(box) != 4 or not all(type(edge) is int for edge in box):
+        return False
+    top, left, bottom, right = (int(edge) for edge in box)
+    return 0 <= top < bottom and 0 <= left < right
+
+
+def _has_all(conditions: Sequence[tuple[str, re.Pattern[str]]], values: Values) -> bool:
+    return all(
+        any(pattern.fullmatch(str(value).strip()) for value in values.get(keyword, ()))
+        for keyword, pattern in conditions
+    )
+
+
+def _problem(name: str, expected: str) -> ConfigError:
+    return ConfigError(f"a pixel rule must have {expected}, got something else ({name}); correct it.")

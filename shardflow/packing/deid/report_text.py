@@ -1,0 +1,107 @@
+"""Take what identifies a person out of a report; keep what it says about the images.
+
+Three layers, each looked for in the text as it came: values of this study's headers
+(`shardflow.packing.deid.known_values`), forms (`text_patterns`, `text_dates`), and in the strict mode every word that
+is on no list (`lexicon`). What is found is replaced by its category in brackets, ``[NAME]``. A pattern that
+does not know a form misses it: docs/deidentification.md says what is not promised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from typing import Final, Literal, TypeAlias
+
+from shardflow.packing.deid.known_values import KnownValues
+from shardflow.packing.deid.lexicon import fold, lexicon
+from shardflow.packing.deid.text_patterns import (
+    Category,
+    DateOrder,
+    Span,
+    find_dates,
+    find_numbers,
+    find_patterns,
+    find_times,
+    merge,
+)
+
+ReportTextMode: TypeAlias = Literal["scrub", "strict", "keep"]
+"""``scrub``: known values and patterns. ``strict``: unknown words too. ``keep``: the text stays
+as it came."""
+
+_WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
+_YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|cm|ml|hu|mg))", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScrubbedText:
+    """A text that may leave."""
+
+    text: str
+    counts: dict[str, int]
+    """Places that were replaced, by category in lower case; sorted."""
+
+
+def scrub(
+    text: str,
+    known: KnownValues,
+    *,
+    mode: ReportTextMode,
+    order: DateOrder = "unknown",
+    say_date: Callable[[date], str | None] = lambda _: None,
+) -> ScrubbedText:
+    """Replace what identifies a person.
+
+    Args:
+        text: Of a report.
+        known: Values of the study's headers.
+        mode: How much is taken out.
+        order: How the source writes 03/04/2019.
+        say_date: What stands inside the brackets for a single day, such as its distance from the study; None
+            takes the day out.
+
+    Example:
+        >>> scrub("Seen by Dr. Okafor on 2019-03-14.", KnownValues(()), mode="scrub").text
+        'Seen by Dr. [NAME] on [DATE].'
+    """
+    if mode == "keep":
+        return ScrubbedText(text=text, counts={})
+    births: set[tuple[int, int]] = set()
+    spans: list[Span] = []
+    for span in known.find(text):
+        spans.append(span)
+        if span.category is Category.DATE:
+            births.add((span.start, span.end))
+    spans += find_patterns(text)
+    times = [*find_dates(text, order), *find_times(text)]
+    covered = {position for span in times for position in range(span.start, span.end)}
+    spans += times
+    spans += [span for span in find_numbers(text) if not covered.issuperset(range(span.start, span.end))]
+    if mode == "strict":
+        spans += _unknown_words(text)
+    parts: list[str] = []
+    counts: Counter[str] = Counter()
+    position = 0
+    for span in merge(spans, text):
+        is_birth = any(start < span.end and span.start < end for start, end in births)
+        said = None if span.day is None or is_birth else say_date(span.day)
+        parts += [text[position : span.start], f"[{span.category}]" if said is None else f"[{said}]"]
+        counts[span.category.lower()] += 1
+        position = span.end
+    parts.append(text[position:])
+    return ScrubbedText(text="".join(parts), counts=dict(sorted(counts.items())))
+
+
+def _unknown_words(text: str) -> Iterator[Span]:
+    """Words that are on no list, and years."""
+    known = lexicon()
+    for match in _WORD.finditer(text):
+        word = fold(match[0])
+        if len(word) == 1 or known.may_pass(word) or (match[0].islower() and known.is_medical(word)):
+            continue
+        yield Span(start=match.start(), end=match.end(), category=Category.WORD)
+    for match in _YEAR.finditer(text):
+        yield Span(start=match.start(), end=match.end(), category=Category.DATE)

@@ -1,0 +1,1 @@
+"""Execution engines: local processes or a Ray cluster run the same tasks."""

@@ -1,0 +1,223 @@
+"""Messages between the job and its packing processes: length-prefixed JSON over a socket pair.
+
+JSON, not pickle: the other end decodes files that others made, and a process that such a file took over must
+not be able to run code in the job.
+
+The life of one packing process: take limits, then answer tasks until the job closes the channel.
+
+Started by `shardflow.packing.engines.local` in a fresh interpreter, never by a fork: decoders and their threads do not
+survive one. Once it runs, its standard streams lead nowhere, because native libraries print what they stumble
+over; only results reach the job, and a failure carries a class name and a place in the code, no text.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import logging
+import os
+import resource
+import socket
+import struct
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from shardflow.errors import StorageError
+from shardflow.logs import describe_exception
+from shardflow.packing.engines.base import Answer, Task, WorkerSetup, decode, encode, end_with
+from shardflow.packing.registry import TASK_HANDLERS, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LENGTH: Final = struct.Struct("<I")
+_READ_BYTES: Final = 1 << 16
+_MAX_MESSAGE_BYTES: Final = 1 << 28
+
+
+class ChannelClosedError(Exception):
+    """The other end is gone, or sent what is no message; never leaves the packing package."""
+
+
+class Channel:
+    """One end of a socket pair that carries JSON objects, in order."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for selectors."""
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any], *, timeout_s: float | None = None) -> None:
+        """Send one message.
+
+        Raises:
+            ChannelClosedError: The other end is gone, or took nothing for ``timeout_s``.
+        """
+        body = json.dumps(message, ensure_ascii=True, separators=(",", ":")).encode()
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError:
+            raise ChannelClosedError from None
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for one message.
+
+        Raises:
+            ChannelClosedError: The other end is gone.
+        """
+        self._socket.settimeout(None)
+        while (message := self._take()) is None:
+            self._read()
+        return message
+
+    def receive_available(self) -> Iterator[dict[str, Any]]:
+        """Read once, without waiting, and yield the messages that are whole by then.
+
+        Raises:
+            ChannelClosedError: The other end is gone; what it had sent whole was yielded before.
+        """
+        self._socket.settimeout(0.0)
+        try:
+            self._read()
+        finally:
+            while (message := self._take()) is not None:
+                yield message
+
+    def close(self) -> None:
+        """Close this end; closing twice is harmless."""
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            piece = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            raise ChannelClosedError from None
+        if not piece:
+            raise ChannelClosedError
+        self._received += piece
+
+    def _take(self) -> dict[str, Any] | None:
+        if len(self._received) < _LENGTH.size:
+            return None
+        (num_bytes,) = _LENGTH.unpack_from(self._received)
+        if num_bytes > _MAX_MESSAGE_BYTES:
+            raise ChannelClosedError
+        end = _LENGTH.size + num_bytes
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError):
+            raise ChannelClosedError from None
+        if not isinstance(message, dict):
+            raise ChannelClosedError
+        return message
+
+
+Handler: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+"""Answers one task: ``handler(kind, payload) -> result``, records as JSON; see `answering`."""
+
+HandlerFactory: TypeAlias = Callable[[Mapping[str, Any]], Handler]
+"""Makes the handler from the job's setup, once per process."""
+
+_KIB: Final = 1024
+
+
+def main(channel_fileno: int, parent_pid: int) -> None:
+    """Run until the channel closes.
+
+    Args:
+        channel_fileno: This process's end of the socket pair.
+        parent_pid: The job; this process ends with it.
+    """
+    end_with(parent_pid)
+    log_fileno = os.dup(sys.stderr.fileno())
+    faulthandler.enable(file=log_fileno)
+    channel = Channel(socket.socket(fileno=channel_fileno))
+    with suppress(ChannelClosedError):
+        try:
+            start = decode(WorkerSetup, channel.receive())
+            start.limits.apply()
+            handler = _silently(lambda: _make_handler(start.handlers, start.setup))
+        except Exception as error:  # noqa: BLE001 - said to the job, which gives up
+            channel.send(encode(Answer(cannot_start=describe_exception(error))))
+            return
+        channel.send(encode(Answer(pid=os.getpid())))
+        _close_streams()
+        while True:
+            task = decode(Task, channel.receive())
+            start.limits.start_task()
+            channel.send(encode(replace(_answer(handler, task), peak_memory_bytes=peak_memory_bytes())))
+
+
+def answering(kinds: Mapping[str, tuple[type[Any], Callable[[Any], Any]]]) -> Handler:
+    """Return the handler of a table of tasks: the record and the function of each kind."""
+
+    def handle(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        record, answer = kinds[kind]
+        result: dict[str, Any] = encode(answer(decode(record, payload)))
+        return result
+
+    return handle
+
+
+def peak_memory_bytes() -> int:
+    """Return the most resident memory that this process ever had."""
+    with suppress(OSError, ValueError):
+        # Not ru_maxrss: on Linux a process begins with that of the one that started it.
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * _KIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * _KIB
+
+
+def _make_handler(name: str, setup: Mapping[str, Any]) -> Handler:
+    factory: HandlerFactory = resolve(TASK_HANDLERS.get(name, name))
+    return factory(setup)
+
+
+def _silently(make: Callable[[], Handler]) -> Handler:
+    """Turn off what would print the text of others; before the libraries are imported that print it."""
+    warnings.simplefilter("ignore")
+    logging.lastResort = None
+    logging.disable(logging.CRITICAL)
+    # What is imported stays until the end: it is never looked through for garbage, now or later.
+    gc.disable()
+    try:
+        return make()
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _close_streams() -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _answer(handler: Handler, task: Task) -> Answer:
+    try:
+        return Answer(result=handler(task.kind, task.payload))
+    except MemoryError:
+        return Answer(failure="out_of_memory", detail="MemoryError")
+    except StorageError as error:
+        return Answer(failure="storage", detail=error.message)
+    except Exception as error:  # noqa: BLE001 - the one place where whatever a study does becomes an outcome
+        return Answer(failure="failed", detail=describe_exception(error))

@@ -1,0 +1,567 @@
+"""Who packs which shard, and in which order, so that nobody works long after all others have ended.
+
+What a packing process is told of a study, and the digest of all that its fragment depends on.
+
+The study pass: packs every planned study and assembles every shard, whatever happens to single processes.
+
+The shard with the largest study is opened first, and the studies of a shard are dealt largest first, so that
+no large study is the last one; a shard is assembled as soon as its studies are done, so that the work folder
+holds a few shards at most.
+What is packed when, and by which process, never shows in the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.format.reasons import HELD_BACK, Outcome, outcome_of
+from shardflow.packing.engines.base import Engine, Task, TaskDone, decode
+from shardflow.packing.header_rows import RowPlace
+from shardflow.packing.inventory import UNDECIDED, reason_code
+from shardflow.packing.scan import batch_name
+from shardflow.packing.studies.assembly import has_sizes, load_record
+from shardflow.packing.studies.fragment import AttachmentMark, FragmentWriter, StudyOutcome, fragment_path
+from shardflow.packing.studies.tasks import (
+    CheckDone,
+    CheckTask,
+    FragmentName,
+    ShardDone,
+    ShardTask,
+    StudyAttachment,
+    StudyDone,
+    StudyFile,
+    StudyTask,
+)
+from shardflow.packing.versions.ingest import Kin
+from shardflow.packing.workspace import RecordedOutcomes, conversion_of, reason_of_failure
+
+if TYPE_CHECKING:
+    from shardflow.packing.inventory import FileTable
+    from shardflow.packing.linking import ReportTable
+    from shardflow.packing.plan import PackPlan
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.workspace import Share, Workplace
+
+
+def deal(plan: PackPlan, count: int) -> list[int]:
+    """Deal the shards to tasks: largest first, each to the task that has least.
+
+    Returns:
+        For each shard of the plan the task that packs it.
+    """
+    loads = [(0, task) for task in range(count)]
+    owners = [0] * len(plan.shards)
+    sizes = [shard.estimated_bytes for shard in plan.shards]
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        load, owners[number] = loads[0]
+        heapq.heapreplace(loads, (load + max(1, sizes[number]), owners[number]))
+    return owners
+
+
+def own_shards(plan: PackPlan, share: Share | None) -> list[int] | None:
+    """Return the numbers of a task's shards; None, for all, where there are no tasks."""
+    if share is None:
+        return None
+    return [number for number, owner in enumerate(deal(plan, share.count)) if owner == share.index]
+
+
+def opening_order(largest: Mapping[int, int]) -> list[int]:
+    """Order shards so that no large study is the last one.
+
+    Args:
+        largest: Size of the largest study of each shard, by the shard's number.
+    """
+    return sorted(largest, key=lambda number: (-largest[number], number))
+
+
+def missing_tasks(plan: PackPlan, count: int | None, missing: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of the tasks whose shards are missing.
+
+    Raises:
+        ConfigError: Shards are missing, and no task has ever run here.
+    """
+    if not missing:
+        return ()
+    if count is None:
+        raise ConfigError(
+            "output must hold the shards of tasks for --merge, got none; run every --task i/n before."
+        )
+    owners = deal(plan, count)
+    return tuple(sorted({owners[number] for number in missing}))
+
+
+def count_studies(place: Workplace, plan: PackPlan, shards: Sequence[int]) -> dict[str, int]:
+    """Count the studies of shards that stand, by outcome."""
+    counts = {"packed": 0, "skipped": 0, "quarantined": 0}
+    for number in shards:
+        record = load_record(place.records, plan.shards[number].name)
+        for outcome in () if record is None else record["outcomes"].values():
+            counts[outcome["outcome"]] += 1
+    return counts
+
+
+_FRAGMENT_VERSION: Final = 3
+
+
+class StudyTasks:
+    """Makes the tasks of studies.
+
+    Args:
+        files: The inventory.
+        reports: The reports.
+        basis: All that every fragment depends on: settings, versions, key.
+    """
+
+    def __init__(self, files: FileTable, reports: ReportTable, basis: str) -> None:
+        self._files = files
+        self._reports = reports
+        self._basis = basis
+        self._kin = Kin(files)
+
+    def make(self, study: int, recorded_reason: str | None) -> StudyTask:
+        """Make the task of a study.
+
+        Args:
+            study: Its number.
+            recorded_reason: Of a death that was recorded.
+        """
+        table = self._files
+        images: list[StudyFile] = []
+        attachments: list[StudyAttachment] = []
+        for position, file in enumerate(table.files_of(study).tolist()):
+            if table.reason[file] != UNDECIDED:
+                continue
+            row = self._row(file)
+            if file in table.attachments:
+                items = table.attachments[file].items
+                attachments.append(StudyAttachment(position=position, row=row, items=items))
+            else:
+                images.append(StudyFile(position=position, row=row))
+        report = self._reports.report_of.get(study)
+        siblings = self._kin.files_with(study) if self._has_text(study) else []
+        return StudyTask(
+            sample_key=table.studies.keys[study],
+            task_digest=self.digest(study, recorded_reason),
+            files=tuple(images),
+            attachments=tuple(attachments),
+            report=None if report is None else self._reports.place_of(report),
+            siblings=tuple(map(self._row, siblings)),
+        )
+
+    def digest(self, study: int, recorded_reason: str | None) -> str:
+        """Return the digest of all that the fragment of a study depends on.
+
+        Args:
+            study: Its number.
+            recorded_reason: Of a death that was recorded.
+        """
+        files = self._files.files_of(study)
+        digest, people = self._reports.digests_of(self._reports.report_of.get(study))
+        kin = self._kin.files_with(study) if self._has_text(study) else []
+        attached = self._attached(study)
+        return digest_of_facts(
+            [
+                _FRAGMENT_VERSION,
+                self._basis,
+                self._files.studies.keys[study],
+                self._files.digest[files].tolist(),
+                self._files.modified_ns[files].tolist(),
+                self._files.reason[files].tolist(),
+                digest,
+                people,
+                recorded_reason,
+                self._kin.facts(kin),
+                attached,
+            ]
+        )
+
+    def _row(self, file: int) -> RowPlace:
+        table = self._files
+        name = batch_name(int(table.source[file]))
+        return RowPlace(name, int(table.row_offset[file]), int(table.row_num_bytes[file]))
+
+    def _attached(self, study: int) -> list[list[Any]]:
+        """Return the kinds of a study's attachments, and which of their records are its own."""
+        known = self._files.attachments
+        found = [known[file] for file in self._files.files_of(study).tolist() if file in known]
+        return [[one.kind, one.version, list(one.items)] for one in found]
+
+    def _has_text(self, study: int) -> bool:
+        """Tell whether a study has texts that people are looked for in."""
+        return study in self._reports.report_of or bool(self._attached(study))
+
+
+def digest_of_facts(facts: Any) -> str:
+    """Return the SHA-256 of JSON."""
+    return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode("ascii")).hexdigest()
+
+
+_MAX_ASSEMBLIES: Final = 3
+
+
+class QuarantineLimitError(Exception):
+    """More inputs are quarantined than the job allows; stays inside the packing package."""
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    number: int
+    waiting: set[int]
+    """Studies that are not packed yet."""
+    num_assemblies: int = 0
+
+
+class StudyPass:
+    """Packs the studies of a plan into its shards.
+
+    Args:
+        pool: The packing processes.
+        plan: What goes where.
+        files: The inventory.
+        reports: The reports.
+        place: The folders.
+        recorded: Outcomes of former runs.
+        basis: All that every fragment depends on: settings, versions, key.
+        max_quarantined: Number of quarantined inputs above which the job stops.
+        task_timeout_s: Time for one task.
+        progress: Hears of every study that is done.
+        shards: Numbers of the shards to pack; None for all.
+        on_shard: Told the record of every shard that stands.
+        trusts_sizes: Take shards that stand by their sizes, without reading them back.
+        is_sent: Tells by the record of a shard that it stands elsewhere and not here any more.
+    """
+
+    def __init__(
+        self,
+        pool: Engine,
+        plan: PackPlan,
+        files: FileTable,
+        reports: ReportTable,
+        place: Workplace,
+        *,
+        recorded: RecordedOutcomes,
+        basis: str,
+        max_quarantined: int,
+        task_timeout_s: float,
+        progress: Progress,
+        shards: Sequence[int] | None = None,
+        trusts_sizes: bool = False,
+        on_shard: Callable[[Mapping[str, Any]], None] | None = None,
+        is_sent: Callable[[Mapping[str, Any]], bool] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._plan = plan
+        self._files = files
+        self._reports = reports
+        self._place = place
+        self._recorded = recorded
+        self._tasks = StudyTasks(files, reports, basis)
+        self._max_quarantined = max_quarantined
+        self._timeout_s = task_timeout_s
+        self._progress = progress
+        self._trusts_sizes = trusts_sizes
+        self._on_shard = on_shard
+        self._is_sent = is_sent
+        self.shards = list(range(len(plan.shards)) if shards is None else shards)
+        self._to_open = deque(opening_order({number: self._largest(number) for number in self.shards}))
+        self._ready: deque[Task] = deque()
+        self._open: dict[int, _OpenShard] = {}
+        self._shard_of: dict[int, int] = {}
+        self._troubled: dict[int, int | None] = {}
+        """Studies that have failed once, and the attachment (a row of the files) that was under way."""
+        self._exceptions: dict[int, StudyOutcome] = {}
+        self._is_counted = np.zeros(len(files.studies), np.bool_)
+        self.num_quarantined = 0
+        self._recall_conversions()
+
+    def run(self, num_quarantined: int) -> None:
+        """Pack and assemble everything.
+
+        Args:
+            num_quarantined: Inputs that headers and reports alone have quarantined.
+
+        Raises:
+            QuarantineLimitError: Too many inputs are quarantined; what is packed stays for the next run.
+            StorageError: Something cannot be written or read back.
+            ShardflowError: Processes cannot start.
+        """
+        self._progress.phase("studies", sum(len(self._plan.shards[number].studies) for number in self.shards))
+        self._count_quarantined(num_quarantined)
+        self._drain()
+        while self._troubled:
+            troubled, self._troubled = self._troubled, {}
+            for study in sorted(troubled, key=self._key):
+                self._retry_alone(study, troubled[study])
+            self._pool.restart()
+            self._drain()
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the shards that do not stand, by records and the sizes of files."""
+        found = []
+        for number in self.shards:
+            task = self._shard_task(number)
+            record = load_record(self._place.records, task.name)
+            if (
+                record is None
+                or record["digest"] != task.digest
+                or not (self._stands_elsewhere(record) or has_sizes(self._place.output, record))
+            ):
+                found.append(number)
+        return found
+
+    def decide_exceptions(self) -> None:
+        """Write down what is known of files that are not packed, when the job stops before its end."""
+        for study, outcome in self._exceptions.items():
+            files = self._files.files_of(study)
+            undecided = self._files.reason[files] == UNDECIDED
+            for position, file in enumerate(files.tolist()):
+                reason = outcome.instances.get(position, outcome.reason)
+                if undecided[position] and reason is not None:
+                    self._files.reason[file] = reason_code(reason)
+
+    def _drain(self) -> None:
+        """Keep every process busy until nothing is left that can be done in company."""
+        while True:
+            while self._pool.has_idle and (task := self._next_task()) is not None:
+                self._pool.submit(task)
+            if not self._pool.num_running:
+                return
+            self._take(self._pool.wait())
+
+    def _next_task(self) -> Task | None:
+        while not self._ready and self._to_open:
+            self._open_shard(self._to_open.popleft(), may_stand=True)
+        return self._ready.popleft() if self._ready else None
+
+    def _open_shard(self, number: int, *, may_stand: bool) -> None:
+        """Make the tasks of a shard: a look at the one that stands, or its studies."""
+        shard = self._plan.shards[number]
+        self._open[number] = _OpenShard(number, set(shard.studies))
+        for study in shard.studies:
+            self._shard_of[study] = number
+        record = load_record(self._place.records, shard.name) if may_stand else None
+        if record is not None:
+            digest = self._shard_task(number).digest
+            if record["digest"] == digest and self._stands_elsewhere(record):
+                self._take_check(number, stands=True)
+                return
+            check = CheckTask(name=shard.name, digest=digest, trusts_sizes=self._trusts_sizes)
+            self._ready.append(self._task("check", check, number))
+            return
+        sizes = {study: self._study_bytes(study) for study in shard.studies}
+        for study in sorted(shard.studies, key=lambda study: (-sizes[study], self._key(study))):
+            self._submit_study(study)
+
+    def _stands_elsewhere(self, record: Mapping[str, Any]) -> bool:
+        return self._is_sent is not None and self._is_sent(record)
+
+    def _submit_study(self, study: int) -> None:
+        reason = self._recorded_reason(study)
+        if reason is not None:
+            self._give_up(study, reason)
+            return
+        self._ready.append(self._study_task(study))
+
+    def _take(self, done: TaskDone) -> None:
+        if done.failure == "storage":
+            raise StorageError(done.detail)
+        match done.task.kind:
+            case "study" if done.result is None:
+                self._troubled[done.task.handle] = self._attachment_under_way(done.task.handle)
+            case "study" if done.result is not None:
+                self._finish_study(done.task.handle, decode(StudyDone, done.result).outcome)
+            case "check":
+                stands = done.result is not None and decode(CheckDone, done.result).is_whole
+                self._take_check(done.task.handle, stands=stands)
+            case _:
+                self._take_shard(done)
+
+    def _take_check(self, number: int, *, stands: bool) -> None:
+        shard = self._plan.shards[number]
+        record = load_record(self._place.records, shard.name) if stands else None
+        if record is None:
+            self._open_shard(number, may_stand=False)
+            return
+        for study in shard.studies:
+            self._count_outcome(study, decode(StudyOutcome, record["outcomes"][self._key(study)]))
+        self._close_shard(number)
+
+    def _take_shard(self, done: TaskDone) -> None:
+        """Close a shard; one that lacks fragments, or whose process died, is assembled again."""
+        number: int = done.task.handle
+        shard = self._open[number]
+        missing = set(decode(ShardDone, done.result).missing) if done.result is not None else None
+        if missing is not None and not missing:
+            self._close_shard(number)
+            return
+        shard.num_assemblies += 1
+        if shard.num_assemblies >= _MAX_ASSEMBLIES:
+            problem = f"{done.failure}, {done.detail}" if missing is None else "fragments that do not last"
+            raise ShardflowError(
+                f"{self._plan.shards[number].name} must come together within {_MAX_ASSEMBLIES} tries, got: "
+                f"{problem}; check the disk and run the job again, it goes on from here."
+            )
+        if missing is None:
+            self._ready.appendleft(done.task)
+            return
+        for study in self._plan.shards[number].studies:
+            if self._key(study) in missing:
+                shard.waiting.add(study)
+                self._submit_study(study)
+
+    def _close_shard(self, number: int) -> None:
+        del self._open[number]
+        if self._on_shard is not None:
+            record = load_record(self._place.records, self._plan.shards[number].name)
+            if record is not None:
+                self._on_shard(record)
+
+    def _finish_study(self, study: int, outcome: StudyOutcome) -> None:
+        self._count_outcome(study, outcome)
+        self._close_study(study)
+
+    def _close_study(self, study: int) -> None:
+        shard = self._open[self._shard_of[study]]
+        shard.waiting.discard(study)
+        if shard.waiting:
+            return
+        self._ready.appendleft(self._task("shard", self._shard_task(shard.number), shard.number))
+
+    def _retry_alone(self, study: int, culprit: int | None) -> None:
+        """Try a study once more with the machine to itself.
+
+        A second failure is the outcome of what was under way both times: of an attachment, without which the
+        study is tried on, or of the study.
+        """
+        seen = {culprit}
+        while True:
+            self._pool.restart(1)
+            self._pool.submit(self._study_task(study))
+            done = self._pool.wait()
+            if done.failure == "storage":
+                raise StorageError(done.detail)
+            if done.failure is None or done.result is not None:
+                break
+            culprit = self._attachment_under_way(study)
+            if culprit not in seen:
+                seen.add(culprit)
+                continue
+            reason = reason_of_failure(done.failure)
+            if culprit is None:
+                self._progress.note(f"sample {self._key(study)} is quarantined: {reason} ({done.detail})")
+                self._recorded.add(self._key(study), self._study_bytes(study), reason)
+                self._give_up(study, reason)
+                return
+            self._progress.note(
+                f"an attachment of sample {self._key(study)} is quarantined: {reason} ({done.detail})"
+            )
+            self._recorded.add(*self._conversion(culprit), reason)
+            self._files.reason[culprit] = reason_code(reason)
+            self._count_quarantined(1)
+        if done.result is not None:
+            self._finish_study(study, decode(StudyDone, done.result).outcome)
+
+    def _attachment_under_way(self, study: int) -> int | None:
+        """Return the row of the attachment that was converted when a study failed; None if it was none."""
+        mark = AttachmentMark(self._place.fragments, self._key(study), self._task_digest(study))
+        position, files = mark.read(), self._files.files_of(study)
+        if position is None or not 0 <= position < len(files):
+            return None
+        file = int(files[position])
+        return file if file in self._files.attachments else None
+
+    def _recall_conversions(self) -> None:
+        """Leave out the attachments whose conversion is recorded as the end of its process."""
+        if not len(self._recorded):
+            return
+        planned = {study for number in self.shards for study in self._plan.shards[number].studies}
+        for file in sorted(self._files.attachments):
+            if int(self._files.study[file]) in planned and self._files.reason[file] == UNDECIDED:
+                reason = self._recorded.find(*self._conversion(file))
+                if reason is not None:
+                    self._files.reason[file] = reason_code(reason)
+
+    def _conversion(self, file: int) -> tuple[str, int]:
+        """Return by what the conversion of an attachment is recorded."""
+        name = conversion_of(self._files.surrogate[file].decode("ascii"))
+        return name, int(self._files.decoded_bytes[file])
+
+    def _give_up(self, study: int, reason: str) -> None:
+        """Leave a fragment without members in the place of a study that ends its process."""
+        key = self._key(study)
+        path = fragment_path(self._place.fragments, key)
+        outcome = StudyOutcome(outcome=Outcome.QUARANTINED, reason=str(reason), instances={})
+        with FragmentWriter(path, sample_key=key, task_digest=self._task_digest(study)) as writer:
+            writer.commit(outcome, None)
+        self._finish_study(study, outcome)
+
+    def _count_outcome(self, study: int, outcome: StudyOutcome) -> None:
+        if self._is_counted[study]:
+            return
+        self._is_counted[study] = True
+        self._progress.advance()
+        if outcome.reason is not None or outcome.instances:
+            self._exceptions[study] = outcome
+        own = [
+            outcome_of(reason) is Outcome.QUARANTINED and reason not in HELD_BACK
+            for reason in outcome.instances.values()
+        ]
+        shared = self._num_undecided(study) - len(own)
+        if outcome.outcome == Outcome.QUARANTINED and outcome.reason not in HELD_BACK:
+            self._count_quarantined(sum(own) + shared + (study in self._reports.report_of))
+        else:
+            self._count_quarantined(sum(own))
+
+    def _count_quarantined(self, count: int) -> None:
+        self.num_quarantined += count
+        self.check_limit(self.num_quarantined)
+
+    def check_limit(self, num_quarantined: int) -> None:
+        """Stop the job where too many inputs are quarantined.
+
+        Raises:
+            QuarantineLimitError: There are more than the settings allow.
+        """
+        if num_quarantined > self._max_quarantined:
+            raise QuarantineLimitError
+
+    def _study_task(self, study: int) -> Task:
+        return self._task("study", self._tasks.make(study, self._recorded_reason(study)), study)
+
+    def _shard_task(self, number: int) -> ShardTask:
+        shard = self._plan.shards[number]
+        members = [(self._key(study), self._task_digest(study)) for study in shard.studies]
+        fragments = tuple(FragmentName(sample_key=key, task_digest=digest) for key, digest in members)
+        return ShardTask(name=shard.name, digest=digest_of_facts([shard.name, members]), fragments=fragments)
+
+    def _task_digest(self, study: int) -> str:
+        return self._tasks.digest(study, self._recorded_reason(study))
+
+    def _recorded_reason(self, study: int) -> str | None:
+        if not len(self._recorded):
+            return None
+        return self._recorded.find(self._key(study), self._study_bytes(study))
+
+    def _task(self, kind: str, payload: StudyTask | ShardTask | CheckTask, handle: int) -> Task:
+        return Task(kind=kind, payload=payload, timeout_s=self._timeout_s, handle=handle)
+
+    def _key(self, study: int) -> str:
+        return self._files.studies.keys[study]
+
+    def _study_bytes(self, study: int) -> int:
+        return int(self._files.decoded_bytes[self._files.files_of(study)].sum())
+
+    def _largest(self, number: int) -> int:
+        return max(map(self._study_bytes, self._plan.shards[number].studies), default=0)
+
+    def _num_undecided(self, study: int) -> int:
+        return int((self._files.reason[self._files.files_of(study)] == UNDECIDED).sum())

@@ -1,0 +1,231 @@
+"""Settings of what is packed beside the images: attachments, and what reports say.
+
+Settings of de-identification.
+
+Settings of what is packed beside the slices: smaller versions, and augmented variants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from shardflow.config import Bounds, ByteSize, check_fields
+from shardflow.errors import ConfigError
+from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
+from shardflow.packing.deid.pseudonyms import DatesMode
+from shardflow.packing.deid.report_text import ReportTextMode
+from shardflow.packing.deid.text_patterns import DateOrder
+
+BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
+
+_KIND = re.compile(r"[a-z0-9-]{1,32}")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachmentsConfig:
+    """Files that belong to a study and are no images; docs/attachments.md names the kinds."""
+
+    enabled: bool = True
+    """Whether they are packed; without, they are what they are among images: no image."""
+    leave_out: tuple[str, ...] = ()
+    """Kinds that are not packed, such as ``fhir``."""
+    window_hours: Annotated[int, Bounds(0, 24 * 366)] = 24
+    """Largest distance in time between a record that names only its patient and the patient's study."""
+    max_bytes: Annotated[ByteSize, Bounds(1)] = _GIB
+    """Size of a file above which it is not read."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in self.leave_out:
+            if not _KIND.fullmatch(name):
+                raise ConfigError(
+                    f"attachments.leave_out must hold names of [a-z0-9-], got {name!r}; "
+                    "see docs/attachments.md."
+                )
+
+    def content(self) -> dict[str, Any] | None:
+        """Return what decides the dataset's bytes; None where nothing is set."""
+        if self == AttachmentsConfig():
+            return None
+        return {
+            "enabled": self.enabled,
+            "leave_out": sorted(self.leave_out),
+            "max_bytes": self.max_bytes,
+            "window_hours": self.window_hours,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportsConfig:
+    """What is made of reports."""
+
+    extract: bool = True
+    """Whether ``report.json`` is written: sections, findings and the images that the report names."""
+    findings: tuple[Path, ...] = ()
+    """Tables of findings beside the shipped one (docs/reports.md); theirs win over it."""
+    anatomy: tuple[Path, ...] = ()
+    """Tables of anatomy, likewise."""
+    extractors: tuple[str, ...] = ()
+    """Names of further extractors that installed packages offer."""
+    align: bool = True
+    """Whether ``alignment.json`` is written: which slices show what the report speaks of. Needs
+    ``extract``."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def content(self) -> dict[str, Any] | None:
+        """Return what decides the dataset's bytes; None where nothing is set.
+
+        Raises:
+            ConfigError: A table cannot be read.
+        """
+        if self == ReportsConfig():
+            return None
+        return {
+            "align": self.align,
+            "anatomy": [digest_of(path) for path in self.anatomy],
+            "extract": self.extract,
+            "extractors": sorted(self.extractors),
+            "findings": [digest_of(path) for path in self.findings],
+        }
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a table.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"reports.findings and reports.anatomy must name readable tables, got {type(error).__name__}; "
+            "check the paths."
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeidConfig:
+    """What is done to what could name a person, beyond the allowlist and the surrogates."""
+
+    report_text: ReportTextMode = "scrub"
+    """``scrub``: values of the study's headers and patterns are replaced. ``strict``: words that are on no
+    list too. ``keep``: reports stay as they came, for those that were de-identified before."""
+    date_order: DateOrder = "unknown"
+    """How reports write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``, which takes such dates out."""
+    dates: DatesMode = "days"
+    """``days``: studies and dates in reports as distances in days. ``shift``: dates, moved by one keyed
+    number of days a patient. ``remove``: neither."""
+    shift_keeps_weekday: bool = False
+    """Whether dates are moved by whole weeks."""
+    accept: tuple[str, ...] = ()
+    """Names of rules for burned-in text whose images are packed all the same, such as ``ultrasound``."""
+    trust_declared_clean: bool = False
+    """Whether BurnedInAnnotation = NO in a file clears a suspicion."""
+    face_risk: Literal["flag", "quarantine"] = "flag"
+    """What becomes of volumes of the head, whose surface is a face."""
+    rules_file: Path | None = None
+    """TOML file of further rules and blackout boxes; see docs/deidentification.md."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def rules_text(self) -> tuple[str, ...]:
+        """Return the site's own rules.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        if self.rules_file is None:
+            return ()
+        try:
+            return (self.rules_file.read_text(encoding="utf-8"),)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"deid.rules_file must be a readable UTF-8 file, got {type(error).__name__}; check the path."
+            ) from None
+
+    def rules(self) -> PixelRules:
+        """Return all pixel rules.
+
+        Raises:
+            ConfigError: The site's own are not as they must be, or ``accept`` names one that is none.
+        """
+        rules = load_rules(*self.rules_text())
+        rules.check_names(self.accept)
+        return rules
+
+    def content(self) -> dict[str, Any]:
+        """Return what decides bytes, as JSON."""
+        return {
+            "accept": sorted(self.accept),
+            "date_order": self.date_order,
+            "dates": self.dates,
+            "face_risk": self.face_risk,
+            "report_text": self.report_text,
+            "rules_sha256": self.rules().digest,
+            "shift_keeps_weekday": self.shift_keeps_weekday,
+            "trust_declared_clean": self.trust_declared_clean,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolConfig:
+    """Augmented variants of every slice, within what their modality allows; none by default.
+
+    Numbers are drawn for each study and variant, keyed by the study's key.
+    """
+
+    num_variants: Annotated[int, Bounds(0, 99)] = 0
+    """Variants of each study, all slices of one alike. Each takes the bytes of the slices once more."""
+    rotate_deg: Annotated[float, Bounds(0.0, 180.0)] = 10.0
+    """Turned by up to this, either way."""
+    zoom: Annotated[float, Bounds(0.0, 1.0)] = 0.1
+    """Enlarged by up to this share, so that a crop fills the frame."""
+    shift: Annotated[float, Bounds(0.0, 1.0)] = 0.05
+    """Moved by up to this share of width and height."""
+    intensity: Annotated[float, Bounds(0.0, 1.0)] = 0.0
+    """Gain, offset and gamma changed by up to this share inside the display range, which cuts the rest; never
+    where intensities are measurements."""
+    elastic: Annotated[float, Bounds(0.0, 0.05)] = 0.01
+    """Bent by up to this share of width and height."""
+    mirror: Annotated[float, Bounds(0.0, 1.0)] = 0.0
+    """Probability of left and right exchanged; never where report or annotations name a side."""
+    flip: Annotated[float, Bounds(0.0, 1.0)] = 0.0
+    """Probability of top and bottom exchanged, where a modality has no top."""
+    seed: int = 0
+    """Another seed draws other variants."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantsConfig:
+    """What is packed beside the slices; nothing by default."""
+
+    thumbnail_px: Annotated[int, Bounds(0, 1024)] = 0
+    """Longer side of a JPEG of the middle slice of every series, in its display range; 0 for none."""
+    small_px: Annotated[int, Bounds(0, 4096)] = 0
+    """Longer side of a small version of every slice, in its unit, averaged by area; 0 for none."""
+    augment: PoolConfig = field(default_factory=PoolConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def content(self) -> dict[str, Any]:
+        """Return the settings as JSON without fractions; those of a pool only where there is one."""
+        said: dict[str, Any] = {"thumbnail_px": self.thumbnail_px, "small_px": self.small_px}
+        if self.augment.num_variants:
+            pool = asdict(self.augment)
+            said["augment"] = {
+                name: repr(value) if isinstance(value, float) else value for name, value in pool.items()
+            }
+        return said

@@ -1,0 +1,384 @@
+"""The header pass: the few facts of a DICOM file that packing plans with.
+
+Owns what is taken out of a file; everything else is dropped at this door. A header is plain, small and
+picklable: one per file crosses from the process that reads to the process that plans.
+
+Headers as JSON: how a plan keeps them between its two passes.
+
+Exact: floats survive, tuples come back as tuples.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardflow.errors import SourceError
+from shardflow.format.reasons import Reason, source_error
+from shardflow.packing.sources.dicom import values
+from shardflow.packing.sources.dicom.description import DESCRIPTION_TAGS, ImageDescription, describe_image
+from shardflow.packing.sources.dicom.dictionary import (
+    ENCAPSULATED_SYNTAXES,
+    IMAGE_CLASSES,
+    MEDIA_DIRECTORY,
+    NATIVE_SYNTAXES,
+    STATED_UNITS,
+)
+from shardflow.packing.sources.dicom.elements import FileElements, HeaderLimits, read_elements
+from shardflow.packing.sources.dicom.planes import (
+    MAX_SPACING_MM,
+    PLANE_TAGS,
+    PlaneHeader,
+    read_planes,
+    read_rescale_types,
+)
+
+_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
+    0x00080016,
+    0x00080018,
+    0x0020000D,
+    0x0020000E,
+    0x00100020,
+)
+_CHARACTER_SET, _IMAGE_TYPE, _MODALITY, _SERIES_TEXT = 0x00080005, 0x00080008, 0x00080060, 0x0008103E
+_SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION = (
+    0x00200011,
+    0x00200013,
+    0x00200052,
+    0x00201041,
+)
+_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT = 0x00180088, 0x00181164, 0x00280120, 0x00280121
+_ACCESSION, _STUDY_DATE, _STUDY_TIME = 0x00080050, 0x00080020, 0x00080030
+_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN = 0x00283000, 0x00281056, 0x00541001, 0x00280301
+_PIXEL_DATA = 0x7FE00010
+
+_WANTED = (
+    frozenset({_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _CHARACTER_SET, _IMAGE_TYPE, _MODALITY})
+    | frozenset({_SERIES_TEXT, _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION})
+    | frozenset({_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
+    | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN})
+    | frozenset({_ACCESSION, _STUDY_DATE, _STUDY_TIME})
+    | PLANE_TAGS
+    | DESCRIPTION_TAGS
+)
+_SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
+_DEFAULT_LIMITS = HeaderLimits()
+
+Identify = Callable[[dict[str, str]], dict[str, str]]
+"""Takes and returns ``patient_id``, ``study_instance_uid``, ``series_instance_uid``, ``sop_instance_uid``."""
+
+UNKNOWN_UNIT = "OTHER"
+"""Stands for a unit that is stated and not on the list."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceHeader:
+    """One image instance. Holds identifiers: it never goes into a message, log or dataset as it is."""
+
+    file_index: int
+    """The caller's number for the file, such as its place in the list of `discover`."""
+    patient_id: str
+    study_instance_uid: str
+    series_instance_uid: str
+    sop_instance_uid: str
+    sop_class_uid: str
+    transfer_syntax_uid: str
+    modality: str
+    image_type: tuple[str, ...]
+    series_number: int | None
+    instance_number: int | None
+    image: ImageDescription
+    planes: tuple[PlaneHeader, ...]
+    """One for all frames, or one per frame."""
+    frame_of_reference_uid: str
+    slice_location: float | None
+    spacing_between_slices: float | None
+    detector_spacing: tuple[float, float] | None
+    """(0018,1164) *Imager Pixel Spacing*: on the detector, between rows and between columns, mm."""
+    unit: str
+    """(0028,1054) *Rescale Type* or (0054,1001) *Units*: a known one, `UNKNOWN_UNIT`, or ``""``: absent."""
+    window_function: str
+    """(0028,1056) *VOI LUT Function*."""
+    burned_in: str
+    """(0028,0301) *Burned In Annotation*, upper-cased; ``""`` where absent, which is no "no"."""
+    padding: tuple[int, int] | None
+    """Lowest and highest stored value that means "no data", inclusive."""
+    has_modality_lut: bool
+    is_localizer: bool
+    pixel_vr: str
+    pixel_offset: int
+    """Where the value of the pixel data begins in the file; in the inflated stream for the deflated
+    syntax."""
+    pixel_num_bytes: int | None
+    """Length of that value; None where it is encapsulated."""
+    num_bytes: int
+    """Size of the file."""
+    flags: tuple[str, ...]
+    """What was odd and could be put right; docs/dicom.md lists the codes."""
+    accession_number: str = ""
+    """This and the next two link attachments with the study."""
+    study_date: str = ""
+    study_time: str = ""
+
+    def plane(self, frame: int) -> PlaneHeader:
+        """Facts of one frame."""
+        return self.planes[frame if len(self.planes) > 1 else 0]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the pixels lie in the file as they are."""
+        return self.transfer_syntax_uid in NATIVE_SYNTAXES
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the stored values are floating point numbers; only volumes of other formats have such."""
+        return self.pixel_vr in {"OD", "OF"}
+
+    def __repr__(self) -> str:
+        image = self.image
+        return f"InstanceHeader({self.modality}, {image.num_frames} x {image.rows} x {image.columns})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenInstance:
+    """An image that cannot be packed although its file says where it belongs: its study is not whole."""
+
+    file_index: int
+    patient_id: str
+    """``""`` where it is missing, as with the other identifiers."""
+    study_instance_uid: str
+    sop_instance_uid: str
+    reason: Reason
+    detail: str
+    """Numbers and tags; never a value of the file."""
+
+    def __repr__(self) -> str:
+        return f"BrokenInstance({self.reason})"
+
+
+def read_header(
+    path: Path,
+    *,
+    file_index: int = 0,
+    limits: HeaderLimits = _DEFAULT_LIMITS,
+    identify: Identify | None = None,
+) -> InstanceHeader | BrokenInstance:
+    """Read what packing needs of one file; pixels are not read.
+
+    Args:
+        path: The file.
+        file_index: Handed through to the header.
+        limits: Bounds on what the file declares.
+        identify: Puts right what the file says of its patient, study, series and instance, before anything
+            missing is missed; by default the file has the last word.
+
+    Returns:
+        The header, or what is known of an image that should have been packable and is not.
+
+    Raises:
+        SourceError: The file is no image, or damaged so that nobody can say what it is; ``reason`` is a
+            `Reason`.
+    """
+    elements = read_elements(
+        path, _WANTED, max_header_bytes=limits.max_header_bytes, max_inflated_bytes=limits.max_inflated_bytes
+    )
+    sop_class = _check_kind(elements)
+    try:
+        return _read_instance(elements, sop_class, file_index, limits, identify)
+    except SourceError as error:
+        said = _said_identifiers(elements, identify)
+        return BrokenInstance(
+            file_index=file_index,
+            patient_id=said["patient_id"],
+            study_instance_uid=said["study_instance_uid"],
+            sop_instance_uid=said["sop_instance_uid"],
+            reason=Reason(error.reason),
+            detail=error.message,
+        )
+
+
+def sop_class_of(path: Path, *, limits: HeaderLimits = _DEFAULT_LIMITS) -> str:
+    """Return the SOP Class UID of a DICOM object of any class; ``""`` for other and unreadable files."""
+    try:
+        elements = read_elements(
+            path,
+            frozenset({_SOP_CLASS}),
+            max_header_bytes=limits.max_header_bytes,
+            max_inflated_bytes=limits.max_inflated_bytes,
+        )
+    except SourceError:
+        return ""
+    return values.code(elements, _SOP_CLASS) or elements.media_sop_class_uid
+
+
+def _read_instance(
+    elements: FileElements, sop_class: str, file_index: int, limits: HeaderLimits, identify: Identify | None
+) -> InstanceHeader:
+    _check_readable(elements)
+    identifiers = _identifiers(elements, identify)
+    image, image_flags = describe_image(elements, limits)
+    pixel_flags = _check_pixel_extent(elements, image)
+    planes, plane_flags = read_planes(elements, image.num_frames)
+    image_type = values.codes(elements, _IMAGE_TYPE)
+    detector = values.decimals(elements, _DETECTOR_SPACING, 2)
+    return InstanceHeader(
+        file_index=file_index,
+        **identifiers,
+        sop_class_uid=sop_class,
+        transfer_syntax_uid=sys.intern(elements.transfer_syntax_uid),
+        modality=values.code(elements, _MODALITY).upper(),
+        image_type=image_type,
+        series_number=values.integer(elements, _SERIES_NUMBER),
+        instance_number=values.integer(elements, _INSTANCE_NUMBER),
+        image=image,
+        planes=planes,
+        frame_of_reference_uid=values.code(elements, _FRAME_OF_REFERENCE),
+        slice_location=_single(values.decimals(elements, _LOCATION)),
+        spacing_between_slices=_single(values.decimals(elements, _BETWEEN_SLICES)),
+        detector_spacing=(detector[0], detector[1])
+        if detector and 0 < min(detector) <= max(detector) <= MAX_SPACING_MM
+        else None,
+        unit=_unit(elements),
+        window_function=values.code(elements, _VOI_FUNCTION).upper(),
+        burned_in=values.code(elements, _BURNED_IN).upper(),
+        padding=_padding(elements, is_signed=image.is_signed),
+        has_modality_lut=bool(elements.items(_MODALITY_LUT)),
+        is_localizer=_is_localizer(elements, image_type),
+        pixel_vr=elements.pixel_vr,
+        pixel_offset=elements.pixel_offset,
+        pixel_num_bytes=elements.pixel_num_bytes,
+        num_bytes=elements.num_bytes,
+        flags=(*elements.flags, *image_flags, *pixel_flags, *plane_flags),
+        accession_number=values.text(elements, _ACCESSION),
+        study_date=values.code(elements, _STUDY_DATE),
+        study_time=values.code(elements, _STUDY_TIME),
+    )
+
+
+def _check_kind(elements: FileElements) -> str:
+    """SOP class of a file that is an image; nothing is said yet about whether it can be read."""
+    if elements.media_sop_class_uid == MEDIA_DIRECTORY:
+        raise source_error(Reason.DICOM_DIRECTORY)
+    sop_class = values.code(elements, _SOP_CLASS) or elements.media_sop_class_uid
+    if sop_class and sop_class not in IMAGE_CLASSES:
+        raise source_error(Reason.UNSUPPORTED_SOP_CLASS)
+    if elements.problem is None and elements.pixel_tag is None:
+        raise source_error(Reason.NO_PIXEL_DATA, "" if sop_class else "and no SOP Class UID")
+    if not sop_class:
+        if elements.problem is not None:
+            raise source_error(Reason.HEADER_UNREADABLE, elements.problem)
+        raise source_error(Reason.UNSUPPORTED_SOP_CLASS, "no SOP Class UID")
+    return sop_class
+
+
+def _check_readable(elements: FileElements) -> None:
+    if elements.problem is not None:
+        raise source_error(Reason.HEADER_UNREADABLE, elements.problem)
+    if elements.transfer_syntax_uid not in NATIVE_SYNTAXES | ENCAPSULATED_SYNTAXES:
+        raise source_error(Reason.UNSUPPORTED_TRANSFER_SYNTAX)
+    if elements.pixel_tag != _PIXEL_DATA:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "floating point pixel data")
+
+
+def _said_identifiers(elements: FileElements, identify: Identify | None) -> dict[str, str]:
+    said = {
+        "patient_id": values.text(elements, _PATIENT),
+        "study_instance_uid": values.code(elements, _STUDY),
+        "series_instance_uid": values.code(elements, _SERIES),
+        "sop_instance_uid": values.code(elements, _SOP_INSTANCE),
+    }
+    return said if identify is None else identify(said)
+
+
+def _identifiers(elements: FileElements, identify: Identify | None) -> dict[str, str]:
+    identifiers = _said_identifiers(elements, identify)
+    missing = sorted(name for name, value in identifiers.items() if not value)
+    if missing:
+        raise source_error(Reason.MISSING_IDENTIFIER, ", ".join(missing))
+    return identifiers
+
+
+def _check_pixel_extent(elements: FileElements, image: ImageDescription) -> tuple[str, ...]:
+    """Whether the file is long enough for the pixels that it declares; flags."""
+    declared = elements.pixel_num_bytes
+    available = elements.num_bytes - elements.pixel_offset
+    is_native = elements.transfer_syntax_uid in NATIVE_SYNTAXES
+    if (declared is None) == is_native:
+        raise source_error(
+            Reason.INVALID_IMAGE_DESCRIPTION, "the pixel data is not encapsulated as its syntax says"
+        )
+    if declared is None:
+        if available <= 0:
+            raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no bytes")
+        return ()
+    needed = image.native_num_bytes
+    if min(declared, available) < needed:
+        raise source_error(
+            Reason.PIXEL_DATA_TRUNCATED, f"{max(0, min(declared, available))} of {needed} bytes"
+        )
+    return ("excess_pixel_bytes",) if declared > needed + needed % 2 else ()
+
+
+def _padding(elements: FileElements, *, is_signed: bool) -> tuple[int, int] | None:
+    """Range of padding values. Their VR depends on the pixels': read by their signedness."""
+    bounds = [
+        *values.integers(elements, _PADDING, is_signed=is_signed)[:1],
+        *values.integers(elements, _PADDING_LIMIT, is_signed=is_signed)[:1],
+    ]
+    return (min(bounds), max(bounds)) if bounds and _PADDING in elements.values else None
+
+
+def _unit(elements: FileElements) -> str:
+    """The unit that the file states, if it is one that we know; free text goes no further."""
+    types = read_rescale_types(elements)
+    if len(types) > 1:
+        return UNKNOWN_UNIT
+    stated = next(iter(types)) or values.code(elements, _UNITS).upper()
+    return stated if stated in STATED_UNITS or not stated else UNKNOWN_UNIT
+
+
+def _is_localizer(elements: FileElements, image_type: tuple[str, ...]) -> bool:
+    """Whether the image type or the series description calls it a scout; the text itself goes no further."""
+    said = (*image_type[2:], values.text(elements, _SERIES_TEXT).upper())
+    return any(word in part for part in said for word in _SCOUT_WORDS)
+
+
+def _single(numbers: tuple[float, ...] | None) -> float | None:
+    return numbers[0] if numbers else None
+
+
+_HEADER = tuple(field.name for field in fields(InstanceHeader))
+_IMAGE = tuple(field.name for field in fields(ImageDescription))
+_PLANE = tuple(field.name for field in fields(PlaneHeader))
+
+
+def header_to_json(header: InstanceHeader) -> dict[str, Any]:
+    """Turn a header into an object that ``json.dumps`` takes. It holds identifiers: private folder only."""
+    row = {name: getattr(header, name) for name in _HEADER}
+    row["image"] = [getattr(header.image, name) for name in _IMAGE]
+    row["planes"] = [[getattr(plane, name) for name in _PLANE] for plane in header.planes]
+    return row
+
+
+def header_from_json(row: dict[str, Any]) -> InstanceHeader:
+    """Turn such an object back.
+
+    Raises:
+        SourceError: HEADER_UNREADABLE where the object is not one that `header_to_json` made.
+    """
+    try:
+        known = {name: _tuples(row[name]) for name in _HEADER if name not in ("image", "planes")}
+        image = ImageDescription(**dict(zip(_IMAGE, row["image"], strict=True)))
+        planes = tuple(
+            PlaneHeader(**dict(zip(_PLANE, map(_tuples, plane), strict=True))) for plane in row["planes"]
+        )
+        return InstanceHeader(**known, image=image, planes=planes)
+    except (KeyError, TypeError, ValueError) as error:
+        raise source_error(Reason.HEADER_UNREADABLE, f"stored header: {type(error).__name__}") from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

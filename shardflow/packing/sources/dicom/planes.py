@@ -1,0 +1,332 @@
+"""Diffusion weighting of a classic image: b-value and direction, also where only private elements have them.
+
+The values tell images at one position apart and go no further: into no dataset, no message. A private element
+counts where its block has the creator that the maker documents, so another maker's element is never read.
+
+Source: DICOM PS3.3, C.8.13.5.9 (standard attributes); the makers' conformance statements: SIEMENS MR HEADER,
+GEMS_PARM_01 and GEMS_ACQU_01, Philips Imaging DD 001 and Philips MR Imaging DD 001.
+
+What may differ from frame to frame: place, spacing, rescale, window, phase.
+
+An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the shared
+groups, or (wrongly, but often) at its root; the nearest statement wins.
+
+Source: DICOM PS3.3, C.7.6.16 (multi-frame functional groups), C.7.6.2 (image plane), C.11.1 (modality LUT).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Final
+
+from shardflow.packing.sources.dicom import values
+from shardflow.packing.sources.dicom.elements import Elements
+
+_B_VALUE: Final = 0x00189087
+_DIRECTION: Final = 0x00189089
+
+_SIEMENS: Final = (0x00190010, b"SIEMENS MR HEADER")
+_SIEMENS_B_VALUE: Final = 0x0019100C
+_SIEMENS_DIRECTION: Final = 0x0019100E
+_GE_NUMBERS: Final = (0x00430010, b"GEMS_PARM_01")
+_GE_B_VALUE: Final = 0x00431039
+_GE_ACQUISITION: Final = (0x00190010, b"GEMS_ACQU_01")
+_GE_DIRECTION: Final = (0x001910BB, 0x001910BC, 0x001910BD)
+_PHILIPS: Final = (0x20010010, b"PHILIPS IMAGING DD 001")
+_PHILIPS_B_VALUE: Final = 0x20011003
+_PHILIPS_MR: Final = (0x20050010, b"PHILIPS MR IMAGING DD 001")
+_PHILIPS_DIRECTION: Final = (0x200510B0, 0x200510B1, 0x200510B2)
+
+DIFFUSION_TAGS: Final = frozenset(
+    {_B_VALUE, _DIRECTION, _SIEMENS_B_VALUE, _SIEMENS_DIRECTION, _GE_B_VALUE, _PHILIPS_B_VALUE}
+    | {tag for tag, _ in (_SIEMENS, _GE_NUMBERS, _PHILIPS, _PHILIPS_MR)}
+    | {*_GE_DIRECTION, *_PHILIPS_DIRECTION}
+)
+"""What `read_diffusion` looks at."""
+
+_GE_OFFSET: Final = 1_000_000_000
+"""Newer GE software adds it to the b-value."""
+_MAX_B_VALUE: Final = 100_000.0
+
+
+def read_diffusion(root: Elements) -> tuple[str, str]:
+    """Return b-value (s/mm2) and direction as texts, only to be compared; ``""`` where not stated."""
+    b_value = values.doubles(root, _B_VALUE) or _private_b_value(root)
+    direction = values.doubles(root, _DIRECTION, 3) or _private_direction(root)
+    return _text(b_value), _text(direction)
+
+
+def _private_b_value(root: Elements) -> tuple[float, ...] | None:
+    if _is_of(root, _SIEMENS):
+        stated = values.integer(root, _SIEMENS_B_VALUE)
+    elif _is_of(root, _GE_NUMBERS):
+        stated = values.integer(root, _GE_B_VALUE)
+        stated = None if stated is None else stated % _GE_OFFSET
+    elif _is_of(root, _PHILIPS):
+        numbers = _singles(root, _PHILIPS_B_VALUE)
+        return numbers if numbers and 0 <= numbers[0] <= _MAX_B_VALUE else None
+    else:
+        return None
+    return (float(stated),) if stated is not None and 0 <= stated <= _MAX_B_VALUE else None
+
+
+def _private_direction(root: Elements) -> tuple[float, ...] | None:
+    parts: list[tuple[float, ...] | None]
+    if _is_of(root, _SIEMENS):
+        return values.doubles(root, _SIEMENS_DIRECTION, 3)
+    if _is_of(root, _GE_ACQUISITION):
+        parts = [values.decimals(root, tag, 1) for tag in _GE_DIRECTION]
+    elif _is_of(root, _PHILIPS_MR):
+        parts = [_singles(root, tag) for tag in _PHILIPS_DIRECTION]
+    else:
+        return None
+    found = [part[0] for part in parts if part]
+    return tuple(found) if len(found) == len(parts) else None
+
+
+def _is_of(root: Elements, block: tuple[int, bytes]) -> bool:
+    tag, creator = block
+    return root.values.get(tag, b"").strip(b"\0 ").upper() == creator
+
+
+def _singles(root: Elements, tag: int) -> tuple[float, ...] | None:
+    """One value of VR FL."""
+    raw = root.values.get(tag, b"")
+    if len(raw) != 4:
+        return None
+    (number,) = struct.unpack("<f" if root.is_little_endian else ">f", raw)
+    return (number,) if math.isfinite(number) else None
+
+
+def _text(numbers: tuple[float, ...] | None) -> str:
+    return "\\".join(f"{number:g}" for number in numbers) if numbers else ""
+
+
+_SHARED_GROUPS, _FRAME_GROUPS = 0x52009229, 0x52009230
+_POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS = 0x00200032, 0x00200037, 0x00280030, 0x00180050
+_INTERCEPT, _SLOPE, _CENTER, _WIDTH = 0x00281052, 0x00281053, 0x00281050, 0x00281051
+_IMAGE_TYPE, _FRAME_TYPE = 0x00080008, 0x00089007
+_POSITION_GROUP, _ORIENTATION_GROUP, _MEASURES_GROUP = 0x00209113, 0x00209116, 0x00289110
+_RESCALE_GROUP, _WINDOW_GROUP = 0x00289145, 0x00289132
+_RESCALE_TYPE = 0x00281054
+
+_DIFFUSION_GROUP, _DIRECTION_GROUP = 0x00189117, 0x00189076
+_CONTENT_GROUP, _ECHO_GROUP, _CARDIAC_GROUP = 0x00209111, 0x00189114, 0x00189118
+_TYPE_GROUPS = (0x00189226, 0x00189329, 0x00189751, 0x00189412)  # MR, CT, PET, X-ray frame type
+
+# What is larger is no geometry, and may be a date or a record number in the wrong field: these values leave.
+MAX_SPACING_MM = 1000.0
+_MAX_POSITION_MM = 100_000.0
+_MAX_WINDOW_CENTER, _MAX_WINDOW_WIDTH = 100_000.0, 1_000_000.0
+
+_ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER = (
+    0x00200012,
+    0x00180086,
+    0x00180081,
+    0x00200100,
+    0x00181060,
+)
+_B_VALUE_PLANES, _DIRECTION_PLANES, _SEQUENCE_NAME, _KERNEL, _CONTRAST = (
+    0x00189087,
+    0x00189089,
+    0x00180024,
+    0x00181210,
+    0x00180010,
+)
+_STACK_ID, _TEMPORAL_INDEX, _EFFECTIVE_ECHO, _CARDIAC_DELAY = 0x00209056, 0x00209128, 0x00189082, 0x00209153
+
+PLANE_TAGS = frozenset(
+    {_POSITION, _ORIENTATION, _PIXEL_SPACING, _THICKNESS, _INTERCEPT, _SLOPE, _CENTER, _WIDTH, _IMAGE_TYPE}
+    | {
+        _RESCALE_TYPE,
+        _SHARED_GROUPS,
+        _FRAME_GROUPS,
+        _ACQUISITION,
+        _ECHO_NUMBER,
+        _ECHO_TIME,
+        _TEMPORAL,
+        _TRIGGER,
+    }
+    | {_SEQUENCE_NAME, _KERNEL, _CONTRAST}
+    | DIFFUSION_TAGS
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaneHeader:
+    """Facts of one frame."""
+
+    position: tuple[float, float, float] | None = None
+    """(0020,0032) *Image Position (Patient)*: centre of the first pixel, mm, LPS."""
+    orientation: tuple[float, float, float, float, float, float] | None = None
+    """(0020,0037) *Image Orientation (Patient)*: direction along a row, then down a column, LPS."""
+    pixel_spacing: tuple[float, float] | None = None
+    """(0028,0030) *Pixel Spacing*: between rows, then between columns, mm."""
+    slice_thickness: float | None = None
+    """(0018,0050) *Slice Thickness*, mm."""
+    slope: float | None = None
+    """(0028,1053) *Rescale Slope*."""
+    intercept: float | None = None
+    """(0028,1052) *Rescale Intercept*."""
+    window: tuple[float, float] | None = None
+    """(0028,1050), (0028,1051): first *Window Center* and *Window Width* with a positive width, modality
+    units."""
+    phase: tuple[str, ...] = field(default=(), repr=False)
+    """Values of `PHASE_NAMES`, as text, only to be compared."""
+
+
+def read_planes(root: Elements, num_frames: int) -> tuple[tuple[PlaneHeader, ...], tuple[str, ...]]:
+    """Read one plane for all frames, or one per frame; and flags.
+
+    Raises:
+        SourceError: HEADER_UNREADABLE or LIMIT_EXCEEDED where the functional groups are damaged.
+    """
+    shared = root.items(_SHARED_GROUPS)[:1]
+    frames = root.items(_FRAME_GROUPS)
+    if not shared and not frames:
+        return (_classic_plane(root),), ()
+    if frames and len(frames) != num_frames:
+        return (_enhanced_plane(root, shared),), ("functional_groups_mismatch",)
+    if not frames:
+        return (_enhanced_plane(root, shared),), ()
+    return tuple(_enhanced_plane(root, [frame, *shared]) for frame in frames), ()
+
+
+def read_rescale_types(root: Elements) -> set[str]:
+    """(0028,1054) *Rescale Type* of all frames, upper-cased; ``""`` for a frame that states none."""
+    shared = root.items(_SHARED_GROUPS)[:1]
+    levels: list[list[Elements]] = [[frame, *shared] for frame in root.items(_FRAME_GROUPS)] or [shared]
+    return {
+        values.code(_nearest(root, groups, _RESCALE_GROUP, _RESCALE_TYPE), _RESCALE_TYPE).upper()
+        for groups in levels
+    }
+
+
+def _nearest(root: Elements, groups: Sequence[Elements], group: int, tag: int) -> Elements:
+    """Where a tag of a functional group is stated: in the first of the levels that does, else at the root."""
+    for level in groups:
+        for item in level.items(group)[:1]:
+            if tag in item.values:
+                return item
+    return root
+
+
+def _classic_plane(root: Elements) -> PlaneHeader:
+    return PlaneHeader(
+        position=_triple(values.decimals(root, _POSITION, 3)),
+        orientation=_six(values.decimals(root, _ORIENTATION, 6)),
+        pixel_spacing=_positive_pair(values.decimals(root, _PIXEL_SPACING, 2)),
+        slice_thickness=_first(values.decimals(root, _THICKNESS)),
+        slope=_first(values.decimals(root, _SLOPE)),
+        intercept=_first(values.decimals(root, _INTERCEPT)),
+        window=_window(root, root),
+        phase=_phase(
+            *(
+                "",
+                values.code(root, _ACQUISITION),
+                values.code(root, _ECHO_NUMBER),
+                values.code(root, _ECHO_TIME),
+            ),
+            *(values.code(root, _TEMPORAL), values.code(root, _TRIGGER), *read_diffusion(root)),
+            *(values.code(root, _SEQUENCE_NAME), _type_tail(root, _IMAGE_TYPE), values.code(root, _KERNEL)),
+            "contrast" if root.values.get(_CONTRAST, b"").strip(b"\0 ") else "",
+        ),
+    )
+
+
+def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
+    nearest = partial(_nearest, root, groups)
+    diffusion = next((item for level in groups for item in level.items(_DIFFUSION_GROUP)[:1]), root)
+    direction = next(iter(diffusion.items(_DIRECTION_GROUP)[:1]), root)
+    frame_type = next(
+        (item for group in _TYPE_GROUPS if (item := nearest(group, _FRAME_TYPE)) is not root), root
+    )
+    return PlaneHeader(
+        position=_triple(values.decimals(nearest(_POSITION_GROUP, _POSITION), _POSITION, 3)),
+        orientation=_six(values.decimals(nearest(_ORIENTATION_GROUP, _ORIENTATION), _ORIENTATION, 6)),
+        pixel_spacing=_positive_pair(
+            values.decimals(nearest(_MEASURES_GROUP, _PIXEL_SPACING), _PIXEL_SPACING, 2)
+        ),
+        slice_thickness=_first(values.decimals(nearest(_MEASURES_GROUP, _THICKNESS), _THICKNESS)),
+        slope=_first(values.decimals(nearest(_RESCALE_GROUP, _SLOPE), _SLOPE)),
+        intercept=_first(values.decimals(nearest(_RESCALE_GROUP, _INTERCEPT), _INTERCEPT)),
+        window=_window(nearest(_WINDOW_GROUP, _CENTER), nearest(_WINDOW_GROUP, _WIDTH)),
+        phase=_phase(
+            values.code(nearest(_CONTENT_GROUP, _STACK_ID), _STACK_ID),
+            values.code(root, _ACQUISITION),
+            "",
+            _double(nearest(_ECHO_GROUP, _EFFECTIVE_ECHO), _EFFECTIVE_ECHO),
+            _long(nearest(_CONTENT_GROUP, _TEMPORAL_INDEX), _TEMPORAL_INDEX),
+            _double(nearest(_CARDIAC_GROUP, _CARDIAC_DELAY), _CARDIAC_DELAY),
+            _double(diffusion, _B_VALUE_PLANES),
+            _double(direction, _DIRECTION_PLANES, 3),
+            "",
+            _type_tail(frame_type, _FRAME_TYPE),
+            "",
+            "",
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _phase(*parts: str) -> tuple[str, ...]:
+    """One tuple for all equal phases; most slices of a series share theirs."""
+    return parts
+
+
+def _type_tail(elements: Elements, tag: int) -> str:
+    """Image type without its first two values: magnitude, phase, kernel variants and the like."""
+    return "\\".join(values.codes(elements, tag)[2:])
+
+
+def _double(elements: Elements, tag: int, count: int = 1) -> str:
+    numbers = values.doubles(elements, tag, count)
+    return "\\".join(f"{number:g}" for number in numbers) if numbers else ""
+
+
+def _long(elements: Elements, tag: int) -> str:
+    raw = elements.values.get(tag, b"")
+    return str(int.from_bytes(raw, "little" if elements.is_little_endian else "big")) if len(raw) == 4 else ""
+
+
+def _window(centers: Elements, widths: Elements) -> tuple[float, float] | None:
+    pairs = zip(values.decimals(centers, _CENTER) or (), values.decimals(widths, _WIDTH) or (), strict=False)
+    return next(
+        (
+            (center, width)
+            for center, width in pairs
+            if 0 < width <= _MAX_WINDOW_WIDTH and abs(center) <= _MAX_WINDOW_CENTER
+        ),
+        None,
+    )
+
+
+def _first(numbers: tuple[float, ...] | None) -> float | None:
+    return numbers[0] if numbers else None
+
+
+def _triple(numbers: tuple[float, ...] | None) -> tuple[float, float, float] | None:
+    if not numbers or max(map(abs, numbers)) > _MAX_POSITION_MM:
+        return None
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _six(numbers: tuple[float, ...] | None) -> tuple[float, float, float, float, float, float] | None:
+    """Direction cosines, where they are two unit vectors at a right angle (within 1 %)."""
+    if not numbers:
+        return None
+    a, b, c, d, e, f = numbers
+    lengths = math.hypot(a, b, c), math.hypot(d, e, f)
+    if any(abs(length - 1) > 0.01 for length in lengths) or abs(a * d + b * e + c * f) > 0.01:
+        return None
+    return a, b, c, d, e, f
+
+
+def _positive_pair(numbers: tuple[float, ...] | None) -> tuple[float, float] | None:
+    return (
+        (numbers[0], numbers[1]) if numbers and 0 < min(numbers) <= max(numbers) <= MAX_SPACING_MM else None
+    )

@@ -1,0 +1,404 @@
+"""Split one series into stacks and order the slices of each.
+
+A stack is what can be one array: slices of one shape, one orientation and one spacing, each at its own
+position. File names never count, and (0020,0013) *Instance Number* only where positions are absent: it rises
+with position in some series and falls in others.
+
+From headers to studies: patient > study > series > stack of slices.
+
+Pure: no file is read here. The result depends on the set of headers alone, not on their order and not on file
+    names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardflow.format.reasons import PHASE_NAMES, Reason
+from shardflow.packing.sources.dicom.dictionary import SECONDARY_CLASSES
+from shardflow.packing.sources.dicom.geometry import (
+    Orientation,
+    StackGeometry,
+    describe_geometry,
+    distance_along,
+    normal_of,
+    position_tolerance,
+)
+from shardflow.packing.sources.dicom.headers import InstanceHeader
+from shardflow.packing.sources.dicom.planes import MAX_SPACING_MM, PlaneHeader
+
+_ORIENTATION_TOLERANCE = 1e-3
+_MIN_VOLUME_SLICES = 4
+_SECONDARY_MODALITIES = frozenset({"DOC", "OT", "SC"})
+_NEVER_COLOUR = frozenset({"CT", "MR", "PT", "NM"})
+_MISSING_NUMBER = 1 << 62
+
+
+class StackKind(StrEnum):
+    """What a stack is good for; the order is the order of preference for the primary series."""
+
+    VOLUME = "volume"
+    """Four or more parallel slices at known positions."""
+    IMAGES = "images"
+    """Single images: projections, few slices, slices with no position, mosaics."""
+    FRAMES = "frames"
+    """Frames of multi-frame instances with no position, such as a cine loop."""
+    SECONDARY = "secondary"
+    """Secondary captures, screen saves, dose pages."""
+    LOCALIZER = "localizer"
+    """Scouts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceRef:
+    """One slice: a frame of an instance."""
+
+    instance: InstanceHeader
+    frame: int
+
+    @property
+    def plane(self) -> PlaneHeader:
+        """Facts of this frame."""
+        return self.instance.plane(self.frame)
+
+    @property
+    def number(self) -> int | None:
+        """What a report calls the image: *Instance Number*, or the 1-based frame of a multi-frame file."""
+        return self.frame + 1 if self.instance.image.num_frames > 1 else self.instance.instance_number
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """Order where positions do not decide; the last two are unique, so it is always total."""
+        number = self.instance.instance_number
+        return (_MISSING_NUMBER if number is None else number, self.instance.sop_instance_uid, self.frame)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """Slices of one series with one shape, in geometric order: what becomes one series of a sample."""
+
+    series_instance_uid: str
+    stack_index: int
+    """Counts the stacks of one series from 0; a stack is named by (series_instance_uid, stack_index)."""
+    kind: StackKind
+    modality: str
+    rows: int
+    columns: int
+    samples_per_pixel: int
+    """1, or 3 (palette images are colour once decoded)."""
+    series_number: int | None
+    slices: tuple[SliceRef, ...]
+    geometry: StackGeometry
+    flags: tuple[str, ...]
+    """Sorted codes of what was odd, of the instances and of the geometry; docs/dicom.md lists them."""
+
+    @property
+    def primary_rank(self) -> tuple[int, int]:
+        """Sort key for the primary series: kind, then most slices; the smallest wins."""
+        return list(StackKind).index(self.kind), -len(self.slices)
+
+    def __repr__(self) -> str:
+        return f"Stack({self.kind}, {self.modality}, {len(self.slices)} x {self.rows} x {self.columns})"
+
+
+def split_series(instances: Sequence[InstanceHeader]) -> tuple[Stack, ...]:
+    """Split the instances of one series into stacks; the result does not depend on their order."""
+    slices = [
+        SliceRef(instance=each, frame=frame) for each in instances for frame in range(each.image.num_frames)
+    ]
+    orientations = _Orientations(slices)
+    found: list[tuple[list[SliceRef], StackGeometry, set[str]]] = []
+    for group in _group(slices, lambda each: _shape_key(each, orientations)):
+        orientation = orientations.of(group[0])
+        if orientation is None:
+            found.append(_order_without_positions(group))
+        else:
+            for ordered, split_flags in _separate(_along_normal(group, orientation)):
+                found.append((ordered, _geometry(ordered, orientation), split_flags))
+    found.sort(key=lambda each: min(one.order for one in each[0]))
+    return tuple(
+        _stack(index, ordered, geometry, flags) for index, (ordered, geometry, flags) in enumerate(found)
+    )
+
+
+class _Orientations:
+    """Orientations of a series that are equal within a tolerance count as one, the smallest of them."""
+
+    def __init__(self, slices: Iterable[SliceRef]) -> None:
+        known: list[Orientation] = []
+        self._representative: dict[Orientation, Orientation] = {}
+        for orientation in sorted(
+            {each.plane.orientation for each in slices if each.plane.orientation is not None}
+        ):
+            match = next((one for one in known if _close(one, orientation)), None)
+            if match is None:
+                known.append(orientation)
+            self._representative[orientation] = match or orientation
+
+    def of(self, one: SliceRef) -> Orientation | None:
+        """Orientation of a slice that has a position as well, else None."""
+        plane = one.plane
+        if plane.position is None or plane.orientation is None:
+            return None
+        return self._representative[plane.orientation]
+
+
+def _close(a: Orientation, b: Orientation) -> bool:
+    return all(abs(x - y) <= _ORIENTATION_TOLERANCE for x, y in zip(a, b, strict=True))
+
+
+def _group(slices: Iterable[SliceRef], key: Callable[[SliceRef], Hashable]) -> list[list[SliceRef]]:
+    groups: defaultdict[Hashable, list[SliceRef]] = defaultdict(list)
+    for one in slices:
+        groups[key(one)].append(one)
+    return list(groups.values())
+
+
+def _shape_key(one: SliceRef, orientations: _Orientations) -> Hashable:
+    instance, image, spacing = one.instance, one.instance.image, one.plane.pixel_spacing
+    return (
+        *(instance.modality, image.rows, image.columns, image.is_colour, instance.is_localizer),
+        image.photometric_interpretation == "MONOCHROME1",
+        instance.sop_class_uid in SECONDARY_CLASSES,
+        instance.frame_of_reference_uid,
+        spacing and (round(spacing[0], 4), round(spacing[1], 4)),
+        orientations.of(one),
+    )
+
+
+def _along_normal(group: Sequence[SliceRef], orientation: Orientation) -> list[tuple[int, SliceRef]]:
+    """Sort by position along the normal (then by `SliceRef.order`); number the distinct positions."""
+    normal = normal_of(orientation)
+    tolerance = position_tolerance(group[0].plane.pixel_spacing)
+    measured = [
+        (distance_along(normal, one.plane.position), one) for one in group if one.plane.position is not None
+    ]
+    measured.sort(key=lambda pair: (pair[0], pair[1].order))
+    numbered: list[tuple[int, SliceRef]] = []
+    position, previous = 0, measured[0][0]
+    for distance, one in measured:
+        if distance - previous > tolerance:
+            position += 1
+        numbered.append((position, one))
+        previous = distance
+    return numbered
+
+
+def _separate(numbered: list[tuple[int, SliceRef]]) -> list[tuple[list[SliceRef], set[str]]]:
+    """Split where positions repeat: by the first phase that tells the repeats apart, else by order.
+
+    A phase counts where it has no more values than the positions have repeats, so that a value that differs
+    on every slice (a trigger time, say) does not tear a stack into single slices.
+    """
+    repeats = _repeats(numbered)
+    if repeats == 1:
+        return [([one for _, one in numbered], set())]
+    for index, name in enumerate(PHASE_NAMES):
+        groups: defaultdict[str, list[tuple[int, SliceRef]]] = defaultdict(list)
+        for position, one in numbered:
+            groups[one.plane.phase[index]].append((position, one))
+        if 2 <= len(groups) <= repeats and max(map(_repeats, groups.values())) < repeats:
+            return [
+                (ordered, flags | {f"split_by_{name}"})
+                for group in groups.values()
+                for ordered, flags in _separate(group)
+            ]
+    return [(ordered, {"split_by_order"}) for ordered in _by_occurrence(numbered)]
+
+
+def _repeats(numbered: Iterable[tuple[int, SliceRef]]) -> int:
+    return max(Counter(position for position, _ in numbered).values())
+
+
+def _by_occurrence(numbered: Iterable[tuple[int, SliceRef]]) -> list[list[SliceRef]]:
+    """The k-th slice of each position, by `SliceRef.order`, goes into stack k."""
+    at_position: defaultdict[int, list[SliceRef]] = defaultdict(list)
+    for position, one in numbered:
+        at_position[position].append(one)
+    stacks: defaultdict[int, list[SliceRef]] = defaultdict(list)
+    for position in sorted(at_position):
+        for occurrence, one in enumerate(sorted(at_position[position], key=lambda each: each.order)):
+            stacks[occurrence].append(one)
+    return list(stacks.values())
+
+
+def _order_without_positions(group: list[SliceRef]) -> tuple[list[SliceRef], StackGeometry, set[str]]:
+    """Order by slice location where all have one of their own, else by number, else by identifier."""
+    locations = {one.instance.slice_location for one in group}
+    numbers = {one.instance.instance_number for one in group}
+    if None not in locations and len(locations) == len(group) > 1:
+        flag = "ordered_by_slice_location"
+        ordered = sorted(group, key=lambda one: (one.instance.slice_location or 0.0, one.order))
+    else:
+        is_numbered = None not in numbers and len(numbers) == len(
+            {one.instance.sop_instance_uid for one in group}
+        )
+        flag = "ordered_by_instance_number" if is_numbered else "ordered_by_identifier"
+        ordered = sorted(group, key=lambda one: one.order)
+    spacing = ordered[0].plane.pixel_spacing
+    flags = {"no_position", flag} if len(group) > 1 else {"no_position"}
+    detector = ordered[0].instance.detector_spacing
+    if detector is not None and spacing in (None, detector):
+        # Equal ones say that nobody has calibrated (PS3.3, 10.7.1.3).
+        spacing = detector
+        flags.add("detector_plane_spacing")
+    return ordered, StackGeometry(pixel_spacing_mm=spacing, slice_spacing_mm=None, affine_lps=None), flags
+
+
+def _geometry(ordered: Sequence[SliceRef], orientation: Orientation) -> StackGeometry:
+    first = ordered[0]
+    stated = first.plane.slice_thickness or first.instance.spacing_between_slices
+    return describe_geometry(
+        [one.plane for one in ordered],
+        orientation,
+        stated_spacing_mm=stated if stated and 0 < stated <= MAX_SPACING_MM else None,
+    )
+
+
+def _stack(index: int, ordered: list[SliceRef], geometry: StackGeometry, flags: set[str]) -> Stack:
+    first = ordered[0].instance
+    is_mosaic = any("MOSAIC" in one.instance.image_type for one in ordered)
+    of_instances = {flag for one in ordered for flag in one.instance.flags}
+    more = {"mosaic"} if is_mosaic else set()
+    if any(one.instance.image_type[:1] == ("DERIVED",) for one in ordered):
+        more.add("derived")
+    return Stack(
+        series_instance_uid=first.series_instance_uid,
+        stack_index=index,
+        kind=_kind(ordered, is_mosaic=is_mosaic),
+        modality=first.modality,
+        rows=first.image.rows,
+        columns=first.image.columns,
+        samples_per_pixel=3 if first.image.is_colour else 1,
+        series_number=first.series_number,
+        slices=tuple(ordered),
+        geometry=geometry,
+        flags=tuple(sorted(flags | more | of_instances | set(geometry.flags))),
+    )
+
+
+def _kind(ordered: Sequence[SliceRef], *, is_mosaic: bool) -> StackKind:
+    first = ordered[0].instance
+    if first.is_localizer:
+        return StackKind.LOCALIZER
+    if (
+        first.sop_class_uid in SECONDARY_CLASSES
+        or first.modality in _SECONDARY_MODALITIES
+        or (first.image.is_colour and first.modality in _NEVER_COLOUR)
+    ):
+        return StackKind.SECONDARY
+    has_positions = ordered[0].plane.position is not None and ordered[0].plane.orientation is not None
+    if has_positions and len(ordered) >= _MIN_VOLUME_SLICES and not is_mosaic:
+        return StackKind.VOLUME
+    if not has_positions and any(one.instance.image.num_frames > 1 for one in ordered):
+        return StackKind.FRAMES
+    return StackKind.IMAGES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """A second file with the SOP Instance UID of a kept one; `check_copies` compares their pixels."""
+
+    kept: InstanceHeader
+    copy: InstanceHeader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """One study with all its stacks. Holds identifiers; its ``repr`` shows none."""
+
+    patient_id: str
+    study_instance_uid: str
+    stacks: tuple[Stack, ...]
+    """Sorted by series number, series identifier and stack index."""
+    copies: tuple[Copy, ...]
+
+    @property
+    def instances(self) -> tuple[InstanceHeader, ...]:
+        """Every instance that has a slice in a stack, once, sorted by identifier."""
+        found = {one.instance.sop_instance_uid: one.instance for stack in self.stacks for one in stack.slices}
+        return tuple(found[uid] for uid in sorted(found))
+
+    def __repr__(self) -> str:
+        return f"Study({len(self.stacks)} stacks, {len(self.copies)} copies)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    """An instance that grouping cannot place."""
+
+    instance: InstanceHeader
+    reason: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouping:
+    """All studies, sorted by patient and study identifier, and what was left out."""
+
+    studies: tuple[Study, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def build_studies(headers: Iterable[InstanceHeader]) -> Grouping:
+    """Group instances into studies, and order everything.
+
+    A study whose instances name several patients is rejected whole (CONFLICTING_IDENTIFIER): it could be in
+    two splits at once. Of several files with one SOP Instance UID one is kept, an uncompressed one if there
+    is one; the others are listed as copies.
+    """
+    by_study: defaultdict[str, list[InstanceHeader]] = defaultdict(list)
+    for header in headers:
+        by_study[header.study_instance_uid].append(header)
+    studies: list[Study] = []
+    rejections: list[Rejection] = []
+    for uid in sorted(by_study):
+        instances = by_study[uid]
+        if len({each.patient_id for each in instances}) > 1:
+            rejections += [
+                Rejection(instance=each, reason=Reason.CONFLICTING_IDENTIFIER)
+                for each in sorted(instances, key=_preference)
+            ]
+        else:
+            studies.append(_build_study(instances))
+    studies.sort(key=lambda study: (study.patient_id, study.study_instance_uid))
+    return Grouping(studies=tuple(studies), rejections=tuple(rejections))
+
+
+def _build_study(instances: Sequence[InstanceHeader]) -> Study:
+    kept: dict[str, InstanceHeader] = {}
+    copies: list[Copy] = []
+    for header in sorted(instances, key=_preference):
+        first = kept.setdefault(header.sop_instance_uid, header)
+        if first is not header:
+            copies.append(Copy(kept=first, copy=header))
+    by_series: defaultdict[str, list[InstanceHeader]] = defaultdict(list)
+    for header in kept.values():
+        by_series[header.series_instance_uid].append(header)
+    stacks = [stack for series in by_series.values() for stack in split_series(series)]
+    stacks.sort(key=_stack_order)
+    return Study(
+        patient_id=instances[0].patient_id,
+        study_instance_uid=instances[0].study_instance_uid,
+        stacks=tuple(stacks),
+        copies=tuple(copies),
+    )
+
+
+def _preference(header: InstanceHeader) -> tuple[str, bool, int, int, str, int]:
+    """Which of several files with one identifier is kept: the smallest; its place decides between equals."""
+    return (
+        header.sop_instance_uid,
+        not header.is_native,
+        len(header.flags),
+        -header.num_bytes,
+        header.series_instance_uid,
+        header.file_index,
+    )
+
+
+def _stack_order(stack: Stack) -> tuple[int, str, int]:
+    number = _MISSING_NUMBER if stack.series_number is None else stack.series_number
+    return number, stack.series_instance_uid, stack.stack_index

@@ -1,0 +1,169 @@
+"""Silence around third-party parsers: their warnings, logs and errors quote the values of the file.
+
+Whether a file that pydicom has parsed was cut: pydicom itself takes what is there and says nothing.
+
+Raw element values to typed ones. A value that does not parse becomes None: no message ever quotes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shardflow.packing.sources.dicom.elements import Elements
+
+if TYPE_CHECKING:
+    from pydicom import Dataset
+
+_NOTHING = logging.CRITICAL + 1
+
+
+@contextlib.contextmanager
+def third_party_silence() -> Iterator[None]:
+    """Drop every warning and every log record of pydicom inside the block.
+
+    What matters in them is found by our own checks and comes back as a flag or a reason; their text (pydicom
+    writes ``Invalid value for VR UI: '<the value>'``) may hold identifiers. Exceptions pass: the caller keeps
+    their class and drops their text. Warning filters belong to the process, so use one thread a process here.
+    """
+    logger = logging.getLogger("pydicom")
+    level = logger.level
+    logger.setLevel(_NOTHING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+_UNDEFINED = 0xFFFFFFFF
+_TAG_BYTES = 8
+"""Of the shortest element: fewer bytes at the end of a file are what is left of one."""
+
+
+def is_whole(dataset: Dataset, num_bytes: int | None = None) -> bool:
+    """Tell whether the elements of a dataset have all bytes that they declare.
+
+    Sequences of undefined length need no look: without their delimiter pydicom raises. A file that was cut
+    right between two elements cannot be told from a shorter one.
+
+    Args:
+        dataset: As `pydicom.dcmread` returned it, before its elements are touched.
+        num_bytes: Size of the file; None where the dataset was deflated or not read to its end.
+    """
+    from pydicom.dataelem import RawDataElement
+
+    end = 0
+    for tag in dataset.keys():  # noqa: SIM118 - iterating over a dataset converts its elements
+        element = dataset.get_item(tag)
+        if not isinstance(element, RawDataElement) or element.length == _UNDEFINED:
+            continue
+        if element.value is not None and len(element.value) < element.length:
+            return False
+        end = max(end, element.value_tell + element.length)
+    last = max(dataset.keys(), default=None)
+    is_last_raw = last is not None and isinstance(dataset.get_item(last), RawDataElement)
+    return num_bytes is None or not is_last_raw or not 0 < num_bytes - end < _TAG_BYTES
+
+
+_SPECIFIC_CHARACTER_SET = 0x00080005
+_MAX_DIGITS = 12
+_MAX_INTEGER = 1 << 31
+_MAX_NUMBER = 1e12
+"""Larger decimals mean nothing here, and products of them would overflow."""
+
+
+def code(elements: Elements, tag: int) -> str:
+    """A short ASCII value such as a UID or a code string, interned; ``""`` where absent."""
+    raw = elements.values.get(tag)
+    return sys.intern(raw.decode("latin-1").strip("\0 \t\r\n")) if raw else ""
+
+
+def codes(elements: Elements, tag: int) -> tuple[str, ...]:
+    """All values of a code string, upper-cased; () where absent."""
+    return (
+        tuple(part.strip().upper() for part in code(elements, tag).split("\\"))
+        if tag in elements.values
+        else ()
+    )
+
+
+def text(elements: Elements, tag: int) -> str:
+    """A text value in the character set that the file names; bytes that do not fit are replaced."""
+    raw = elements.values.get(tag, b"")
+    if not raw.isascii():
+        # Few files need it, and pydicom is a third of a second to import.
+        from pydicom.charset import convert_encodings, decode_bytes
+
+        names = code(elements, _SPECIFIC_CHARACTER_SET).split("\\")
+        with third_party_silence():
+            try:
+                return str(decode_bytes(raw, convert_encodings(names), set())).strip("\0 \t\r\n")
+            except (LookupError, UnicodeError, ValueError):
+                return raw.decode("latin-1").strip("\0 \t\r\n")
+    return raw.decode("ascii").strip("\0 \t\r\n")
+
+
+def decimals(elements: Elements, tag: int, count: int | None = None) -> tuple[float, ...] | None:
+    """Values of a decimal string; None where absent, implausible, or not as many as asked for."""
+    raw = elements.values.get(tag)
+    numbers = _parse_decimals(raw) if raw else None
+    return None if numbers is None or (count is not None and len(numbers) != count) else numbers
+
+
+@lru_cache(maxsize=4096)
+def _parse_decimals(raw: bytes) -> tuple[float, ...] | None:
+    """One tuple for all equal values: orientation and spacing are the same all over a series."""
+    try:
+        numbers = tuple(float(part) for part in raw.rstrip(b"\0 ").split(b"\\"))
+    except ValueError:
+        return None
+    return numbers if _are_plausible(numbers) else None
+
+
+def doubles(elements: Elements, tag: int, count: int = 1) -> tuple[float, ...] | None:
+    """Values of VR FD; None where absent, implausible, or not as many as asked for."""
+    raw = elements.values.get(tag)
+    if raw is None or len(raw) != 8 * count:
+        return None
+    numbers: tuple[float, ...] = struct.unpack(f"{'<' if elements.is_little_endian else '>'}{count}d", raw)
+    return numbers if _are_plausible(numbers) else None
+
+
+def _are_plausible(numbers: tuple[float, ...]) -> bool:
+    return all(-_MAX_NUMBER <= number <= _MAX_NUMBER for number in numbers)
+
+
+def integer(elements: Elements, tag: int) -> int | None:
+    """First value of an integer string; None where absent or no integer."""
+    raw = elements.values.get(tag)
+    if not raw:
+        return None
+    first = raw.split(b"\\", 1)[0].strip(b"\0 ")
+    try:
+        number = int(first) if len(first) <= _MAX_DIGITS else None
+    except ValueError:
+        return None
+    return number if number is not None and abs(number) < _MAX_INTEGER else None
+
+
+def integers(elements: Elements, tag: int, *, is_signed: bool = False) -> tuple[int, ...]:
+    """Values of VR US or SS; () where absent or of odd length."""
+    raw = elements.values.get(tag, b"")
+    if len(raw) % 2:
+        return ()
+    order, kind = "<" if elements.is_little_endian else ">", "h" if is_signed else "H"
+    return struct.unpack(f"{order}{len(raw) // 2}{kind}", raw)
+
+
+def short(elements: Elements, tag: int) -> int | None:
+    """First value of VR US; None where absent."""
+    values = integers(elements, tag)
+    return values[0] if values else None

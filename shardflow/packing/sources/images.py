@@ -1,0 +1,95 @@
+"""Images of every form through one door: DICOM, NIfTI, PNG and JPEG.
+
+All of them come in as `InstanceHeader` and go out as slices in modality units, so nothing behind this module
+asks what a file was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardflow.packing.sources.dicom.attributes import read_attributes, read_everywhere
+from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
+from shardflow.packing.sources.dicom.stored import iter_stored
+from shardflow.packing.sources.nifti import NIFTI, iter_nifti, read_nifti
+from shardflow.packing.sources.raster import JPEG, PNG, iter_raster, read_raster
+
+if TYPE_CHECKING:
+    from shardflow.packing.sources.dicom.attributes import AttributeValue
+    from shardflow.packing.sources.placement import Placement
+
+_READERS = {JPEG: iter_raster, NIFTI: iter_nifti, PNG: iter_raster}
+
+
+def read_image(
+    path: Path, placement: Placement | None, *, limits: HeaderLimits
+) -> InstanceHeader | BrokenInstance:
+    """Read what packing needs of one file.
+
+    Args:
+        path: The file.
+        placement: What the layout says of it; None where DICOM headers say everything.
+        limits: Bounds on what the file declares.
+
+    Raises:
+        SourceError: The file is no image, or damaged; ``reason`` is a `Reason`.
+    """
+    if placement is None:
+        return read_header(path, limits=limits)
+    match placement.form:
+        case "dicom":
+            return read_header(path, limits=limits, identify=placement.identify)
+        case "nifti":
+            return read_nifti(path, placement, limits=limits)
+        case "raster":
+            return read_raster(path, placement, limits=limits)
+
+
+def iter_stored_image(
+    path: Path, header: InstanceHeader, frames: Sequence[int], limits: HeaderLimits
+) -> Iterator[tuple[np.ndarray[Any, np.dtype[Any]], str]]:
+    """Yield stored values of any form; as `shardflow.packing.sources.dicom.stored.iter_stored`."""
+    return _READERS.get(header.transfer_syntax_uid, iter_stored)(path, header, frames, limits)
+
+
+def read_image_attributes(
+    path: Path, placement: Placement | None, keywords: Sequence[str], *, limits: HeaderLimits
+) -> dict[str, AttributeValue]:
+    """Read technical attributes: of the header where there is one, then of the layout for what it lacks.
+
+    Raises:
+        SourceError: As `shardflow.packing.sources.dicom.attributes.read_attributes`.
+    """
+    if placement is None:
+        return read_attributes(path, keywords, limits=limits)
+    found = read_attributes(path, keywords, limits=limits) if placement.form == "dicom" else {}
+    given = {keyword: values for keyword, values in placement.attributes.items() if keyword in keywords}
+    # What identifies a patient is asked for where it is looked for in texts, to be taken out.
+    said = {"Modality": placement.modality, "PatientID": placement.patient, "StudyID": placement.study}
+    given.update({keyword: (text,) for keyword, text in said.items() if text and keyword in keywords})
+    return {**given, **found}
+
+
+def read_image_people(
+    path: Path, placement: Placement | None, keywords: Sequence[str], *, limits: HeaderLimits
+) -> dict[str, tuple[str, ...]]:
+    """Read what a header says of people, anywhere in it, and what the layout says of the patient.
+
+    Raises:
+        SourceError: As `shardflow.packing.sources.dicom.attributes.read_everywhere`.
+    """
+    if placement is None:
+        return read_everywhere(path, keywords, limits=limits)
+    found = read_everywhere(path, keywords, limits=limits) if placement.form == "dicom" else {}
+    said = {
+        "AccessionNumber": placement.other_ids,
+        "PatientID": (placement.patient,),
+        "StudyID": (placement.study,),
+    }
+    given = {keyword: texts for keyword, texts in said.items() if any(texts) and keyword in keywords}
+    return {**found, **{keyword: (*found.get(keyword, ()), *texts) for keyword, texts in given.items()}}

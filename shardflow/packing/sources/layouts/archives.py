@@ -1,0 +1,484 @@
+"""Kind ``chexpert``: CheXpert and CheXpert Plus.
+
+``train/patient00001/study1/view1_frontal.jpg`` (or ``.png``, ``.dcm``); ``train.csv`` or the table of
+CheXpert Plus as ``layout.table``; the latter as ``inputs.reports``, too: it has the texts.
+
+Kind ``ct-rate``: CT-RATE, NIfTI volumes named ``train_1_a_1.nii.gz``: patient, scan, reconstruction.
+
+The table of reports is ``inputs.reports``; the metadata table is ``layout.table``. The headers of the first
+release were blank, and the table has spacing, slope and intercept (``volume_facts = "table"``); the headers
+of the fixed release have them (``"header"``). One of the two is taken: nothing is rescaled twice.
+
+Kind ``mimic-cxr``: MIMIC-CXR and MIMIC-CXR-JPG.
+
+``files/p10/p10000032/s50414267/<dicom_id>.dcm`` (or ``.dcm.gz``, ``.jpg``); reports at
+``files/p10/p10000032/s50414267.txt``; ``cxr-record-list.csv`` or the metadata table of the JPG version as
+``layout.table``; ``mimic-cxr-2.0.0-split.csv`` as ``layout.split_table``. Tables may be ``.csv.gz``.
+
+Kind ``openi``: the Indiana chest X-rays of Open-i. ``inputs.reports`` is the folder of XML reports.
+
+A report names its images (``parentImage``), several of them; there are no patients, so every study is one
+of its own.
+
+Kind ``padchest``: PadChest, 16-bit PNG and one table, which is ``layout.table`` and ``inputs.reports``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Final, NamedTuple
+from xml.etree import ElementTree as ET
+
+from shardflow.errors import ConfigError
+from shardflow.format.reasons import Reason
+from shardflow.packing.sources.layouts.base import LayoutInputs, PlacedLayout, patient_attributes, read_table
+from shardflow.packing.sources.layouts.table_layout import TableLayout, read_report_rows
+from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.reports import (
+    MAX_REPORT_BYTES,
+    BrokenReport,
+    ReportRecord,
+    make_record,
+    read_report_file,
+)
+
+_IMAGE: Final = re.compile(
+    r"(?:.*/)?(train|valid|test)/(patient\d+)/(study\d+)/((view\d+)_\w+)\.\w+", re.IGNORECASE
+)
+_PLUS: Final = {
+    "age": "age",
+    "image": "path_to_image",
+    "position": "ap_pa",
+    "sex": "sex",
+    "view": "frontal_lateral",
+}
+_REPORT: Final = {
+    "findings": "section_findings",
+    "image": "path_to_image",
+    "impression": "section_impression",
+    "text": "report",
+}
+
+
+class Chexpert(TableLayout):
+    """Paths name patient and study; the table adds sex, age and view."""
+
+    columns: ClassVar[Mapping[str, str]] = {
+        "age": "Age",
+        "image": "Path",
+        "position": "AP/PA",
+        "sex": "Sex",
+        "view": "Frontal/Lateral",
+    }
+    required: ClassVar[tuple[str, ...]] = ("image",)
+
+    def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
+        table = inputs.layout.table
+        if table is not None and not inputs.layout.columns and _is_plus(table):
+            self.columns = _PLUS  # type: ignore[misc] # the two tables of one collection
+        super().__init__(inputs, splits)
+
+    def key_of_row(self, values: Mapping[str, str]) -> str:
+        """Path from the split on, without its ending: tables of either form name images of either form."""
+        return self.key_of_file(values["image"]) if _IMAGE.fullmatch(values["image"]) else ""
+
+    def key_of_file(self, path: str) -> str:
+        """The same of a file."""
+        match = _IMAGE.fullmatch(path)
+        return "/".join(match.groups()[:4]) if match else path
+
+    def place_row(self, values: Mapping[str, str], path: str, form: ImageForm) -> Placement | Reason:
+        """Place by the path."""
+        match = _IMAGE.fullmatch(path) or _IMAGE.fullmatch(f"{path}.jpg")
+        if match is None:
+            return Reason.NOT_IN_LAYOUT
+        where, patient, study, image, _ = match.groups()
+        split = self.split_of(patient, where)
+        if isinstance(split, Reason):
+            return split
+        is_lateral = (values["view"] or image).lower().endswith("lateral")
+        return Placement(
+            form=form,
+            patient=patient,
+            study=f"{patient}/{study}",
+            series="" if form == "dicom" else f"{patient}/{study}/{image}",
+            instance="" if form == "dicom" else f"{patient}/{study}/{image}",
+            split=split,
+            modality=self.settings.modality.upper() or "CR",
+            attributes=patient_attributes(
+                sex=values["sex"],
+                age=values["age"],
+                view=values["position"] or ("LATERAL" if is_lateral else ""),
+            ),
+            is_gray=True,
+        )
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the texts of CheXpert Plus: the whole report, or the sections where it is not there."""
+        source = self.inputs.reports
+        if source is None:
+            return iter(())
+        if not source.is_file():
+            raise ConfigError("inputs.reports must be the table of CheXpert Plus, got a folder; correct it.")
+        return read_report_rows(
+            source, self.settings.report_columns, _REPORT, ("image",), _studies_of, _text_of
+        )
+
+
+def _is_plus(table: object) -> bool:
+    row = next(read_table(table, "layout.table", _PLUS), None)  # type: ignore[arg-type]
+    return row is not None and bool(row.values and row.values["image"])
+
+
+def _studies_of(values: Mapping[str, str]) -> Sequence[str]:
+    match = _IMAGE.fullmatch(values["image"])
+    return [f"{match[2]}/{match[3]}"] if match else []
+
+
+def _text_of(values: Mapping[str, str]) -> str:
+    sections = [f"{name.upper()}: {values[name]}" for name in ("findings", "impression") if values[name]]
+    return values["text"] or "\n".join(sections)
+
+
+_VOLUME: Final = re.compile(r"(?:.*/)?((((train|valid)_\d+)_[a-z]+)_(\d+))\.nii(?:\.gz)?")
+_REPORT_CT_RATE: Final = {"findings": "Findings_EN", "image": "VolumeName", "impression": "Impressions_EN"}
+
+
+class CtRate(TableLayout):
+    """The file's name says everything; several reconstructions of a scan are series of one study."""
+
+    columns: ClassVar[Mapping[str, str]] = {
+        "age": "PatientAge",
+        "image": "VolumeName",
+        "intercept": "RescaleIntercept",
+        "sex": "PatientSex",
+        "slope": "RescaleSlope",
+        "xy": "XYSpacing",
+        "z": "ZSpacing",
+    }
+    required: ClassVar[tuple[str, ...]] = ("image",)
+
+    def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
+        super().__init__(inputs, splits)
+        if self.settings.volume_facts == "table" and not self.has_table:
+            raise ConfigError(
+                "layout.table must name the metadata table for volume_facts 'table', got none; name it."
+            )
+
+    def key_of_row(self, values: Mapping[str, str]) -> str:
+        """Name of the volume."""
+        return self.key_of_file(values["image"])
+
+    def key_of_file(self, path: str) -> str:
+        """Name of the volume, without ending."""
+        match = _VOLUME.fullmatch(path)
+        return match[1] if match else path
+
+    def place_row(
+        self,
+        values: Mapping[str, str],
+        path: str,
+        form: ImageForm,  # noqa: ARG002 - volumes only
+    ) -> Placement | Reason:
+        """Place by the name; the table fills the header's place or adds age and sex."""
+        match = _VOLUME.fullmatch(path) or _VOLUME.fullmatch(f"{path}.nii.gz")
+        if match is None:
+            return Reason.NOT_IN_LAYOUT
+        series, study, patient, where, number = match.groups()
+        split = self.split_of(patient, where)
+        if isinstance(split, Reason):
+            return split
+        rescale, spacing = None, None
+        if self.settings.volume_facts == "table":
+            facts = _table_facts(values)
+            if facts is None:
+                return Reason.INVALID_IMAGE_DESCRIPTION
+            rescale, spacing = facts
+        return Placement(
+            form="nifti",
+            patient=patient,
+            study=study,
+            series=series,
+            instance=series,
+            number=int(number),
+            split=split,
+            modality="CT",
+            attributes=patient_attributes(sex=values["sex"], age=values["age"], body_part="CHEST"),
+            spacing_mm=spacing,
+            rescale=rescale,
+        )
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the reports; every reconstruction repeats the one of its scan."""
+        if self.inputs.reports is None:
+            return iter(())
+        return read_report_rows(
+            self.inputs.reports,
+            self.settings.report_columns,
+            _REPORT_CT_RATE,
+            ("image", "findings", "impression"),
+            _studies_of_ct_rate,
+            _text_of_ct_rate,
+        )
+
+
+def _studies_of_ct_rate(values: Mapping[str, str]) -> Sequence[str]:
+    match = _VOLUME.fullmatch(values["image"])
+    return [match[2]] if match else []
+
+
+def _text_of_ct_rate(values: Mapping[str, str]) -> str:
+    sections = {"FINDINGS": values["findings"], "IMPRESSION": values["impression"]}
+    return "\n".join(f"{name}: {text}" for name, text in sections.items() if text)
+
+
+def _table_facts(values: Mapping[str, str]) -> tuple[tuple[float, float], tuple[float, float, float]] | None:
+    """Rescale and spacing between rows, columns, slices; None where the row lacks one."""
+    try:
+        in_plane = json.loads(values["xy"])
+        rows, columns = in_plane if isinstance(in_plane, list) else (in_plane, in_plane)
+        numbers = [float(each) for each in (values["slope"], values["intercept"], rows, columns, values["z"])]
+    except (TypeError, ValueError):
+        return None
+    slope, intercept, *spacing = numbers
+    if not all(map(math.isfinite, numbers)) or min(spacing) <= 0 or slope == 0:
+        return None
+    return (slope, intercept), (spacing[0], spacing[1], spacing[2])
+
+
+_IMAGE_MIMIC_CXR: Final = re.compile(
+    r"(?:.*/)?p(\d+)/s(\d+)/([^/]+?)(?:\.dcm\.gz|\.dcm|\.jpe?g|\.png)", re.IGNORECASE
+)
+_REPORT_MIMIC_CXR: Final = re.compile(r"(?:.*/)?p\d+/s(\d+)\.txt")
+
+
+class MimicCxr(TableLayout):
+    """The folders name patient and study; a row that says otherwise makes the link ambiguous."""
+
+    columns: ClassVar[Mapping[str, str]] = {
+        "image": "dicom_id",
+        "patient": "subject_id",
+        "study": "study_id",
+        "view": "ViewPosition",
+    }
+    required: ClassVar[tuple[str, ...]] = ("image", "patient", "study")
+
+    def key_of_row(self, values: Mapping[str, str]) -> str:
+        """The image's identifier."""
+        return values["image"]
+
+    def key_of_file(self, path: str) -> str:
+        """The same, which is the file's name."""
+        match = _IMAGE_MIMIC_CXR.fullmatch(path)
+        return match[3] if match else path
+
+    def split_columns(self) -> Mapping[str, str]:
+        """Names in the official split table."""
+        return {"patient": "subject_id", "split": "split"}
+
+    def place_row(self, values: Mapping[str, str], path: str, form: ImageForm) -> Placement | Reason:
+        """Place by folders, by the row where there is no file, and compare the two."""
+        match = _IMAGE_MIMIC_CXR.fullmatch(path)
+        if match is None and not values["study"]:
+            return Reason.NOT_IN_LAYOUT
+        patient, study = (match[1], match[2]) if match else (values["patient"], values["study"])
+        if self.has_table and (patient, study) != (values["patient"], values["study"]):
+            return Reason.AMBIGUOUS_LINK
+        split = self.split_of(patient)
+        if isinstance(split, Reason):
+            return split
+        return Placement(
+            form=form,
+            patient=patient,
+            study=study,
+            series="" if form == "dicom" else f"{study}/{self.key_of_file(path)}",
+            instance=self.key_of_file(path),
+            split=split,
+            modality=self.settings.modality.upper() or "DX",
+            attributes=patient_attributes(view=values["view"]),
+            is_gray=True,
+        )
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the report tree, sorted by path; it may be the tree of the images."""
+        source = self.inputs.reports
+        if source is None:
+            return
+        if not source.is_dir():
+            raise ConfigError("inputs.reports must be the folder of the report tree, got a file; correct it.")
+        texts = sorted(_texts_below(source), key=os.fsencode)
+        for place, text in enumerate(texts, start=1):
+            match = _REPORT_MIMIC_CXR.fullmatch(text)
+            if match is None:
+                yield BrokenReport(place=place, reason=Reason.NOT_REPORT, detail="")
+            else:
+                yield read_report_file(source / text, place, match[1])
+
+    def reason_of_other(self, path: Path) -> Reason:
+        """Reports beside the images have outcomes of their own."""
+        return (
+            Reason.LAYOUT_FILE
+            if _REPORT_MIMIC_CXR.fullmatch(path.as_posix())
+            else super().reason_of_other(path)
+        )
+
+
+def _texts_below(folder: Path) -> Iterator[str]:
+    for where, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".txt"):
+                yield (Path(where) / name).relative_to(folder).as_posix()
+
+
+_SECTIONS: Final = ("COMPARISON", "INDICATION", "FINDINGS", "IMPRESSION")
+
+
+class _Report(NamedTuple):
+    study: str
+    images: tuple[str, ...]
+    text: str
+
+
+class OpenI(PlacedLayout):
+    """Images belong to the report that names them; an image that two reports name belongs to nobody."""
+
+    def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
+        super().__init__(inputs, splits)
+        source = inputs.reports
+        if source is None or not source.is_dir():
+            raise ConfigError("inputs.reports must be the folder of the XML reports, got none; name it.")
+        self._source = source
+        self._studies: defaultdict[str, set[str]] = defaultdict(set)
+        for record in self._read_all():
+            if isinstance(record, _Report):
+                for image in record.images:
+                    self._studies[image].add(record.study)
+
+    def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
+        """Place by the name of the file."""
+        image = path.rsplit("/", 1)[-1].removesuffix(".gz").rsplit(".", 1)[0]
+        studies = self._studies.get(image, set())
+        if len(studies) != 1:
+            return Reason.AMBIGUOUS_LINK if studies else Reason.NOT_IN_LAYOUT
+        (study,) = studies
+        return Placement(
+            form=form,
+            patient=study,
+            study=study,
+            series="" if form == "dicom" else image,
+            instance=image,
+            modality=self.settings.modality.upper() or "DX",
+            attributes={},
+            is_gray=True,
+        )
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the sections of each report."""
+        for place, record in enumerate(self._read_all(), start=1):
+            if isinstance(record, _Report):
+                yield make_record(place, record.study, record.text)
+            else:
+                yield BrokenReport(place=place, reason=record, detail="")
+
+    def reason_of_other(self, path: Path) -> Reason:
+        """Reports beside the images have outcomes of their own."""
+        is_report = path.suffix.lower() == ".xml" and path.is_relative_to(self._source.absolute())
+        return Reason.LAYOUT_FILE if is_report else super().reason_of_other(path)
+
+    def _read_all(self) -> Iterator[_Report | Reason]:
+        for path in sorted(self._source.rglob("*.xml"), key=os.fsencode):
+            yield _read_report(path)
+
+
+def _read_report(path: Path) -> _Report | Reason:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_REPORT_BYTES + 1)
+    except OSError:
+        return Reason.FILE_UNREADABLE
+    if len(data) > MAX_REPORT_BYTES:
+        return Reason.LIMIT_EXCEEDED
+    # A report needs no entities, and with them a few bytes can become gigabytes.
+    if b"<!DOCTYPE" in data or b"<!ENTITY" in data:
+        return Reason.REPORT_UNREADABLE
+    try:
+        root = ET.fromstring(data)  # noqa: S314 - no entities, bounded size
+    except ET.ParseError:
+        return Reason.REPORT_UNREADABLE
+    images = tuple(image.get("id", "").strip() for image in root.iter("parentImage"))
+    said = {
+        part.get("Label", "").strip().upper(): "".join(part.itertext()).strip()
+        for part in root.iter("AbstractText")
+    }
+    text = "\n".join(f"{name}: {said[name]}" for name in _SECTIONS if said.get(name))
+    return _Report(path.stem, tuple(image for image in images if image), text)
+
+
+_VIEWS = {"ANTEROPOSTERIOR": "AP", "LATERAL": "LATERAL", "POSTEROANTERIOR": "PA"}
+
+
+class PadChest(TableLayout):
+    """The table names everything by the file's name, whatever folder it lies in."""
+
+    columns: ClassVar[Mapping[str, str]] = {
+        "image": "ImageID",
+        "modality": "Modality_DICOM",
+        "patient": "PatientID",
+        "sex": "PatientSex_DICOM",
+        "study": "StudyID",
+        "view": "ViewPosition_DICOM",
+    }
+    required: ClassVar[tuple[str, ...]] = ("image", "patient", "study")
+
+    def key_of_row(self, values: Mapping[str, str]) -> str:
+        """Name of the file."""
+        return values["image"]
+
+    def key_of_file(self, path: str) -> str:
+        """Name of the file."""
+        return path.rsplit("/", 1)[-1]
+
+    def place_row(
+        self,
+        values: Mapping[str, str],
+        path: str,  # noqa: ARG002 - the row says everything
+        form: ImageForm,
+    ) -> Placement | Reason:
+        """Place by the row."""
+        if not values["image"]:
+            return Reason.NOT_IN_LAYOUT
+        split = self.split_of(values["patient"])
+        if isinstance(split, Reason):
+            return split
+        view = values["view"].upper()
+        return Placement(
+            form=form,
+            patient=values["patient"],
+            study=values["study"],
+            series=values["image"],
+            instance=values["image"],
+            split=split,
+            modality=(values["modality"] or self.settings.modality or "DX").upper(),
+            attributes=patient_attributes(sex=values["sex"], view=_VIEWS.get(view, view)),
+            is_patient_study=self.settings.is_patient_study,
+            is_gray=True,
+        )
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the texts; every image of a study repeats its report."""
+        if self.inputs.reports is None:
+            return iter(())
+        return read_report_rows(
+            self.inputs.reports,
+            self.settings.report_columns,
+            {"study": "StudyID", "text": "Report"},
+            ("study", "text"),
+            lambda values: [values["study"]] if values["study"] else [],
+            lambda values: values["text"],
+        )

@@ -1,0 +1,434 @@
+"""Tables of a layout: CSV or Parquet, read row by row, by roles instead of column names.
+
+Settings of the layout: how the inputs of a job are laid out in folders and tables.
+
+What every layout answers, and what most of them share: roots, splits, forms by file ending.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol, TypeAlias
+
+from shardflow.config import check_fields
+from shardflow.errors import ConfigError
+from shardflow.format.reasons import Reason
+from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
+from shardflow.packing.sources.documents.reports import iter_document_reports
+from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.reports import BrokenReport, ReportFormat, ReportRecord, iter_reports
+
+_MAX_FIELD_BYTES: Final = 1 << 24
+_BATCH_ROWS: Final = 1 << 14
+
+
+class Row(NamedTuple):
+    """One row of a table. Holds identifiers and text; its ``repr`` shows none."""
+
+    place: int
+    """Line where the row begins (CSV), or number of the row (Parquet); from 1."""
+    values: dict[str, str] | None
+    """Role to text without outer spaces, ``""`` where it is empty or no such column is there; None where the
+    row has another number of columns than the table."""
+
+    def __repr__(self) -> str:
+        return f"Row(place={self.place})"
+
+
+def read_table(
+    path: Path, what: str, columns: Mapping[str, str], required: Iterable[str] = ()
+) -> Iterator[Row]:
+    """Read a table.
+
+    Args:
+        path: ``.csv``, ``.csv.gz`` or ``.parquet``.
+        what: What errors call the table.
+        columns: Role to name of the column; case and outer spaces do not count.
+        required: Roles whose column must be there; others are empty without it.
+
+    Raises:
+        ConfigError: The table is missing, damaged, or lacks a required column.
+    """
+    try:
+        if path.suffix.lower() == ".parquet":
+            yield from _read_parquet(path, what, columns, required)
+        else:
+            yield from _read_csv(path, what, columns, required)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(
+            f"{what} must be a readable table, got {type(error).__name__}; correct its path or the file."
+        ) from None
+
+
+def _read_csv(path: Path, what: str, columns: Mapping[str, str], required: Iterable[str]) -> Iterator[Row]:
+    csv.field_size_limit(_MAX_FIELD_BYTES)
+    with _open(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(text, strict=True)
+        try:
+            header = next(rows, [])
+            found = _find(header, what, columns, required)
+            place = rows.line_num + 1
+            for row in rows:
+                if row:
+                    whole = len(row) == len(header)
+                    values = (
+                        {role: row[at].strip() if at is not None else "" for role, at in found.items()}
+                        if whole
+                        else None
+                    )
+                    yield Row(place, values)
+                place = rows.line_num + 1
+        except csv.Error:
+            raise ConfigError(
+                f"{what} must be well-formed CSV, got a quote or field without end (line {rows.line_num}); "
+                "repair the table."
+            ) from None
+
+
+def _read_parquet(
+    path: Path, what: str, columns: Mapping[str, str], required: Iterable[str]
+) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    place = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            found = _find(names, what, columns, required)
+            wanted = sorted({names[at] for at in found.values() if at is not None})
+            for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
+                for values in batch.to_pylist():
+                    place += 1
+                    yield Row(
+                        place,
+                        {role: "" if at is None else _text(values[names[at]]) for role, at in found.items()},
+                    )
+    except pa.ArrowException as error:
+        raise ConfigError(
+            f"{what} must be a readable Parquet table, got {type(error).__name__}; repair the table."
+        ) from None
+
+
+def _text(value: object) -> str:
+    # A column of integers with gaps comes as floats: 17.0 is the study 17.
+    if isinstance(value, float):
+        return "" if value != value else f"{value:.0f}" if value.is_integer() else repr(value)
+    return "" if value is None else str(value).strip()
+
+
+def _find(
+    header: Sequence[str], what: str, columns: Mapping[str, str], required: Iterable[str]
+) -> dict[str, int | None]:
+    names = [name.strip().casefold() for name in header]
+    for role in required:
+        count = names.count(columns[role].casefold())
+        if count != 1:
+            raise ConfigError(
+                f"{what} must have one column {columns[role]!r} ({role}), got {count}; correct the table, or "
+                "name the column in the settings of the layout."
+            )
+    wanted = {role: name.casefold() for role, name in columns.items()}
+    return {role: names.index(name) if name in names else None for role, name in wanted.items()}
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value] # a GzipFile reads as one
+    return path.open("rb")
+
+
+LayoutKind: TypeAlias = Literal[
+    "headers", "folder", "manifest", "mimic-cxr", "chexpert", "openi", "padchest", "ct-rate", "lidc", "rsna"
+]
+"""``headers``: DICOM headers say whose an image is. ``folder``: paths do, by a pattern. ``manifest``: a table
+does. The others are collections as their owners hand them out; docs/layouts.md describes each."""
+
+_GROUPS = frozenset({"patient", "study", "series", "number", "split"})
+_PATHS = ("table", "split_table")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutConfig:
+    """Whose an input is, and which report goes with it."""
+
+    kind: LayoutKind = "headers"
+    """How the inputs are laid out."""
+    table: Path | None = None
+    """CSV (``.csv``, ``.csv.gz``) or Parquet table of the images; which kinds have one: docs/layouts.md."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """What the columns of ``table`` are called, by role, where a kind's own names do not fit."""
+    report_columns: dict[str, str] = field(default_factory=dict)
+    """The same for the table of ``inputs.reports``."""
+    pattern: str = ""
+    """Of kind ``folder``: a regular expression for the path below the input folder, with named groups
+    ``patient``, ``study``, ``series``, ``number``, ``split``; a path must match it whole."""
+    is_study_within_patient: bool = False
+    """Whether studies are named within their patient (``study1``), so that only both names tell them apart.
+    Of kinds ``folder`` and ``manifest``."""
+    is_patient_study: bool = False
+    """Whether a study that names no patient is a patient of its own; else it is quarantined. Set it only if
+    no patient has several studies, or one may be trained on and tested on."""
+    modality: str = ""
+    """DICOM term of images without a header, such as ``CR`` or ``CT``, where neither table nor kind has
+    one."""
+    split_table: Path | None = None
+    """Table of the official splits: a column ``split`` and one of patients."""
+    split_columns: dict[str, str] = field(default_factory=dict)
+    """What its columns are called: roles ``patient`` and ``split``."""
+    split_names: dict[str, str] = field(default_factory=dict)
+    """Split of this dataset for names in tables, paths and patterns, such as ``valid = "val"``."""
+    volume_facts: Literal["header", "table"] = "header"
+    """Where spacing, slope and intercept of NIfTI volumes come from; never from both."""
+    missing_files: Literal["quarantine", "ignore"] = "quarantine"
+    """What becomes of rows whose file is not there: inputs that are quarantined, or no inputs (a part of a
+    collection was fetched)."""
+    report_of_several_studies: Literal["quarantine", "copy"] = "quarantine"
+    """What becomes of a report that names several studies: none of them has it, or each has a copy."""
+    reports_of_one_study: Literal["quarantine", "append"] = "quarantine"
+    """What becomes of several different reports of one study: quarantined with it, or the final one is taken
+    with all addenda behind it, and preliminary ones are left out."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.kind == "folder":
+            self._check_pattern()
+        elif self.pattern:
+            raise ConfigError(f"pattern must be empty for kind {self.kind!r}, got one; remove it.")
+        if self.kind == "manifest" and self.table is None:
+            raise ConfigError("table must name the table of images for kind 'manifest', got none; name it.")
+
+    def _check_pattern(self) -> None:
+        try:
+            groups = set(re.compile(self.pattern).groupindex)
+        except re.error as error:
+            raise ConfigError(
+                f"pattern must be a regular expression, got: {error.msg}; correct it."
+            ) from None
+        if unknown := groups - _GROUPS:
+            raise ConfigError(
+                f"pattern must have groups out of {', '.join(sorted(_GROUPS))}, "
+                f"got {', '.join(sorted(unknown))}; rename them."
+            )
+        if "study" not in groups:
+            raise ConfigError("pattern must have a group (?P<study>...), got none; add it.")
+
+    def content(self) -> dict[str, Any] | None:
+        """Return what decides the dataset's bytes; None where headers say everything and nothing is set."""
+        row = {name: value for name, value in asdict(self).items() if name not in _PATHS}
+        row["has_split_table"] = self.split_table is not None
+        return None if self == LayoutConfig() else row
+
+
+_ENDINGS: Final[dict[str, ImageForm]] = {
+    ".dcm": "dicom",
+    ".dcm.gz": "dicom",
+    ".jpeg": "raster",
+    ".jpg": "raster",
+    ".nii": "nifti",
+    ".nii.gz": "nifti",
+    ".png": "raster",
+}
+_SPLIT_WORDS: Final = {"dev": "val", "eval": "val", "valid": "val", "validate": "val", "validation": "val"}
+_SEXES: Final = {"f": "F", "female": "F", "m": "M", "male": "M", "o": "O", "other": "O"}
+_AGE: Final = re.compile(r"0*(\d{1,3})(?:\.\d+)?\s*(?:y|years?)?", re.IGNORECASE)
+
+
+class LayoutInputs(Protocol):
+    """The settings that a layout is opened with."""
+
+    @property
+    def dicom(self) -> tuple[Path, ...]:
+        """Input folders."""
+
+    @property
+    def reports(self) -> Path | None:
+        """Where the reports are."""
+
+    @property
+    def reports_format(self) -> ReportFormat | Literal["documents"]:
+        """How they are read, where the layout does not say it."""
+
+    @property
+    def layout(self) -> LayoutConfig:
+        """What the layout is."""
+
+
+class Layout(Protocol):
+    """Turns input folders into images, reports, links and splits."""
+
+    def discover(self) -> list[DiscoveredFile]:
+        """List all inputs but the reports; also rows whose file is not there, with MISSING_FILE."""
+
+    def place(self, file: DiscoveredFile) -> Placement | Reason | None:
+        """Say whose image a file is, or why it is none; None where its DICOM header says everything."""
+
+    def study_beside(self, file: DiscoveredFile) -> str:
+        """Return the study in whose place a file lies that is no image; ``""`` where its place names none."""
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the reports; each names the study that `Placement.study` names."""
+
+
+class PlacedLayout:
+    """What layouts share that say whose an image is.
+
+    Args:
+        inputs: The settings.
+        splits: Names of the dataset's splits.
+    """
+
+    def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
+        self.settings = inputs.layout
+        self.inputs = inputs
+        self._splits = frozenset(splits)
+        self._patient_splits = self._read_splits()
+        tables = (inputs.reports, inputs.layout.table, inputs.layout.split_table)
+        self._own_files = {path.resolve() for path in tables if path is not None}
+        self._roots = [root.absolute() for root in inputs.dicom]
+
+    def discover(self) -> list[DiscoveredFile]:
+        """List the files below the input folders."""
+        return discover(self.inputs.dicom)
+
+    def place(self, file: DiscoveredFile) -> Placement | Reason | None:
+        """Say whose image a file is; see `Layout`."""
+        path = file.path(self._roots)
+        form = form_of_path(path)
+        placed = self.place_image(self.relative_path(path), form) if form is not None else None
+        if placed is not None:
+            return self._complete(placed) if isinstance(placed, Placement) else placed
+        return self.reason_of_other(path)
+
+    def study_beside(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
+        """Return the study in whose place a file lies; see `Layout`."""
+        return ""
+
+    def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
+        """Place a file that looks like an image; for the layouts to say."""
+        raise NotImplementedError
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the reports; by default there are none."""
+        return iter(())
+
+    def reason_of_other(self, path: Path) -> Reason:
+        """Why a file is no image."""
+        is_table = path.name.lower().endswith((".csv", ".csv.gz", ".parquet"))
+        return Reason.LAYOUT_FILE if is_table or path.resolve() in self._own_files else Reason.NOT_IMAGE
+
+    def relative_path(self, path: Path) -> str:
+        """POSIX path below the input folder that holds it; a file that is an input itself has its name."""
+        for root in self._roots:
+            if path != root and path.is_relative_to(root):
+                return path.relative_to(root).as_posix()
+        return path.name
+
+    def split_of(self, patient: str, named: str = "") -> str | Reason:
+        """Return the split of a patient: of the split table, else the name that path or row gives."""
+        if self._patient_splits is None:
+            return self.known_split(named) if named else ""
+        return self._patient_splits.get(patient, Reason.NOT_IN_LAYOUT)
+
+    def known_split(self, name: str) -> str:
+        """Return the split of the dataset for a name in a table or path.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        folded = name.strip().casefold()
+        given = {key.casefold(): value for key, value in self.settings.split_names.items()}
+        split = given.get(folded) or (folded if folded in self._splits else _SPLIT_WORDS.get(folded, folded))
+        if split not in self._splits:
+            raise ConfigError(
+                "splits must name every split of the layout, got one that they do not; add it to [splits], "
+                "or map it in layout.split_names."
+            )
+        return split
+
+    def split_columns(self) -> Mapping[str, str]:
+        """What the split table calls its columns, by default."""
+        return {"patient": "patient", "split": "split"}
+
+    def patient_name(self, text: str) -> str:
+        """Spell a patient of the split table as placements do."""
+        return text
+
+    def _read_splits(self) -> dict[str, str] | None:
+        table = self.settings.split_table
+        if table is None:
+            return None
+        columns = {**self.split_columns(), **self.settings.split_columns}
+        found: dict[str, str] = {}
+        for row in read_table(table, "layout.split_table", columns, ("patient", "split")):
+            if row.values is None or not row.values["patient"]:
+                raise ConfigError(
+                    f"layout.split_table must name a patient and a split in every row, got another row (line "
+                    f"{row.place}); correct it."
+                )
+            patient, split = self.patient_name(row.values["patient"]), self.known_split(row.values["split"])
+            if found.setdefault(patient, split) != split:
+                raise ConfigError(
+                    "layout.split_table must have each patient in one split, got a patient in two (line "
+                    f"{row.place}); correct it: a patient that is trained on must not be tested on."
+                )
+        return found
+
+    def _complete(self, placed: Placement) -> Placement | Reason:
+        """Refuse what names no study or patient and has no header that could."""
+        if placed.form != "dicom":
+            named = placed.identify(dict.fromkeys(_IDENTIFIERS, ""))
+            if not named["patient_id"] or not named["study_instance_uid"]:
+                return Reason.MISSING_IDENTIFIER
+        return placed
+
+
+_IDENTIFIERS: Final = ("patient_id", "study_instance_uid", "series_instance_uid", "sop_instance_uid")
+
+
+def read_reports(inputs: LayoutInputs) -> Iterator[ReportRecord | BrokenReport]:
+    """Read the reports in ``inputs.reports_format``."""
+    if inputs.reports is None:
+        return iter(())
+    if inputs.reports_format == "documents":
+        copies = inputs.layout.report_of_several_studies == "copy"
+        return iter_document_reports(inputs.reports, copies=copies)
+    return iter_reports(inputs.reports, inputs.reports_format)
+
+
+def form_of_path(path: Path | str) -> ImageForm | None:
+    """Tell by its ending how an image file is read; None where it looks like none.
+
+    Example:
+        >>> form_of_path("a/b.dcm.gz"), form_of_path("b.nii.gz"), form_of_path("notes.txt")
+        ('dicom', 'nifti', None)
+    """
+    name = str(path).rsplit("/", 1)[-1].lower()
+    return next((form for ending, form in _ENDINGS.items() if name.endswith(ending)), None)
+
+
+def patient_attributes(
+    *, sex: str = "", age: str = "", view: str = "", body_part: str = ""
+) -> dict[str, tuple[str, ...]]:
+    """Turn what tables say into DICOM attributes; the allowlist judges them later.
+
+    Example:
+        >>> patient_attributes(sex="Female", age="68.0", view="pa")
+        {'PatientAge': ('068Y',), 'PatientSex': ('F',), 'ViewPosition': ('PA',)}
+    """
+    match = _AGE.fullmatch(age.strip())
+    said = {
+        "BodyPartExamined": body_part.upper(),
+        "PatientAge": f"{int(match[1]):03d}Y" if match else "",
+        "PatientSex": _SEXES.get(sex.casefold(), ""),
+        "ViewPosition": view.upper(),
+    }
+    return {keyword: (text,) for keyword, text in said.items() if text}

@@ -1,0 +1,347 @@
+"""Layouts whose images are listed in a table, one row an image.
+
+Kind ``manifest``: one table lists all images, whatever their folders look like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+from shardflow.errors import ConfigError
+from shardflow.format.reasons import Reason
+from shardflow.packing.sources.dicom.discover import DiscoveredFile
+from shardflow.packing.sources.layouts.base import (
+    LayoutInputs,
+    PlacedLayout,
+    form_of_path,
+    patient_attributes,
+    read_table,
+)
+from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.reports import BrokenReport, ReportRecord, ReportRole, make_record
+
+Values = Mapping[str, str]
+
+_TABLE: Final = "layout.table"
+_ROLES: Final[dict[str, ReportRole]] = {
+    "": "final",
+    "add": "addendum",
+    "addendum": "addendum",
+    "amendment": "addendum",
+    "corrected": "final",
+    "final": "final",
+    "prelim": "preliminary",
+    "preliminary": "preliminary",
+}
+
+
+class TableLayout(PlacedLayout):
+    """Finds the row of a file by a key that both have; subclasses say which, and what the row means.
+
+    A table keeps its rows in memory: some hundred bytes an image.
+    """
+
+    columns: ClassVar[Mapping[str, str]] = {}
+    """Role to the name that the collection gives the column."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """Roles without which the table is of no use."""
+
+    def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
+        super().__init__(inputs, splits)
+        _check_roles("layout.columns", self.settings.columns, self.columns)
+        self._roles = tuple(sorted(self.columns))
+        self._rows: dict[str, tuple[str, ...] | None] = {}
+        """Key to the values of a row; None where rows contradict each other."""
+        self._there: set[str] = set()
+        """Keys of the files that were found."""
+        if self.settings.table is not None:
+            self._read_rows(self.settings.table)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether there is a table; some layouts do without one."""
+        return self.settings.table is not None
+
+    def key_of_row(self, values: Values) -> str:
+        """Key of a row; ``""`` for a row that names no image."""
+        raise NotImplementedError
+
+    def key_of_file(self, path: str) -> str:
+        """Key of a file, by its path below the input folder."""
+        raise NotImplementedError
+
+    def place_row(self, values: Values, path: str, form: ImageForm) -> Placement | Reason:
+        """Say what a row means for its file; all roles are empty where there is no table."""
+        raise NotImplementedError
+
+    def rows(self) -> Iterator[tuple[str, Values]]:
+        """Yield all rows that are of one mind, by key."""
+        for key, row in self._rows.items():
+            if row is not None:
+                yield key, dict(zip(self._roles, row, strict=True))
+
+    def discover(self) -> list[DiscoveredFile]:
+        """List the files, and the rows whose file is not there."""
+        found = super().discover()
+        if not self.has_table or self.settings.missing_files == "ignore":
+            return found
+        there = self._there
+        for file in found:
+            path = file.path(self._roots)
+            if form_of_path(path) is not None:
+                there.add(self.key_of_file(self.relative_path(path)))
+        return found + [
+            DiscoveredFile(root_index=0, relative_path=key, num_bytes=0, problem=Reason.MISSING_FILE)
+            for key in sorted(self._rows.keys() - there)
+        ]
+
+    def place(self, file: DiscoveredFile) -> Placement | Reason | None:
+        """Say whose image a file is; a row without a file has its place too, and its study is not whole."""
+        if file.problem is Reason.MISSING_FILE:
+            key = self.relative_path(file.path(self._roots))
+            if key in self._there:
+                # The row was without a file once, and has one now, maybe with an ending.
+                return Reason.DUPLICATE_INSTANCE
+            return self._place_key(key, key, form_of_path(key) or "dicom")
+        return super().place(file)
+
+    def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
+        """Place a file by its row."""
+        if not self.has_table:
+            return self.place_row(dict.fromkeys(self._roles, ""), path, form)
+        return self._place_key(self.key_of_file(path), path, form)
+
+    def _place_key(self, key: str, path: str, form: ImageForm) -> Placement | Reason:
+        if key not in self._rows:
+            return Reason.NOT_IN_LAYOUT
+        row = self._rows[key]
+        if row is None:
+            return Reason.AMBIGUOUS_LINK
+        return self.place_row(dict(zip(self._roles, row, strict=True)), path, form)
+
+    def _read_rows(self, table: Path) -> None:
+        columns = {**self.columns, **self.settings.columns}
+        # What the settings name must be there: a column with a wrong name would be empty in silence.
+        required = {*self.required, *self.settings.columns}
+        known: dict[str, str] = {}
+        for row in read_table(table, _TABLE, columns, sorted(required)):
+            if row.values is None:
+                raise ConfigError(
+                    f"{_TABLE} must have as many values as columns in every row, got another number (line "
+                    f"{row.place}); repair the table."
+                )
+            key = self.key_of_row(row.values)
+            if not key:
+                raise ConfigError(
+                    f"{_TABLE} must name an image in every row, got a row that names none "
+                    f"(line {row.place}); correct it."
+                )
+            # Few values are different: sexes, views, splits, patients of several images.
+            values = tuple(known.setdefault(row.values[role], row.values[role]) for role in self._roles)
+            if self._rows.setdefault(key, values) != values:
+                self._rows[key] = None
+
+
+def read_report_rows(
+    path: Path,
+    settings: Mapping[str, str],
+    columns: Mapping[str, str],
+    required: Sequence[str],
+    studies_of: Callable[[Values], Sequence[str]],
+    text_of: Callable[[Values], str],
+    *,
+    copies: bool = False,
+) -> Iterator[ReportRecord | BrokenReport]:
+    """Read reports from a table.
+
+    Args:
+        path: The table.
+        settings: Names of columns by the settings.
+        columns: Role to the usual name of the column; role ``role`` tells preliminary reports and addenda.
+        required: Roles that must have a column.
+        studies_of: The studies that a row names.
+        text_of: Its text.
+        copies: Whether a report of several studies is copied to each; else it is ambiguous.
+    """
+    _check_roles("layout.report_columns", settings, columns)
+    all_columns, needed = {**columns, **settings}, sorted({*required, *settings})
+    place = 0
+    for row in read_table(path, "inputs.reports", all_columns, needed):
+        place += 1
+        if row.values is None:
+            yield BrokenReport(
+                place=place, reason=Reason.REPORT_UNREADABLE, detail="another number of columns"
+            )
+            continue
+        studies = studies_of(row.values)
+        role = _ROLES.get(row.values.get("role", "").casefold())
+        for number, study in enumerate(studies or ("",)):
+            place += number > 0
+            if role is None:
+                yield BrokenReport(
+                    place=place,
+                    reason=Reason.REPORT_UNREADABLE,
+                    detail="an unknown status",
+                    study_instance_uid=study,
+                )
+            elif len(studies) > 1 and not copies:
+                yield BrokenReport(
+                    place=place, reason=Reason.AMBIGUOUS_LINK, detail="", study_instance_uid=study
+                )
+            else:
+                yield make_record(place, study, text_of(row.values), role)
+
+
+def _check_roles(what: str, named: Mapping[str, str], known: Mapping[str, str]) -> None:
+    if unknown := sorted(named.keys() - known.keys()):
+        roles = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"{what} must name roles out of {roles}, got {unknown[0]!r}; correct it.")
+
+
+_MAX_DIGITS: Final = 18
+_REPORT_COLUMNS = {name: name for name in ("accession", "patient", "report", "role", "study", "text")}
+
+
+class Manifest(TableLayout):
+    """The table's ``path`` is relative to the input folder; every other column may be left to the header.
+
+    Reports join by ``study``; by ``report``, which rows of images name as well; or by ``patient`` and
+    ``accession`` together, never by accession number alone: two hospitals count alike.
+    """
+
+    columns: ClassVar[Mapping[str, str]] = {
+        name: name
+        for name in (
+            *(
+                "accession",
+                "age",
+                "body_part",
+                "instance",
+                "intercept",
+                "modality",
+                "number",
+                "path",
+                "patient",
+            ),
+            *("report", "series", "sex", "slope", "split", "study", "view"),
+        )
+    }
+    required: ClassVar[tuple[str, ...]] = ("path",)
+
+    def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
+        super().__init__(inputs, splits)
+        if {"accession"} <= self.settings.columns.keys() and not any(
+            row["patient"] for _, row in self.rows()
+        ):
+            raise ConfigError(
+                "layout.columns must name patients with accession numbers, got accession numbers alone; add "
+                "the column of patients."
+            )
+
+    def key_of_row(self, values: Values) -> str:
+        """Path without a leading ``./``."""
+        return values["path"].removeprefix("./")
+
+    def key_of_file(self, path: str) -> str:
+        """The path itself."""
+        return path
+
+    def place_row(self, values: Values, path: str, form: ImageForm) -> Placement | Reason:
+        """Take the row's word for everything that it says."""
+        split = self.split_of(values["patient"], values["split"])
+        if isinstance(split, Reason):
+            return split
+        study = self._study(values)
+        series = values["series"] or path
+        if not (_is_rescale(values["slope"], values["intercept"]) and _is_ordinal(values["number"])):
+            return Reason.INVALID_IMAGE_DESCRIPTION
+        # A volume has a header that may say it too; a picture has nothing but its row.
+        is_asked = form == "raster" or (form == "nifti" and self.settings.volume_facts == "table")
+        return Placement(
+            form=form,
+            patient=values["patient"],
+            study=study,
+            series=f"{study}/{series}" if values["series"] or form != "dicom" else "",
+            instance=values["instance"] or ("" if form == "dicom" else path),
+            number=int(values["number"]) if values["number"] else None,
+            split=split,
+            modality=(values["modality"] or self.settings.modality).upper(),
+            attributes=patient_attributes(
+                sex=values["sex"], age=values["age"], view=values["view"], body_part=values["body_part"]
+            ),
+            is_patient_study=self.settings.is_patient_study,
+            other_ids=tuple(sorted({values["accession"], values["report"]} - {""})),
+            rescale=_rescale(values["slope"], values["intercept"]) if is_asked else None,
+        )
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the table of reports."""
+        source = self.inputs.reports
+        if source is None:
+            return iter(())
+        return read_report_rows(
+            source,
+            self.settings.report_columns,
+            _REPORT_COLUMNS,
+            ("text",),
+            _Join(self).studies_of,
+            lambda values: values["text"],
+            copies=self.settings.report_of_several_studies == "copy",
+        )
+
+    def study_of_row(self, values: Values) -> str:
+        """Name of the study of an image or a report."""
+        return self._study(values)
+
+    def _study(self, values: Values) -> str:
+        if self.settings.is_study_within_patient and values["study"]:
+            return f"{values['patient']}/{values['study']}" if values["patient"] else ""
+        return values["study"]
+
+
+class _Join:
+    """Which studies a row of the reports names."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._by_report: defaultdict[str, set[str]] = defaultdict(set)
+        self._by_accession: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        for _, values in manifest.rows():
+            study = manifest.study_of_row(values)
+            if values["report"]:
+                self._by_report[values["report"]].add(study)
+            if values["accession"] and values["patient"]:
+                self._by_accession[values["patient"], values["accession"]].add(study)
+
+    def studies_of(self, values: Values) -> Sequence[str]:
+        """Return the studies by the surest key that the row has."""
+        if study := self._manifest.study_of_row(values):
+            return [study]
+        if values["report"]:
+            return sorted(self._by_report.get(values["report"], {values["report"]}))
+        if values["accession"] and values["patient"]:
+            key = values["patient"], values["accession"]
+            return sorted(self._by_accession.get(key, {"/".join(key)}))
+        return []
+
+
+def _rescale(slope: str, intercept: str) -> tuple[float, float] | None:
+    """Slope and intercept, where the row states either."""
+    return (float(slope or 1), float(intercept or 0)) if slope or intercept else None
+
+
+def _is_rescale(slope: str, intercept: str) -> bool:
+    """Whether values can be rescaled so: with a slope of 0, or with what is no number, all would be one."""
+    try:
+        factor, offset = float(slope or 1), float(intercept or 0)
+    except ValueError:
+        return False
+    return math.isfinite(factor) and math.isfinite(offset) and factor != 0
+
+
+def _is_ordinal(text: str) -> bool:
+    return text.isascii() and len(text) <= _MAX_DIGITS and (text.isdigit() or not text)

@@ -1,0 +1,211 @@
+"""PNG and JPEG: one picture a file, read in the form of an instance header, so that all packing is the same.
+
+The size is read from the file's own head and checked before anything is decoded. OpenCV fills what a cut
+file lacks with gray and says nothing, so a file must be whole: every chunk of a PNG has its checksum looked
+at, and a JPEG must end.
+
+Source: PNG specification (third edition), 5 and 11.2.1; ITU T.81, annex B.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shardflow.format.reasons import Reason, source_error
+from shardflow.packing.sources.dicom.description import ImageDescription
+from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.headers import InstanceHeader
+from shardflow.packing.sources.dicom.planes import PlaneHeader
+from shardflow.packing.sources.placement import make_header
+
+if TYPE_CHECKING:
+    from shardflow.packing.sources.placement import Placement
+
+PNG: Final = "png"
+JPEG: Final = "jpeg"
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
+_JPEG_START: Final = b"\xff\xd8\xff"
+_PNG_SAMPLES: Final = {0: 1, 2: 3, 3: 3}
+"""Samples of a pixel once decoded, by colour type; types with transparency are no images of patients."""
+_FRAME_MARKERS: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
+# Of a picture in colour that is gray, samples differ by no more than JPEG's colour conversion makes them.
+_GRAY_TOLERANCE: Final = 3
+# What follows the end of a JPEG may be padding, and nothing longer.
+_MAX_JPEG_TAIL: Final = 1 << 12
+
+
+class _Size(NamedTuple):
+    syntax: str
+    rows: int
+    columns: int
+    samples: int
+    bits: int
+
+
+def read_raster(path: Path, placement: Placement, *, limits: HeaderLimits) -> InstanceHeader:
+    """Read what packing needs of a picture; nothing is decoded.
+
+    Args:
+        path: The file.
+        placement: Whose it is; ``patient``, ``study``, ``series`` and ``instance`` must be set.
+        limits: Bounds on what the file declares.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, NOT_IMAGE, HEADER_UNREADABLE, INVALID_IMAGE_DESCRIPTION,
+            LIMIT_EXCEEDED.
+    """
+    data = _read(path, limits)
+    size = _size_of(data)
+    pixels = size.rows * size.columns
+    if pixels == 0:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"{size.rows} rows and {size.columns} columns")
+    num_bytes = pixels * size.samples * (size.bits // 8)
+    for what, got, limit in (
+        ("pixels", pixels, limits.max_frame_pixels),
+        ("bytes of pixels", num_bytes, limits.max_pixel_bytes),
+    ):
+        if got > limit:
+            raise source_error(Reason.LIMIT_EXCEEDED, f"{got} {what} declared, at most {limit} allowed")
+    if size.samples == 3 and size.bits != 8:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"colour of {size.bits} bits")
+    is_colour = size.samples == 3 and not placement.is_gray
+    if is_colour and placement.rescale is not None:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "slope and intercept of a picture in colour")
+    slope, intercept = placement.rescale or (None, None)
+    image = ImageDescription(
+        rows=size.rows,
+        columns=size.columns,
+        samples_per_pixel=3 if is_colour else 1,
+        num_frames=1,
+        bits_allocated=size.bits,
+        bits_stored=size.bits,
+        high_bit=size.bits - 1,
+        is_signed=False,
+        planar_configuration=0,
+        photometric_interpretation="RGB" if is_colour else "MONOCHROME2",
+    )
+    plane = PlaneHeader(
+        pixel_spacing=placement.spacing_mm and placement.spacing_mm[:2], slope=slope, intercept=intercept
+    )
+    unit = "HU" if placement.modality == "CT" and placement.rescale is not None else ""
+    return make_header(placement, image, (plane,), syntax=size.syntax, num_bytes=len(data), unit=unit)
+
+
+def iter_raster(
+    path: Path, header: InstanceHeader, frames: Sequence[int], limits: HeaderLimits
+) -> Iterator[tuple[Array, str]]:
+    """Decode the picture; as `shardflow.packing.sources.dicom.stored.iter_stored`.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, PIXEL_DATA_TRUNCATED, DECODE_FAILED, LIMIT_EXCEEDED or
+            INVALID_IMAGE_DESCRIPTION.
+    """
+    import cv2
+
+    data = _read(path, limits)
+    _check_whole(data)
+    try:
+        # Pixels as stored: no rotation by a camera's note, no reduction to 8 bits.
+        decoded: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    except cv2.error:
+        decoded = None
+    if decoded is None:
+        raise source_error(Reason.DECODE_FAILED, "opencv")
+    pixels = decoded[..., ::-1] if decoded.ndim == 3 else decoded
+    if decoded.ndim == 3 and not header.image.is_colour:
+        pixels = _gray(pixels)
+    expected = (header.image.rows, header.image.columns, *((3,) if header.image.is_colour else ()))
+    if pixels.shape != expected or pixels.dtype.itemsize * 8 != header.image.bits_allocated:
+        raise source_error(Reason.DECODE_FAILED, "another image than the head declares")
+    for _ in frames:
+        yield np.ascontiguousarray(pixels), "opencv"
+
+
+def _gray(pixels: Array) -> Array:
+    """Take one sample of three that are equal; a radiograph with colour in it is annotated, or none."""
+    wide = pixels.astype(np.int16)
+    if int((wide.max(axis=2) - wide.min(axis=2)).max()) > _GRAY_TOLERANCE:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "colour in an image that must be gray")
+    return np.ascontiguousarray(pixels[..., 1])
+
+
+def _read(path: Path, limits: HeaderLimits) -> bytes:
+    try:
+        with path.open("rb") as file:
+            # As many as there are: to ask for as many as are allowed would reserve them, for every picture.
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes <= limits.max_inflated_bytes:
+                return file.read(num_bytes)
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+    raise source_error(Reason.LIMIT_EXCEEDED, f"a picture of more than {limits.max_inflated_bytes} bytes")
+
+
+def _size_of(data: bytes) -> _Size:
+    if data.startswith(_PNG_SIGNATURE):
+        return _png_size(data)
+    if data.startswith(_JPEG_START):
+        return _jpeg_size(data)
+    raise source_error(Reason.NOT_IMAGE)
+
+
+def _png_size(data: bytes) -> _Size:
+    if len(data) < 33 or data[12:16] != b"IHDR" or zlib.crc32(data[12:29]) != _big(data, 29, 4):
+        raise source_error(Reason.HEADER_UNREADABLE, "the first chunk of the PNG")
+    columns, rows, depth, colour = _big(data, 16, 4), _big(data, 20, 4), data[24], data[25]
+    if colour not in _PNG_SAMPLES or depth not in {1, 2, 4, 8, 16}:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"colour type {colour}, {depth} bits")
+    return _Size(PNG, rows, columns, _PNG_SAMPLES[colour], 16 if depth == 16 and colour != 3 else 8)
+
+
+def _jpeg_size(data: bytes) -> _Size:
+    position = 2
+    while position + 4 <= len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
+        if marker == 0xFF:
+            position += 1
+            continue
+        if marker in _FRAME_MARKERS and position + 10 <= len(data):
+            depth, rows, columns = (
+                data[position + 4],
+                _big(data, position + 5, 2),
+                _big(data, position + 7, 2),
+            )
+            samples = data[position + 9]
+            if depth != 8 or samples not in {1, 3}:
+                raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"{samples} samples of {depth} bits")
+            return _Size(JPEG, rows, columns, samples, 8)
+        position += 2 + _big(data, position + 2, 2)
+    raise source_error(Reason.HEADER_UNREADABLE, "no frame header in the JPEG")
+
+
+def _check_whole(data: bytes) -> None:
+    if data.startswith(_JPEG_START):
+        if data.rfind(b"\xff\xd9", -_MAX_JPEG_TAIL) < 0:
+            raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of the JPEG")
+        return
+    position = len(_PNG_SIGNATURE)
+    view = memoryview(data)
+    while position + 12 <= len(data):
+        end = position + 8 + _big(data, position, 4)
+        if end + 4 > len(data):
+            break
+        if zlib.crc32(view[position + 4 : end]) != _big(data, end, 4):
+            raise source_error(Reason.DECODE_FAILED, "a chunk of the PNG has another checksum")
+        if data[position + 4 : position + 8] == b"IEND":
+            return
+        position = end + 4
+    raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of the PNG")
+
+
+def _big(data: bytes, offset: int, num_bytes: int) -> int:
+    return int.from_bytes(data[offset : offset + num_bytes], "big")

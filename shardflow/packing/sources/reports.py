@@ -1,0 +1,225 @@
+"""Reports: texts keyed by study, read record by record.
+
+Owns the formats, judges nothing about studies: two reports for one study come out as two records. A record
+that cannot be read comes out with a reason and its line, never with its content.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from shardflow.errors import ConfigError
+from shardflow.format.reasons import Reason
+
+ReportFormat = Literal["csv", "folder", "jsonl"]
+"""``csv``: columns study_instance_uid and text. ``folder``: <StudyInstanceUID>.txt. ``jsonl``: the same two
+keys."""
+
+ReportRole = Literal["addendum", "corrected", "final", "preliminary"]
+"""What a report is to the others of its study; a corrected one stands for the final ones before it."""
+
+MAX_REPORT_BYTES = 1 << 24
+"""Longest report that is read, and longest line of a table."""
+
+_KEY, _TEXT = "study_instance_uid", "text"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportRecord:
+    """One report. Holds an identifier and text: it never goes into a message, log or dataset as it is."""
+
+    study_instance_uid: str
+    text: str
+    """As written, with line ends as ``\\n``."""
+    place: int
+    """Line where the record begins (csv, jsonl), or number of the file in the sorted folder; from 1."""
+    role: ReportRole = "final"
+    accessions: tuple[str, ...] = ()
+    """Accession numbers by which the study is found where its UID is not named, together with a patient."""
+    patient_ids: tuple[str, ...] = ()
+    people: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What its document says of people, by DICOM keyword: looked for in the text, and written nowhere."""
+
+    def __repr__(self) -> str:
+        return f"ReportRecord(place={self.place})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenReport:
+    """A record that cannot be used."""
+
+    place: int
+    reason: Reason
+    """REPORT_UNREADABLE, EMPTY_REPORT, MISSING_IDENTIFIER, LIMIT_EXCEEDED or FILE_UNREADABLE."""
+    detail: str
+    """What is wrong; never content."""
+    study_instance_uid: str = ""
+
+    def __repr__(self) -> str:
+        return f"BrokenReport(place={self.place}, {self.reason})"
+
+
+def load_reports(path: Path, kind: ReportFormat = "csv") -> list[ReportRecord | BrokenReport]:
+    """Read all reports of one source at once; see `iter_reports`."""
+    return list(iter_reports(path, kind))
+
+
+def iter_reports(path: Path, kind: ReportFormat = "csv") -> Iterator[ReportRecord | BrokenReport]:
+    """Read the reports of one source, in its order (a folder's: sorted by file name), one at a time.
+
+    Text is UTF-8, with or without a byte order mark; line ends may be LF, CRLF or CR.
+
+    Raises:
+        ConfigError: The source as a whole is missing, of the wrong kind, or a table lacks a column.
+    """
+    if path.is_dir() != (kind == "folder") or not path.exists():
+        expected = "a folder" if kind == "folder" else "a file"
+        raise ConfigError(
+            f"the reports must be {expected} for the format {kind!r}; check the path in the configuration."
+        )
+    readers = {"csv": _iter_csv, "folder": _iter_folder, "jsonl": _iter_jsonl}
+    if kind not in readers:
+        raise ConfigError(
+            f"the report format must be one of {', '.join(sorted(readers))}; check the configuration."
+        )
+    return readers[kind](path)
+
+
+def _iter_csv(path: Path) -> Iterator[ReportRecord | BrokenReport]:
+    # The csv module knows one limit per process; its default of 128 KiB is shorter than real reports may be.
+    csv.field_size_limit(MAX_REPORT_BYTES)
+    with _open_table(path) as file:
+        # Bytes that are no UTF-8 become lone surrogates, so that one bad row does not end the table.
+        rows = csv.reader(
+            io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=""), strict=True
+        )
+        key, text, num_columns = _find_columns(_next_row(rows))
+        while True:
+            place = rows.line_num + 1
+            row = _next_row(rows)
+            if row is None:
+                return
+            if not row:
+                continue
+            if len(row) != num_columns:
+                yield _broken(place, Reason.REPORT_UNREADABLE, f"{len(row)} columns instead of {num_columns}")
+            else:
+                yield make_record(place, row[key], row[text])
+
+
+def _next_row(rows: Any) -> list[str] | None:
+    try:
+        row: list[str] | None = next(rows, None)
+    except csv.Error:
+        raise ConfigError(
+            "the report table must be well-formed CSV, got a quote or a field that does not end "
+            f"(line {rows.line_num}); "
+            "repair the table, rows after this place would be lost."
+        ) from None
+    return row
+
+
+def _find_columns(header: list[str] | None) -> tuple[int, int, int]:
+    names = [name.strip().lower() for name in header or []]
+    for wanted in (_KEY, _TEXT):
+        if names.count(wanted) != 1:
+            raise ConfigError(
+                f"the report table must have one column {wanted!r}, got {names.count(wanted)}; "
+                "name it in the first line."
+            )
+    return names.index(_KEY), names.index(_TEXT), len(names)
+
+
+def _iter_jsonl(path: Path) -> Iterator[ReportRecord | BrokenReport]:
+    with _open_table(path) as file:
+        place = 0
+        while line := file.readline(MAX_REPORT_BYTES + 1):
+            place += 1
+            if len(line) > MAX_REPORT_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_REPORT_BYTES)
+                yield _broken(place, Reason.LIMIT_EXCEEDED, f"a line of more than {MAX_REPORT_BYTES} bytes")
+                continue
+            if line.strip():
+                yield _parse_json(place, line.removeprefix(b"\xef\xbb\xbf") if place == 1 else line)
+
+
+def _parse_json(place: int, line: bytes) -> ReportRecord | BrokenReport:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return _broken(place, Reason.REPORT_UNREADABLE, f"no JSON: {type(error).__name__}")
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in (_KEY, _TEXT)):
+        return _broken(place, Reason.REPORT_UNREADABLE, f"no object with the strings {_KEY} and {_TEXT}")
+    return make_record(place, row[_KEY], row[_TEXT])
+
+
+def _iter_folder(path: Path) -> Iterator[ReportRecord | BrokenReport]:
+    for place, entry in enumerate(sorted(path.iterdir(), key=lambda one: os.fsencode(one.name)), start=1):
+        if entry.suffix.lower() != ".txt" or not entry.is_file():
+            yield _broken(place, Reason.NOT_REPORT, "")
+            continue
+        yield read_report_file(entry, place, entry.stem)
+
+
+def read_report_file(path: Path, place: int, study: str) -> ReportRecord | BrokenReport:
+    """Read a file that is one report of a study."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_REPORT_BYTES + 1)
+    except OSError as error:
+        return _broken(place, Reason.FILE_UNREADABLE, type(error).__name__, study)
+    if len(data) > MAX_REPORT_BYTES:
+        return _broken(place, Reason.LIMIT_EXCEEDED, f"more than {MAX_REPORT_BYTES} bytes", study)
+    return make_record(place, study, data.decode("utf-8-sig", errors="surrogateescape"))
+
+
+def make_record(place: int, study: str, text: str, role: ReportRole = "final") -> ReportRecord | BrokenReport:
+    """Make a record of a text, or say why it cannot be used."""
+    key = study.strip()
+    if not _is_utf8(key + text):
+        return _broken(place, Reason.REPORT_UNREADABLE, "the text is not UTF-8")
+    if not key:
+        return _broken(place, Reason.MISSING_IDENTIFIER, _KEY)
+    if not text.strip():
+        return _broken(place, Reason.EMPTY_REPORT, "", key)
+    return ReportRecord(
+        study_instance_uid=key,
+        text=text.replace("\r\n", "\n").replace("\r", "\n"),
+        place=place,
+        role=role,
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _broken(place: int, reason: Reason, detail: str, key: str = "") -> BrokenReport:
+    return BrokenReport(place=place, reason=reason, detail=detail, study_instance_uid=key)
+
+
+def _open_table(path: Path) -> BinaryIO:
+    """Open a table; a UTF-16 one is refused as a whole, because every row of it would be."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(
+            f"the report table must be readable, got {type(error).__name__}; check the path."
+        ) from None
+    if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+        file.close()
+        raise ConfigError("the report table must be UTF-8, got UTF-16; convert it.")
+    file.seek(0)
+    return file

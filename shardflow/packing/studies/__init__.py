@@ -1,0 +1,1 @@
+"""One study: its members, fragment, privacy rules and records."""

@@ -1,0 +1,338 @@
+"""De-identification of one study: which images are held back, what its report may say, what is recorded.
+
+Reads attributes of a few files (one of each kind of image in each series) while the study is packed; what
+identifies people is read for a report alone, lives as long as the study takes, and is written nowhere.
+
+What de-identification did how often in a version: the sum over its samples, and over no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardflow.errors import ShardflowError, SourceError
+from shardflow.format.keys import STUDY_FIELD
+from shardflow.format.reasons import Reason
+from shardflow.packing.deid.known_values import KnownValues
+from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
+from shardflow.packing.deid.report_text import ScrubbedText, scrub
+from shardflow.packing.sources.dicom.attributes import AttributeValue
+from shardflow.packing.sources.dicom.headers import InstanceHeader
+from shardflow.packing.sources.dicom.pixels import DecodedSlice
+
+if TYPE_CHECKING:
+    from datetime import date
+
+    from shardflow.format.dataset import Dataset
+    from shardflow.packing.deid.pixel_rules import Blackout, PixelRules, PixelVerdict
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.settings import DeidConfig
+
+_STUDY_DATE: Final = "StudyDate"
+_MIN_FACE_FRAMES: Final = 12
+"""Slices of a series from which a surface can be rendered."""
+
+_BASIC: Final = "113100"
+_CLEAN_PIXELS: Final = "113101"
+_CLEAN_DESCRIPTORS: Final = "113105"
+_MODIFIED_DATES: Final = "113107"
+_PATIENT_CHARACTERISTICS: Final = "113108"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivacyRules:
+    """What holds for all studies of a job."""
+
+    key: SecretKey
+    settings: DeidConfig
+    pixels: PixelRules
+
+
+def profile_codes(settings: DeidConfig, *, has_blackout: bool = False) -> list[str]:
+    """Return the codes of DICOM PS3.16 CID 7050 for what is done: the profile and its options, sorted."""
+    codes = {_BASIC, _CLEAN_DESCRIPTORS, _PATIENT_CHARACTERISTICS}
+    if settings.dates != "remove":
+        codes.add(_MODIFIED_DATES)
+    if has_blackout:
+        codes.add(_CLEAN_PIXELS)
+    return sorted(codes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Images of one series that rules cannot tell apart."""
+
+    headers: tuple[InstanceHeader, ...]
+    verdict: PixelVerdict | None
+    """None where no file of the group could be read."""
+    problem: str | None
+
+
+class StudyPrivacy:
+    """Judges and cleans one study.
+
+    Args:
+        rules: What holds for all studies.
+        headers: Of the study's files, not empty.
+        read_attributes: Reads named attributes of an image; raises SourceError.
+    """
+
+    def __init__(
+        self,
+        rules: PrivacyRules,
+        headers: Sequence[InstanceHeader],
+        read_attributes: Callable[[InstanceHeader, Sequence[str]], Mapping[str, AttributeValue]],
+    ) -> None:
+        self._rules = rules
+        self._read_attributes = read_attributes
+        self._read: list[Mapping[str, AttributeValue]] = []
+        groups: dict[tuple[object, ...], list[InstanceHeader]] = {}
+        for header in headers:
+            groups.setdefault(_kind(header), []).append(header)
+        self._groups = [self._judge(group) for group in groups.values()]
+        self._group_of = {header.file_index: group for group in self._groups for header in group.headers}
+        self._num_frames: Counter[str] = Counter()
+        for header in headers:
+            self._num_frames[header.series_instance_uid] += header.image.num_frames
+        self._patient_id = headers[0].patient_id if headers else ""
+        self._tallies: Counter[str] = Counter()
+
+    def held_back(self) -> dict[int, str]:
+        """Return the images that are not packed, by their position, with the reason."""
+        reasons: dict[int, str] = {}
+        for group in self._groups:
+            for header in group.headers:
+                if group.verdict is None:
+                    reasons[header.file_index] = str(group.problem)
+                elif group.verdict.held_back:
+                    reasons[header.file_index] = Reason.BURNED_IN_ANNOTATION.value
+                elif self._rules.settings.face_risk == "quarantine" and self.has_face_risk(header):
+                    reasons[header.file_index] = Reason.FACE_RISK.value
+        return reasons
+
+    def has_face_risk(self, header: InstanceHeader) -> bool:
+        """Tell whether the series of an image is a volume of a head."""
+        verdict = self._group_of[header.file_index].verdict
+        is_volume = self._num_frames[header.series_instance_uid] >= _MIN_FACE_FRAMES
+        return verdict is not None and bool(verdict.face) and is_volume
+
+    def clean(self, header: InstanceHeader, decoded: DecodedSlice) -> DecodedSlice:
+        """Blank the boxes of a slice; without any, return the slice itself."""
+        blackout = self._blackout(header)
+        if blackout is None:
+            return decoded
+        self._tallies["blackout_slices"] += 1
+        outside = np.ones(decoded.pixels.shape[:2], bool)
+        for top, left, bottom, right in blackout.boxes:
+            outside[top:bottom, left:right] = False
+        pixels = decoded.pixels.copy()
+        # One value for all: the darkest that is left, so that the range of the image stays.
+        pixels[~outside] = pixels[outside].min() if outside.any() else 0
+        return dataclasses.replace(decoded, pixels=pixels)
+
+    def series_facts(self, header: InstanceHeader) -> dict[str, Any]:
+        """Return what ``study.json`` says of a series."""
+        verdict = self._group_of[header.file_index].verdict
+        blackout = None if verdict is None else verdict.blackout
+        has_face = self.has_face_risk(header)
+        self._tallies["face_risk_series"] += has_face
+        return {
+            "accepted_rules": [] if verdict is None else list(verdict.accepted),
+            "blackout": None if blackout is None else blackout.name,
+            "face_risk": has_face,
+        }
+
+    def examples(self) -> list[InstanceHeader]:
+        """Return an image of each kind: what their headers say of people, the others of the kind say too."""
+        return [group.headers[0] for group in self._groups]
+
+    def scrub_report(
+        self, text: bytes, people: Iterable[Mapping[str, AttributeValue]]
+    ) -> tuple[bytes, dict[str, int]]:
+        """Return the report as it may leave, and the number of places replaced by category.
+
+        Args:
+            text: UTF-8.
+            people: What headers say of people, by DICOM keyword; read only where it is looked for.
+        """
+        settings = self._rules.settings
+        if settings.report_text == "keep":
+            return text, {}
+        known = KnownValues([*people, {"PatientID": (self._patient_id,)}])
+        done: ScrubbedText = scrub(
+            text.decode("utf-8"),
+            known,
+            mode=settings.report_text,
+            order=settings.date_order,
+            say_date=self._dates().say(),
+        )
+        for category, count in done.counts.items():
+            self._tallies[f"report_{category}"] += count
+        return done.text.encode("utf-8"), done.counts
+
+    def scrub_text(self, text: str, people: Iterable[Mapping[str, Sequence[str | int | float]]]) -> str:
+        """Return a text of an attachment as it may leave.
+
+        Reports may have been de-identified before (``report_text = "keep"``); nobody said so of attachments.
+        """
+        settings = self._rules.settings
+        return scrub(
+            text,
+            KnownValues([*people, {"PatientID": (self._patient_id,)}]),
+            mode="scrub" if settings.report_text == "keep" else settings.report_text,
+            order=settings.date_order,
+            say_date=self._dates().say(),
+        ).text
+
+    def when(self, day: date) -> dict[str, Any]:
+        """Return what a record of the study may say of a day."""
+        return self._dates().when(day)
+
+    @property
+    def study_date(self) -> date | None:
+        """The day on which the study began."""
+        return self._dates().study_date
+
+    @property
+    def removes_dates(self) -> bool:
+        """Whether nothing of times may leave."""
+        return self._rules.settings.dates == "remove"
+
+    def surrogate(self, kind: str, value: str) -> str:
+        """Return what stands for an identifier."""
+        return self._rules.key.surrogate(kind, value)
+
+    def facts(self, report_counts: Mapping[str, int]) -> dict[str, Any]:
+        """Return what ``study.json`` says of the study's de-identification."""
+        settings = self._rules.settings
+        has_blackout = self._tallies["blackout_slices"] > 0
+        return {
+            "dates": "REMOVED" if settings.dates == "remove" else "MODIFIED",
+            "profile_codes": profile_codes(settings, has_blackout=has_blackout),
+            "report_text": {"mode": settings.report_text, "replaced": dict(report_counts)},
+        }
+
+    def timeline(self) -> dict[str, Any]:
+        """Return when the study was made, as the settings say it."""
+        return self._dates().facts()
+
+    def patient_key(self) -> str:
+        """Return the surrogate of the patient: what the studies of one person have in common."""
+        return self._rules.key.surrogate("patient", self._patient_id)
+
+    def tallies(self) -> dict[str, int]:
+        """Return what was done how often, for the manifest; sorted."""
+        return {name: count for name, count in sorted(self._tallies.items()) if count}
+
+    def restart(self) -> None:
+        """Forget what was counted: the study is packed again from its beginning."""
+        self._tallies.clear()
+
+    def _dates(self) -> StudyDates:
+        settings = self._rules.settings
+        days = [parse_date(str(value)) for read in self._read for value in read.get(_STUDY_DATE, ())]
+        return StudyDates(
+            key=self._rules.key,
+            patient_id=self._patient_id,
+            # Series that disagree on the date of their study: the earliest one began it.
+            study_date=min((day for day in days if day is not None), default=None),
+            mode=settings.dates,
+            keeps_weekday=settings.shift_keeps_weekday,
+        )
+
+    def _blackout(self, header: InstanceHeader) -> Blackout | None:
+        verdict = self._group_of[header.file_index].verdict
+        return None if verdict is None else verdict.blackout
+
+    def _judge(self, headers: Sequence[InstanceHeader]) -> _Group:
+        """Judge a group by the first of its files that can be read."""
+        keywords = sorted({*self._rules.pixels.keywords, _STUDY_DATE})
+        problem = None
+        for header in headers:
+            try:
+                values = self._read_attributes(header, keywords)
+            except SourceError as error:
+                problem = error.reason
+                continue
+            self._read.append(values)
+            settings = self._rules.settings
+            verdict = self._rules.pixels.judge(
+                {**values, **_header_values(header)},
+                accept=settings.accept,
+                trusts_no=settings.trust_declared_clean,
+            )
+            return _Group(tuple(headers), verdict, None)
+        return _Group(tuple(headers), None, problem)
+
+
+def _kind(header: InstanceHeader) -> tuple[object, ...]:
+    image = header.image
+    return (
+        header.series_instance_uid,
+        header.sop_class_uid,
+        header.modality,
+        header.image_type,
+        header.burned_in,
+        image.rows,
+        image.columns,
+        image.photometric_interpretation,
+    )
+
+
+def _header_values(header: InstanceHeader) -> dict[str, tuple[str, ...]]:
+    image = header.image
+    return {
+        "SOPClassUID": (header.sop_class_uid,),
+        "Modality": (header.modality,),
+        "ImageType": header.image_type,
+        "BurnedInAnnotation": (header.burned_in,) if header.burned_in else (),
+        "Rows": (str(image.rows),),
+        "Columns": (str(image.columns),),
+        "PhotometricInterpretation": (image.photometric_interpretation,),
+    }
+
+
+_BLACKOUT: Final = "blackout_slices"
+
+
+def counts_without(recorded: Mapping[str, Any], dataset: Dataset, rows: Iterable[int]) -> dict[str, Any]:
+    """Return ``extra.deidentification`` of a manifest for a version without some of its samples.
+
+    Args:
+        recorded: What the version before has there.
+        dataset: That version.
+        rows: The samples that go. One that cannot be read stays in the counts: a damaged shard must not keep
+            anybody in the dataset.
+    """
+    counts = Counter({name: int(count) for name, count in recorded.get("counts", {}).items()})
+    for row in rows:
+        try:
+            study = json.loads(dataset.read_fields(row, [STUDY_FIELD])[STUDY_FIELD])
+            counts.subtract(_tallies(study))
+        except (ShardflowError, ValueError, KeyError, TypeError):
+            continue
+    kept = {name: count for name, count in sorted(counts.items()) if count > 0}
+    codes = [
+        code for code in recorded.get("profile_codes", ()) if code != _CLEAN_PIXELS or kept.get(_BLACKOUT)
+    ]
+    return {**recorded, "counts": kept, "profile_codes": codes}
+
+
+def _tallies(study: Mapping[str, Any]) -> Counter[str]:
+    """Count in a ``study.json`` what `shardflow.packing.studies.privacy` counted while it was written."""
+    found: Counter[str] = Counter()
+    for category, count in study["deidentification"]["report_text"]["replaced"].items():
+        found[f"report_{category}"] += int(count)
+    for series in study["series"]:
+        done = series["deidentification"]
+        found["face_risk_series"] += bool(done["face_risk"])
+        if done["blackout"] is not None:
+            found[_BLACKOUT] += int(series["num_slices"])
+    return found

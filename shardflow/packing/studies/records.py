@@ -1,0 +1,334 @@
+"""The JSON fields of a sample: how they are written, and what ``study.json`` says of a series.
+
+What the attachments of a study may know of it, and the ways in which identifiers may leave.
+
+Turn the attachments of one study into fields, whatever single files do.
+
+Their order follows from what they hold, never from where they lie, so that numbers and bytes are the same
+wherever files are moved. A file that cannot be converted is named, and harms neither the study nor another
+file; of one that ends the process a mark is left, so that the job can pack the study without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardflow.errors import SourceError, StorageError
+from shardflow.format.codecs import codec_for
+from shardflow.format.keys import (
+    FIELD_PATTERN,
+    REPORT_FIELD,
+    REPORT_JSON_FIELD,
+    STUDY_FIELD,
+    parse_slice_field,
+    parse_variant_field,
+)
+from shardflow.format.reasons import Outcome, Reason, outcome_of
+from shardflow.packing.deid.allowlist import allow_ordinal, allow_technical
+from shardflow.packing.header_rows import seconds_of_day
+from shardflow.packing.registry import attachment_kinds
+from shardflow.packing.sources.attachments import StoredSeries, StudyContext
+from shardflow.packing.sources.dicom.attributes import AttributeValue
+from shardflow.packing.sources.dicom.pixels import form_of
+from shardflow.packing.sources.dicom.stacks import Stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardflow.packing.header_rows import AttachmentRow
+    from shardflow.packing.sources.attachments import Attached, AttachmentKind
+    from shardflow.packing.sources.dicom.headers import InstanceHeader
+    from shardflow.packing.studies.fragment import AttachmentMark
+    from shardflow.packing.studies.privacy import StudyPrivacy
+
+STUDY_JSON_VERSION: Final = 1
+
+
+def describe_series(
+    stack: Stack, attributes: Mapping[str, AttributeValue], privacy: StudyPrivacy, codec: str
+) -> dict[str, Any]:
+    """Return what ``study.json`` says of a series before a pixel is read.
+
+    Args:
+        stack: The series.
+        attributes: Of its first file; they have not passed the allowlist.
+        privacy: Of the study.
+        codec: That the settings ask for.
+    """
+    form = form_of([part.instance for part in stack.slices])
+    technical = allow_technical(attributes)
+    geometry, first = stack.geometry, stack.slices[0].instance
+    frame_of_reference = first.frame_of_reference_uid
+    return {
+        "affine_lps": geometry.affine_lps,
+        "body_part": technical.get("body_part_examined"),
+        "codec": codec_for(codec, (stack.rows, stack.columns), np.dtype(form.dtype)),
+        "columns": stack.columns,
+        "dtype": form.dtype,
+        "deidentification": privacy.series_facts(first),
+        "flags": list(stack.flags),
+        "frame_of_reference_key": privacy.surrogate("frame-of-reference", frame_of_reference)
+        if frame_of_reference
+        else None,
+        "instance_keys": [
+            privacy.surrogate("instance", part.instance.sop_instance_uid) for part in stack.slices
+        ],
+        "instance_numbers": [allow_ordinal(part.number) for part in stack.slices],
+        "kind": stack.kind,
+        # Not the header's word, which may be anything.
+        "modality": technical.get("modality"),
+        "num_missing": geometry.num_missing,
+        "num_slices": len(stack.slices),
+        "pixel_spacing_mm": geometry.pixel_spacing_mm,
+        "rows": stack.rows,
+        "samples_per_pixel": stack.samples_per_pixel,
+        "series_key": privacy.surrogate("series", stack.series_instance_uid),
+        "series_number": allow_ordinal(stack.series_number),
+        "slice_offsets_mm": geometry.slice_offsets_mm,
+        "slice_spacing_mm": geometry.slice_spacing_mm,
+        "stack_index": stack.stack_index,
+        "technical": technical,
+        "unit": form.unit,
+    }
+
+
+def encode_json(value: Mapping[str, Any]) -> bytes:
+    """Write an object in the one way in which it is written: keys sorted, ASCII, no blanks."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
+
+
+def stored_series(number: int, stack: Stack, facts: Mapping[str, Any]) -> StoredSeries:
+    """Describe a series as it is stored.
+
+    Args:
+        number: Of the series in the sample.
+        stack: Its slices.
+        facts: Its object of ``study.json``.
+    """
+    affine = stack.geometry.affine_lps
+    return StoredSeries(
+        number=number,
+        facts=facts,
+        series_uid=stack.series_instance_uid,
+        frame_of_reference_uid=stack.slices[0].instance.frame_of_reference_uid,
+        sop_uids=tuple(part.instance.sop_instance_uid for part in stack.slices),
+        frames=tuple(part.frame for part in stack.slices),
+        rows=stack.rows,
+        columns=stack.columns,
+        affine_lps=None if affine is None else tuple((row[0], row[1], row[2], row[3]) for row in affine),
+    )
+
+
+class ContextMaker:
+    """Makes the context of each attachment of one study.
+
+    Args:
+        sample_key: Of the study.
+        headers: Of its images, not empty.
+        series: As they are stored.
+        privacy: Of the study.
+        people: Reads what headers say of people; asked once, for the first text.
+    """
+
+    def __init__(
+        self,
+        sample_key: str,
+        headers: Sequence[InstanceHeader],
+        series: Sequence[StoredSeries],
+        privacy: StudyPrivacy,
+        people: Callable[[], Sequence[Mapping[str, AttributeValue]]],
+    ) -> None:
+        self._sample_key = sample_key
+        self._headers = headers
+        self._series = series
+        self._privacy = privacy
+        self._people = people
+        self._begun = self._begin()
+
+    def __call__(self, counts: Mapping[tuple[str, str], int]) -> StudyContext:
+        """Make the context of the next attachment."""
+        first = self._headers[0]
+        return StudyContext(
+            sample_key=self._sample_key,
+            study_uid=first.study_instance_uid,
+            patient_id=first.patient_id,
+            series=tuple(self._series),
+            surrogate=self._privacy.surrogate,
+            scrub=self._scrub,
+            when=lambda moment: self._privacy.when(moment.date()),
+            seconds_from_study=self._seconds,
+            counts=dict(counts),
+        )
+
+    def _scrub(self, text: str, people: Mapping[str, Sequence[str]]) -> str:
+        return self._privacy.scrub_text(text, [*self._people(), people])
+
+    def _seconds(self, moment: datetime) -> float | None:
+        if self._begun is None or self._privacy.removes_dates:
+            return None
+        return (moment.replace(tzinfo=None) - self._begun).total_seconds()
+
+    def _begin(self) -> datetime | None:
+        """Return the moment at which the study began, by the headers of that day."""
+        day = self._privacy.study_date
+        if day is None:
+            return None
+        text = day.strftime("%Y%m%d")
+        times = [
+            seconds_of_day(one.study_time)
+            for one in self._headers
+            if one.study_date.replace(".", "").replace("-", "") == text
+        ]
+        seconds = min((one for one in times if one is not None), default=None)
+        midnight = datetime(day.year, day.month, day.day)  # noqa: DTZ001 - the clock of the hospital
+        return None if seconds is None else midnight + timedelta(seconds=seconds)
+
+
+PART_VERSION: Final = 1
+"""``format_version`` of the JSON fields that are put together here."""
+
+_OWN_FIELDS: Final = frozenset({"alignment.json", REPORT_FIELD, REPORT_JSON_FIELD, STUDY_FIELD})
+_DANGLING: Final = "dangling"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachmentEntry:
+    """One attachment of a study, or the part of it that is the study's."""
+
+    position: int
+    """In the study's list of files."""
+    path: Path
+    row: AttachmentRow
+    items: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class AttachedFields:
+    """What the attachments of a study have become."""
+
+    fields: dict[str, bytes] = field(default_factory=dict)
+    parts: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Of those that are not packed, by position."""
+
+    def json_fields(self) -> dict[str, dict[str, Any]]:
+        """Return the objects of the JSON fields, by the part's name."""
+        return {
+            name: {"format_version": PART_VERSION, **{key: _summed(key, lists[key]) for key in sorted(lists)}}
+            for name, lists in sorted(self.parts.items())
+        }
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Return the number of entries of every list."""
+        return {(part, name): len(one) for part, lists in self.parts.items() for name, one in lists.items()}
+
+    def take(self, position: int, attached: Attached, items: Sequence[int]) -> None:
+        """Add what one attachment has become."""
+        if not self._may_have(attached):
+            self.reasons[position] = Reason.WORKER_FAILED.value
+            return
+        self.fields.update(attached.fields)
+        for part, lists in attached.parts.items():
+            mine = self.parts.setdefault(part, {})
+            for name, entries in lists.items():
+                mine.setdefault(name, []).extend(entries)
+        missing = [attached.reasons[item] for item in items if item in attached.reasons]
+        if len(missing) == len(items):
+            bad = [reason for reason in missing if outcome_of(reason) is Outcome.QUARANTINED]
+            self.reasons[position] = str((bad or missing)[0].value)
+
+    def _may_have(self, attached: Attached) -> bool:
+        """Tell whether fields have names of their own, and no list is part of what is written elsewhere."""
+        is_taken = any(
+            name in self.fields
+            or name in _OWN_FIELDS
+            or not FIELD_PATTERN.fullmatch(name)
+            or parse_slice_field(name)
+            or parse_variant_field(name)
+            for name in attached.fields
+        )
+        return not is_taken and not any(f"{part}.json" in _OWN_FIELDS for part in attached.parts)
+
+
+def attach(
+    entries: Sequence[AttachmentEntry],
+    context: Callable[[Mapping[tuple[str, str], int]], StudyContext],
+    *,
+    records: str = "",
+    mark: AttachmentMark | None = None,
+) -> AttachedFields:
+    """Convert the attachments of a study.
+
+    Args:
+        entries: In any order.
+        context: Makes the study's context from the numbers of entries that stand.
+        records: Settings of clinical records, as text.
+        mark: Says which attachment is under way; left standing where one raises.
+
+    Raises:
+        MemoryError: One needs more memory than the process may take.
+        StorageError: The mark cannot be written, or a file's disk is in trouble.
+    """
+    kinds = {kind.name: kind for kind in attachment_kinds(records)}
+    order = {name: number for number, name in enumerate(kinds)}
+    made = AttachedFields()
+    for entry in sorted(entries, key=lambda one: (order[one.row.kind], one.row.content, one.items)):
+        if mark is not None:
+            mark.write(entry.position)
+        found = _convert(kinds[entry.row.kind], entry, context(made.counts()))
+        if isinstance(found, str):
+            made.reasons[entry.position] = found
+        else:
+            made.take(entry.position, found, entry.items)
+    if mark is not None:
+        mark.clear()
+    return made
+
+
+def _convert(kind: AttachmentKind, entry: AttachmentEntry, study: StudyContext) -> Attached | str:
+    try:
+        attached = kind.convert(entry.path, entry.items, study)
+        # What JSON does not know (NaN, infinity) must end here: in the study's fields it would end the study.
+        encode_json(attached.parts)
+        _check(attached)
+    except SourceError as error:
+        return str(error.reason)
+    except (MemoryError, StorageError):
+        raise
+    except Exception:  # noqa: BLE001 - the parsers of all formats, over whatever a file holds
+        return Reason.ATTACHMENT_UNREADABLE.value
+    else:
+        return attached
+
+
+def _check(attached: Attached) -> None:
+    """Fail here, for this attachment, where the study would fail later.
+
+    Raises:
+        TypeError: A field is no bytes, or a dangling entry has no count.
+        KeyError: A dangling entry lacks something.
+        ValueError: A count is none.
+    """
+    if not all(isinstance(payload, bytes) for payload in attached.fields.values()):
+        raise TypeError("fields must be bytes")
+    for lists in attached.parts.values():
+        for name, entries in lists.items():
+            _summed(name, list(entries))
+
+
+def _summed(name: str, entries: list[Any]) -> list[Any]:
+    if name != _DANGLING:
+        return entries
+    counts: Counter[str] = Counter()
+    for entry in entries:
+        counts[str(entry["reason"])] += int(entry["count"])
+    return [{"reason": reason, "count": count} for reason, count in sorted(counts.items())]

@@ -1,0 +1,159 @@
+"""``report.json`` and ``alignment.json``: what the stored report says, and which slices show it.
+
+The lexicon and its automaton are made for the first report that a process packs, so that a job without
+reports loads none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardflow.errors import ConfigError
+from shardflow.packing.settings import ReportsConfig, digest_of
+
+if TYPE_CHECKING:
+    from shardflow.reports import ReportReader
+    from shardflow.reports.alignment.evidence import AlignmentRules
+
+REPORT_JSON_VERSION: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableFile:
+    """A table of findings or of anatomy that the settings name."""
+
+    path: Path
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> TableFile:
+        """Read a table's digest.
+
+        Raises:
+            ConfigError: The table cannot be read.
+        """
+        return cls(path=path.absolute(), sha256=digest_of(path))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingSetup:
+    """How a packing process reads reports."""
+
+    alignment: dict[str, Any] | None
+    """Fields of the rules; None where reports are not aligned with slices."""
+    anatomy: tuple[TableFile, ...]
+    findings: tuple[TableFile, ...]
+    extractors: tuple[str, ...]
+
+
+def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSetup | None:
+    """Return how reports are read; None where they are not.
+
+    Raises:
+        ConfigError: A table cannot be read.
+    """
+    if not config.extract:
+        return None
+    return ReadingSetup(
+        alignment=asdict(alignment) if config.align else None,
+        anatomy=tuple(map(TableFile.of, config.anatomy)),
+        findings=tuple(map(TableFile.of, config.findings)),
+        extractors=tuple(sorted(config.extractors)),
+    )
+
+
+def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]:
+    """Return what both fields depend on beside the report and the study.
+
+    Raises:
+        ConfigError: A table cannot be read.
+    """
+    setup = reading_setup(config, alignment)
+    if setup is None:
+        return []
+    from shardflow.reports import rules_digest
+
+    tables = [[table.sha256 for table in tables] for tables in (setup.anatomy, setup.findings)]
+    rules = None if setup.alignment is None else alignment.digest()
+    return [REPORT_JSON_VERSION, rules_digest(), *tables, list(setup.extractors), rules]
+
+
+class ReportParser:
+    """Reads reports; one a process.
+
+    Args:
+        setup: How they are read.
+    """
+
+    def __init__(self, setup: ReadingSetup) -> None:
+        self._setup = setup
+        self._reader: ReportReader | None = None
+
+    def check(self) -> None:
+        """Find out whether reports can be read with these settings.
+
+        Raises:
+            ConfigError: A table or an extractor cannot be used.
+        """
+        self._reader = self._make_reader()
+
+    def read(self, text: str) -> dict[str, Any]:
+        """Return the object of ``report.json``.
+
+        Args:
+            text: The report as it is stored.
+        """
+        if self._reader is None:
+            self._reader = self._make_reader()
+        return {"format_version": REPORT_JSON_VERSION, **self._reader.read(text).to_json()}
+
+    def align(
+        self,
+        series: Sequence[Mapping[str, Any]],
+        report: Mapping[str, Any],
+        annotations: Mapping[str, Any] | None,
+        text: str,
+    ) -> dict[str, Any] | None:
+        """Return the object of ``alignment.json``; None where the settings want none.
+
+        Args:
+            series: Those of ``study.json``.
+            report: ``report.json``.
+            annotations: ``annotations.json``, if there is one.
+            text: The report as it is stored.
+        """
+        if self._setup.alignment is None:
+            return None
+        from shardflow.reports.alignment.aligning import align
+        from shardflow.reports.alignment.evidence import AlignmentRules
+
+        rules = AlignmentRules(**self._setup.alignment)
+        return align({"series": series}, report, annotations, rules, text=text)
+
+    def _make_reader(self) -> ReportReader:
+        from shardflow.reports import ReportReader, load_extractors, load_lexicon
+
+        setup = self._setup
+        lexicon = load_lexicon(_unchanged(setup.findings, "findings"), _unchanged(setup.anatomy, "anatomy"))
+        wanted = setup.extractors
+        offered = dict(load_extractors()) if wanted else {}
+        missing = sorted(set(wanted) - offered.keys())
+        if missing:
+            raise ConfigError(
+                f"reports.extractors must name installed extractors, got {missing[0]!r}; install its package."
+            )
+        return ReportReader(lexicon, [(name, offered[name]) for name in wanted])
+
+
+def _unchanged(tables: Sequence[TableFile], name: str) -> list[Path]:
+    """Return the tables, if they are still those that the job began with."""
+    for table in tables:
+        if digest_of(table.path) != table.sha256:
+            raise ConfigError(
+                f"the tables of reports.{name} must not change while a job runs, got another one; "
+                "start the job again."
+            )
+    return [table.path for table in tables]

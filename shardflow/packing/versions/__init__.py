@@ -1,0 +1,1 @@
+"""Dataset versions: append, retry, remove, compact."""

@@ -1,0 +1,312 @@
+"""What the version before knows of every input, in columns: read from its private ledger.
+
+Some 60 bytes an input and 200 a study. Paths stay in the file; they are read back for the few inputs that are
+taken in again. Owns how an input is recognised: by what it holds, not by its name alone.
+
+The version that a job builds on: its manifest, its samples, and what is known of its inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError, FormatError
+from shardflow.format.manifest import Manifest, ShardEntry
+from shardflow.format.samples import FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.table import Table
+from shardflow.packing.config import PageConfig
+from shardflow.packing.inventory import (
+    ATTACHMENT_KIND,
+    INPUT_KINDS,
+    NO_STUDY,
+    REPORT_KIND,
+    count_outcomes,
+    known_code,
+)
+from shardflow.packing.workspace import storage_error
+from shardflow.storage import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardflow.packing.workspace import Workplace
+
+# Odd, so that a product keeps all 64 bits apart.
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+
+
+def file_identity(digest: NDArray[np.uint64], num_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return 64 bits that stand for a file's content, ``(n,)``: its header's digest, and its size."""
+    return digest + num_bytes.astype(np.uint64) * _MIX
+
+
+def path_digest(path: str) -> int:
+    """Return 64 bits that stand for a path."""
+    encoded = path.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def ranked(identity: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Make equal identities differ by their rank among each other, ``(n,)``: the first, the second, ..."""
+    order = np.argsort(identity, kind="stable")
+    ordered = identity[order]
+    is_first = np.ones(len(ordered), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    position = np.arange(len(ordered))
+    rank = np.empty(len(ordered), np.uint64)
+    rank[order] = position - np.maximum.accumulate(np.where(is_first, position, 0))
+    return identity + rank * _MIX
+
+
+class KnownInputs:
+    """The inputs of a published version, in the order of its private ledger.
+
+    Args:
+        path: The private ledger.
+
+    Attributes:
+        keys: Sample keys of the studies that inputs belong to, packed or not.
+        patients: Surrogate of the patient of each of them; ``""`` where it was forgotten.
+        surrogate: ``(n,)`` S26.
+        kind: ``(n,)`` uint8 into `shardflow.packing.inventory.INPUT_KINDS`.
+        reason: ``(n,)`` uint8, as in `shardflow.packing.inventory.FileTable`; never undecided.
+        study: ``(n,)`` int32 into ``keys``, or `NO_STUDY`.
+        identity: ``(n,)`` uint64: what the input holds.
+        path: ``(n,)`` uint64: `path_digest` of where it lies; 0 where that was forgotten.
+
+    Raises:
+        ConfigError: There is no such file.
+        FormatError: It is damaged.
+        StorageError: It cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.keys: list[str] = []
+        self.patients: list[str] = []
+        numbers: dict[str, int] = {}
+        rows: list[tuple[bytes, int, int, int, int, int, int]] = []
+        try:
+            for offset, fields in self._lines():
+                key = fields["sample_key"]
+                if key is not None and key not in numbers:
+                    numbers[key] = len(self.keys)
+                    self.keys.append(key)
+                    self.patients.append(fields.get("patient") or "")
+                where = fields.get("path")
+                rows.append(
+                    (
+                        fields["input"].encode("ascii"),
+                        INPUT_KINDS.index(fields["kind"]),
+                        known_code(fields["reason"]),
+                        NO_STUDY if key is None else numbers[key],
+                        int(fields["identity"], 16),
+                        0 if where is None else path_digest(_place(fields)),
+                        offset,
+                    )
+                )
+        except FileNotFoundError:
+            raise ConfigError(
+                "private_dir must hold the private ledger of the dataset's newest version (inputs-*.jsonl), "
+                "found none; name the private folder that the dataset was packed with."
+            ) from None
+        except OSError as error:
+            raise storage_error("reading the private ledger", error) from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(
+                f"the private ledger must hold one whole JSON line an input, got {type(error).__name__} "
+                "(inputs-*.jsonl); restore it from a copy."
+            ) from None
+        columns = list(zip(*rows, strict=True)) or [()] * 7
+        self.surrogate: NDArray[np.bytes_] = np.array(columns[0], "S26")
+        self.kind: NDArray[np.uint8] = np.array(columns[1], np.uint8)
+        self.reason: NDArray[np.uint8] = np.array(columns[2], np.uint8)
+        self.study: NDArray[np.int32] = np.array(columns[3], np.int32)
+        self.identity: NDArray[np.uint64] = np.array(columns[4], np.uint64)
+        self.path: NDArray[np.uint64] = np.array(columns[5], np.uint64)
+        self._offset: NDArray[np.int64] = np.array(columns[6], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.surrogate)
+
+    @property
+    def is_report(self) -> NDArray[np.bool_]:
+        """Tell which inputs are reports, ``(n,)``."""
+        found: NDArray[np.bool_] = self.kind == REPORT_KIND
+        return found
+
+    @property
+    def is_image(self) -> NDArray[np.bool_]:
+        """Tell which inputs are image files, ``(n,)``."""
+        found: NDArray[np.bool_] = (self.kind != REPORT_KIND) & (self.kind != ATTACHMENT_KIND)
+        return found
+
+    def entries(self, rows: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Read lines of the private ledger again; they hold paths."""
+        try:
+            with self._path.open("rb") as file:
+                for row in rows:
+                    file.seek(int(self._offset[row]))
+                    yield json.loads(file.readline())
+        except OSError as error:
+            raise storage_error("reading the private ledger", error) from None
+
+    def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        offset = 0
+        with self._path.open("rb") as file:
+            for line in file:
+                yield offset, json.loads(line)
+                offset += len(line)
+
+
+def _place(fields: dict[str, Any]) -> str:
+    """Where an input lies: a file's path, or the table or folder of a report and the place in it."""
+    return f"{fields['path']}:{fields['place']}" if fields["kind"] == "report" else str(fields["path"])
+
+
+_NEXT_SHARDS = "next_shards"
+_REMOVED = "removed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """A published version, open for a job that makes the next one."""
+
+    manifest: Manifest
+    samples: SamplesTable
+    known: KnownInputs
+
+    @classmethod
+    def open(cls, place: Workplace, manifest: Manifest) -> Self:
+        """Open a version.
+
+        Raises:
+            ConfigError: The private folder holds nothing of this version, or it is of texts.
+            FormatError: The samples table or the private ledger is damaged.
+        """
+        plan_digest = manifest.extra.get("plan_digest")
+        if not isinstance(plan_digest, str):
+            raise ConfigError(
+                "the dataset must be one that shardflow packed, got one of another writer; "
+                "pack into a new output."
+            )
+        if manifest.line_outcomes is not None:
+            raise ConfigError(
+                "the dataset must hold studies, got a text corpus; pack it anew without the lines to remove."
+            )
+        known = KnownInputs(place.private_ledger(plan_digest))
+        counts = count_outcomes(known.reason)
+        if counts != {
+            "packed": manifest.counts.packed,
+            "skipped": manifest.counts.skipped,
+            "quarantined": manifest.counts.quarantined,
+        }:
+            raise FormatError(
+                "the private ledger must hold the inputs of the dataset's newest version, got other numbers "
+                "(inputs-*.jsonl); restore it from a copy."
+            )
+        table = Table(LocalStore(place.output).map(manifest.samples.path), name=manifest.samples.path)
+        return cls(manifest=manifest, samples=SamplesTable(table), known=known)
+
+    @property
+    def next_version(self) -> int:
+        """Number of the version to make."""
+        return self.manifest.manifest_version + 1
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Facts that the next version takes over; the page is made anew."""
+        return {name: value for name, value in self.manifest.extra.items() if name != "page"}
+
+    @property
+    def page(self) -> PageConfig:
+        """Settings of the page that the dataset was packed with."""
+        settings = _mapping(_mapping(self.manifest.extra.get("config")).get("page"))
+        return PageConfig(**settings)
+
+    @property
+    def next_shards(self) -> dict[str, int]:
+        """First unused number of each split's shards; a number is never used again."""
+        numbers = dict(_mapping(self.manifest.extra.get(_NEXT_SHARDS)))
+        for shard in self.manifest.shards:
+            numbers[shard.split] = max(numbers.get(shard.split, 0), shard_number(shard) + 1)
+        return numbers
+
+    @property
+    def removed_studies(self) -> frozenset[str]:
+        """Sample keys of the studies that were removed; they never come back."""
+        return frozenset(_mapping(self.manifest.extra.get(_REMOVED)).get("studies", ()))
+
+    @property
+    def removed_patients(self) -> frozenset[str]:
+        """Surrogates of the patients that were removed."""
+        return frozenset(_mapping(self.manifest.extra.get(_REMOVED)).get("patients", ()))
+
+    def patient_splits(self) -> dict[str, str]:
+        """Split of every packed patient, by the patient's surrogate."""
+        patients = dict(zip(self.known.keys, self.known.patients, strict=True))
+        splits = [shard.split for shard in self.manifest.shards]
+        keys, shards = self.samples.column("sample_key").tolist(), self.samples.column("shard").tolist()
+        found = {
+            patients.get(key.decode("ascii"), ""): splits[n] for key, n in zip(keys, shards, strict=True)
+        }
+        found.pop("", None)
+        return found
+
+    def packed_keys(self) -> set[str]:
+        """Sample keys of the version."""
+        return {key.decode("ascii") for key in self.samples.column("sample_key").tolist()}
+
+
+def shard_number(shard: ShardEntry) -> int:
+    """Return the number in a shard's name.
+
+    Raises:
+        FormatError: There is none: another writer named it.
+    """
+    number = shard.name.rpartition("-")[2]
+    if not number.isdecimal():
+        raise FormatError(
+            f"a shard must be named <split>-<number>, got {shard.name}; is it of another writer?"
+        )
+    return int(number)
+
+
+def sample_entries(samples: SamplesTable, shard_numbers: Mapping[int, int]) -> Iterator[SampleEntry]:
+    """Read rows of a samples table back.
+
+    Args:
+        samples: The table.
+        shard_numbers: New position of each shard that is kept, by its position in the table.
+    """
+    names = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
+    columns: Sequence[list[Any]] = [_plain(samples.column(name)) for name in names]
+    for key, shard, row, offset, num_bytes, *facts, modality in zip(*columns, strict=True):
+        if shard in shard_numbers:
+            yield SampleEntry(
+                sample_key=key.decode("ascii"),
+                shard=shard_numbers[shard],
+                row_in_shard=row,
+                offset_bytes=offset,
+                num_bytes=num_bytes,
+                facts=SampleFacts(
+                    **dict(zip(FACT_COLUMNS, facts, strict=True)), modality=samples.modalities[modality]
+                ),
+            )
+
+
+def _plain(column: NDArray[Any]) -> list[Any]:
+    values: list[Any] = np.asarray(column).tolist()
+    return values
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,193 @@
+"""Rewrite the shards that hold removed samples, and delete the versions that still name them.
+
+A shard is never changed: what is left of it becomes a new one with the next number of its split. The next
+version names those; then, if asked for, earlier manifests go, and after them every file that only they named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from shardflow.format.dataset import Dataset, check_field_bytes
+from shardflow.format.entities import view_digests
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.keys import shard_name
+from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, manifest_path, versions
+from shardflow.format.samples import SampleEntry
+from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
+from shardflow.packing.progress import SilentProgress
+from shardflow.packing.versions.base import sample_entries
+from shardflow.packing.versions.files import open_newest, remove_strangers
+from shardflow.storage import LocalStore
+from shardflow.storage.local import fsync_directory, write_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.versions.files import NewestVersion
+    from shardflow.packing.workspace import Workplace
+
+_Status: TypeAlias = Literal["compacted", "nothing_new"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompactionSummary:
+    """What a compaction did."""
+
+    status: _Status
+    """``compacted``, or ``nothing_new``: no shard holds a removed sample, and no version was deleted."""
+    dataset_id: str
+    manifest_version: int
+    num_shards: int
+    """Shards that were written again."""
+    deleted_versions: tuple[int, ...]
+    """Versions that were deleted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as JSON."""
+        return {**asdict(self), "deleted_versions": list(self.deleted_versions)}
+
+
+def compact(
+    output: Path, private: Path, *, deletes_old: bool = False, progress: Progress | None = None
+) -> CompactionSummary:
+    """Write a version whose shards hold no removed sample.
+
+    A dataset that was sent to an address gets the version there too, and versions are deleted at both places.
+
+    Args:
+        output: The dataset.
+        private: Its private folder.
+        deletes_old: Delete all earlier versions, so that nothing of a removed study is left in the dataset;
+            in the private folder, earlier ledgers go too.
+        progress: Hears where the job is.
+
+    Raises:
+        ChecksumError: A shard is damaged; nothing is published.
+        ConfigError: The folders are no dataset and its private folder, or another job works there.
+        StorageError: Something cannot be written; the same call goes on.
+    """
+    said = progress or SilentProgress()
+    with open_newest(output, private) as newest:
+        store, manifest, uploader = LocalStore(newest.place.output), newest.base.manifest, newest.uploader
+        holed = [shard for shard in manifest.shards if shard.num_removed]
+        if holed:
+            manifest = _write(newest, said)
+        if uploader is not None:
+            uploader.finish()
+        deleted = tuple(number for number in versions(store) if number != manifest.manifest_version)
+        if deletes_old:
+            _delete_old(newest.place, manifest, deleted)
+            if uploader is not None:
+                uploader.erase_unnamed()
+    said.phase("done", 0)
+    return CompactionSummary(
+        status="compacted" if holed or (deletes_old and deleted) else "nothing_new",
+        dataset_id=manifest.dataset_id,
+        manifest_version=manifest.manifest_version,
+        num_shards=len(holed),
+        deleted_versions=deleted if deletes_old else (),
+    )
+
+
+def _write(newest: NewestVersion, progress: Progress) -> Manifest:
+    base, uploader = newest.base, newest.uploader
+    dataset = Dataset(LocalStore(newest.place.output), base.manifest)
+    entries: dict[int, list[SampleEntry]] = {}
+    numbers = {number: number for number in range(len(base.manifest.shards))}
+    for entry in sample_entries(base.samples, numbers):
+        entries.setdefault(entry.shard, []).append(entry)
+    next_shards = base.next_shards
+    progress.phase("shards", sum(bool(shard.num_removed) for shard in base.manifest.shards))
+    shards: list[ShardEntry] = []
+    samples: list[SampleEntry] = []
+    for number, shard in enumerate(base.manifest.shards):
+        kept = entries[number]
+        if not shard.num_removed:
+            shards.append(shard)
+            samples += kept
+            continue
+        name = shard_name(shard.split, next_shards[shard.split])
+        next_shards[shard.split] += 1
+        if uploader is not None:
+            uploader.fetch(shard)
+        written, moved = _rewrite(dataset, number, kept, name)
+        if uploader is not None:
+            uploader.send(written)
+            uploader.release(shard)
+        shards.append(written)
+        samples += moved
+        progress.advance()
+    return newest.replace(shards, samples, base.known.reason, progress, next_shards=next_shards)
+
+
+def _rewrite(
+    dataset: Dataset, number: int, kept: Sequence[SampleEntry], name: str
+) -> tuple[ShardEntry, list[SampleEntry]]:
+    """Write a shard again with the samples that are kept; every field is checked on the way."""
+    old, index = dataset.manifest.shards[number], dataset.shard_index(number)
+    source = dataset.store.map(old.path)
+    located: list[tuple[str, list[FieldLocation]]] = []
+    samples: list[SampleEntry] = []
+    sha256, offset = hashlib.sha256(), 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal offset
+        for row, entry in enumerate(kept):
+            start, fields = offset, []
+            for field in index.fields(entry.row_in_shard):
+                payload = source[field.offset : field.offset + field.num_bytes]
+                check_field_bytes(field, payload, path=old.path, sample_key=entry.sample_key)
+                fields.append(replace(field, offset=offset + BLOCK_NUM_BYTES))
+                member = encode_member(f"{entry.sample_key}.{field.name}", payload)
+                offset += len(member)
+                sha256.update(member)
+                yield member
+            located.append((entry.sample_key, fields))
+            samples.append(replace(entry, row_in_shard=row, offset_bytes=start, num_bytes=offset - start))
+        sha256.update(END_OF_ARCHIVE)
+        offset += len(END_OF_ARCHIVE)
+        yield END_OF_ARCHIVE
+
+    folder = LocalStore(dataset.store.url).root / "shards"
+    write_atomic(folder / f"{name}.tar", pieces(), replace=True)
+    table = ShardIndex.encode(name, offset, located)
+    write_atomic(folder / f"{name}.idx", [table], replace=True)
+    shard = ShardEntry(
+        name=name,
+        split=old.split,
+        path=f"shards/{name}.tar",
+        num_bytes=offset,
+        sha256=sha256.hexdigest(),
+        index=FileEntry(
+            path=f"shards/{name}.idx", num_bytes=len(table), sha256=hashlib.sha256(table).hexdigest()
+        ),
+        num_samples=len(samples),
+        num_fields=sum(len(fields) for _, fields in located),
+    )
+    return shard, samples
+
+
+def _delete_old(place: Workplace, manifest: Manifest, numbers: Sequence[int]) -> None:
+    """Delete earlier versions, oldest first: at any moment those that are left are whole."""
+    for number in numbers:
+        (place.output / manifest_path(number)).unlink(missing_ok=True)
+    fsync_directory(place.output)
+    remove_strangers(place.output, [manifest])
+    for page in place.output.glob("report*.html"):
+        if manifest.page is None or page.name != manifest.page.path:
+            page.unlink()
+    # Counts and entities for readers of those versions, sample by sample.
+    kept = {manifest.dataset_id, *view_digests(LocalStore(place.output), [manifest])}
+    for folder in [*place.output.glob("tokens/*/*"), *place.output.glob("views/*/*")]:
+        if folder.is_dir() and folder.name not in kept:
+            shutil.rmtree(folder)
+    current = place.private_ledger(str(manifest.extra["plan_digest"]))
+    for ledger in place.private.glob("inputs-*.jsonl"):
+        if ledger != current:
+            ledger.unlink()

@@ -1,0 +1,497 @@
+"""Writes a dataset's ledger: the inputs that a job decided, and those that it took over.
+
+The way back from surrogates to inputs, for the operator: a file of the private folder, mode 0600.
+
+It is also what a later version knows its inputs by (`shardflow.packing.versions.base`).
+
+Write the page for people into the dataset: after all that it tells of, before the manifest names it.
+
+It is made from the finished shards, table and ledger, so it tells what stands there, whoever packed which
+study, in this run or in an earlier version. The work is bounded (`shardflow.viewing.dataset_facts.Bounds`): seconds for a
+dataset of any size. The page goes by what a hash of the sample keys chooses, and the keys are made with the
+secret key.
+
+Write the files of one version of a dataset, its manifest last; and clear away what no version names.
+
+Version 1 keeps plain names; later ones carry their number. Before the manifest there is no version: whoever
+opens the folder finds the one before, however much of the next one stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardflow.format import Dataset
+from shardflow.format.ledger import LedgerChain, LedgerRow
+from shardflow.format.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit, load, versions
+from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
+from shardflow.format.samples import SampleEntry, SamplesTable
+from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
+from shardflow.packing.inventory import (
+    CARRIED,
+    INPUT_KINDS,
+    NO_STUDY,
+    REPORT_KIND,
+    UNDECIDED,
+    count_outcomes,
+    count_reasons,
+    reason_name,
+)
+from shardflow.packing.upload import uploader_of
+from shardflow.packing.versions.base import Base, file_identity
+from shardflow.packing.workspace import locked_workplace
+from shardflow.storage import LocalStore
+from shardflow.storage.local import write_atomic
+from shardflow.viewing import Bounds, gather, render_page
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardflow.packing.config import InputsConfig, PageConfig
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.upload import Uploader
+    from shardflow.packing.versions.base import KnownInputs
+    from shardflow.packing.versions.ingest import Intake
+    from shardflow.packing.workspace import Workplace
+    from shardflow.storage import ByteStore
+
+_ROWS_AT_ONCE: Final = 1024
+"""Rows that are written together."""
+
+
+class LedgerColumns:
+    """The rows of a ledger, in any order.
+
+    Args:
+        surrogate: ``(n,)`` S26.
+        kind: ``(n,)`` uint8 into `shardflow.packing.inventory.INPUT_KINDS`.
+        reason: ``(n,)`` uint8, decided.
+        study: ``(n,)`` int32 into ``keys``, or `NO_STUDY`.
+        keys: Sample keys.
+    """
+
+    def __init__(
+        self,
+        surrogate: NDArray[np.bytes_],
+        kind: NDArray[np.uint8],
+        reason: NDArray[np.uint8],
+        study: NDArray[np.int32],
+        keys: Sequence[str],
+    ) -> None:
+        self.surrogate, self.kind, self.reason, self.study = surrogate, kind, reason, study
+        self.keys = keys
+
+    def rows(self) -> Iterator[LedgerRow]:
+        """Yield the rows sorted by surrogate."""
+        for at in np.argsort(self.surrogate, kind="stable").tolist():
+            reason = reason_name(int(self.reason[at]))
+            study = int(self.study[at])
+            outcome = Outcome.PACKED if reason is None else outcome_of(reason)
+            yield LedgerRow(
+                input=self.surrogate[at].decode("ascii"),
+                kind=INPUT_KINDS[int(self.kind[at])],
+                outcome=outcome.value,
+                reason=reason,
+                sample_key=None if study == NO_STUDY else self.keys[study],
+            )
+
+
+def columns_of_known(known: KnownInputs, reason: NDArray[np.uint8]) -> LedgerColumns:
+    """Take over all inputs of a version, with other reasons for some."""
+    return LedgerColumns(known.surrogate, known.kind, reason, known.study, known.keys)
+
+
+def columns_of_intake(intake: Intake, base: Base | None) -> LedgerColumns:
+    """Put together what a job decided and what it left as it was.
+
+    The studies of ``base`` have the same numbers in both.
+    """
+    report_kind = np.full(len(intake.reports), REPORT_KIND, np.uint8)
+    parts = [
+        (
+            table.surrogate[chosen],
+            kind[chosen],
+            table.reason[chosen],
+            table.study[chosen],
+        )
+        for table, kind in ((intake.files, intake.files.kind), (intake.reports, report_kind))
+        for chosen in [table.reason != CARRIED]
+    ]
+    if base is not None and intake.scope is not None:
+        kept, known = ~intake.scope.is_decided, base.known
+        parts.append((known.surrogate[kept], known.kind[kept], known.reason[kept], known.study[kept]))
+    surrogate, kind_, reason, study = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return LedgerColumns(surrogate, kind_, reason, study, intake.files.studies.keys)
+
+
+def is_unchanged(base: Base, intake: Intake) -> bool:
+    """Tell whether every input ended as the version before says."""
+    now, before = columns_of_intake(intake, base), base.known
+    order, former = np.argsort(now.surrogate, kind="stable"), np.argsort(before.surrogate, kind="stable")
+    return np.array_equal(now.surrogate[order], before.surrogate[former]) and np.array_equal(
+        now.reason[order], before.reason[former]
+    )
+
+
+def write_ledger(output: Path, path: str, columns: LedgerColumns) -> LedgerEntry:
+    """Write a ledger, some lines at a time: its size never shows in memory.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    chain, sha256, num_bytes = LedgerChain(), hashlib.sha256(), 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal num_bytes
+        rows = columns.rows()
+        while lines := [chain.append(row) for row in itertools.islice(rows, _ROWS_AT_ONCE)]:
+            piece = b"".join(lines)
+            num_bytes += len(piece)
+            sha256.update(piece)
+            yield piece
+        line = chain.close()
+        num_bytes += len(line)
+        sha256.update(line)
+        yield line
+
+    write_atomic(output / path, pieces(), replace=True)
+    return LedgerEntry(path=path, num_bytes=num_bytes, sha256=sha256.hexdigest(), head=chain.head)
+
+
+def write_private_ledger(
+    place: Workplace, plan_digest: str, intake: Intake, inputs: InputsConfig, base: Base | None = None
+) -> None:
+    """Write one JSON line for each input: surrogate, path or place, sample key, outcome, content.
+
+    The file is named after the plan, so that the one of another run is never lost; its reason is
+    ``"UNDECIDED"`` for inputs that a stopped job had not come to. Inputs that the job did not decide keep the
+    line that they have in the version before.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    write_atomic(place.private_ledger(plan_digest), _lines(intake, inputs, base), replace=True, mode=0o600)
+
+
+def encode_entry(entry: Mapping[str, Any]) -> bytes:
+    """Return the line of an input."""
+    return json.dumps(entry, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _lines(intake: Intake, inputs: InputsConfig, base: Base | None) -> Iterator[bytes]:
+    files, reports, studies = intake.files, intake.reports, intake.files.studies
+    if base is not None and intake.scope is not None:
+        for entry in base.known.entries(np.flatnonzero(~intake.scope.is_decided).tolist()):
+            yield encode_entry(entry)
+
+    def line(
+        surrogate: bytes, code: int, study: int, kind: str, where: Mapping[str, Any], identity: int
+    ) -> bytes:
+        return encode_entry(
+            {
+                "input": surrogate.decode("ascii"),
+                "kind": kind,
+                **where,
+                "sample_key": None if study == NO_STUDY else studies.keys[study],
+                "patient": None if study == NO_STUDY else studies.patients[study] or None,
+                "reason": "UNDECIDED" if code == UNDECIDED else reason_name(code),
+                "identity": f"{identity:016x}",
+            }
+        )
+
+    sizes = np.fromiter((file.num_bytes for file in intake.discovered), np.int64, len(intake.discovered))
+    identities = file_identity(files.digest, sizes[files.source])
+    for number, source_file in enumerate(files.source.tolist()):
+        if files.reason[number] != CARRIED:
+            path = str(intake.discovered[source_file].path(inputs.roots).absolute())
+            code, study = int(files.reason[number]), int(files.study[number])
+            kind = INPUT_KINDS[int(files.kind[number])]
+            yield line(files.surrogate[number], code, study, kind, {"path": path}, int(identities[number]))
+    source = str((inputs.reports or Path()).absolute())
+    for number in range(len(reports)):
+        if reports.reason[number] != CARRIED:
+            where = {"path": source, "place": int(reports.place[number])}
+            code, study = int(reports.reason[number]), int(reports.study[number])
+            identity = int(reports.identity[number])
+            yield line(reports.surrogate[number], code, study, "report", where, identity)
+
+
+_MAX_THREADS: Final = 16
+
+
+def page_path(version: int) -> str:
+    """Name the page of a version, from 1.
+
+    Example:
+        >>> page_path(1), page_path(2)
+        ('report.html', 'report-000002.html')
+    """
+    return "report.html" if version == 1 else f"report-{version:06d}.html"
+
+
+def add_page(
+    output: Path,
+    config: PageConfig,
+    manifest: Manifest,
+    progress: Progress,
+    *,
+    num_threads: int,
+    store: ByteStore | None = None,
+) -> Manifest:
+    """Write the page of a dataset whose other files stand, unless the settings leave it out.
+
+    Args:
+        output: Folder of the dataset.
+        config: Settings of the page.
+        manifest: The manifest, not yet written.
+        progress: Hears of the phase ``page``.
+        num_threads: Threads that read.
+        store: Where the dataset is read, if some of it does not lie in its folder.
+
+    Returns:
+        The manifest to be written, which names the page.
+
+    Raises:
+        FormatError: Bytes of the dataset are not what was written.
+        StorageError: The page cannot be written.
+    """
+    if not config.enabled:
+        return manifest
+    progress.phase("page", 0)
+    dataset = Dataset(store or LocalStore(output), manifest)
+    facts = gather(
+        dataset,
+        num_thumbnails=config.num_thumbnails,
+        bounds=Bounds(),
+        num_threads=min(num_threads, _MAX_THREADS),
+    )
+    page = render_page(
+        dataset, facts, kept_keywords=KEYWORDS, max_age_years=MAX_AGE_YEARS, is_inside=True
+    ).encode("utf-8")
+    path = page_path(manifest.manifest_version)
+    write_atomic(output / path, [page], replace=True)
+    entry = FileEntry(path=path, num_bytes=len(page), sha256=hashlib.sha256(page).hexdigest())
+    return manifest.with_page(entry)
+
+
+_FOLDERS: Final = ("shards", "samples")
+_LEDGERS: Final = "ledger*.jsonl"
+
+
+def samples_path(version: int) -> str:
+    """Path of a version's samples table in the dataset."""
+    return f"samples/samples-{version:06d}.tbl"
+
+
+def ledger_path(version: int) -> str:
+    """Path of a version's ledger in the dataset."""
+    return "ledger.jsonl" if version == 1 else f"ledger-{version:06d}.jsonl"
+
+
+def shard_order(shard: ShardEntry) -> tuple[str, int, str]:
+    """Order of a manifest's shards: by split and number."""
+    return shard.split, len(shard.name), shard.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewVersion:
+    """A version to write; its shards stand."""
+
+    version: int
+    parent: str | None
+    shards: tuple[ShardEntry, ...]
+    samples: Sequence[SampleEntry]
+    ledger: LedgerColumns
+    created_with: Mapping[str, str]
+    config_digest: str | None
+    key_id: str | None
+    extra: Mapping[str, Any]
+    """Facts beside those that are counted here: ``num_slices``, ``reasons`` and ``studies``."""
+    page: PageConfig
+    num_threads: int = 2
+    """Threads that read for the page."""
+    studies: Mapping[str, int] | None = None
+    """Studies by outcome; counted from the ledger if not given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewestVersion:
+    """The newest version of a dataset, open for a change that takes in no input: removal or compaction."""
+
+    place: Workplace
+    base: Base
+    uploader: Uploader | None
+
+    def replace(
+        self,
+        shards: Sequence[ShardEntry],
+        samples: Iterable[SampleEntry],
+        reason: NDArray[np.uint8],
+        progress: Progress,
+        **extra: Any,
+    ) -> Manifest:
+        """Write the next version, which takes everything else over.
+
+        Args:
+            shards: Those of the next version; ones without a sample are left out.
+            samples: Those of the next version, naming their shard by position in ``shards``.
+            reason: ``(num_known,)`` of every input.
+            progress: Hears of the phases.
+            **extra: Facts of the manifest that change.
+        """
+        base, manifest = self.base, self.base.manifest
+        ordered, placed = merge_samples([(shards, samples)])
+        new = NewVersion(
+            version=base.next_version,
+            parent=manifest.dataset_id,
+            shards=ordered,
+            samples=placed,
+            ledger=columns_of_known(base.known, reason),
+            created_with=manifest.created_with,
+            config_digest=manifest.config_digest,
+            key_id=manifest.key_id,
+            page=base.page,
+            extra={**base.extra, "next_shards": base.next_shards, **extra},
+        )
+        return write_version(self.place.output, new, progress, self.uploader)
+
+
+@contextmanager
+def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
+    """Open the newest version for a change, at the address too that it was sent to; clean up behind it.
+
+    Raises:
+        ConfigError: The folders are no dataset and its private folder, or another job works there.
+        StorageError: Something cannot be read or written.
+    """
+    with locked_workplace(output, private) as place:
+        base = Base.open(place, load(LocalStore(place.output)))
+        with uploader_of(place) as uploader:
+            yield NewestVersion(place=place, base=base, uploader=uploader)
+        place.remove_work()
+
+
+def write_version(
+    output: Path, new: NewVersion, progress: Progress, uploader: Uploader | None = None
+) -> Manifest:
+    """Write samples table, ledger, page and manifest.
+
+    Args:
+        output: Folder of the dataset.
+        new: The version.
+        progress: Hears of the phases.
+        uploader: Knows where shards lie that are not in the folder.
+
+    Raises:
+        AlreadyExistsError: This version exists.
+        StorageError: A file cannot be written.
+    """
+    progress.phase("samples", 0)
+    table = SamplesTable.encode(new.samples, shard_splits=[shard.split for shard in new.shards])
+    path = samples_path(new.version)
+    write_atomic(output / path, [table], replace=True)
+    progress.phase("ledger", 0)
+    ledger = write_ledger(output, ledger_path(new.version), new.ledger)
+    manifest = Manifest(
+        manifest_version=new.version,
+        parent=new.parent,
+        shards=new.shards,
+        samples=FileEntry(path=path, num_bytes=len(table), sha256=hashlib.sha256(table).hexdigest()),
+        ledger=ledger,
+        counts=OutcomeCounts(**count_outcomes(new.ledger.reason)),
+        created_with=new.created_with,
+        config_digest=new.config_digest,
+        key_id=new.key_id,
+        extra={
+            **new.extra,
+            "num_slices": sum(entry.facts.num_slices for entry in new.samples),
+            "reasons": count_reasons(new.ledger.reason),
+            "studies": dict(new.studies) if new.studies is not None else _count_studies(new),
+        },
+    )
+    store = LocalStore(output)
+    manifest = add_page(
+        output,
+        new.page,
+        manifest,
+        progress,
+        num_threads=new.num_threads,
+        store=None if uploader is None else uploader.store(manifest),
+    )
+    remove_strangers(output, [*(load(store, number) for number in versions(store)), manifest])
+    progress.phase("manifest", 0)
+    commit(store, manifest)
+    return manifest
+
+
+def merge_samples(
+    parts: Iterable[tuple[Sequence[ShardEntry], Iterable[SampleEntry]]],
+) -> tuple[tuple[ShardEntry, ...], list[SampleEntry]]:
+    """Put shards and samples of several lists together, in the order of a manifest.
+
+    Args:
+        parts: Shards, and samples that name them by position in the same list; shards without a sample of
+            the list are left out.
+    """
+    samples: list[tuple[str, SampleEntry]] = []
+    by_name: dict[str, ShardEntry] = {}
+    for shards, entries in parts:
+        for entry in entries:
+            shard = shards[entry.shard]
+            by_name[shard.name] = shard
+            samples.append((shard.name, entry))
+    ordered = sorted(by_name.values(), key=shard_order)
+    numbers = {shard.name: number for number, shard in enumerate(ordered)}
+    return tuple(ordered), [_moved(entry, numbers[name]) for name, entry in samples]
+
+
+def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
+    """Remove what unpublished plans and killed writers left: no manifest ever named it.
+
+    Args:
+        output: Folder of the dataset.
+        manifests: All versions; the last one is the newest.
+    """
+    manifests = list(manifests)
+    named = {entry.path for manifest in manifests for entry in manifest.files()}
+    paths = [path for folder in _FOLDERS for path in (output / folder).glob("*")]
+    page = output / page_path(manifests[-1].manifest_version)
+    for path in [*paths, *output.glob(_LEDGERS), *([page] if page.exists() else [])]:
+        if path.relative_to(output).as_posix() not in named:
+            path.unlink()
+
+
+def _moved(entry: SampleEntry, shard: int) -> SampleEntry:
+    return SampleEntry(
+        sample_key=entry.sample_key,
+        shard=shard,
+        row_in_shard=entry.row_in_shard,
+        offset_bytes=entry.offset_bytes,
+        num_bytes=entry.num_bytes,
+        facts=entry.facts,
+    )
+
+
+def _count_studies(new: NewVersion) -> dict[str, int]:
+    """Count studies by their worst input: packed ones are the samples."""
+    packed = {entry.sample_key for entry in new.samples}
+    outcomes: dict[str, str] = {}
+    for row in new.ledger.rows():
+        key = row.sample_key
+        if key is not None and key not in packed and outcomes.get(key) != "quarantined":
+            outcomes[key] = row.outcome if row.outcome == "quarantined" else "skipped"
+    found = list(outcomes.values())
+    return {
+        "packed": len(packed),
+        "skipped": found.count("skipped"),
+        "quarantined": found.count("quarantined"),
+    }

@@ -1,0 +1,257 @@
+"""The other studies of a patient, of which a few headers are read with each report.
+
+A report of today may name the physician, the order number or the maiden name that only the header of another
+study has. What is read there decides bytes of this study, so which files it is must not depend on what lies
+beside them by chance.
+
+What a job takes in: headers, reports, and - for `append` and `retry` - what of it the dataset knows.
+
+Nothing is decoded here. The tables that come out say of every found input whose study it belongs to and
+whether the job is to decide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from shardflow.format.reasons import Reason
+from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable
+from shardflow.packing.linking import ReportTable, link_reports
+from shardflow.packing.sources.dicom.discover import DiscoveredFile
+from shardflow.packing.versions.scope import (
+    NEW,
+    GrowMode,
+    Scope,
+    make_scope,
+    quarantined_rows,
+    recognise_files,
+    recognise_reports,
+)
+from shardflow.packing.workspace import write_plainly
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardflow.packing.config import InputsConfig
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.inventory import FileTable
+    from shardflow.packing.progress import Progress
+    from shardflow.packing.sources.layouts.base import Layout
+    from shardflow.packing.versions.base import Base, KnownInputs
+    from shardflow.packing.workspace import RecordedOutcomes, Workplace
+
+_FILES_OF_STUDY: Final = 4
+_MAX_STUDIES: Final = 32
+"""Other studies of one patient that are looked into: the first ones by sample key."""
+
+
+def representatives(surrogates: NDArray[np.bytes_]) -> NDArray[np.int64]:
+    """Choose the files of a study that are read for others, by their position: a few, by a keyed hash."""
+    return np.argsort(surrogates, kind="stable")[:_FILES_OF_STUDY].astype(np.int64)
+
+
+def unfound_kin(
+    known: KnownInputs, studies: StudyTable, scope: Scope, is_found: NDArray[np.bool_]
+) -> list[int]:
+    """Return known files, of patients with a study to pack, that are read with it and were not found.
+
+    A next version knows packed studies by its private ledger, so that its bytes are the same whether their
+    files lie among the inputs or not.
+
+    Args:
+        known: Inputs of the version before.
+        studies: Those of ``known``, and the new ones behind them.
+        scope: What is to be packed.
+        is_found: ``(num_known,)``.
+    """
+    open_studies = np.flatnonzero(scope.study_reason == UNDECIDED).tolist()
+    patients = {studies.patients[study] for study in open_studies} - {""}
+    opened = set(open_studies)
+    files = np.flatnonzero(known.is_image & (known.path != 0) & (known.study != NO_STUDY))
+    files = files[np.argsort(known.study[files], kind="stable")]
+    starts = np.searchsorted(known.study[files], np.arange(len(known.keys) + 1))
+    chosen: list[int] = []
+    for study, patient in enumerate(known.patients):
+        if patient in patients and study not in opened:
+            rows = files[starts[study] : starts[study + 1]]
+            chosen += rows[representatives(known.surrogate[rows])].tolist()
+    return [row for row in chosen if not is_found[row]]
+
+
+class Kin:
+    """Knows which files to read with a study besides its own.
+
+    Args:
+        files: The inventory.
+    """
+
+    def __init__(self, files: FileTable) -> None:
+        self._files = files
+        self._studies_of: dict[str, list[int]] = {}
+        for study, patient in enumerate(files.studies.patients):
+            if patient:
+                self._studies_of.setdefault(patient, []).append(study)
+
+    def files_with(self, study: int) -> list[int]:
+        """Return the files of the patient's other studies that are read with a study."""
+        studies = self._files.studies
+        others = [one for one in self._studies_of.get(studies.patients[study], ()) if one != study]
+        others.sort(key=lambda one: studies.keys[one])
+        chosen: list[int] = []
+        for other in others[:_MAX_STUDIES]:
+            files = self._files.images_of(other)
+            chosen += files[representatives(self._files.surrogate[files])].tolist()
+        return chosen
+
+    def facts(self, files: Sequence[int]) -> list[list[int]]:
+        """Return what tells whether files are still those that were read: header digests, and times."""
+        return [self._files.digest[files].tolist(), self._files.modified_ns[files].tolist()]
+
+
+ReadHeaders = Callable[[Sequence[DiscoveredFile], StudyTable], "FileTable"]
+"""Reads the headers of files into a table whose first studies are given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intake:
+    """The inputs of a job, before anything is packed."""
+
+    discovered: Sequence[DiscoveredFile]
+    files: FileTable
+    reports: ReportTable
+    scope: Scope | None = None
+    """What the job may decide; None where there is no version before: everything."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ingest:
+    """Takes inputs in, with what every way of doing so needs."""
+
+    read_headers: ReadHeaders
+    """Does the header pass."""
+    inputs: InputsConfig
+    layout: Layout
+    key: SecretKey
+    place: Workplace
+    progress: Progress
+
+    def everything(self, discovered: Sequence[DiscoveredFile]) -> Intake:
+        """Take in everything for a first version."""
+        files = self.read_headers(discovered, StudyTable())
+        return Intake(discovered=discovered, files=files, reports=self._link(files.studies))
+
+    def more(self, mode: GrowMode, base: Base, discovered: Sequence[DiscoveredFile]) -> Intake:
+        """Take in what a next version is made of.
+
+        Args:
+            mode: ``append`` or ``retry``.
+            base: The version before.
+            discovered: What was found; empty for ``retry``, which takes its files from the private ledger.
+        """
+        known, inputs = base.known, self.inputs
+        found = list(discovered)
+        if mode == "retry":
+            found += _recall(known, np.flatnonzero(_files_to_retry(base)).tolist(), inputs)
+        kin: list[int] = []
+        while True:
+            studies = StudyTable(dict(zip(known.keys, known.patients, strict=True)))
+            for sample_key in known.keys:
+                studies.add(sample_key, "", 0)
+            files = self.read_headers(found, studies)
+            reports = self._link(files.studies)
+            found_files = recognise_files(known, self.key, files, found, inputs.roots)
+            found_reports = recognise_reports(known, self.key, reports, inputs.reports or Path())
+            if kin:
+                # They are read with others' reports; nothing is decided about them, whatever they hold now.
+                of_kin = slice(len(found) - len(kin), len(found))
+                found_files.row[of_kin], found_files.replaced[of_kin] = kin, NEW
+            scope = make_scope(mode, base, files, reports, found_files, found_reports)
+            # A study is packed whole or not at all: its other files are fetched from where they lay.
+            if len(scope.missing):
+                found += _recall(known, scope.missing.tolist(), inputs)
+                continue
+            if not kin and (len(reports) or files.attachments):
+                is_found = np.zeros(len(known), np.bool_)
+                is_found[found_files.row[found_files.row != NEW]] = True
+                kin = unfound_kin(known, files.studies, scope, is_found)
+                if kin:
+                    found += _recall(known, kin, inputs)
+                    continue
+            scope = replace(scope, num_known=scope.num_known - len(kin))
+            return Intake(discovered=found, files=files, reports=reports, scope=scope)
+
+    def _link(self, studies: StudyTable) -> ReportTable:
+        if self.inputs.reports is None:
+            return ReportTable()
+        self.progress.phase("reports", 0)
+        layout = self.inputs.layout
+        return link_reports(
+            self.layout.reports(),
+            studies,
+            self.key,
+            self.place.reports,
+            several=layout.reports_of_one_study,
+            copies=layout.report_of_several_studies == "copy",
+        )
+
+
+def lift_deaths(base: Base, recorded: RecordedOutcomes, place: Workplace) -> None:
+    """Forget the recorded deaths of what a `retry` tries again: once, so that a stopped one does not.
+
+    Raises:
+        StorageError: Something cannot be written.
+    """
+    mark = base.manifest.dataset_id.encode("ascii")
+    if place.retry_mark.exists() and place.retry_mark.read_bytes() == mark:
+        return
+    known = base.known
+    rows = quarantined_rows(known)
+    studies = known.study[rows & (known.study != NO_STUDY)]
+    names = {known.keys[study] for study in np.unique(studies).tolist()}
+    recorded.lift(names | {name.decode("ascii") for name in known.surrogate[rows].tolist()})
+    write_plainly(place.retry_mark, mark)
+
+
+def _files_to_retry(base: Base) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Tell which known files to read again: quarantined ones, and all of a study that has some."""
+    known = base.known
+    wanted = quarantined_rows(known)
+    packed, removed = base.packed_keys(), base.removed_studies
+    may_open = np.array([key not in packed and key not in removed for key in known.keys], np.bool_)
+    inside = known.study != NO_STUDY
+    is_open = np.zeros(len(known.keys), np.bool_)
+    studies = known.study[wanted & inside]
+    is_open[studies] = may_open[studies]
+    wanted[inside] = is_open[known.study[inside]]
+    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = wanted & ~known.is_report
+    return chosen
+
+
+def _recall(known: KnownInputs, rows: Iterable[int], inputs: InputsConfig) -> list[DiscoveredFile]:
+    """Find known files at their recorded paths; one that is gone is named, and so is its study."""
+    found: dict[str, DiscoveredFile] = {}
+    for entry in known.entries(rows):
+        # The parts of an attachment lie at one path.
+        if entry.get("path") is None or entry["path"] in found:
+            continue
+        path = str(entry["path"])
+        num_bytes, problem = 0, None
+        try:
+            num_bytes = Path(path).stat().st_size
+        except (OSError, ValueError):
+            was_missing = entry["reason"] == Reason.MISSING_FILE
+            problem = Reason.MISSING_FILE if was_missing else Reason.FILE_UNREADABLE
+        # Joined to any root, an absolute path stands for itself.
+        is_apart = entry["kind"] == "attachment" and len(inputs.attachments) > 0
+        found[path] = DiscoveredFile(
+            root_index=len(inputs.dicom) if is_apart else 0,
+            relative_path=path,
+            num_bytes=num_bytes,
+            problem=problem,
+        )
+    return list(found.values())

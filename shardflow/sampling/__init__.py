@@ -1,0 +1,42 @@
+"""Epoch plans: pure integers that say, before step 0, which samples make which step.
+
+Owns: the order of an epoch, micro-batches, steps, who runs what, and where a run stands. Does not own: any
+byte, file, clock or process. Invariant: the samples of step k depend on dataset, seed, epoch and batch spec
+only, never on the world size, the workers or the machine.
+"""
+
+from __future__ import annotations
+
+from shardflow.sampling.budget import CostRule, TokenBudget
+from shardflow.sampling.image_sizes import ImageBucket, TileRule
+from shardflow.sampling.lane_plan import LaneSummary
+from shardflow.sampling.lanes import choose_lanes, with_lanes
+from shardflow.sampling.layout import SampleLayout
+from shardflow.sampling.measures import PlanMeasures, measure_plan
+from shardflow.sampling.micro_batches import MicroBatch
+from shardflow.sampling.permutation import Permutation
+from shardflow.sampling.plan import EpochPlan, PlanSummary, RankSchedule, plan_id
+from shardflow.sampling.spec import BatchSpec
+from shardflow.sampling.state import LoaderState, Position
+
+__all__ = [
+    "BatchSpec",
+    "CostRule",
+    "EpochPlan",
+    "ImageBucket",
+    "LaneSummary",
+    "LoaderState",
+    "MicroBatch",
+    "Permutation",
+    "PlanMeasures",
+    "PlanSummary",
+    "Position",
+    "RankSchedule",
+    "SampleLayout",
+    "TileRule",
+    "TokenBudget",
+    "choose_lanes",
+    "measure_plan",
+    "plan_id",
+    "with_lanes",
+]

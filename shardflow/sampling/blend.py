@@ -1,0 +1,311 @@
+"""What a loader state says of a blend: enough to open its components again, and to name a changed one.
+
+Shares in whole numbers: draws of a component from repeats or weights, and draws of its parts.
+
+Exact fractions throughout, so that every machine finds the same numbers.
+
+Blends: an epoch that draws from several datasets, or several parts of one, so many times from each.
+
+Component c is drawn from ``count`` times an epoch. Its draws are counted over all epochs: draw k of epoch e
+is number ``e * count + k``. Draws go through the component's samples pass after pass, each pass in another
+order, so a repeat that ends in the middle of a pass goes on there in the next epoch, and over any number of
+epochs every sample of a component is drawn equally often, but for one.
+
+Three numberings: a *draw* of an epoch, 0 to ``num_draws - 1``; the *number* of a sample among all components'
+chosen samples, which the layout speaks of; and the *blended row*, which counts the rows of all components'
+samples tables one after another, and which the plan hands out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.errors import PlanError, StateError
+from shardflow.sampling.lanes import Recent
+from shardflow.sampling.layout import Rows, nth_rows
+from shardflow.sampling.permutation import Permutation, sums
+from shardflow.seeds import derive
+
+MAX_COMPONENTS = 10
+"""Most components of a blend; a state must stay below 1 KB."""
+
+DIGEST_LENGTH = 8
+"""Hexadecimal digits of a component's digest that a state keeps, to name what changed; that nothing changed
+is told by the blend's own digest, which is kept whole."""
+
+_TEXT = re.compile(rf"(\d{{1,18}}):([0-9a-f]{{{DIGEST_LENGTH}}})")
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentState:
+    """One component, at its position in the blend."""
+
+    manifest_version: int
+    """A resume opens this version of the component's dataset, not the newest."""
+    digest: str
+    """First digits of the digest over dataset, split, subset and draws."""
+
+    def to_json(self) -> str:
+        """Return the component as a text such as ``"3:01234567"``."""
+        return f"{self.manifest_version}:{self.digest}"
+
+
+def components_from_json(value: object) -> tuple[ComponentState, ...]:
+    """Read the components of a state.
+
+    Raises:
+        StateError: No list of such texts, or more than `MAX_COMPONENTS`.
+    """
+    texts = value if isinstance(value, list) else [None]
+    found = [_TEXT.fullmatch(text) if isinstance(text, str) else None for text in texts]
+    if len(found) > MAX_COMPONENTS or not all(found):
+        raise StateError(
+            f"components must be a list of at most {MAX_COMPONENTS} texts of version and digest, got another "
+            f"value (loader state); pass what state_dict() returned, unchanged."
+        )
+    return tuple(ComponentState(int(match[1]), match[2]) for match in found if match)
+
+
+def check_components(own: Sequence[ComponentState], expected: Sequence[ComponentState]) -> None:
+    """Refuse a state whose blend has other components than the run's; the first that differs is named.
+
+    Raises:
+        StateError: They differ.
+    """
+    if len(own) != len(expected):
+        raise StateError(
+            f"components of the loader state must be this run's {len(expected)}, got {len(own)} (0 is one "
+            f"dataset without a blend); resume with the blend file that it was saved with."
+        )
+    for number, (saved, wanted) in enumerate(zip(own, expected, strict=True), start=1):
+        if saved != wanted:
+            raise StateError(
+                f"component {number} of the blend must be this run's {wanted.to_json()} (manifest version, "
+                f"digest), got {saved.to_json()} in the loader state; its dataset, split, subset or draws "
+                f"were changed: set them back, or start a new run."
+            )
+
+
+Int64Array = npt.NDArray[np.int64]
+
+_TIME_BITS = 31
+
+
+def draws_by_repeat(num_samples: int, repeat: float) -> int:
+    """Return how often a component is drawn from in an epoch: ``num_samples * repeat``, halves up."""
+    return int(num_samples * Fraction(repr(repeat)) + Fraction(1, 2))
+
+
+def draws_by_weight(weights: Sequence[float], num_draws: int) -> list[int]:
+    """Return whole numbers in proportion to weights that add up to ``num_draws``, by the largest remainder.
+
+    Of equal remainders the earlier one is larger.
+    """
+    exact = [Fraction(repr(weight)) for weight in weights]
+    quotas = [weight * num_draws / sum(exact) for weight in exact]
+    counts = [int(quota) for quota in quotas]
+    left = num_draws - sum(counts)
+    by_remainder = sorted(range(len(quotas)), key=lambda number: (counts[number] - quotas[number], number))
+    for number in by_remainder[:left]:
+        counts[number] += 1
+    return counts
+
+
+def split_draws(sizes: Int64Array, num_draws: int) -> Int64Array:
+    """Split the first draws of a pass among the parts of a component, ``(K,)`` int64.
+
+    Sample j of a part of n samples is due at time ``((2 j + 1) << 31) // n``; a pass draws in the order of
+    time, equal times in the order of the parts. So no part is ever far ahead of its
+    share, what a part has given never shrinks as draws are added, and a whole pass gives every sample once.
+
+    Args:
+        sizes: ``(K,)`` int64, samples of each part, below 2**29.
+        num_draws: 0 to ``sizes.sum()``.
+    """
+    low, high = 0, 1 << (_TIME_BITS + 1)  # all that is due before `low` is at most num_draws
+    while high - low > 1:
+        middle = (low + high) // 2
+        if int(_due_before(sizes, middle).sum()) <= num_draws:
+            low = middle
+        else:
+            high = middle
+    counts = _due_before(sizes, low)
+    at_once = _due_before(sizes, low + 1) - counts
+    left = num_draws - int(counts.sum())
+    taken = np.minimum(at_once, np.maximum(left - (np.cumsum(at_once) - at_once), 0))
+    found: Int64Array = counts + taken
+    return found
+
+
+def _due_before(sizes: Int64Array, time: int) -> Int64Array:
+    """Return the samples of each part that are due before a time."""
+    ends = -((-time * sizes) >> _TIME_BITS)
+    found: Int64Array = np.minimum(ends >> 1, sizes)
+    return found
+
+
+BLEND_SPLIT = "blend"
+"""What a state says in place of a split: the components name theirs, in the blend's digest."""
+
+_BLEND_VERSION = 1
+_KEPT_PASSES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlendComponent:
+    """Some samples of a dataset, and how often an epoch draws from them."""
+
+    dataset_id: str
+    manifest_version: int
+    split: str
+    rows: Rows
+    """Rows of the dataset's samples table."""
+    subset: str | None
+    """Digest of the rows where they are not all of the split."""
+    count: int
+    """Draws of an epoch, at least 1."""
+    num_table_rows: int
+    """Rows of the whole samples table."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of what decides the component's samples and draws."""
+        return _digest(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the digest covers."""
+        return {
+            "dataset_id": self.dataset_id,
+            "split": self.split,
+            "subset": self.subset,
+            "count": self.count,
+        }
+
+
+class Blend:
+    """The components of a blend, in the order of its file.
+
+    Args:
+        components: 1 to `MAX_COMPONENTS`.
+
+    Attributes:
+        components: The components.
+        num_draws: Samples of an epoch.
+        num_samples: Different samples of all components; one that two components have counts twice.
+        digest: Identity of the blend: datasets and rows, never paths.
+
+    Raises:
+        PlanError: There are too many components, or one has no samples or no draws.
+    """
+
+    def __init__(self, components: Sequence[BlendComponent]) -> None:
+        if not 1 <= len(components) <= MAX_COMPONENTS:
+            raise PlanError(
+                f"a blend must have 1 to {MAX_COMPONENTS} components, got {len(components)}; pack small ones "
+                f"into one dataset."
+            )
+        for number, component in enumerate(components, start=1):
+            if not component.rows or component.count < 1:
+                raise PlanError(
+                    f"component {number} of a blend must have samples and draws, got {len(component.rows)} "
+                    f"and {component.count}; remove it, or raise its repeat, its weight or epoch_samples."
+                )
+        self.components = tuple(components)
+        self._starts = sums([len(component.rows) for component in components])
+        self._bases = sums([component.num_table_rows for component in components])
+        self._draws = sums([component.count for component in components])
+        self.num_samples, self.num_draws = int(self._starts[-1]), int(self._draws[-1])
+        parts = [component.to_json() for component in components]
+        self.digest = _digest({"blend_version": _BLEND_VERSION, "components": parts})
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the blended rows of all samples, component by component."""
+        for base, component in zip(self._bases.tolist(), self.components, strict=False):
+            yield from (row + base for row in component.rows)
+
+    def states(self) -> tuple[ComponentState, ...]:
+        """Return what a loader state says of the components."""
+        return tuple(
+            ComponentState(component.manifest_version, component.digest[:DIGEST_LENGTH])
+            for component in self.components
+        )
+
+    def starts(self) -> list[int]:
+        """Return the number of the first sample of each component, and the end."""
+        return [int(start) for start in self._starts]
+
+    def components_of(self, numbers: Int64Array) -> Int64Array:
+        """Return the component that each sample belongs to, from 0."""
+        return np.searchsorted(self._starts, numbers, side="right") - 1
+
+    def rows(self, numbers: Int64Array) -> Int64Array:
+        """Return the blended rows of samples."""
+        found = self.components_of(numbers)
+        rows = np.empty_like(numbers)
+        for component in np.unique(found).tolist():
+            here = found == component
+            inside = nth_rows(self.components[component].rows, numbers[here] - self._starts[component])
+            rows[here] = inside + self._bases[component]
+        return rows
+
+    def locate_draws(self, draws: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the component of draws of an epoch, and their places among its draws."""
+        found = np.searchsorted(self._draws, draws, side="right") - 1
+        return found, draws - self._draws[found]
+
+    def shares(self) -> npt.NDArray[np.float64]:
+        """Return the share of each component in an epoch, ``(C,)``."""
+        shares: npt.NDArray[np.float64] = np.diff(self._draws) / self.num_draws
+        return shares
+
+
+class BlendOrder:
+    """A full shuffle of an epoch's draws.
+
+    Args:
+        blend: The blend.
+        seed: Run-level seed.
+        epoch: Number of the epoch, from 0.
+    """
+
+    def __init__(self, blend: Blend, *, seed: int, epoch: int) -> None:
+        self._blend, self._seed, self._epoch = blend, seed, epoch
+        self._permutation = Permutation(blend.num_draws, derive(seed, "epoch-order", epoch))
+        self._starts = blend.starts()
+        self._passes: Recent[Permutation] = Recent(_KEPT_PASSES)
+
+    def rows(self, positions: Int64Array) -> Int64Array:
+        """Return the numbers of the samples at ``positions`` in ``[0, num_draws)``."""
+        components, places = self._blend.locate_draws(self._permutation(positions))
+        numbers = np.empty_like(places)
+        for component in np.unique(components).tolist():
+            here = components == component
+            numbers[here] = self._draw(component, places[here]) + self._starts[component]
+        return numbers
+
+    def _draw(self, component: int, places: Int64Array) -> Int64Array:
+        size = len(self._blend.components[component].rows)
+        first_pass, offset = divmod(self._epoch * self._blend.components[component].count, size)
+        passes, at = np.divmod(places + offset, size)
+        found = np.empty_like(places)
+        for number in np.unique(passes).tolist():
+            here = passes == number
+            found[here] = self._pass(component, first_pass + number, size)(at[here])
+        return found
+
+    def _pass(self, component: int, number: int, size: int) -> Permutation:
+        key = derive(self._seed, "blend", component, number)
+        return self._passes.get((component, number), lambda: Permutation(size, key))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,486 @@
+"""What a sample costs: a declared rule over facts, in integers, so that every machine finds the same number.
+
+The index stores facts, never cost, because cost depends on the tokenizer, the view and the model. Text tokens
+are estimated from the bytes of the report, unless the rule names a tokenizer whose counts lie beside the
+dataset.
+
+The token budget: how many of a window's samples make a micro-batch.
+
+Samples are taken from the longest to the shortest, so those of one micro-batch are of nearly equal length and
+little is padded; where a micro-batch ends follows from the lengths of the window alone. A first filling says
+how many micro-batches a window needs; a second one, with a smaller budget, makes them equally full, so that
+no rank waits for the others because its micro-batch is the last and least of its window.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.errors import ConfigError, PlanError
+from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw, ImageBucket, TileRule
+from shardflow.sampling.permutation import check_ints
+
+Int64Array = npt.NDArray[np.int64]
+LengthArray = npt.NDArray[np.uint32 | np.int64]
+
+# Bounds that keep a length below 2**36, so that no product leaves 64 bits.
+_RULE_BOUNDS = {
+    "text_tokens_per_1000_bytes": (0, 2**13),
+    "max_text_tokens": (0, 2**31 - 1),
+    "image_tokens_per_slice": (0, 2**17),
+    "max_slices": (0, 2**17),
+    "tokens_per_sample": (1, 2**17),
+    "quadratic_tokens": (0, 2**31 - 1),
+}
+_LONGEST = 2**31 - 1
+_MOST_IMAGE_TOKENS = 2**34
+# Not keys of the JSON where they are not used, so that rules which never knew them keep their identity.
+_LATER = ("tokenizer", "buckets", "tiles")
+_ESTIMATED_RATE = 250
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_WORD = 2**32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostRule:
+    """The length of a sample in tokens, and the cost of a length.
+
+    ``length = tokens_per_sample + text + image``, where ``text`` is ``ceil(text_bytes *
+    text_tokens_per_1000_bytes / 1000)``, at most ``max_text_tokens``, and ``image`` is ``min(num_slices,
+    max_slices) * image_tokens_per_slice``, times the tiles of a slice. The length counts towards a token
+    budget. The cost of a length,
+    by which micro-batches are balanced, is ``length + length * length // quadratic_tokens``.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    text_tokens_per_1000_bytes: int = _ESTIMATED_RATE
+    """Four bytes a token, as byte-pair encodings of English have it; a rule of thumb, not a count."""
+    max_text_tokens: int = 0
+    """Where the consumer cuts the text; 0 for nowhere."""
+    image_tokens_per_slice: int = 0
+    max_slices: int = 0
+    """Slices that the view takes of a sample at most; 0 for a run without images."""
+    tokens_per_sample: int = 2
+    """What every sample has besides, such as marks at its beginning and end; at least 1, so that no sample
+    costs nothing."""
+    quadratic_tokens: int = 0
+    """Length at which attention costs as much as all that grows with the length only; 0 leaves it out."""
+    tokenizer: str = ""
+    """SHA-256 of the ``tokenizer.json`` whose counts (column ``text_tokens``) are the text tokens, instead of
+    an estimate from bytes; empty estimates, and then is no key of the JSON."""
+    buckets: tuple[ImageBucket, ...] = ()
+    """Sizes of image that samples get by a keyed choice, other ones in each epoch, in place of ``max_slices``
+    and ``image_tokens_per_slice``; none, and then no key of the JSON, where all get one."""
+    tiles: TileRule | None = None
+    """Each slice is cut into tiles, and each of those costs ``image_tokens_per_slice``; None, and then no key
+    of the JSON, where a slice is one image."""
+
+    def __post_init__(self) -> None:
+        self._check_images()
+        if self.tokenizer != "" and not _DIGEST.fullmatch(str(self.tokenizer)):
+            raise ConfigError("tokenizer must be 64 hexadecimal digits or empty, got another (cost rule).")
+        if self.tokenizer:  # no part of the rule, so that one rule has one identity
+            object.__setattr__(self, "text_tokens_per_1000_bytes", _ESTIMATED_RATE)
+        check_ints(self, _RULE_BOUNDS, where="cost rule", error=ConfigError)
+
+    def _check_images(self) -> None:
+        if len(self.buckets) > MAX_BUCKETS:
+            raise ConfigError(f"buckets must be at most {MAX_BUCKETS}, got {len(self.buckets)} (cost rule).")
+        if self.buckets and (self.max_slices or self.image_tokens_per_slice or self.tiles):
+            raise ConfigError(
+                "buckets must come without max_slices, image_tokens_per_slice and tiles, got one of them "
+                "(cost rule); say them for each bucket."
+            )
+        if self._most_image_tokens > _MOST_IMAGE_TOKENS:
+            raise ConfigError(
+                f"image tokens of a sample must be at most {_MOST_IMAGE_TOKENS}, got up to "
+                f"{self._most_image_tokens} (cost rule); lower one of their factors."
+            )
+
+    def lengths(self, facts: Mapping[str, npt.NDArray[Any]], draw: BucketDraw | None = None) -> Int64Array:
+        """Return the length of samples in tokens, int64, at least 1.
+
+        Args:
+            facts: Columns ``text_bytes`` or ``text_tokens``, ``num_slices``, and ``row``, ``rows`` and
+                ``columns`` for buckets and tiles, integers of equal shape; only those that the rule uses.
+            draw: The choices of the epoch, where there are buckets; None counts a sample with their mean.
+
+        Raises:
+            PlanError: A column is missing.
+        """
+        return self.short_lengths(facts, draw).astype(np.int64, copy=False)
+
+    def short_lengths(
+        self, facts: Mapping[str, npt.NDArray[Any]], draw: BucketDraw | None = None
+    ) -> LengthArray:
+        """Return what :meth:`lengths` returns, in 32 bits where they do: that is several times as fast."""
+        columns = {name: _column(facts, name) for name in self._named_facts()}
+        if not columns:
+            shape = next(iter(facts.values())).shape if facts else ()
+            return np.full(shape, self.tokens_per_sample, np.int64)
+        word = np.uint32 if self._fits_32_bits(columns) else np.int64
+        parts: list[npt.NDArray[Any]] = []
+        source = self._text_fact()
+        if source in columns:
+            text: npt.NDArray[Any] = columns[source].astype(word)
+            if not self.tokenizer:
+                text *= word(self.text_tokens_per_1000_bytes)
+                text += word(999)
+                text //= word(1000)
+            if self.max_text_tokens:
+                np.minimum(text, word(self.max_text_tokens), out=text)
+            parts.append(text)
+        if "num_slices" in columns:
+            parts.append(self._image_tokens(columns, draw, word))
+        found = parts[0]
+        for part in parts[1:]:
+            found += part
+        found += word(self.tokens_per_sample)
+        return found
+
+    def _fits_32_bits(self, columns: Mapping[str, npt.NDArray[Any]]) -> bool:
+        """Whether no number on the way to a length leaves 32 bits."""
+        text, images = 0, self._most_image_tokens
+        column = columns.get(self._text_fact())
+        if column is not None:
+            if column.dtype.kind != "u":
+                return False
+            rate = 1000 if self.tokenizer else self.text_tokens_per_1000_bytes
+            text = int(column.max(initial=0)) * rate + 999
+        return max(text, text // 1000 + images + self.tokens_per_sample) < _WORD
+
+    def _image_tokens(
+        self,
+        columns: Mapping[str, npt.NDArray[Any]],
+        draw: BucketDraw | None,
+        word: type[np.uint32 | np.int64],
+    ) -> npt.NDArray[Any]:
+        num_slices = columns["num_slices"]
+        if not self.buckets:
+            image: npt.NDArray[Any] = np.minimum(num_slices, self.max_slices).astype(word)
+            image *= word(self.image_tokens_per_slice)
+            if self.tiles is not None:
+                image *= self.tiles.num_places(columns["rows"], columns["columns"]).astype(word)
+            return image
+        weights = [bucket.weight for bucket in self.buckets]
+        if draw is None:
+            total = np.zeros(num_slices.shape, np.int64)
+            for bucket in self.buckets:
+                taken = np.minimum(num_slices, bucket.max_slices).astype(np.int64)
+                total += bucket.weight * bucket.tokens_per_slice * taken
+            return (total // sum(weights)).astype(word)
+        chosen = draw.choose(columns["row"], weights)
+        most = np.array([bucket.max_slices for bucket in self.buckets], word)[chosen]
+        each: npt.NDArray[Any] = np.array([bucket.tokens_per_slice for bucket in self.buckets], word)[chosen]
+        each *= np.minimum(num_slices, most).astype(word)
+        return each
+
+    @property
+    def _most_image_tokens(self) -> int:
+        places = self.tiles.most_places if self.tiles is not None else 1
+        of_buckets = [bucket.max_slices * bucket.tokens_per_slice for bucket in self.buckets]
+        return max(self.max_slices * self.image_tokens_per_slice * places, *of_buckets, 0)
+
+    def used_facts(self) -> tuple[str, ...]:
+        """Return the columns that :meth:`lengths` needs; one at least, for the shape."""
+        return self._named_facts() or ("text_bytes",)
+
+    def _text_fact(self) -> str:
+        return "text_tokens" if self.tokenizer else "text_bytes"
+
+    def _named_facts(self) -> tuple[str, ...]:
+        names = []
+        if self.text_tokens_per_1000_bytes:
+            names.append(self._text_fact())
+        if self._most_image_tokens:
+            names.append("num_slices")
+            names += ["row"] if self.buckets else []
+            names += ["rows", "columns"] if self.tiles is not None else []
+        return tuple(names)
+
+    def costs(self, lengths: Int64Array) -> Int64Array:
+        """Return the cost of lengths, int64."""
+        if not self.quadratic_tokens:
+            return lengths
+        squared = np.minimum(lengths, _LONGEST)
+        squared *= squared
+        costs: Int64Array = lengths + squared // self.quadratic_tokens
+        return costs
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rule as a JSON object; it is part of the plan's identity."""
+        rule = asdict(self)
+        for name in _LATER:
+            if not rule[name]:
+                del rule[name]
+        if self.buckets:  # short, because it is in every state
+            rule["buckets"] = [[each.weight, each.max_slices, each.tokens_per_slice] for each in self.buckets]
+        return rule
+
+    @classmethod
+    def from_json(cls, value: object) -> CostRule:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: A missing or unknown key, or a value that the constructor refuses.
+        """
+        names = {entry.name for entry in fields(cls)}
+        is_object = isinstance(value, Mapping) and {*value, *_LATER} == names
+        if not isinstance(value, Mapping) or not is_object or not all(value.get(name, 1) for name in _LATER):
+            raise ConfigError(f"cost rule must have the keys {', '.join(sorted(names))}, got others.")
+        parts = dict(value)
+        try:
+            if "buckets" in parts:
+                parts["buckets"] = tuple(
+                    ImageBucket(weight=weight, max_slices=most, tokens_per_slice=tokens)
+                    for weight, most, tokens in parts["buckets"]
+                )
+            if "tiles" in parts:
+                parts["tiles"] = TileRule(**parts["tiles"])
+        except (TypeError, ValueError):
+            raise ConfigError(
+                "cost rule must have buckets and tiles as it writes them, got others."
+            ) from None
+        return cls(**parts)
+
+
+def _column(facts: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any]:
+    column = facts.get(name)
+    if column is None:
+        raise PlanError(
+            f"the cost rule must be given the column {name!r}, got {sorted(facts)} (sample layout); hand it "
+            f"in as a fact, or choose a rule without it."
+        )
+    return column
+
+
+LengthArrayBudget = npt.NDArray[np.uint16 | np.uint32 | np.int64]
+SumArray = npt.NDArray[np.uint32]
+OverBudget = Literal["alone", "skip", "truncate"]
+OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
+
+_BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
+# How many smaller budgets are tried, on the way from the smallest that could do to the full one.
+_TRIES = 4
+_WORD_BITS = 63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBudget:
+    """How much a micro-batch may hold.
+
+    Raises:
+        ConfigError: A number is out of range or the policy is unknown.
+    """
+
+    max_tokens: int
+    """Tokens of a micro-batch: padded ones where ``padded``, else the sum of the lengths."""
+    max_samples: int
+    """Samples of a micro-batch, whatever their length."""
+    padded: bool = True
+    """A micro-batch is a rectangle of its longest sample; False for packed sequences."""
+    over_budget: OverBudget = "alone"
+    """What becomes of a sample that is longer than ``max_tokens``: it is a micro-batch ``alone``, over the
+    budget; it is left out of every epoch (``skip``); or it counts as ``max_tokens``, and the consumer cuts it
+    (``truncate``). The plan says how many there are."""
+    cost: CostRule = field(default_factory=CostRule)
+    """What a sample's length is, and what a length costs."""
+
+    def __post_init__(self) -> None:
+        check_ints(self, _BOUNDS, where="token budget", error=ConfigError)
+        if not isinstance(self.padded, bool):
+            raise ConfigError(f"padded must be true or false, got {self.padded!r} (token budget).")
+        if self.over_budget not in OVER_BUDGET:
+            raise ConfigError(
+                f"over_budget must be one of {', '.join(OVER_BUDGET)}, got {self.over_budget!r} (token "
+                f"budget)."
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """Return the budget as a JSON object; it is part of the plan's identity."""
+        return {**asdict(self), "cost": self.cost.to_json()}
+
+    @classmethod
+    def from_json(cls, value: object) -> TokenBudget:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: A missing or unknown key, or a value that the constructor refuses.
+        """
+        names = {entry.name for entry in fields(cls)}
+        if not isinstance(value, Mapping) or set(value) != names:
+            raise ConfigError(f"token budget must have the keys {', '.join(sorted(names))}, got others.")
+        return cls(**{**value, "cost": CostRule.from_json(value["cost"])})
+
+
+def cut_micro_batches(lengths: Int64Array, *, max_tokens: int, max_samples: int, padded: bool) -> Int64Array:
+    """Cut samples into micro-batches, each as full as the budget allows.
+
+    Args:
+        lengths: ``(n,)`` int64, descending, each at least 1.
+        max_tokens: Budget; a longer sample is alone.
+        max_samples: Budget.
+        padded: Whether padding counts.
+
+    Returns:
+        ``(m + 1,)`` int64, where each micro-batch begins, and ``n``.
+    """
+    cuts = [0]
+    num_samples = len(lengths)
+    if padded:
+        values = lengths.tolist()
+        while cuts[-1] < num_samples:
+            size = max(1, min(max_samples, max_tokens // values[cuts[-1]]))
+            cuts.append(min(num_samples, cuts[-1] + size))
+    else:
+        before = np.concatenate(([0], np.cumsum(lengths)))
+        while cuts[-1] < num_samples:
+            start = cuts[-1]
+            stop = int(np.searchsorted(before, int(before[start]) + max_tokens, side="right")) - 1
+            cuts.append(min(num_samples, max(start + 1, min(stop, start + max_samples))))
+    return np.array(cuts, np.int64)
+
+
+def count_micro_batches(
+    lengths: LengthArrayBudget, starts: Int64Array, stops: Int64Array, budget: TokenBudget
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Count the micro-batches of many windows at once, and find the budget that fills them equally.
+
+    Args:
+        lengths: Lengths of the samples of all windows, one window after the other, descending in each.
+        starts: ``(w,)`` int64, where each window begins in ``lengths``.
+        stops: ``(w,)`` int64, where it ends; an empty window has no micro-batch.
+        budget: The budget.
+
+    Returns:
+        ``(w,)`` int64 each: the micro-batches of each window, and the ``max_tokens`` and ``max_samples`` with
+        which :func:`cut_micro_batches` makes just as many, equally full.
+    """
+    before = None if budget.padded else _sums(lengths)
+    tokens = np.full(len(starts), budget.max_tokens, np.int64)
+    samples = np.full(len(starts), budget.max_samples, np.int64)
+    counts, last_fill, last_room = _fill(lengths, before, starts, stops, tokens, samples)
+    # As full as the last one is on the average of all: parts of `whole`, between the smallest that could do
+    # and the full budget; all tries side by side, the smallest that does is taken.
+    whole = np.maximum(1, counts * last_room)
+    part = np.maximum(1, (counts - 1) * last_room + last_fill)
+    tries = [part + (whole - part) * number // _TRIES for number in range(_TRIES)]
+    try_tokens = [np.maximum(1, _scaled(budget.max_tokens, at, whole)) for at in tries]
+    try_samples = [np.maximum(1, _scaled(budget.max_samples, at, whole)) for at in tries]
+    found, _, _ = _fill(
+        lengths,
+        before,
+        np.tile(starts, _TRIES),
+        np.tile(stops, _TRIES),
+        np.concatenate(try_tokens),
+        np.concatenate(try_samples),
+    )
+    for number in reversed(range(_TRIES)):
+        fits = found[number * len(starts) : (number + 1) * len(starts)] == counts
+        tokens = np.where(fits, try_tokens[number], tokens)
+        samples = np.where(fits, try_samples[number], samples)
+    return counts, tokens, samples
+
+
+def _sums(lengths: LengthArrayBudget) -> SumArray:
+    """Return what lies before each sample, modulo 2**32: only differences of less than that are looked at."""
+    before = np.zeros(len(lengths) + 1, np.uint32)
+    # NumPy sums twice as fast in place as from one type to another.
+    np.copyto(before[1:], lengths, casting="unsafe")
+    np.cumsum(before[1:], out=before[1:])
+    return before
+
+
+def _scaled(number: int, part: Int64Array, whole: Int64Array) -> Int64Array:
+    """Return ``ceil(number * part / whole)``, with ``part <= whole``."""
+    if number.bit_length() + int(whole.max(initial=1)).bit_length() < _WORD_BITS:
+        scaled: Int64Array = -(-(number * part) // whole)
+        return scaled
+    # Budgets of millions of tokens leave 64 bits.
+    pairs = zip(part.tolist(), whole.tolist(), strict=True)
+    return np.array([-(-number * one // other) for one, other in pairs], np.int64)
+
+
+def _fill(
+    lengths: LengthArrayBudget,
+    before: SumArray | None,
+    starts: Int64Array,
+    stops: Int64Array,
+    max_tokens: Int64Array,
+    max_samples: Int64Array,
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Fill the micro-batches of all windows side by side: the first of each, the second of each, ...
+
+    Returns:
+        The micro-batches of each window, and of its last one what it holds and what it could hold.
+    """
+    counts = np.zeros(len(starts), np.int64)
+    last_fill = np.zeros(len(starts), np.int64)
+    last_room = np.ones(len(starts), np.int64)
+    window = np.flatnonzero(starts < stops)
+    at, end, tokens, samples = starts[window], stops[window], max_tokens[window], max_samples[window]
+    number = 0
+    while window.size:
+        number += 1
+        if before is None:
+            room = tokens // lengths[at]
+        else:
+            room = _packed_room(before, at, np.minimum(end - at, samples), tokens, tokens // lengths[at])
+        np.minimum(room, samples, out=room)
+        np.maximum(room, 1, out=room)
+        following = at + room
+        is_last = following >= end
+        if is_last.any():
+            done = window[is_last]
+            counts[done] = number
+            fill, full = (end - at)[is_last], room[is_last]
+            if before is not None:
+                fill, full = _packed_fill(
+                    before, at[is_last], end[is_last], tokens[is_last], samples[is_last]
+                )
+            last_fill[done], last_room[done] = fill, full
+            going = ~is_last
+            window, end, following = window[going], end[going], following[going]
+            tokens, samples = tokens[going], samples[going]
+        at = following
+    return counts, last_fill, last_room
+
+
+def _packed_room(
+    before: SumArray, at: Int64Array, most: Int64Array, tokens: Int64Array, least: Int64Array
+) -> Int64Array:
+    """Return how many samples from ``at``, ``most`` at most, have ``tokens`` tokens at most.
+
+    The samples that follow are no longer than the first, so ``least`` of them fit for certain, and hardly
+    more: counting up from there takes two or three looks, a search takes seven.
+    """
+    room = np.minimum(least, most)
+    limit = tokens.astype(np.uint32)
+    start = before[at]
+    growing = np.flatnonzero(room < most)
+    while growing.size:
+        here = at[growing]
+        fits = before[here + room[growing] + 1] - start[growing] <= limit[growing]
+        growing = growing[fits]
+        room[growing] += 1
+        growing = growing[room[growing] < most[growing]]
+    return room
+
+
+def _packed_fill(
+    before: SumArray, at: Int64Array, end: Int64Array, tokens: Int64Array, samples: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Return how full the last micro-batches are: in tokens or in samples, whichever bounds them more."""
+    held, num_held = (before[end] - before[at]).astype(np.int64), end - at
+    # A sample over the budget is alone, and full.
+    held = np.minimum(held, tokens)
+    by_samples = num_held * tokens >= held * samples
+    return np.where(by_samples, num_held, held), np.where(by_samples, samples, tokens)

@@ -1,0 +1,381 @@
+"""The windows of lanes under a token budget: how many micro-batches each has, and which samples those hold.
+
+The count of every window is known before the first step; what a window holds is worked out when it is opened.
+
+Micro-batches under a token budget: equal costs meet in a step, whatever lanes they come from.
+
+In a round every lane gives equally many micro-batches. They are ranked by cost, lane by lane, and a step
+takes those of neighbouring ranks from all lanes; then the steps of the round are permuted. The pool is ranked
+as a whole. A rank opens the windows of its own lanes only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.errors import PlanError
+from shardflow.sampling.budget import LengthArrayBudget, TokenBudget, count_micro_batches, cut_micro_batches
+from shardflow.sampling.image_sizes import BucketDraw
+from shardflow.sampling.lanes import LaneWindows, Recent, Rounds, Weigh
+from shardflow.sampling.layout import SampleLayout
+from shardflow.sampling.micro_batches import PADDING_ROW, MicroBatch, MicroBatches, frozen
+from shardflow.sampling.permutation import shuffled, sums
+from shardflow.sampling.spec import BatchSpec
+from shardflow.seeds import derive
+
+Int64Array = npt.NDArray[np.int64]
+
+# Memory for lengths that are looked at together, all windows side by side, at its largest.
+_BLOCK_BYTES = 48 * 2**20
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+_WORD = 2**64
+_WORD_BITS = 62
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BudgetWindow:
+    """A window that is open; micro-batches are numbered as its lane walks them."""
+
+    rows: Int64Array
+    """``(n,)`` int64, the longest sample first."""
+    starts: Int64Array
+    """``(m,)`` int64, where each micro-batch begins in ``rows``."""
+    stops: Int64Array
+    """``(m,)`` int64, where it ends."""
+    costs: Int64Array
+    """``(m,)`` int64, the declared cost of each micro-batch."""
+    tokens: Int64Array
+    """``(m,)`` int64, tokens of each micro-batch, with its padding where the budget is padded."""
+    used_tokens: Int64Array
+    """``(m,)`` int64, tokens of each micro-batch without padding."""
+
+
+class BudgetWindows:
+    """The windows of one epoch, filled to a budget.
+
+    Args:
+        layout: The population, with the facts that the cost rule needs.
+        windows: Its windows in this epoch.
+        budget: The budget.
+        seed: Run-level seed.
+        epoch: Number of the epoch.
+
+    Attributes:
+        num_micros: ``(num_windows,)`` int64, micro-batches of each window.
+        num_over_budget: Samples that are longer than the budget.
+
+    Raises:
+        PlanError: A fact is missing.
+    """
+
+    def __init__(
+        self, layout: SampleLayout, windows: LaneWindows, budget: TokenBudget, *, seed: int, epoch: int
+    ) -> None:
+        self._layout, self._windows, self._budget = layout, windows, budget
+        self._seed, self._epoch = seed, epoch
+        self._draw = BucketDraw.of(seed, epoch)
+        self._open: Recent[BudgetWindow] = Recent(2 * (len(windows.lane_windows) - 1) + 8)
+        self.num_micros = np.zeros(windows.num_windows, np.int64)
+        self._max_tokens = np.zeros(windows.num_windows, np.int64)
+        self._max_samples = np.zeros(windows.num_windows, np.int64)
+        self.num_over_budget = 0
+        self._count()
+
+    def open(self, lane: int, window: int) -> BudgetWindow:
+        """Return what a window of a lane holds; the newest windows are kept."""
+        return self._open.get((lane, window), lambda: self._materialise(lane, window))
+
+    def _lengths(self, lane: int, window: int) -> npt.NDArray[np.uint32 | np.int64]:
+        """Return the lengths of a window's samples, ``(n,)`` int64, in the order of the lane."""
+        return _lengths_of(self._layout, self._budget, self._windows.pieces(lane, window), self._draw)
+
+    def _count(self) -> None:
+        lane_windows = self._windows.lane_windows
+        places = [
+            (lane, window)
+            for lane in range(len(lane_windows) - 1)
+            for window in range(int(lane_windows[lane + 1] - lane_windows[lane]))
+        ]
+        max_tokens = self._budget.max_tokens
+        # How far a sample is over the budget does not matter, so short words do, which are sorted faster.
+        word = np.dtype(np.uint16 if max_tokens < 2**16 - 1 else np.uint32)
+        # All lengths twice while they are joined, then their sums where padding does not count.
+        block = _BLOCK_BYTES // (
+            2 * word.itemsize + (0 if self._budget.padded else np.dtype(np.uint32).itemsize)
+        )
+        parts: list[LengthArrayBudget] = []
+        num_skipped: list[int] = []
+        num_held, first = 0, 0
+        for number, (lane, window) in enumerate(places, start=1):
+            lengths = np.minimum(self._lengths(lane, window), max_tokens + 1).astype(word)
+            lengths.sort()
+            over = len(lengths) - int(np.searchsorted(lengths, word.type(max_tokens), side="right"))
+            self.num_over_budget += over
+            if self._budget.over_budget == "truncate":
+                lengths[len(lengths) - over :] = max_tokens
+            num_skipped.append(over if self._budget.over_budget == "skip" else 0)
+            parts.append(lengths[::-1])
+            num_held += len(lengths)
+            if num_held >= block or number == len(places):
+                self._count_block(first, number, parts, num_skipped)
+                parts, num_skipped, num_held, first = [], [], 0, number
+
+    def _count_block(
+        self, first: int, last: int, parts: list[LengthArrayBudget], num_skipped: list[int]
+    ) -> None:
+        sizes = np.array([len(part) for part in parts], np.int64)
+        stops = np.cumsum(sizes)
+        starts = stops - sizes + np.array(num_skipped, np.int64)
+        lengths = np.concatenate(parts)
+        parts.clear()
+        found = count_micro_batches(lengths, starts, stops, self._budget)
+        self.num_micros[first:last], self._max_tokens[first:last], self._max_samples[first:last] = found
+
+    def _materialise(self, lane: int, window: int) -> BudgetWindow:
+        budget, number = self._budget, int(self._windows.lane_windows[lane]) + window
+        # Mixed first and then sorted stably, so that equal lengths meet others in every epoch.
+        rows = self._windows.mix(lane, window)
+        lengths = budget.cost.lengths(
+            {name: self._layout.facts[name][rows] for name in budget.cost.used_facts()}, self._draw
+        )
+        if budget.over_budget == "truncate":
+            np.minimum(lengths, budget.max_tokens, out=lengths)
+        order = _longest_first(lengths)
+        lengths = lengths[order]
+        skipped = budget.over_budget == "skip"
+        first = int(np.count_nonzero(lengths > budget.max_tokens)) if skipped else 0
+        rows, lengths = rows[order[first:]], lengths[first:]
+        cuts = cut_micro_batches(
+            lengths,
+            max_tokens=int(self._max_tokens[number]),
+            max_samples=int(self._max_samples[number]),
+            padded=budget.padded,
+        )
+        count = int(self.num_micros[number])
+        if len(cuts) - 1 != count:  # two ways to one number; they are tested against each other
+            raise PlanError(f"a window must have {count} micro-batches, got {len(cuts) - 1}; this is a bug.")
+        if not count:
+            none = np.zeros(0, np.int64)
+            return BudgetWindow(rows, none, none, none, none, none)
+        sizes = np.diff(cuts)
+        used = np.add.reduceat(lengths, cuts[:-1])
+        costs = budget.cost.costs(lengths)
+        if budget.padded:
+            tokens, costs = sizes * lengths[cuts[:-1]], sizes * costs[cuts[:-1]]
+        else:
+            tokens, costs = used, np.add.reduceat(costs, cuts[:-1])
+        walk = self._walk(lane, window, count)
+        return BudgetWindow(rows, cuts[:-1][walk], cuts[1:][walk], costs[walk], tokens[walk], used[walk])
+
+    def _walk(self, lane: int, window: int, count: int) -> Int64Array:
+        """Return the order in which a lane walks the micro-batches of a window.
+
+        Multiples of the golden ratio: any stretch of the walk holds long and short micro-batches in nearly
+        the share that the whole window has them, so a round may end inside a window.
+        """
+        start = derive(self._seed, "window-walk", self._epoch, lane, window)
+        words = np.arange(1, count + 1, dtype=np.uint64)
+        np.multiply(words, np.uint64(_GOLDEN_RATIO), out=words)
+        np.add(words, np.uint64(start % _WORD), out=words)
+        return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def _longest_first(lengths: Int64Array) -> Int64Array:
+    """Return the stable order by falling length; a sort of single words is ten times faster than argsort."""
+    bits, longest = len(lengths).bit_length(), int(lengths.max())
+    if longest.bit_length() + bits > _WORD_BITS:
+        return np.argsort(-lengths, kind="stable")
+    words = ((longest - lengths) << bits) | np.arange(len(lengths))
+    words.sort()
+    order: Int64Array = words & ((1 << bits) - 1)
+    return order
+
+
+def weigh_tokens(layout: SampleLayout, budget: TokenBudget) -> Weigh:
+    """Return what gives the tokens of rows."""
+
+    def weigh(start: int, stop: int) -> Int64Array:
+        return _lengths_of(layout, budget, [(start, stop)]).astype(np.int64, copy=False)
+
+    return weigh
+
+
+def _lengths_of(
+    layout: SampleLayout, budget: TokenBudget, pieces: list[tuple[int, int]], draw: BucketDraw | None = None
+) -> npt.NDArray[np.uint32 | np.int64]:
+    facts = {}
+    for name in budget.cost.used_facts():
+        column = layout.facts.get(name)
+        if column is None:
+            raise PlanError(
+                f"the samples must have the fact {name!r} for the cost rule, got {sorted(layout.facts)} "
+                f"(sample layout)."
+            )
+        # Slices of a memmap are three times as slow to make; a subset's column is no array.
+        plain = np.asarray(column) if isinstance(column, np.ndarray) else column
+        parts = [plain[start:stop] for start, stop in pieces]
+        facts[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return budget.cost.short_lengths(facts, draw)
+
+
+class BudgetMicroBatches(MicroBatches):
+    """The micro-batches of an epoch in the order of its steps. Safe to share between threads.
+
+    Args:
+        windows: The lanes in this epoch.
+        filled: Their windows, filled to the budget.
+        spec: How steps are formed.
+        seed: Run-level seed.
+        epoch: Number of the epoch.
+
+    Attributes:
+        num_steps: Steps of the epoch.
+        num_micros: Micro-batches that hold samples, once each.
+        num_padding_micros: Micro-batches without samples that fill the last step (tail ``mask``).
+
+    Raises:
+        PlanError: No step can be formed.
+    """
+
+    def __init__(
+        self, windows: LaneWindows, filled: BudgetWindows, spec: BatchSpec, *, seed: int, epoch: int
+    ) -> None:
+        self._filled, self._spec, self._seed, self._epoch = filled, spec, seed, epoch
+        self._lane_windows = windows.lane_windows
+        # Micro-batches before each window, over all lanes.
+        self._before = sums(filled.num_micros)
+        per_lane = np.diff(self._before[self._lane_windows])
+        self.num_micros = int(self._before[-1])
+        mean = max(1, self.num_micros // max(1, windows.num_windows))
+        per_step = spec.micro_batches_per_step
+        self.rounds = Rounds.of(per_lane, per_step, round_micros=mean)
+        full, rest = divmod(self.num_micros, per_step)
+        self.num_padding_micros = per_step - rest if rest and spec.tail == "mask" else 0
+        self.num_steps = full + bool(rest and spec.tail != "drop")
+        if not self.num_steps:
+            raise PlanError(
+                f"num_steps must be at least 1, got 0 (tail {spec.tail!r}: {self.num_micros} micro-batches "
+                f"under the token budget do not fill one step of {per_step}); choose tail 'repeat' or "
+                f"'mask', a smaller budget, or at most {max(1, self.num_micros)} micro_batches_per_step."
+            )
+        self._pool_bounds = self._cut_pool(mean)
+        self._orders: Recent[Int64Array] = Recent(2 * self.rounds.num_lanes + 8)
+
+    def micro_batch(self, number: int) -> MicroBatch:
+        """Return micro-batch ``number`` of the epoch."""
+        if number >= self.num_micros:
+            if self._spec.tail == "mask":
+                return self.filler()
+            number %= self.num_micros
+        window, place = self._find(number)
+        rows = window.rows[int(window.starts[place]) : int(window.stops[place])]
+        return MicroBatch(*frozen(rows, np.ones(len(rows), np.uint8)))
+
+    def cost(self, number: int) -> tuple[int, int, int]:
+        """Return cost, tokens and tokens without padding of a micro-batch; zeros if it holds no sample."""
+        if number >= self.num_micros:
+            if self._spec.tail == "mask":
+                return 0, 0, 0
+            number %= self.num_micros
+        window, place = self._find(number)
+        return int(window.costs[place]), int(window.tokens[place]), int(window.used_tokens[place])
+
+    def num_samples(self, start: int, stop: int) -> int:
+        """Return the samples of the micro-batches ``[start, stop)`` of the epoch."""
+        return sum(int((self.micro_batch(n).rows != PADDING_ROW).sum()) for n in range(start, stop))
+
+    # ---- from a number to a lane and a place in it -----------------------------------------------
+
+    def _find(self, number: int) -> tuple[BudgetWindow, int]:
+        step, micro = divmod(number, self._spec.micro_batches_per_step)
+        if step < self.rounds.num_lane_steps:
+            lane, place = self._lane_place(step, micro)
+        else:
+            lane, place = self._pool_place(number - self.rounds.num_common * self.rounds.num_lanes)
+        return self._window(lane, place)
+
+    def _window(self, lane: int, place: int) -> tuple[BudgetWindow, int]:
+        """Return the window that holds micro-batch ``place`` of a lane, and its number there."""
+        first, last = int(self._lane_windows[lane]), int(self._lane_windows[lane + 1])
+        target = int(self._before[first]) + place
+        window = int(np.searchsorted(self._before[first : last + 1], target, side="right")) - 1
+        return self._filled.open(lane, window), target - int(self._before[first + window])
+
+    def _lane_place(self, step: int, micro: int) -> tuple[int, int]:
+        number, inside, num_steps = self.rounds.round_of(step)
+        key = derive(self._seed, "round-steps", self._epoch, number)
+        order = self._orders.get(("steps", number), lambda: shuffled(num_steps, key))
+        place = int(order[inside]) * self._spec.micro_batches_per_step + micro
+        rank, lane = divmod(place, self.rounds.num_lanes)
+        start, stop = self.rounds.bounds[number : number + 2].tolist()
+        ranked = self._orders.get((lane, number), lambda: self._rank_lane(lane, start, stop))
+        return lane, start + int(ranked[rank])
+
+    def _rank_lane(self, lane: int, start: int, stop: int) -> Int64Array:
+        """Return the micro-batches ``[start, stop)`` of a lane by rising cost, as offsets from ``start``."""
+        costs = np.empty(stop - start, np.int64)
+        place = start
+        while place < stop:
+            window, inside = self._window(lane, place)
+            size = min(stop - place, len(window.costs) - inside)
+            costs[place - start : place - start + size] = window.costs[inside : inside + size]
+            place += size
+        return np.argsort(costs, kind="stable")
+
+    # ---- the pool --------------------------------------------------------------------------------
+
+    def _cut_pool(self, round_micros: int) -> Int64Array:
+        """Return the cuts of the pool's rounds: whole steps each, but for the last."""
+        per_step, num_pooled = self._spec.micro_batches_per_step, self.rounds.num_pooled
+        num_steps = num_pooled // per_step
+        num_rounds = max(1, num_steps * per_step // (round_micros * self.rounds.num_lanes))
+        numbers = np.arange(num_rounds, dtype=np.int64)
+        return np.append(numbers * num_steps // num_rounds * per_step, num_pooled)
+
+    def _pool_place(self, number: int) -> tuple[int, int]:
+        bounds = self._pool_bounds
+        round_number = int(np.searchsorted(bounds[:-1], number, side="right")) - 1
+        start, stop = bounds[round_number : round_number + 2].tolist()
+        order = self._orders.get(("pool", round_number), lambda: self._rank_pool(round_number, start, stop))
+        return self._pooled(int(order[number - start]))
+
+    def _pooled(self, entry: int) -> tuple[int, int]:
+        """Return lane and place of an entry of the pool, which has the end of one lane after the other's."""
+        before = self.rounds.pool_before
+        lane = int(np.searchsorted(before, entry, side="right")) - 1
+        return lane, self.rounds.num_common + entry - int(before[lane])
+
+    def _rank_pool(self, number: int, start: int, stop: int) -> Int64Array:
+        """Return the entries of a pool round: whole steps of equal cost rank, permuted, then the rest.
+
+        The rest, which tail ``drop`` leaves out, is chosen before anything is ranked, so that no cost is
+        more likely to be left out than another.
+        """
+        per_step, size = self._spec.micro_batches_per_step, stop - start
+        key = derive(self._seed, "pool-order", self._epoch, number)
+        mixed = self._pool_order()[start:stop][shuffled(size, key)]
+        num_steps = size // per_step
+        if not num_steps:
+            return mixed
+        whole, rest = mixed[: num_steps * per_step], mixed[num_steps * per_step :]
+        costs = np.empty(len(whole), np.int64)
+        # Window by window: entries of one window are neighbours in the pool.
+        for at in np.argsort(whole, kind="stable").tolist():
+            window, place = self._window(*self._pooled(int(whole[at])))
+            costs[at] = window.costs[place]
+        ranked = whole[np.argsort(costs, kind="stable")].reshape(num_steps, per_step)
+        key = derive(self._seed, "pool-steps", self._epoch, number)
+        return np.concatenate([ranked[shuffled(num_steps, key)].reshape(-1), rest])
+
+    def _pool_order(self) -> Int64Array:
+        """Return all entries of the pool, the lanes side by side, so that a round opens few windows."""
+
+        def compute() -> Int64Array:
+            before = self.rounds.pool_before
+            depth = np.arange(before[-1]) - np.repeat(before[:-1], np.diff(before))
+            return np.argsort(depth, kind="stable")
+
+        return self._orders.get("pool", compute)

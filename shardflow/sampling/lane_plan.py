@@ -1,0 +1,248 @@
+"""Micro-batches of a fixed size from lanes: B neighbours of one lane's line, across its windows.
+
+What the lanes hold beyond their equal parts is pooled sample by sample, mixed, and dealt behind them, so an
+epoch has the same number of steps, and the same tail, as one without lanes.
+
+An epoch in lanes: what stands between the layout of the samples and the micro-batches of the steps.
+
+::
+
+    chunks    shards, or parts of them, dealt to L lanes     lanes.LaneMap           once a run
+    windows   the epoch's walk through each lane             windows.LaneWindows
+    micros    B neighbours of a lane                         lane_micros.LaneMicroBatches
+              or a window filled to a budget                 budget_windows, budget_micros
+    rounds    steps take equally from all lanes              rounds.Rounds
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.sampling.blend_lanes import BlendLanes, BlendLayout
+from shardflow.sampling.budget_batches import BudgetMicroBatches, BudgetWindows, weigh_tokens
+from shardflow.sampling.lanes import LaneMap, Lanes, LaneWindows, Rounds
+from shardflow.sampling.layout import SampleLayout
+from shardflow.sampling.micro_batches import EpochSlots, MicroBatch, MicroBatches, frozen, padding
+from shardflow.sampling.permutation import Permutation, sums
+from shardflow.sampling.spec import BatchSpec
+from shardflow.seeds import derive
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class LaneMicroBatches(MicroBatches):
+    """Micro-batch g of the epoch is number ``g // L`` of lane ``g mod L``, as long as all lanes have one.
+
+    Safe to share between threads. A micro-batch opens the windows of its own lane only.
+
+    Args:
+        windows: The lanes in this epoch.
+        slots: The slots of the epoch.
+        size: B.
+        per_step: M.
+        seed: Run-level seed.
+        epoch: Number of the epoch.
+    """
+
+    def __init__(
+        self, windows: LaneWindows, slots: EpochSlots, *, size: int, per_step: int, seed: int, epoch: int
+    ) -> None:
+        self._windows, self._slots, self._size = windows, slots, size
+        self.rounds = Rounds.of(windows.num_samples // size, per_step, round_micros=2**62)
+        self._num_main = self.rounds.num_common * self.rounds.num_lanes * size
+        left = windows.num_samples - self.rounds.num_common * size
+        self._pool_before = sums(left)
+        num_pooled = int(self._pool_before[-1])
+        self._pool = Permutation(num_pooled, derive(seed, "pool-order", epoch)) if num_pooled else None
+
+    @property
+    def num_pooled_samples(self) -> int:
+        """Samples of the lanes' uneven ends."""
+        return int(self._pool_before[-1])
+
+    def micro_batch(self, number: int) -> MicroBatch:
+        """Return micro-batch ``number`` of the epoch."""
+        size = self._size
+        if number * size < self._num_main:
+            place, lane = divmod(number, self.rounds.num_lanes)
+            rows = self._windows.take(lane, np.arange(place * size, (place + 1) * size))
+            return MicroBatch(*frozen(rows, np.ones(size, np.uint8)))
+        rows, weights = padding((size,))
+        found = self._rows(self._slots.positions(number * size, (number + 1) * size))
+        rows[: found.size] = found
+        weights[: found.size] = 1
+        return MicroBatch(*frozen(rows, weights))
+
+    def _rows(self, positions: Int64Array) -> Int64Array:
+        """Return the rows at some positions of the epoch's order, in the lanes or in the pool."""
+        lane, place = np.empty_like(positions), np.empty_like(positions)
+        main = positions < self._num_main
+        micro, slot = np.divmod(positions[main], self._size)
+        lane[main] = micro % self.rounds.num_lanes
+        place[main] = micro // self.rounds.num_lanes * self._size + slot
+        if self._pool is not None and not main.all():
+            pooled = self._pool(positions[~main] - self._num_main)
+            lanes = np.searchsorted(self._pool_before, pooled, side="right") - 1
+            lane[~main] = lanes
+            place[~main] = self.rounds.num_common * self._size + pooled - self._pool_before[lanes]
+        rows = np.empty_like(positions)
+        for number in np.unique(lane).tolist():
+            here = lane == number
+            rows[here] = self._windows.take(number, place[here])
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneSummary:
+    """What lanes and windows make of one epoch, in numbers."""
+
+    lanes: int
+    window_bytes: int
+    num_chunks: int
+    num_windows: int
+    num_pooled: int
+    """Samples, or micro-batches under a budget, that steps do not take equally from all lanes."""
+    pooled_share: float
+    num_shards: int
+    num_shards_open: int
+    """Largest number of shards that the lanes' windows read at the same time, one window a lane; while
+    windows turn up to twice as many."""
+    num_over_budget: int
+    """Samples longer than the token budget."""
+
+    def to_json(self) -> dict[str, int | float]:
+        """Return the numbers as a JSON object."""
+        return asdict(self)
+
+    def lines(self) -> dict[str, str]:
+        """Return the numbers for people."""
+        return {
+            "lanes": (
+                f"{self.lanes:,} of {self.num_chunks:,} chunks, {self.num_windows:,} windows of about "
+                f"{self.window_bytes:,} bytes"
+            ),
+            "pooled": f"{self.pooled_share:.1%}, the lanes' uneven ends",
+            "shards open": f"{self.num_shards_open:,} of {self.num_shards:,}",
+        }
+
+
+class BudgetSlots:
+    """The tail of an epoch under a token budget, in numbers; those that need windows opened come when asked.
+
+    Args:
+        micros: The micro-batches.
+        spec: The batch spec, with a budget.
+        num_samples: Samples of the population.
+        num_skipped: Those that are over the budget and skipped by rule.
+    """
+
+    def __init__(
+        self, micros: BudgetMicroBatches, spec: BatchSpec, *, num_samples: int, num_skipped: int
+    ) -> None:
+        self.num_samples, self.num_skipped = num_samples, num_skipped
+        self.num_steps = micros.num_steps
+        self.num_padding_slots = micros.num_padding_micros
+        self._micros, self._tail = micros, spec.tail
+        self._end = micros.num_steps * spec.micro_batches_per_step
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that the epoch leaves out: by the tail, or skipped by rule."""
+        left = self._micros.num_samples(self._end, self._micros.num_micros) if self._tail == "drop" else 0
+        return left + self.num_skipped
+
+    @property
+    def num_repeated(self) -> int:
+        """Samples that the tail repeats."""
+        return self._micros.num_samples(self._micros.num_micros, self._end) if self._tail == "repeat" else 0
+
+
+class LanePlan:
+    """The lanes of one epoch.
+
+    Args:
+        layout: The population.
+        lanes: Its lanes.
+        spec: The batch spec, with lanes.
+        seed: Run-level seed.
+        epoch: Number of the epoch.
+
+    Attributes:
+        slots: Steps and tail in numbers.
+        micros: The micro-batches of the epoch.
+        filled: The windows under a budget; None without one.
+
+    Raises:
+        PlanError: No step can be formed, or a fact is missing.
+    """
+
+    slots: EpochSlots | BudgetSlots
+    micros: LaneMicroBatches | BudgetMicroBatches
+
+    def __init__(self, layout: SampleLayout, lanes: Lanes, spec: BatchSpec, *, seed: int, epoch: int) -> None:
+        self.layout, self.lanes, self.spec, self._seed = layout, lanes, spec, seed
+        self.windows = windows = LaneWindows(
+            layout, lanes, window_bytes=spec.window_bytes, seed=seed, epoch=epoch
+        )
+        self.filled = None
+        per_step = spec.micro_batches_per_step
+        if spec.budget is None:
+            self.slots = EpochSlots.of(int(windows.num_samples.sum()), spec)
+            self.micros = LaneMicroBatches(
+                windows, self.slots, size=spec.micro_batch_size, per_step=per_step, seed=seed, epoch=epoch
+            )
+            return
+        self.filled = filled = BudgetWindows(layout, windows, spec.budget, seed=seed, epoch=epoch)
+        self.micros = BudgetMicroBatches(windows, filled, spec, seed=seed, epoch=epoch)
+        self.slots = BudgetSlots(
+            self.micros,
+            spec,
+            num_samples=int(windows.num_samples.sum()),
+            num_skipped=filled.num_over_budget if spec.budget.over_budget == "skip" else 0,
+        )
+
+    @classmethod
+    def first(cls, layout: SampleLayout, spec: BatchSpec, *, seed: int, epoch: int) -> LanePlan:
+        """Deal the lanes of a run, and plan an epoch of it."""
+        lanes: Lanes
+        weigh = None if spec.budget is None else partial(weigh_tokens, budget=spec.budget)
+        if isinstance(layout, BlendLayout):
+            lanes = BlendLanes(layout, spec.lanes, seed=seed, weigh=weigh)
+        else:
+            lanes = LaneMap.of(layout, spec.lanes, seed=seed, weigh=weigh(layout) if weigh else None)
+        return cls(layout, lanes, spec, seed=seed, epoch=epoch)
+
+    def for_epoch(self, epoch: int) -> LanePlan:
+        """Plan another epoch in the same lanes."""
+        return LanePlan(self.layout, self.lanes, self.spec, seed=self._seed, epoch=epoch)
+
+    def summary(self) -> LaneSummary:
+        """Return the numbers of the epoch."""
+        if isinstance(self.micros, LaneMicroBatches):
+            num_pooled, of = self.micros.num_pooled_samples, self.slots.num_samples
+        else:
+            num_pooled, of = self.micros.rounds.num_pooled, self.micros.num_micros
+        return LaneSummary(
+            lanes=self.spec.lanes,
+            window_bytes=self.spec.window_bytes,
+            num_chunks=self.lanes.num_chunks,
+            num_windows=self.windows.num_windows,
+            num_pooled=num_pooled,
+            pooled_share=num_pooled / max(1, of),
+            num_shards=self.layout.num_shards,
+            num_shards_open=self._num_shards_open(),
+            num_over_budget=0 if self.filled is None else self.filled.num_over_budget,
+        )
+
+    def _num_shards_open(self) -> int:
+        counts = np.diff(self.windows.lane_windows)
+        most = 0
+        for window in range(int(counts.max(initial=0))):
+            lanes = np.flatnonzero(counts > window).tolist()
+            shards = [self.windows.shards(lane, window) for lane in lanes]
+            most = max(most, len(np.unique(np.concatenate(shards))))
+        return most

@@ -1,0 +1,459 @@
+"""Chosen rows of a samples table: which they are, the n-th of them, and how many lie before a row.
+
+A subset is a bit a row of the table and a count every 64 rows: 0.19 bytes a row, whatever share is chosen, so
+half of 200 million rows takes 38 MB (as int64 it would take 800). Both questions are answered without a loop
+over rows. Rows without gaps are a ``range`` and need nothing.
+
+Where the samples of a population lie: shards as row ranges, and their bytes, all as arrays.
+
+The plan reads no file. Whoever opens a dataset hands in columns of its samples table, memory-mapped ones as
+they are; nothing here makes a copy that grows with the number of samples.
+
+The layout of chosen rows: the numbers of the chosen samples stand where rows stand in a whole split.
+
+Lanes and windows ask for shards, bytes and facts by the number of a sample. For a whole split that is its
+row. For a subset it is its place among the chosen ones, and these columns translate on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardflow.errors import PlanError
+from shardflow.sampling.permutation import sums
+
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+# A multiple of 64, so that a block begins with a word.
+_BLOCK_ROWS = 2**20
+_HALVES = (32, 16, 8, 4, 2, 1)
+_DIGEST_LABEL = b"shardflow-rows-1"
+
+
+class RowSet:
+    """Ascending rows, at least one, with gaps. Safe to share between threads.
+
+    Args:
+        start: The row that bit 0 stands for; the first chosen one.
+        words: ``(W,)`` uint64; bit ``i`` of word ``w`` is set where row ``start + 64 w + i`` is chosen.
+    """
+
+    def __init__(self, start: int, words: npt.NDArray[np.uint64]) -> None:
+        self._start = start
+        # A word without bits behind the end, so that the end has a word too.
+        self._words = np.append(words, np.uint64(0))
+        counts = np.bitwise_count(self._words)
+        self.num_rows = int(counts.sum(dtype=np.int64))
+        small = self.num_rows < 2**32
+        before = np.zeros(len(self._words), np.uint32 if small else np.int64)
+        np.cumsum(counts[:-1], out=before[1:])
+        self._before = before
+
+    def __len__(self) -> int:
+        """Return the number of chosen rows."""
+        return self.num_rows
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the rows."""
+        for block in self.blocks():
+            yield from block.tolist()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the set takes."""
+        return self._words.nbytes + self._before.nbytes
+
+    def take(self, numbers: Int64Array) -> Int64Array:
+        """Return the rows that are the ``numbers``-th chosen ones, counted from 0, int64 of equal shape."""
+        numbers = np.asarray(numbers, np.int64)
+        # Asked in the type of the counts: NumPy would copy all of them to another one.
+        place = np.searchsorted(self._before[:-1], numbers.astype(self._before.dtype), side="right") - 1
+        left = numbers - self._before[place].astype(np.int64)
+        word = self._words[place]
+        rows = place * 64 + self._start
+        for width in _HALVES:
+            low = word & np.uint64((1 << width) - 1)
+            count = np.bitwise_count(low).astype(np.int64)
+            is_high = count <= left
+            left -= np.where(is_high, count, 0)
+            word = np.where(is_high, word >> np.uint64(width), low)
+            rows += np.where(is_high, width, 0)
+        return np.asarray(rows, np.int64)
+
+    def rank(self, rows: Int64Array) -> Int64Array:
+        """Return how many chosen rows lie before each of ``rows``, int64."""
+        offsets = np.clip(rows - self._start, 0, 64 * (len(self._words) - 1))
+        place, bit = offsets >> 6, (offsets & 63).astype(np.uint64)
+        low = self._words[place] & ((np.uint64(1) << bit) - np.uint64(1))
+        ranks: Int64Array = self._before[place].astype(np.int64) + np.bitwise_count(low)
+        return ranks
+
+    def span(self, start: int, stop: int) -> Int64Array:
+        """Return the rows of the numbers ``[start, stop)``; quicker than `take` for neighbours."""
+        if stop <= start:
+            return np.zeros(0, np.int64)
+        ends = np.array([start, stop - 1], self._before.dtype)
+        first, last = (np.searchsorted(self._before[:-1], ends, side="right") - 1).tolist()
+        bits = np.unpackbits(self._words[first : last + 1].view(np.uint8), bitorder="little")
+        skipped = start - int(self._before[first])
+        rows: Int64Array = np.flatnonzero(bits)[skipped : skipped + stop - start] + (first * 64 + self._start)
+        return rows
+
+    def blocks(self) -> Iterator[Int64Array]:
+        """Yield all rows, some at a time, in ascending order."""
+        step = _BLOCK_ROWS // 64
+        for first in range(0, len(self._words), step):
+            bits = np.unpackbits(self._words[first : first + step].view(np.uint8), bitorder="little")
+            found = np.flatnonzero(bits)
+            if found.size:
+                yield found + (first * 64 + self._start)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the label, the first row, the rows from it to the last, and a bit for each of them."""
+        last = int(self.span(self.num_rows - 1, self.num_rows)[0])
+        num_spanned = last - self._start + 1
+        header = struct.pack("<QQ", self._start, num_spanned)
+        bits = self._words.view(np.uint8)[: -(-num_spanned // 8)]
+        return hashlib.sha256(_DIGEST_LABEL + header + bits.tobytes()).hexdigest()
+
+
+Rows: TypeAlias = range | RowSet
+"""Ascending rows of a samples table; a range where they have no gaps."""
+
+
+def nth_rows(rows: Rows, numbers: Int64Array) -> Int64Array:
+    """Return the rows that are the ``numbers``-th of ``rows``."""
+    if isinstance(rows, range):
+        return numbers + rows.start
+    return rows.take(numbers)
+
+
+def mask_of(rows: Rows, start: int, stop: int) -> BoolArray:
+    """Return which of the rows ``[start, stop)`` of the table belong to ``rows``."""
+    mask = np.zeros(stop - start, bool)
+    if isinstance(rows, range):
+        mask[max(rows.start - start, 0) : max(rows.stop - start, 0)] = True
+        return mask
+    first, last = rows.rank(np.array([start, stop], np.int64)).tolist()
+    mask[rows.span(first, last) - start] = True
+    return mask
+
+
+def rows_digest(rows: Rows) -> str:
+    """Return the digest of rows, whether they have gaps or not."""
+    if isinstance(rows, RowSet):
+        return rows.digest
+    header = struct.pack("<QQ", rows.start, len(rows))
+    bits = np.packbits(np.ones(len(rows), bool), bitorder="little")
+    return hashlib.sha256(_DIGEST_LABEL + header + bits.tobytes()).hexdigest()
+
+
+def select_rows(span: range, choose: Callable[[int, int], BoolArray]) -> Rows:
+    """Choose among rows of a table, some of them at a time.
+
+    Args:
+        span: The rows to choose from, without gaps.
+        choose: Called with ``start, stop`` for parts of ``span``, in order; returns which rows are chosen,
+            ``(stop - start,)`` bool.
+
+    Returns:
+        The chosen rows; a range where they have no gaps, empty where none is chosen.
+    """
+    words = np.zeros(-(-len(span) // 64), np.uint64)
+    bits = words.view(np.uint8)
+    first = last = -1
+    count = 0
+    for start in range(span.start, span.stop, _BLOCK_ROWS):
+        stop = min(start + _BLOCK_ROWS, span.stop)
+        chosen = choose(start, stop)
+        found = np.flatnonzero(chosen)
+        if not found.size:
+            continue
+        first = start + int(found[0]) if first < 0 else first
+        last, count = start + int(found[-1]), count + len(found)
+        packed = np.packbits(chosen, bitorder="little")
+        place = (start - span.start) // 8
+        bits[place : place + len(packed)] = packed
+    if last - first + 1 == count or not count:
+        return range(first, last + 1) if count else range(0)
+    return RowSet(*_moved(words, first - span.start, first, last - first + 1))
+
+
+def _moved(
+    words: npt.NDArray[np.uint64], offset: int, start: int, num_rows: int
+) -> tuple[int, npt.NDArray[np.uint64]]:
+    """Let the bits begin with the first chosen row, so that equal rows are equal words."""
+    skipped, shift = divmod(offset, 64)
+    words = words[skipped:]
+    if shift:
+        high = np.append(words[1:], np.uint64(0)) << np.uint64(64 - shift)
+        words = (words >> np.uint64(shift)) | high
+    return start, words[: -(-num_rows // 64)]
+
+
+AnyArray = npt.NDArray[Any]
+
+
+class Column(Protocol):
+    """Numbers by sample: an array, or what is asked for like one."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the numbers."""
+
+    @property
+    def ndim(self) -> int:
+        """Always 1."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleLayout:
+    """The shards and bytes behind a population of rows.
+
+    Raises:
+        PlanError: The arrays do not fit each other or the population.
+    """
+
+    dataset_id: str
+    """Digest of the manifest, 64 hexadecimal digits; which lane a sample belongs to hangs on it."""
+    population: range
+    """Rows of the samples table, without gaps; of a subset or a blend, the numbers of its samples from 0."""
+    shard_rows: Int64Array
+    """``(S + 1,)`` int64, ascending: shard s holds the rows ``[shard_rows[s], shard_rows[s + 1])``."""
+    shard_end_bytes: Int64Array
+    """``(S,)`` int64, where the last sample of each shard that belongs to the population ends."""
+    offset_bytes: Column
+    """Integers by row of the table (not of the population): where each sample begins in its shard."""
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Further integers by row of the table, such as ``text_bytes``, each a `Column`; a cost rule asks for
+    them."""
+
+    def __post_init__(self) -> None:
+        rows, population = self.shard_rows, self.population
+        if population.step != 1 or not population:
+            raise PlanError(
+                f"population must be rows without gaps, at least one, got {population} (sample layout)."
+            )
+        if (
+            rows.ndim != 1
+            or len(rows) != len(self.shard_end_bytes) + 1
+            or len(rows) < 2
+            or (int(rows[0]), int(rows[-1])) != (population.start, population.stop)
+            or bool((np.diff(rows) <= 0).any())
+        ):
+            raise PlanError(
+                f"shard_rows must ascend from {population.start} to {population.stop}, with one number more "
+                f"than shard_end_bytes has ({len(self.shard_end_bytes)}), got another array (sample layout); "
+                f"run `shardflow verify` on the dataset."
+            )
+        for name, column in {"offset_bytes": self.offset_bytes, **self.facts}.items():
+            if column.ndim != 1 or len(column) < population.stop or column.dtype.kind not in "iu":
+                raise PlanError(
+                    f"{name} must be integers for {population.stop} rows, got {column.dtype} of shape "
+                    f"{column.shape} (sample layout); run `shardflow verify` on the dataset."
+                )
+
+    @classmethod
+    def of_columns(
+        cls,
+        population: range,
+        *,
+        dataset_id: str,
+        shard: AnyArray,
+        offset_bytes: AnyArray,
+        num_bytes: AnyArray,
+        facts: Mapping[str, AnyArray] | None = None,
+    ) -> SampleLayout:
+        """Take the layout from columns of the samples table, whose rows are ordered by shard and offset.
+
+        Costs a look at a few rows a shard, so that 200 million rows are opened at once.
+
+        Args:
+            population: Rows, without gaps.
+            dataset_id: Digest of the manifest.
+            shard: Number of each row's shard, ascending over the population.
+            offset_bytes: Where each row's sample begins.
+            num_bytes: Size of each row's sample.
+            facts: Further columns.
+
+        Raises:
+            PlanError: The rows are not ordered, or empty.
+        """
+        if population.step != 1 or not population or population.stop > len(shard):
+            raise PlanError(
+                f"population must be rows of the table ({len(shard)}) without gaps, at least one, got "
+                f"{population} (sample layout)."
+            )
+        inside = shard[population.start : population.stop]
+        first, last = int(inside[0]), int(inside[-1])
+        if last < first:
+            raise PlanError(
+                "shard must ascend over the population, got a table in another order (sample layout); run "
+                "`shardflow verify` on the dataset."
+            )
+        # Asked in the column's own type: NumPy would copy the whole column to another one.
+        numbers = np.arange(first, last + 1, dtype=np.int64).astype(shard.dtype)
+        starts = np.unique(np.searchsorted(inside, numbers)).astype(np.int64)
+        rows = np.append(starts, len(inside)) + population.start
+        ends = rows[1:] - 1
+        return cls(
+            dataset_id=dataset_id,
+            population=population,
+            shard_rows=rows,
+            shard_end_bytes=offset_bytes[ends].astype(np.int64) + num_bytes[ends].astype(np.int64),
+            offset_bytes=offset_bytes,
+            facts=dict(facts or {}),
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the population."""
+        return len(self.population)
+
+    @property
+    def num_drawn(self) -> int:
+        """Samples of an epoch: those of the population, but for a blend, which draws some more often."""
+        return self.num_samples
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that hold rows of the population."""
+        return len(self.shard_end_bytes)
+
+    def shards_of(self, rows: Int64Array) -> Int64Array:
+        """Return the number of each row's shard among ``num_shards``."""
+        return np.searchsorted(self.shard_rows, rows, side="right") - 1
+
+    def sample_bytes(self, rows: Int64Array) -> Int64Array:
+        """Return the size of each row's sample, with what lies between it and the next one."""
+        shards = self.shards_of(rows)
+        sizes: Int64Array = self.ends_of(rows + 1, shards) - self.offset_bytes[rows].astype(np.int64)
+        return sizes
+
+    def ends_of(self, stops: Int64Array, shards: Int64Array) -> Int64Array:
+        """Return where the rows before ``stops``, in ``shards``, end: int64 bytes."""
+        is_last = stops == self.shard_rows[shards + 1]
+        inside = self.offset_bytes[np.where(is_last, stops - 1, stops)].astype(np.int64)
+        return np.where(is_last, self.shard_end_bytes[shards], inside)
+
+
+class EvenOffsets:
+    """Where samples begin, as if those of a shard were equally large and lay side by side.
+
+    The bytes of a shard's chosen samples are exact, and so are whole shards; inside one, windows need no more
+    than about. It takes two numbers a shard where true sums would take one a sample.
+
+    Args:
+        shard_rows: ``(S + 1,)`` int64, numbers of the samples of each shard.
+        shard_bytes: ``(S,)`` int64, bytes of them.
+    """
+
+    __slots__ = ("_each", "_rest", "_shard_rows", "dtype", "ndim", "shape")
+
+    def __init__(self, shard_rows: Int64Array, shard_bytes: Int64Array) -> None:
+        self._shard_rows = shard_rows
+        self._each, self._rest = np.divmod(shard_bytes, np.diff(shard_rows))
+        self.dtype, self.ndim, self.shape = np.dtype(np.int64), 1, (int(shard_rows[-1]),)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        numbers = np.arange(*key.indices(len(self)), dtype=np.int64) if isinstance(key, slice) else key
+        shards = np.searchsorted(self._shard_rows, numbers, side="right") - 1
+        places = numbers - self._shard_rows[shards]
+        return places * self._each[shards] + np.minimum(places, self._rest[shards])
+
+
+class ChosenColumn:
+    """A column of the samples table, asked for by the numbers of chosen samples.
+
+    Args:
+        column: ``(rows of the table,)``.
+        rows: The chosen rows.
+    """
+
+    __slots__ = ("_column", "_rows", "dtype", "ndim", "shape")
+
+    def __init__(self, column: AnyArray, rows: Rows) -> None:
+        self._column, self._rows = column, rows
+        self.dtype, self.ndim, self.shape = column.dtype, 1, (len(rows),)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        rows = self._rows
+        if isinstance(key, slice):
+            start, stop, _ = key.indices(len(self))
+            if isinstance(rows, range):
+                return self._column[rows.start + start : rows.start + stop]
+            return self._column[rows.span(start, stop)]
+        return self._column[nth_rows(rows, np.asarray(key))]
+
+
+def chosen_layout(
+    rows: RowSet, *, dataset_id: str, shard: AnyArray, num_bytes: AnyArray, facts: Mapping[str, AnyArray]
+) -> SampleLayout:
+    """Return the layout of chosen rows, whose population is ``range(len(rows))``.
+
+    Reads two columns of the chosen rows once, in blocks; what it keeps has two numbers a shard.
+
+    Args:
+        rows: The chosen rows.
+        dataset_id: Digest of the manifest.
+        shard: Number of each row's shard, by row of the table; samples of a shard are neighbours.
+        num_bytes: Size of each row's sample.
+        facts: Further columns.
+
+    Raises:
+        PlanError: The columns do not fit the rows.
+    """
+    numbers: list[int] = []
+    counts: list[int] = []
+    sizes: list[int] = []
+    for number, count, size in _runs(rows, shard, num_bytes):
+        if numbers and numbers[-1] == number:  # a shard that two blocks share
+            counts[-1] += count
+            sizes[-1] += size
+            continue
+        numbers.append(number)
+        counts.append(count)
+        sizes.append(size)
+    shard_rows = sums(counts)
+    shard_bytes = np.array(sizes, np.int64)
+    return SampleLayout(
+        dataset_id=dataset_id,
+        population=range(len(rows)),
+        shard_rows=shard_rows,
+        shard_end_bytes=shard_bytes,
+        offset_bytes=EvenOffsets(shard_rows, shard_bytes),
+        facts={name: ChosenColumn(column, rows) for name, column in facts.items()},
+    )
+
+
+def _runs(rows: RowSet, shard: AnyArray, num_bytes: AnyArray) -> Iterator[tuple[int, int, int]]:
+    """Yield shard, samples and bytes of neighbouring chosen rows of one shard."""
+    for block in rows.blocks():
+        shards = shard[block]
+        starts = np.concatenate(([0], np.flatnonzero(shards[1:] != shards[:-1]) + 1))
+        sizes = np.add.reduceat(num_bytes[block].astype(np.int64), starts)
+        counts = np.diff(np.append(starts, len(block)))
+        yield from zip(shards[starts].tolist(), counts.tolist(), sizes.tolist(), strict=True)

@@ -1,0 +1,257 @@
+"""Where a run stands: a position, not a pickle of iterators.
+
+A position counts *consumed* steps, so what was prefetched and not used is planned again. It is equal on all
+ranks and says nothing about them, so any world size can go on from it, and at once: the plan finds the next
+step without those before it.
+
+The loader state: a position, and the facts that say which run it belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardflow.errors import ConfigError, StateError
+from shardflow.sampling.blend import ComponentState, check_components, components_from_json
+from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int
+from shardflow.sampling.plan import DEFAULT_VIEW, plan_id
+from shardflow.sampling.spec import BatchSpec
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """The next step to run.
+
+    Raises:
+        StateError: Epoch or step is no integer of at least 0.
+    """
+
+    epoch: int
+    step: int
+
+    def __post_init__(self) -> None:
+        check_ints(
+            self, dict.fromkeys(("epoch", "step"), (0, MAX_COUNTER)), where="position", error=StateError
+        )
+
+    @classmethod
+    def after(
+        cls, *, epoch: int, num_consumed: int, num_micro_batches_per_rank: int, num_steps: int
+    ) -> Position:
+        """Return the position of a rank that has consumed ``num_consumed`` micro-batches of ``epoch``.
+
+        After the last micro-batch of step k it is k + 1. Inside a step it rounds down, because a step that
+        was not finished has not changed the model. After the epoch's last step it is step 0 of the next.
+
+        Args:
+            epoch: The epoch that is being run.
+            num_consumed: Micro-batches of it that this rank has consumed, fillers included, counted from the
+                epoch's start also where the run was resumed in its middle.
+            num_micro_batches_per_rank: Micro-batches that the rank runs in a step, at least 1.
+            num_steps: Steps of the epoch.
+
+        Raises:
+            StateError: More micro-batches were consumed than the epoch has.
+        """
+        total = num_steps * num_micro_batches_per_rank
+        where = f"epoch {epoch}"
+        num_consumed = checked_int(
+            "num_consumed", num_consumed, low=0, high=total, where=where, error=StateError
+        )
+        if num_consumed == total:
+            return cls(epoch + 1, 0)
+        return cls(epoch, num_consumed // num_micro_batches_per_rank)
+
+
+STATE_VERSION = 2
+"""Version 2 says which subset or blend is run; version 1, which knew neither, is still read.
+
+Raised when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
+
+# As they are spelled in JSON; "batch" holds the spec.
+_COUNTERS = ("manifest_version", "seed", "epoch", "step")
+_NAMES = ("split", "view")
+_DIGESTS = ("dataset_id", "plan_id")
+_KEYS_1 = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
+_KEYS = {1: _KEYS_1, STATE_VERSION: (*_KEYS_1, "subset", "components")}
+
+# Printable ASCII without quotation mark and backslash: a byte a character in JSON, so that a state stays
+# below 1 KB.
+_NAME = re.compile(r"[ !#-\[\]-~]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+_REMEDIES = {
+    "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
+    "manifest_version": "open the manifest version that it was saved with, or start a new run",
+    "subset": "set the split and terms of the subset back, or start a new run",
+    "plan_id": "resume with the shardflow that saved it, since this one plans another order",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderState:
+    """What a checkpoint keeps of the loader: below 1 KB of JSON, equal on all ranks, free of the world size.
+
+    Raises:
+        StateError: A field is of the wrong type or out of range.
+    """
+
+    dataset_id: str
+    manifest_version: int
+    """Version that ``dataset_id`` is the digest of; a resume opens this one, not the newest."""
+    split: str
+    seed: int
+    spec: BatchSpec
+    epoch: int = 0
+    step: int = 0
+    """The next step to run; all before it are consumed."""
+    view: str = DEFAULT_VIEW
+    subset: str | None = None
+    """Digest of the rows, where they are not all of the split."""
+    components: tuple[ComponentState, ...] = ()
+    """Of a blend, whose digest then is ``dataset_id``; empty for one dataset."""
+    plan_id: str = ""
+    """Identity of the plan; computed from the other fields where it is not given."""
+
+    def __post_init__(self) -> None:
+        check_ints(self, dict.fromkeys(_COUNTERS, (0, MAX_COUNTER)), where="loader state", error=StateError)
+        _check_text("dataset_id", self.dataset_id, _DIGEST, "64 hexadecimal digits")
+        for name in _NAMES:
+            _check_text(name, getattr(self, name), _NAME, "1 to 64 printable ASCII characters")
+        if self.plan_id == "":
+            identity = plan_id(
+                dataset_id=self.dataset_id,
+                split=self.split,
+                spec=self.spec,
+                view=self.view,
+                subset=self.subset,
+            )
+            object.__setattr__(self, "plan_id", identity)
+        _check_text("plan_id", self.plan_id, _DIGEST, "64 hexadecimal digits")
+        if self.subset is not None:
+            _check_text("subset", self.subset, _DIGEST, "64 hexadecimal digits or null")
+
+    @property
+    def position(self) -> Position:
+        """The next step to run."""
+        return Position(self.epoch, self.step)
+
+    def at(self, position: Position) -> LoaderState:
+        """Return the state of the same run at another position."""
+        return replace(self, epoch=position.epoch, step=position.step)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the state as a JSON object of plain Python values, a new one at each call."""
+        return {
+            "version": STATE_VERSION,
+            "dataset_id": self.dataset_id,
+            "plan_id": self.plan_id,
+            "split": self.split,
+            "view": self.view,
+            "manifest_version": self.manifest_version,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "step": self.step,
+            "batch": self.spec.to_json(),
+            "subset": self.subset,
+            "components": [component.to_json() for component in self.components],
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> LoaderState:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            StateError: No object, another version, a missing or unknown key, or a value of the wrong type or
+                range.
+        """
+        if not isinstance(value, Mapping):
+            raise StateError(
+                f"loader state must be a JSON object, got {type(value).__name__}; pass what state_dict() "
+                f"returned."
+            )
+        version = value.get("version")
+        if type(version) is not int or version not in _KEYS:
+            found = version if type(version) is int else type(version).__name__
+            raise StateError(
+                f"version must be 1 or {STATE_VERSION}, got {found} (loader state); load it with the "
+                f"shardflow that saved it."
+            )
+        keys = _KEYS[version]
+        if set(value) != set(keys):
+            missing, unknown = set(keys) - set(value), set(value) - set(keys)
+            raise StateError(
+                f"loader state of version {version} must have the keys {', '.join(keys)}, got "
+                f"{sorted(missing)} missing and {sorted(map(str, unknown))} unknown; pass what state_dict() "
+                f"returned, unchanged."
+            )
+        _check_text("plan_id", value["plan_id"], _DIGEST, "64 hexadecimal digits")
+        try:
+            spec = BatchSpec.from_json(value["batch"])
+        except ConfigError as error:
+            raise StateError(f"loader state, key 'batch': {error.message}") from None
+        return cls(
+            spec=spec,
+            subset=value.get("subset"),
+            components=components_from_json(value.get("components", [])),
+            **{key: value[key] for key in (*_DIGESTS, *_NAMES, *_COUNTERS)},
+        )
+
+    def check_matches(self, expected: LoaderState) -> None:
+        """Refuse to go on from this state in a run that differs from the one it was saved in.
+
+        Args:
+            expected: The state of the run that wants to go on, at any position.
+
+        Raises:
+            StateError: Dataset, split, view, batch spec, seed or plan differ; the message names the first
+                field that does.
+        """
+        check_components(self.components, expected.components)
+        own, wanted = self._identity(), expected._identity()
+        # A field that only one of the two specs has, such as lanes, is null in the other. The plan's digest
+        # stands last: it differs with every other field.
+        names = [name for name in {**own, **wanted} if name != "plan_id"]
+        for name in (*names, "plan_id"):
+            found = own.get(name)
+            if found != wanted.get(name):
+                remedy = _REMEDIES.get(name, f"set {name} to {json.dumps(found)}, or start a new run")
+                raise StateError(
+                    f"{name} of the loader state must be this run's {json.dumps(wanted.get(name))}, got "
+                    f"{json.dumps(found)} (saved at epoch {self.epoch}, step {self.step}); {remedy}."
+                )
+
+    def check_within(self, num_steps: int) -> None:
+        """Refuse a step that the epoch does not have; the state of an epoch's end is step 0 of the next.
+
+        Raises:
+            StateError: ``step`` is not below ``num_steps``.
+        """
+        if self.step >= num_steps:
+            raise StateError(
+                f"step must be below {num_steps}, the steps of epoch {self.epoch}, got {self.step} (loader "
+                f"state); it was changed after it was saved, so take an earlier checkpoint."
+            )
+
+    def _identity(self) -> dict[str, object]:
+        """Return what must be equal, in the order in which a difference explains the ones behind it."""
+        return {
+            "dataset_id": self.dataset_id,
+            "manifest_version": self.manifest_version,
+            "split": self.split,
+            "subset": self.subset,
+            "view": self.view,
+            **self.spec.to_json(),
+            "seed": self.seed,
+            "plan_id": self.plan_id,
+        }
+
+
+def _check_text(name: str, value: object, pattern: re.Pattern[str], expected: str) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        # Text of a damaged state is not repeated: it may be anything.
+        found = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
+        raise StateError(f"{name} must be {expected}, got {found} (loader state).")

@@ -1,0 +1,218 @@
+"""One process of a training job: ``python -m shardflow.training --config FILE``; torchrun starts several.
+
+``shardflow train`` starts torchrun on it. Torch is imported only once the settings are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, NoReturn
+
+from shardflow.config import dump_config, load_config
+from shardflow.errors import (
+    ConfigError,
+    NoProgressError,
+    PlanError,
+    RankLostError,
+    ShardflowError,
+    StateError,
+)
+from shardflow.logs import LINE_EVERY_S, configure_logging, time_left
+from shardflow.training.config import TrainConfig
+from shardflow.training.metrics import StepMetrics
+
+EXIT_FAILED: Final = 1
+EXIT_CONFIGURATION: Final = 2
+EXIT_STOPPED: Final = 75
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, start again later."""
+EXIT_INTERRUPTED: Final = 130
+
+CODES_VARIABLE: Final = "SHARDFLOW_EXIT_CODES"
+"""Environment variable: folder where the ranks of a machine leave their exit codes for the launcher."""
+RANK_MARK: Final = "-rank-"
+"""In the name of such a file, between the attempt and the local rank."""
+
+_LOGGER = logging.getLogger("shardflow.training")  # not __main__, whose lines would not be shown
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job.
+
+    Args:
+        argv: Arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    code = _run(lambda: _build_parser().parse_args(argv))
+    report_code(code)
+    return code
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the job with parsed arguments, in this process alone; returns the exit code."""
+    return _run(lambda: arguments)
+
+
+def report_code(code: int) -> None:
+    """Tell the launcher of this machine, if there is one, the code that this rank is about to exit with."""
+    folder = os.environ.get(CODES_VARIABLE)
+    if folder is None:
+        return
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"{attempt}{RANK_MARK}{os.environ['LOCAL_RANK']}"
+    with suppress(FileNotFoundError):  # the launcher was killed, and another one has cleaned up
+        Path(folder, name).write_text(str(code), encoding="ascii")
+
+
+def _run(parse: Callable[[], argparse.Namespace]) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logging(rank=rank)
+    try:
+        arguments = parse()
+        overrides = [*arguments.overrides, *([f"tune.mode={arguments.tune}"] if arguments.tune else [])]
+        config = load_config(TrainConfig, arguments.config, overrides)
+        if arguments.print_config:
+            print(dump_config(config), end="")
+            return 0
+        if arguments.propose_micro_batch:
+            return _propose(config)
+        return _train(config, rank)
+    except (ConfigError, NoProgressError, PlanError, StateError) as error:
+        # Every rank finds the same mistake; one line of it is enough.
+        if rank == 0:
+            _LOGGER.error("%s", error.message)  # noqa: TRY400 - the sentence says it, a traceback would hide it
+        return EXIT_CONFIGURATION
+    except RankLostError as error:
+        # The traceback would be that of a broken connection; the sentence says which rank broke it.
+        _LOGGER.error("%s", error.message)  # noqa: TRY400
+        return EXIT_CONFIGURATION if error.is_refusal else EXIT_FAILED
+    except ShardflowError as error:
+        _LOGGER.exception("%s", error.message)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError, which one rank reports in one line."""
+        raise ConfigError(f"{message}; see: {self.prog} --help")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m shardflow.training",
+        description="One rank of a training job. To start all of them: shardflow train --help",
+    )
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the job."""
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="settings of the run, TOML"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="replace one setting; repeatable",
+    )
+    parser.add_argument(
+        "--tune",
+        choices=("off", "observe", "on"),
+        help="find settings of the loader and the cache while the run goes on; the same as --set tune.mode=",
+    )
+    parser.add_argument("--print-config", action="store_true", help="show the settings in force, and exit")
+    parser.add_argument(
+        "--propose-micro-batch",
+        action="store_true",
+        help="measure how much memory a micro-batch takes here, propose its size, and exit",
+    )
+
+
+def _propose(config: TrainConfig) -> int:
+    """Print the memory curve, a line a size, and last of all JSON."""
+    from shardflow.training.memory_probe import measure_memory_curve
+
+    curve = measure_memory_curve(config, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    for size, peak_bytes in curve.points:
+        _LOGGER.info("%d samples take %.3g GB", size, peak_bytes / 1e9)
+    _LOGGER.info("%s", curve.text())
+    print(json.dumps(curve.to_json()), flush=True)
+    return 0
+
+
+def _train(config: TrainConfig, rank: int) -> int:
+    # Torch takes seconds to import; a wrong setting is reported before that.
+    from shardflow.training.distributed import StopRequest
+    from shardflow.training.run import train
+
+    stop = StopRequest()
+    with stop.listening(), _progress(rank) as on_step:
+        summary = train(config, on_step=on_step, stop=stop)
+        # Still listening: once another rank has left with 75, torchrun sends SIGTERM to this one.
+        if rank == 0:
+            print(json.dumps(summary.to_json()), flush=True)
+    return EXIT_STOPPED if summary.outcome == "stopped" else 0
+
+
+@contextmanager
+def _progress(rank: int) -> Iterator[Callable[[StepMetrics, int], None] | None]:
+    """Show steps on rank 0: a bar on a terminal, a line every ten seconds in a log."""
+    if rank != 0:
+        yield None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        with Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        ) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda metrics, num_steps: bar.update(
+                task, total=num_steps, completed=metrics.global_step + 1, description=_describe(metrics)
+            )
+    else:
+        shown_at = float("-inf")
+        began: tuple[int, float] | None = None
+
+        def log(metrics: StepMetrics, num_steps: int) -> None:
+            nonlocal shown_at, began
+            number, now = metrics.global_step + 1, time.monotonic()
+            # The first step warms up, and a resumed run begins in the middle: neither tells how fast it goes.
+            first, since = began = began or (number, now)
+            if now - shown_at >= LINE_EVERY_S or number == num_steps:
+                shown_at = now
+                rest = time_left(number - first, num_steps - first, now - since)
+                _LOGGER.info("step %d of %d: %s%s", number, num_steps, _describe(metrics), rest)
+
+        yield log
+
+
+def _describe(metrics: StepMetrics) -> str:
+    loss = "no loss" if metrics.loss is None else f"loss {metrics.loss:.4f}"
+    share = metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
+    tokens_per_s = metrics.num_tokens / max(metrics.step_s, 1e-9)
+    return f"{loss}, {tokens_per_s:,.0f} tokens/s, {share:.0%} waiting for data"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""Write down where the threads of a rank are, without harm to a rank that still runs.
+
+faulthandler reads the frames of other threads without the interpreter's lock. Where they run meanwhile it
+follows pointers that they free, and the process dies of a segmentation fault. So a thread that has the lock
+writes the stacks of all; only a process that cannot run Python any more has its threads read from outside of
+the lock, on :data:`LAST_STACKS_SIGNAL`.
+
+A rank's end of the watch: it says what it is at, and hears what is wrong elsewhere.
+
+Cost: a phase is two small writes to memory; the pulse thread wakes a few times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+from shardflow.errors import StorageError
+from shardflow.processes import group_signals_held_back
+from shardflow.storage.local import make_directories
+from shardflow.training.health.heartbeat import (
+    HEALTH_FOLDER,
+    LAST_STACKS_SIGNAL,
+    MAIN_STACK_SIGNAL,
+    Board,
+    Fault,
+    SideSettings,
+    split_lines,
+)
+
+
+class StacksFile:
+    """Where the stacks of a rank go.
+
+    Has the two signals heard from now on, and a crash shown on standard error.
+
+    Args:
+        path: Of the file, which is appended to; standard error where it cannot be opened, because that the
+            run folder cannot be written is the run's to say.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            make_directories(path.parent)
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+        except (OSError, StorageError):
+            self._file = sys.stderr
+        faulthandler.register(MAIN_STACK_SIGNAL, file=self._file, all_threads=False, chain=False)
+        faulthandler.register(LAST_STACKS_SIGNAL, file=self._file, all_threads=True, chain=False)
+        faulthandler.enable()
+
+    def write(self) -> None:
+        """Append the stacks of all threads, in faulthandler's order: the most recent call first."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        lines = []
+        for ident, frame in sys._current_frames().items():
+            lines.append(f"Thread {names.get(ident, 'unknown')} (most recent call first):")
+            lines += [
+                f'  File "{place.f_code.co_filename}", line {number} in {place.f_code.co_name}'
+                for place, number in traceback.walk_stack(frame)
+            ]
+        self._file.write("\n".join([*lines, "", ""]))
+        self._file.flush()
+
+
+_LOGGER = logging.getLogger(__name__)
+
+_SIDE: Final = "shardflow.training.health.side"
+_OF_RANKS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+_EXIT_FAILED: Final = 1
+_LONGEST_TICK_S: Final = 1.0
+_LAST_WORDS_S: Final = 5.0
+"""For logging and writing stacks, before a rank is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    name: str = "starting"
+    limit_s: float | None = None
+    together: bool = False
+    describe: Callable[[], str] | None = None
+
+
+class Watch(Protocol):
+    """What the run tells the watch."""
+
+    def enter(
+        self,
+        phase: str,
+        limit_s: float | None = None,
+        *,
+        together: bool = False,
+        describe: Callable[[], str] | None = None,
+    ) -> None:
+        """Say what this rank's main thread begins.
+
+        Args:
+            phase: A few words, such as ``"step 17, waiting for data"``.
+            limit_s: A phase that takes longer is a fault of this rank; None for no limit.
+            together: It ends when other ranks have done their part.
+            describe: Says what is waited for, while the phase lasts; called by another thread.
+        """
+
+    def together(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """A phase that waits for other ranks; the former phase begins again behind it."""
+
+    def fault_elsewhere(self, timeout_s: float) -> Fault | None:
+        """Return the fault of another rank, or None if none becomes known in time."""
+
+
+class Unwatched:
+    """The watch of a run that has none: one process, or ranks in a test."""
+
+    def enter(
+        self,
+        phase: str,
+        limit_s: float | None = None,
+        *,
+        together: bool = False,
+        describe: Callable[[], str] | None = None,
+    ) -> None:
+        """Do nothing."""
+
+    def together(self, phase: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing."""
+        return contextlib.nullcontext()
+
+    def fault_elsewhere(self, timeout_s: float) -> Fault | None:  # noqa: ARG002
+        """Nothing is known."""
+        return None
+
+
+class RankWatch:
+    """The watch over this rank, and its ear for the others.
+
+    Starts the side, a thread for pulse and messages, and the handler that writes stacks. Once another rank
+    is at fault the main thread has a few seconds to end by itself (its exchange breaks, and it raises what
+    :meth:`fault_elsewhere` knows); a main thread that cannot is ended with the process.
+
+    Args:
+        rank: This rank.
+        hang_s: How long the interpreter may show no pulse; 0 for ever.
+        lost_s: How long nothing may be heard of another rank.
+        run: The run folder.
+        listen: Address that the side of rank 0 listens on; empty on other ranks.
+        token: Known to this run's processes only.
+        grace_s: How long the main thread has to end by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        hang_s: float,
+        lost_s: float,
+        run: Path,
+        listen: str,
+        token: str,
+        grace_s: float = 5.0,
+    ) -> None:
+        self.rank = rank
+        self.host = socket.gethostname()
+        self._phase = _Phase()
+        self._wait = ""
+        self._grace_s = grace_s
+        self._fault: Fault | None = None
+        self._is_known = threading.Event()
+        self._is_ending = threading.Event()
+        self._is_listening = threading.Event()
+        self._port: int | None = None
+        self._board = Board()
+        shortest_s = min(limit for limit in (hang_s, lost_s) if limit)
+        self._tick_s = min(_LONGEST_TICK_S, shortest_s / 8)
+        folder = run / HEALTH_FOLDER
+        self._stacks = StacksFile(folder / f"rank-{rank:05d}.stacks")
+        settings = SideSettings(
+            rank=rank,
+            pid=os.getpid(),
+            host=self.host,
+            board=self._board.descriptor,
+            hang_s=hang_s,
+            lost_s=lost_s,
+            tick_s=self._tick_s,
+            folder=str(folder),
+            listen=listen,
+            token=token,
+            kill_after_s=grace_s + _LAST_WORDS_S,
+        )
+        read_end, self._to_side = os.pipe()
+        self._from_side, write_end = os.pipe()
+        with group_signals_held_back():
+            self._side = subprocess.Popen(
+                [sys.executable, "-Wignore", "-m", _SIDE, json.dumps(asdict(settings))],
+                stdin=read_end,
+                stdout=write_end,
+                pass_fds=(self._board.descriptor,),
+                env=_environment(),
+            )
+        os.close(read_end)
+        os.close(write_end)
+        self._ear = threading.Thread(target=self._listen, name="shardflow-watch", daemon=True)
+        self._ear.start()
+
+    # ---- what the rank says ------------------------------------------------------------------------
+
+    def enter(
+        self,
+        phase: str,
+        limit_s: float | None = None,
+        *,
+        together: bool = False,
+        describe: Callable[[], str] | None = None,
+    ) -> None:
+        """Say what this rank's main thread begins; see :class:`Watch`."""
+        self._phase = _Phase(phase, limit_s, together, describe)
+        self._board.write_phase(phase, limit_s=limit_s, is_together=together)
+
+    @contextlib.contextmanager
+    def together(self, phase: str) -> Iterator[None]:
+        """A phase that waits for other ranks; see :class:`Watch`."""
+        former = self._phase
+        self.enter(phase, together=True)
+        try:
+            yield
+        finally:
+            self.enter(former.name, former.limit_s, together=former.together, describe=former.describe)
+
+    def hub_port(self, timeout_s: float) -> int | None:
+        """Port that this rank's side listens on; None if it could not, or did not start in time."""
+        self._is_listening.wait(timeout_s)
+        return self._port
+
+    def report_to(self, address: str, port: int) -> None:
+        """Have this rank's side report to that of rank 0."""
+        self._command({"hub": [address, port]})
+
+    def bye(self, how: str, *, text: str = "", is_refusal: bool = False) -> None:
+        """Say how this rank ends: what follows is no fault, but for ``"failed"``.
+
+        Args:
+            how: ``"finished"``, ``"stopped"``, ``"lost"`` (a fault elsewhere) or ``"failed"``.
+            text: Of a failure: the error's sentence, without any text that shardflow did not write.
+            is_refusal: Of a failure: to start again would not help.
+        """
+        self._is_ending.set()
+        self._command({"bye": how, "text": text, "is_refusal": is_refusal})
+
+    def close(self) -> None:
+        """Let the side go: it ends by itself, a few seconds later where others still have to be told."""
+        self._is_ending.set()
+        with contextlib.suppress(OSError):
+            os.close(self._to_side)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._side.wait(self._tick_s)
+        self._side.returncode = self._side.returncode or 0  # it is no child that was forgotten
+
+    # ---- what the rank hears ------------------------------------------------------------------------
+
+    def fault_elsewhere(self, timeout_s: float) -> Fault | None:
+        """Return the fault of another rank; see :class:`Watch`."""
+        self._is_known.wait(timeout_s)
+        fault = self._fault
+        return fault if fault is not None and fault.rank != self.rank else None
+
+    def _command(self, value: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the side may have been killed; the rank goes on without
+            os.write(self._to_side, json.dumps(value).encode() + b"\n")
+
+    def _listen(self) -> None:
+        """Show a pulse and read what the side writes, until it ends."""
+        data = b""
+        while True:
+            self._board.beat()
+            self._describe_wait()
+            if self._fault is not None:
+                self._end_soon(self._fault)
+                return
+            if not select.select([self._from_side], [], [], self._tick_s)[0]:
+                continue
+            chunk = os.read(self._from_side, 1 << 16)
+            if not chunk:
+                os.close(self._from_side)
+                self._is_listening.set()
+                if not self._is_ending.is_set():
+                    _LOGGER.warning("the watch over rank %d has ended; hangs are not noticed", self.rank)
+                return
+            messages, data, _ = split_lines(data + chunk)
+            for message in messages:
+                if "port" in message:
+                    self._port = message["port"]
+                    self._is_listening.set()
+                if "fault" in message:
+                    self._fault = Fault.from_json(message["fault"])
+                    self._is_known.set()
+                    self._write_stacks()
+
+    def _write_stacks(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk; standard error may be closed
+            self._stacks.write()
+        self._command({"stacks": "written"})
+
+    def _describe_wait(self) -> None:
+        describe, text = self._phase.describe, ""
+        if describe is not None:
+            # What it describes may be closing; a watch must not end the run that it watches.
+            with contextlib.suppress(Exception):
+                text = describe()
+        if text != self._wait:
+            self._wait = text
+            self._board.write_wait(text)
+
+    def _end_soon(self, fault: Fault) -> None:
+        """End the process, unless the main thread does so first."""
+        if fault.rank != self.rank and self._is_ending.wait(self._grace_s):
+            return
+        if self._is_ending.is_set():
+            return
+        _LOGGER.error("%s", fault.sentence())
+        logging.shutdown()
+        os._exit(_EXIT_FAILED)
+
+
+def _environment() -> dict[str, str]:
+    """The side's: it finds the same code, and is no rank to anybody who looks for ranks."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

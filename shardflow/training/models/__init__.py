@@ -1,0 +1,1 @@
+"""Models: the reference model, models of transformers, adapters."""

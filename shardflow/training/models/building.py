@@ -1,0 +1,203 @@
+"""Adapters of low rank (LoRA) in a model's linear layers, by peft; everything else is frozen.
+
+Adapters are put into the layers in place, so names of the model stay and FSDP2's blocks with them. A
+checkpoint then holds the adapters alone (``tensors.named_tensors``); the base weights are the folder's or
+the seed's, which the checkpoint's bindings name.
+
+The model of a run: the reference model or one of transformers, frozen in parts, with adapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardflow.errors import ConfigError
+from shardflow.seeds import derive
+from shardflow.training.config import ImageSettings, LoraSettings, ModelSettings, TextSettings
+from shardflow.training.distributed import blocks_of
+from shardflow.training.models.pretrained import build_pretrained
+from shardflow.training.models.reference import build_model
+from shardflow.training.text import ReportTokenizer
+
+_LINEAR = ("Linear", "Conv1D")
+"""Conv1D is what transformers calls the linear layers of GPT-2."""
+
+
+def add_lora(model: nn.Module, language: nn.Module, settings: LoraSettings, *, seed: int) -> None:
+    """Put adapters into linear layers and freeze the rest; the model computes what it did before.
+
+    Args:
+        model: The model; changed in place.
+        language: The part whose blocks get adapters where no targets are named.
+        settings: The table ``[lora]``, with a rank.
+        seed: Run-level seed; the adapters' first weights follow from it alone.
+
+    Raises:
+        ConfigError: peft is not installed, or no layer has such a name.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "lora.rank must be 0 where the package peft is not installed, got "
+            f"{settings.rank}; install shardflow[lora], or remove the table [lora]."
+        )
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = _targets(model, language, settings.targets)
+    torch.manual_seed(derive(seed, "lora-weights"))
+    with warnings.catch_warnings():
+        # That GPT-2 stores its matrices the other way around is put right by peft, with a warning.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        inject_adapter_in_model(
+            LoraConfig(
+                r=settings.rank,
+                lora_alpha=settings.alpha,
+                lora_dropout=settings.dropout,
+                target_modules=targets,
+            ),
+            model,
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def _targets(model: nn.Module, language: nn.Module, wanted: tuple[str, ...]) -> list[str]:
+    linear = {name: module for name, module in model.named_modules() if type(module).__name__ in _LINEAR}
+    if wanted:
+        found = [name for name in linear if any(name.endswith(end) for end in wanted)]
+    else:
+        inside = {id(module) for block in blocks_of(language) for module in block.modules()}
+        found = [name for name, module in linear.items() if id(module) in inside]
+    if not found:
+        raise ConfigError(
+            f"lora.targets must be ends of names of linear layers, got {list(wanted)} and none that ends so; "
+            f"{next(iter(linear), 'none')} is one."
+        )
+    return found
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def build_report_model(
+    settings: ModelSettings,
+    tokenizer: ReportTokenizer,
+    *,
+    image: ImageSettings,
+    text: TextSettings,
+    lora: LoraSettings,
+    seed: int,
+) -> tuple[nn.Module, ReportTokenizer]:
+    """Build what is trained.
+
+    Args:
+        settings: The table ``[model]``.
+        tokenizer: That of ``text.tokenizer``.
+        image: Number and size of slices.
+        text: Longest text, and the prompt.
+        lora: Adapters, where its rank is above 0.
+        seed: Run-level seed, of all weights that are not read.
+
+    Returns:
+        The model on the CPU in training mode, every parameter that is trained taking part in every forward;
+        and the tokenizer that frames reports for it.
+
+    Raises:
+        ConfigError: the model's folder, its size, names of parameters or layers do not fit the settings, or a
+            package is missing.
+    """
+    if settings.path is None:
+        model: nn.Module = build_model(
+            settings,
+            image,
+            vocab_size=tokenizer.vocab_size,
+            max_tokens=text.max_tokens,
+            seed=seed,
+        )
+        language: Any = model.language
+    else:
+        model, tokenizer = build_pretrained(settings, image, text, tokenizer, seed=seed)
+        inner: Any = model.model
+        language = getattr(inner, "decoder", None) or inner.model.language_model
+        _freeze_idle(model, image)
+        if settings.activation_checkpointing:
+            inner.activation_checkpointing_enable()
+    _freeze(model, settings.frozen)
+    if lora.rank:
+        add_lora(model, language, lora, seed=seed)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("model.frozen must leave something to train, got nothing left; name fewer parts.")
+    return model, tokenizer
+
+
+def folder_digest(path: Path) -> str:
+    """Name a model's folder by its configuration and the sizes of its weights, wherever it lies."""
+    digest = hashlib.sha256()
+    try:
+        digest.update((path / "config.json").read_bytes())
+        for file in sorted(path.glob("*.safetensors")):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    except OSError as error:
+        raise ConfigError(
+            f"model.path must be a folder with a config.json, got {type(error).__name__} ({path.name}); "
+            "correct it."
+        ) from None
+    return digest.hexdigest()
+
+
+def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
+    names = dict(model.named_parameters())
+    for beginning in beginnings:
+        chosen = [name for name in names if name.startswith(beginning)]
+        if not chosen:
+            raise ConfigError(
+                f"model.frozen must be beginnings of parameter names, got {beginning!r} and none that begins "
+                f"so; {next(iter(names))} is one."
+            )
+        for name in chosen:
+            names[name].requires_grad_(False)
+
+
+def _freeze_idle(model: nn.Module, image: ImageSettings) -> None:
+    """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
+
+    A parameter without a gradient makes an exchange of gradients wait for ever.
+    """
+    with torch.enable_grad():
+        logits = model(
+            torch.zeros((1, image.num_slices, image.rows, image.columns)),
+            torch.ones((1, image.num_slices), dtype=torch.bool),
+            torch.tensor([[0.0, 1.0]]),
+            torch.zeros((1, 2), dtype=torch.int64),
+            torch.ones((1, 2), dtype=torch.bool),
+        )
+    used = _leaves(logits)
+    idle = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+    for name, parameter in model.named_parameters():
+        if name in idle:
+            parameter.requires_grad_(False)
+    if idle:
+        _LOGGER.info("%d parameters take no part and are not trained, %s among them", len(idle), idle[0])
+
+
+def _leaves(output: torch.Tensor) -> set[int]:
+    """Return the identities of the parameters that a tensor was computed from, without a backward."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found

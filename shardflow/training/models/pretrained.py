@@ -1,0 +1,373 @@
+"""The words around a report: a chat template, with a place for every slice.
+
+The template is rendered once, with the user's prompt behind all slices and a marker where the assistant's
+report stands. What is before the report is the same for every sample, so it is kept as token ids and never
+labelled; a row of a micro-batch is the last of them, the report, and what ends the assistant's turn. That
+is also where generation begins.
+
+Models of transformers from a local folder, called like the reference model.
+
+Two kinds: LLaVA-style (features of every slice take the places of image tokens in a chat) and vision
+encoder-decoders (the decoder looks at the patches of all slices). Both take the loader's slices and rows of
+report tokens and give logits for the rows. Padded slices run through the encoder and are masked, also where
+a micro-batch has no image at all, so every trained parameter takes part in every backward on every rank.
+
+Only safetensors are read, nothing is downloaded, and no code of the folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText, VisionEncoderDecoderModel
+from transformers.utils import logging as transformers_logging
+
+from shardflow.errors import ConfigError
+from shardflow.seeds import derive
+from shardflow.training.config import ImageSettings, ModelSettings, TextSettings
+from shardflow.training.device.images import window_images
+from shardflow.training.text import ReportTokenizer
+
+_MARKER = "shardflow-report-stands-here"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatFrame:
+    """Token ids around a report."""
+
+    before: tuple[int, ...]
+    """All before the row, with ``tokens_per_slice`` image tokens for each slice."""
+    slice_of: tuple[int, ...]
+    """For each of them the slice that it stands for, or -1 for words."""
+    begin: int
+    """Last token before the report, the first of a row."""
+    end: tuple[int, ...]
+    """What ends the assistant's turn; predicted like the report."""
+
+
+def chat_frame(
+    tokenizer: ReportTokenizer, prompt: str, *, num_slices: int, tokens_per_slice: int, image_token_id: int
+) -> ChatFrame:
+    """Render the tokenizer's chat template around a report.
+
+    Args:
+        tokenizer: With the chat template of the model.
+        prompt: What the user says behind the slices.
+        num_slices: Most slices of a sample.
+        tokens_per_slice: Places of the sequence that a slice takes.
+        image_token_id: Token that the template puts down for an image.
+
+    Raises:
+        ConfigError: there is no template, or it does not put down one image token for each slice behind a
+            first word.
+    """
+    user = [*({"type": "image"} for _ in range(num_slices)), {"type": "text", "text": prompt}]
+    assistant = [{"type": "text", "text": _MARKER}]
+    before, end = tokenizer.chat_parts(
+        [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}], _MARKER
+    )
+    found = before.count(image_token_id)
+    # A sequence that began with a padded slice would have a first position that may look at nothing.
+    if found != num_slices or image_token_id in {before[0], before[-1]}:
+        raise ConfigError(
+            f"the chat template of text.tokenizer must put down one image token for each of {num_slices} "
+            f"slices, behind some words and before others, got {found}; take the template of model.path."
+        )
+    ids: list[int] = []
+    slice_of: list[int] = []
+    number = -1
+    for token in before[:-1]:
+        is_slice = token == image_token_id
+        number += is_slice
+        ids += [token] * (tokens_per_slice if is_slice else 1)
+        slice_of += [number] * tokens_per_slice if is_slice else [-1]
+    return ChatFrame(
+        before=tuple(ids),
+        slice_of=tuple(slice_of),
+        begin=before[-1],
+        end=tuple(end) or tokenizer.end_ids,
+    )
+
+
+# ruff: noqa: N803, N806
+# Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns, T tokens, P places of a slice, D
+# width, V vocabulary, N any number.
+
+
+_ENCODER_DECODER = "vision-encoder-decoder"
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceLook:
+    """How the vision encoder wants pixels: as its processor would hand them over."""
+
+    mean: tuple[float, ...]
+    """Of each channel, for pixels from 0 to 1; a grey slice is repeated over the channels."""
+    std: tuple[float, ...]
+
+    def pixels(
+        self,
+        images_BKHW: torch.Tensor,
+        slice_mask_BK: torch.Tensor,
+        display_range_B2: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return ``(B * K, C, H, W)`` of ``dtype``; images without a display range are windowed already."""
+        exact = torch.promote_types(dtype, torch.float32)
+        if display_range_B2 is None:
+            windowed = images_BKHW.to(exact)
+        else:
+            windowed = window_images(images_BKHW, slice_mask_BK, display_range_B2, exact)
+        grey = (windowed.flatten(0, 1)[:, None] + 1) / 2
+        mean, std = (torch.tensor(v, dtype=exact, device=grey.device) for v in (self.mean, self.std))
+        return ((grey - mean[:, None, None]) / std[:, None, None]).to(dtype)
+
+
+class LlavaReports(nn.Module):
+    """A LLaVA-style model in a chat whose answer is the report.
+
+    Args:
+        model: A model of ``AutoModelForImageTextToText`` that replaces image tokens by features.
+        frame: The chat around a report.
+        look: How the encoder wants pixels.
+    """
+
+    def __init__(self, model: nn.Module, frame: ChatFrame, look: SliceLook) -> None:
+        super().__init__()
+        self.model = model
+        self._look = look
+        self._slice_of = torch.tensor(frame.slice_of)
+        self.before_N: torch.Tensor
+        self.register_buffer("before_N", torch.tensor(frame.before), persistent=False)
+
+    def forward(
+        self,
+        images_BKHW: torch.Tensor,
+        slice_mask_BK: torch.Tensor,
+        display_range_B2: torch.Tensor | None,
+        token_ids_BT: torch.Tensor,
+        token_mask_BT: torch.Tensor,
+    ) -> torch.Tensor:
+        """Predict the next token at every position of the rows; arguments as of the reference model."""
+        (batch_size, num_slices), device = slice_mask_BK.shape, token_ids_BT.device
+        here = torch.nonzero(self._slice_of < num_slices)[:, 0]
+        slice_of_N = self._slice_of[here].to(device)
+        before_BN = self.before_N[here.to(device)].expand(batch_size, -1)
+        words_B1 = torch.ones_like(slice_mask_BK[:, :1])
+        # Behind the last slice stands a place that is always there, which -1 points at.
+        mask_BN = torch.cat([slice_mask_BK, words_B1], dim=1)[:, slice_of_N]
+        mask_BS = torch.cat([mask_BN, token_mask_BT], dim=1).long()
+        output = self.model(
+            input_ids=torch.cat([before_BN, token_ids_BT], dim=1),
+            pixel_values=self._look.pixels(
+                images_BKHW, slice_mask_BK, display_range_B2, _floating_type(self.model)
+            ),
+            attention_mask=mask_BS,
+            # A padded slice takes no number, so what follows it stands where it would stand without it.
+            position_ids=(mask_BS.cumsum(dim=1) - 1).clamp(min=0),
+            use_cache=False,
+            logits_to_keep=token_ids_BT.shape[1],
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+class EncoderDecoderReports(nn.Module):
+    """A vision encoder-decoder whose decoder looks at the patches of all slices of a study.
+
+    Args:
+        model: A ``VisionEncoderDecoderModel``.
+        look: How the encoder wants pixels.
+    """
+
+    def __init__(self, model: nn.Module, look: SliceLook) -> None:
+        super().__init__()
+        self.model = model
+        self._look = look
+
+    def forward(
+        self,
+        images_BKHW: torch.Tensor,
+        slice_mask_BK: torch.Tensor,
+        display_range_B2: torch.Tensor | None,
+        token_ids_BT: torch.Tensor,
+        token_mask_BT: torch.Tensor,
+    ) -> torch.Tensor:
+        """Predict the next token at every position of the rows; arguments as of the reference model."""
+        model: Any = self.model
+        pixels = self._look.pixels(images_BKHW, slice_mask_BK, display_range_B2, _floating_type(model))
+        patches_NPD = model.encoder(pixel_values=pixels).last_hidden_state
+        if hasattr(model, "enc_to_dec_proj"):
+            patches_NPD = model.enc_to_dec_proj(patches_NPD)
+        patches_BKPD = patches_NPD.unflatten(0, slice_mask_BK.shape)
+        seen_BKPD = torch.where(slice_mask_BK[:, :, None, None], patches_BKPD, torch.zeros_like(patches_BKPD))
+        # A study without images looks at zeros: attention to nothing at all is not a number.
+        visible_BK = slice_mask_BK | ~slice_mask_BK.any(dim=1, keepdim=True)
+        output = model.decoder(
+            input_ids=token_ids_BT,
+            attention_mask=token_mask_BT.long(),
+            encoder_hidden_states=seen_BKPD.flatten(1, 2),
+            encoder_attention_mask=visible_BK.repeat_interleave(patches_NPD.shape[1], dim=1).long(),
+            use_cache=False,
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+def build_pretrained(
+    settings: ModelSettings,
+    image: ImageSettings,
+    text: TextSettings,
+    tokenizer: ReportTokenizer,
+    *,
+    seed: int,
+) -> tuple[nn.Module, ReportTokenizer]:
+    """Build a model of transformers from ``model.path``.
+
+    Args:
+        settings: The table ``[model]``, with a path.
+        image: View of a study; slices must have the size that the encoder wants.
+        text: Prompt and longest row.
+        tokenizer: That of ``text.tokenizer``.
+        seed: Run-level seed, for weights that are not stored.
+
+    Returns:
+        The model on the CPU in float32 and training mode, and the tokenizer that frames reports for it.
+
+    Raises:
+        ConfigError: the folder holds no such model, or view, tokenizer or lengths do not fit it.
+    """
+    path = settings.path
+    if path is None:
+        raise ConfigError("model.path must name a folder, got none; set it.")
+    config = _read_config(path)
+    kind = VisionEncoderDecoderModel if config.model_type == _ENCODER_DECODER else AutoModelForImageTextToText
+    torch.manual_seed(derive(seed, "model-weights"))
+    inner = _read_model(kind, path, config, is_stored=settings.weights == "stored").train()
+    vision = config.encoder if config.model_type == _ENCODER_DECODER else config.vision_config
+    look = _read_look(path, num_channels=int(getattr(vision, "num_channels", 3)))
+    _check_view(image, vision)
+    words = config.decoder if config.model_type == _ENCODER_DECODER else config.get_text_config()
+    _check_words(words, tokenizer)
+    if config.model_type == _ENCODER_DECODER:
+        begin = getattr(config, "decoder_start_token_id", None)  # absent where the folder does not set it
+        framed = tokenizer.framed(
+            begin_id=tokenizer.begin_id if begin is None else int(begin), end_ids=tokenizer.end_ids
+        )
+        _check_length(words, text.max_tokens)
+        return EncoderDecoderReports(inner, look), framed
+    frame = chat_frame(
+        tokenizer,
+        text.prompt,
+        num_slices=image.num_slices,
+        tokens_per_slice=_tokens_per_slice(inner, image, len(look.mean)),
+        image_token_id=int(config.image_token_id),
+    )
+    _check_length(words, len(frame.before) + text.max_tokens)
+    return LlavaReports(inner, frame, look), tokenizer.framed(begin_id=frame.begin, end_ids=frame.end)
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path must be a folder with a config.json of transformers, got {type(error).__name__} "
+            f"({path.name}); correct it."
+        ) from None
+    if config.model_type != _ENCODER_DECODER and not hasattr(config, "image_token_id"):
+        raise ConfigError(
+            "model.path must hold a LLaVA-style model or a vision encoder-decoder, got "
+            f"{config.model_type!r}; choose another."
+        )
+    return config
+
+
+def _read_model(kind: Any, path: Path, config: Any, *, is_stored: bool) -> nn.Module:
+    transformers_logging.disable_progress_bar()
+    try:
+        model: nn.Module = (
+            kind.from_pretrained(
+                str(path), config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
+            )
+            if is_stored
+            else _make_model(kind, config)
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path must hold a model that can be built, with safetensors where model.weights is "
+            f"'stored', got {type(error).__name__} ({path.name}); correct it, or set model.weights."
+        ) from None
+    return model
+
+
+def _make_model(kind: Any, config: Any) -> nn.Module:
+    model: nn.Module = kind(config) if kind is VisionEncoderDecoderModel else kind.from_config(config)
+    return model.float()
+
+
+def _read_look(path: Path, *, num_channels: int) -> SliceLook:
+    """Read mean and deviation from the folder's processor; without one pixels go from -1 to 1."""
+    for name in _PROCESSOR_FILES:
+        try:
+            content = json.loads((path / name).read_bytes())
+        except OSError:
+            continue
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} of model.path must be JSON, got {type(error).__name__}; correct it."
+            ) from None
+        content = content.get("image_processor", content)
+        if content.get("image_mean") and content.get("image_std"):
+            mean, std = (tuple(map(float, content[key])) for key in ("image_mean", "image_std"))
+            if num_channels == 1:  # one grey channel looks at the mean of the three
+                mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+            return SliceLook(mean=mean, std=std)
+    return SliceLook(mean=(0.5,) * num_channels, std=(0.5,) * num_channels)
+
+
+def _check_view(image: ImageSettings, vision: Any) -> None:
+    size = getattr(vision, "image_size", None)
+    wanted = (size, size) if isinstance(size, int) else tuple(size or (image.rows, image.columns))
+    if wanted != (image.rows, image.columns):
+        raise ConfigError(
+            f"image.rows and image.columns must be {wanted[0]} and {wanted[1]}, as the vision encoder of "
+            f"model.path wants, got {image.rows} and {image.columns}; set them."
+        )
+
+
+def _check_words(words: Any, tokenizer: ReportTokenizer) -> None:
+    if tokenizer.vocab_size > words.vocab_size:
+        raise ConfigError(
+            f"text.tokenizer must have at most the {words.vocab_size} tokens of model.path, got "
+            f"{tokenizer.vocab_size}; take the model's own."
+        )
+
+
+def _check_length(words: Any, num_positions: int) -> None:
+    limit = getattr(words, "max_position_embeddings", None)
+    if limit is not None and num_positions > limit:
+        raise ConfigError(
+            f"slices, prompt and text.max_tokens must fit the {limit} positions of model.path, got "
+            f"{num_positions}; lower image.num_slices or text.max_tokens."
+        )
+
+
+def _tokens_per_slice(model: Any, image: ImageSettings, num_channels: int) -> int:
+    """Ask the model itself: how many features a slice has is spread over its configuration."""
+    with torch.no_grad():
+        features = model.get_image_features(
+            pixel_values=torch.zeros((1, num_channels, image.rows, image.columns))
+        )
+    pooled = getattr(features, "pooler_output", features)
+    return int(pooled[0].shape[0])
+
+
+def _floating_type(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -1,0 +1,232 @@
+"""From slices in their unit to what an eye can judge: grey values, sides of the body, millimetres.
+
+A slice as a small JPEG: for the page, and as a field of a dataset (docs/adr/0113).
+
+The encoder's parameters are all given: the same slice and version of OpenCV give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError, FormatError
+
+# Positive and negative direction of the axes of LPS: x to the patient's left, y to the back, z to the head.
+_SIDES = (("L", "R"), ("P", "A"), ("H", "F"))
+_OPPOSITE = {"L": "R", "R": "L", "P": "A", "A": "P", "H": "F", "F": "H"}
+# sin 20 degrees: a direction nearer than that to a plane is not worth a second letter.
+_LEAST_SHARE = 0.342
+# Values of 16 bits.
+_MANY = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is shown black and what white, in the unit of the slices."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        """Parse ``centre,width`` or the name of a usual CT window.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        if text in WINDOWS:
+            return WINDOWS[text]
+        try:
+            centre, width = (float(part) for part in text.split(","))
+        except ValueError:
+            centre, width = math.nan, math.nan
+        if not (math.isfinite(centre) and math.isfinite(width) and width > 0):
+            known = ", ".join(sorted(WINDOWS))
+            raise ConfigError(f"--window must be CENTRE,WIDTH or one of {known}, got {text!r}.")
+        return cls(centre - width / 2, centre + width / 2)
+
+    @classmethod
+    def of_series(cls, series: Mapping[str, Any]) -> Window | None:
+        """Return the series' own ``display_range``, or None where it states none."""
+        limits = series.get("display_range")
+        return cls(float(limits[0]), float(limits[1])) if limits else None
+
+    def __str__(self) -> str:
+        return f"centre {(self.low + self.high) / 2:g}, width {self.high - self.low:g}"
+
+
+WINDOWS: Final[Mapping[str, Window]] = {
+    "bone": Window(-500.0, 1300.0),
+    "brain": Window(0.0, 80.0),
+    "lung": Window(-1350.0, 150.0),
+    "soft": Window(-160.0, 240.0),
+}
+"""Usual windows of CT, in HU."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLetters:
+    """Towards which side of the patient each edge of the picture lies; empty where unknown."""
+
+    left: str = ""
+    right: str = ""
+    top: str = ""
+    bottom: str = ""
+
+
+def to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
+    """Map a slice to 8 bits.
+
+    Args:
+        pixels: ``(rows, columns)`` of any number type, or ``(rows, columns, 3)`` uint8, which stays as it is.
+        window: None takes the slice's own extremes.
+
+    Returns:
+        The same shape, uint8; what is not a number is black.
+    """
+    if pixels.ndim == 3 and pixels.dtype == np.uint8:
+        return pixels
+    if pixels.dtype.kind in "iu" and pixels.dtype.itemsize <= 2 and pixels.size > _MANY:
+        # There are fewer values than pixels: each is mapped once, and the pixels are looked up.
+        code = np.dtype(f"u{pixels.dtype.itemsize}")
+        every = np.arange(1 << 8 * code.itemsize, dtype=code).view(pixels.dtype)
+        window = window or Window(float(pixels.min()), float(pixels.max()))
+        return np.asarray(_map_to_grey(every, window)[pixels.view(code)])
+    return _map_to_grey(pixels, window)
+
+
+def _map_to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
+    values = pixels.astype(np.float32)
+    finite = np.isfinite(values)
+    if window is None:
+        known = values[finite]
+        window = Window(float(known.min()), float(known.max())) if known.size else Window(0.0, 1.0)
+    span = max(window.high - window.low, 1e-6)
+    scaled = np.clip((values - window.low) * (255.0 / span), 0.0, 255.0)
+    return np.where(finite, np.rint(scaled), 0).astype(np.uint8)
+
+
+def to_size(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Resize a picture: averaged where it shrinks, linear where it grows, pixels kept if few."""
+    rows, columns = pixels.shape[:2]
+    if rows >= height and columns >= width:
+        method = cv2.INTER_AREA
+    else:
+        method = cv2.INTER_LINEAR if min(rows, columns) >= 48 else cv2.INTER_NEAREST
+    return np.asarray(cv2.resize(pixels, (width, height), interpolation=method), dtype=np.uint8)
+
+
+def pixel_spacing(series: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return millimetres ``(between rows, between columns)``, or None where they are unknown or absurd."""
+    spacing = series.get("pixel_spacing_mm")
+    if not spacing or not all(isinstance(value, int | float) and value > 0 for value in spacing):
+        return None
+    rows, columns = map(float, spacing)
+    return (rows, columns) if max(rows, columns) < 50 * min(rows, columns) else None
+
+
+def edge_letters(series: Mapping[str, Any]) -> EdgeLetters:
+    """Name the sides of the patient at the edges: from the affine, else from what the source states.
+
+    A second letter follows where the edge lies between two sides by more than 20 degrees.
+    """
+    affine = series.get("affine_lps")
+    if affine:
+        matrix = np.asarray(affine, dtype=np.float64)
+        right, bottom = _direction(matrix[:3, 0]), _direction(matrix[:3, 1])
+    else:
+        stated = (series.get("technical") or {}).get("patient_orientation")
+        if not (isinstance(stated, list) and len(stated) == 2 and all(_is_direction(s) for s in stated)):
+            return EdgeLetters()
+        right, bottom = stated
+    return EdgeLetters(left=_reverse(right), right=right, top=_reverse(bottom), bottom=bottom)
+
+
+def _direction(vector: NDArray[np.float64]) -> str:
+    length = float(np.linalg.norm(vector))
+    if not (math.isfinite(length) and length > 0):
+        return ""
+    shares = (vector / length).tolist()
+    order = sorted(range(3), key=lambda axis: -abs(shares[axis]))
+    return "".join(_SIDES[axis][shares[axis] < 0] for axis in order if abs(shares[axis]) > _LEAST_SHARE)[:2]
+
+
+def _is_direction(text: object) -> bool:
+    return isinstance(text, str) and 1 <= len(text) <= 3 and set(text) <= _OPPOSITE.keys()
+
+
+def _reverse(letters: str) -> str:
+    return "".join(_OPPOSITE[letter] for letter in letters)
+
+
+def scale_bar_mm(width_mm: float, steps: Sequence[float] = (1, 2, 5)) -> float:
+    """Choose a round length of at most a third of a width, in mm."""
+    largest = width_mm / 3
+    power = 10.0 ** math.floor(math.log10(largest))
+    return max(step * power for step in steps if step * power <= largest)
+
+
+_PARAMETERS: Final = (
+    *(cv2.IMWRITE_JPEG_QUALITY, 85),
+    *(cv2.IMWRITE_JPEG_PROGRESSIVE, 0),
+    *(cv2.IMWRITE_JPEG_OPTIMIZE, 0),
+    *(cv2.IMWRITE_JPEG_RST_INTERVAL, 0),
+    *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444),
+)
+# Pixels of one side may be so much longer than those of the other.
+_MOST_STRETCH: Final = 50.0
+_LEAST_SIDE: Final = 8
+
+
+class Picture(NamedTuple):
+    """An encoded picture and its size in pixels, which are squares."""
+
+    jpeg: bytes
+    width: int
+    height: int
+
+
+def encode_thumbnail(
+    pixels: NDArray[Any],
+    spacing_mm: Sequence[float] | None,
+    display_range: Sequence[float] | None,
+    *,
+    max_side: int,
+    may_grow: bool = False,
+) -> Picture:
+    """Show a slice as it lies in the body: in its display range, with square pixels.
+
+    Args:
+        pixels: ``(rows, columns)`` of any number type, or ``(rows, columns, 1 or 3)``, RGB of 8 bits.
+        spacing_mm: Between rows and between columns; None or absurd ones are taken for equal.
+        display_range: What is black and white; None takes the slice's extremes.
+        max_side: Longer side in pixels, at most.
+        may_grow: Whether a smaller slice is enlarged to it.
+
+    Raises:
+        FormatError: It is no picture.
+    """
+    pixels = pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels
+    between_rows, between_columns = spacing_mm or (1.0, 1.0)
+    if not 1 / _MOST_STRETCH < between_rows / between_columns < _MOST_STRETCH:
+        between_rows = between_columns = 1.0
+    finest = min(between_rows, between_columns)
+    height, width = pixels.shape[0] * between_rows / finest, pixels.shape[1] * between_columns / finest
+    scale = max_side / max(height, width)
+    scale = scale if may_grow else min(scale, 1.0)
+    height, width = (max(round(side * scale), min(_LEAST_SIDE, max_side)) for side in (height, width))
+    window = Window(float(display_range[0]), float(display_range[1])) if display_range else None
+    grey = to_size(to_grey(pixels, window), height, width)
+    # OpenCV writes colours as blue, green, red.
+    plain = np.ascontiguousarray(grey[..., ::-1] if grey.ndim == 3 else grey)
+    ok, encoded = cv2.imencode(".jpg", plain, _PARAMETERS)
+    if not ok:
+        raise FormatError("a slice must be a picture of one or three samples a pixel, got another.")
+    return Picture(encoded.tobytes(), width, height)

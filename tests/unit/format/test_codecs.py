@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import blosc2
+import imagecodecs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from PIL import Image
+
+from shardflow.errors import FormatError
+from shardflow.format.codecs import CODECS, array_header, codec_for, decode_array, encode_array
+
+pytestmark = pytest.mark.fast
+
+DTYPES = ["|u1", "|i1", "<i2", "<u2", "<i4", "<f4", "<f8"]
+SHAPES = [
+    (1, 1),
+    (2, 2),
+    (1, 300),
+    (300, 1),
+    (7, 5),
+    (64, 48),
+    (61, 3),
+    (40, 30, 3),
+    (5, 4, 1),
+    (512, 512),
+    (509, 700),
+]
+
+
+def _pixels(shape: tuple[int, ...], dtype: str, kind: str) -> NDArray[Any]:
+    rng = np.random.default_rng([len(shape), *shape])
+    if kind == "zeros":
+        return np.zeros(shape, dtype)
+    if kind == "one value":
+        return np.full(shape, 7, dtype)
+    if kind == "smooth":
+        return (
+            np.add.outer(np.arange(shape[0]), np.arange(int(np.prod(shape[1:])))).reshape(shape).astype(dtype)
+        )
+    return (
+        rng.integers(0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("kind", ["noise", "smooth", "one value", "zeros"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_come_back_bit_for_bit(codec: str, kind: str, dtype: str) -> None:
+    for shape in SHAPES:
+        pixels = _pixels(shape, dtype, kind)
+        if not CODECS[codec].holds(shape, np.dtype(dtype)):
+            assert codec_for(codec, shape, np.dtype(dtype)) == "b2nd"
+            with pytest.raises(FormatError, match=f"one that {codec} can hold"):
+                encode_array(codec, pixels)
+            continue
+        assert codec_for(codec, shape, np.dtype(dtype)) == codec
+        payload = encode_array(codec, pixels)
+        assert array_header(codec, payload) == (shape, np.dtype(dtype))
+        assert decode_array(codec, payload).tobytes() == pixels.tobytes()
+        out = np.full(shape, 1, dtype)
+        for view in (payload, bytearray(payload), memoryview(payload), np.frombuffer(payload, np.uint8)):
+            out[...] = 1
+            assert decode_array(codec, view, out) is out
+            assert out.tobytes() == pixels.tobytes()
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(CODECS)),
+    hnp.arrays(
+        st.sampled_from([">i2", ">u4", "<i2", "<u2", "|u1", "|i1", ">f4", "<f8"]),
+        hnp.array_shapes(min_dims=2, max_dims=3, max_side=20),
+    ),
+)
+def test_any_array_comes_back_little_endian(codec: str, pixels: NDArray[Any]) -> None:
+    codec = codec_for(codec, pixels.transpose().shape, pixels.dtype)
+    found = decode_array(codec, encode_array(codec, pixels.transpose()))
+    assert found.dtype == pixels.dtype.newbyteorder("<")
+    assert found.tobytes() == np.ascontiguousarray(pixels.transpose(), found.dtype).tobytes()
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_the_same_slice_gives_the_same_bytes(codec: str) -> None:
+    pixels = _pixels((512, 700), "<i2", "noise")
+    payloads: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: payloads.append(encode_array(codec, pixels.copy()))) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(payloads) == 6
+    assert len(set(payloads)) == 1
+
+
+def test_encoding_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More give other bytes from run to run."""
+    threads: list[int] = []
+    asarray, compress = blosc2.asarray, blosc2.compress2
+
+    def record_asarray(array: Any, **keywords: Any) -> Any:
+        threads.append(keywords["cparams"].nthreads)
+        return asarray(array, **keywords)
+
+    def record_compress(array: Any, **keywords: Any) -> Any:
+        threads.append(keywords["nthreads"])
+        return compress(array, **keywords)
+
+    monkeypatch.setattr(blosc2, "asarray", record_asarray)
+    monkeypatch.setattr(blosc2, "compress2", record_compress)
+    encode_array("b2nd", _pixels((512, 700), "<i2", "noise"))
+    encode_array("b2nd", _pixels((512, 700), "|u1", "noise"))
+    assert threads == [1, 1]
+
+
+def _frame_by_blosc2_alone(pixels: NDArray[Any], block_rows: int) -> bytes:
+    frame = blosc2.asarray(
+        pixels,
+        chunks=pixels.shape,
+        blocks=(block_rows, *pixels.shape[1:]),
+        contiguous=True,
+        cparams=blosc2.CParams(
+            codec=blosc2.Codec.ZSTD,
+            clevel=1,
+            filters=[blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA],
+            filters_meta=[0, 0],
+            typesize=pixels.itemsize,
+            nthreads=1,
+        ),
+    )
+    return bytes(frame.to_cframe())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["noise", "smooth", "one value", "zeros"])
+def test_frames_are_those_of_blosc2_byte_for_byte(kind: str, dtype: str) -> None:
+    """They are put together from its pieces, which must not show."""
+    for shape in SHAPES:
+        pixels = _pixels(shape, dtype, kind)
+        payload = encode_array("b2nd", pixels)
+        block_rows = blosc2.ndarray_from_cframe(payload).blocks[0]
+        assert payload == _frame_by_blosc2_alone(pixels, block_rows), shape
+
+
+@settings(max_examples=60)
+@given(
+    hnp.arrays(
+        st.sampled_from(["<i2", "<u2", "<i4", "<f4"]), hnp.array_shapes(min_dims=2, max_dims=3, max_side=90)
+    )
+)
+def test_any_frame_is_that_of_blosc2(pixels: NDArray[Any]) -> None:
+    payload = encode_array("b2nd", pixels)
+    assert payload == _frame_by_blosc2_alone(pixels, blosc2.ndarray_from_cframe(payload).blocks[0])
+
+
+def test_plain_readers_read_the_payloads() -> None:
+    """Without shardflow: python-blosc2 and NumPy."""
+    for shape in SHAPES:
+        for kind in ("noise", "smooth", "one value", "zeros"):
+            pixels = _pixels(shape, "<i2", kind)
+            frame = blosc2.ndarray_from_cframe(encode_array("b2nd", pixels))
+            assert frame[...].tobytes() == pixels.tobytes()
+            assert frame.dtype == pixels.dtype
+            assert np.load(io.BytesIO(encode_array("npy", pixels))).tobytes() == pixels.tobytes()
+
+
+def test_plain_readers_read_what_is_for_archives_and_other_tools() -> None:
+    for dtype in ("|u1", "<u2", "<i2"):
+        for shape in ((7, 5), (64, 48), (40, 30, 3)):
+            pixels = _pixels(shape, dtype, "noise")
+            found = imagecodecs.htj2k_decode(encode_array("htj2k", pixels))
+            assert found.dtype == pixels.dtype
+            assert found.tobytes() == pixels.tobytes()
+            payload = encode_array("png16", pixels)
+            moved = np.asarray(imagecodecs.png_decode(payload)).astype(np.int64)
+            # The offset is where every PNG library finds texts.
+            texts = getattr(Image.open(io.BytesIO(payload)), "text", {}) if dtype == "<i2" else {}
+            assert texts == ({"Offset": "-32768"} if dtype == "<i2" else {})
+            assert (moved + int(texts.get("Offset", "0")) == pixels).all()
+
+
+def test_a_signed_slice_stays_signed_on_its_way_to_jpeg_2000() -> None:
+    """As unsigned numbers around zero become two far ends, and the codestream a third larger."""
+    rng = np.random.default_rng(0)
+    pixels = rng.normal(0, 30, (128, 128)).astype("<i2")
+    payload = encode_array("htj2k", pixels)
+    assert array_header("htj2k", payload)[1] == np.dtype("<i2")
+    assert len(payload) < 0.8 * len(encode_array("htj2k", pixels.view("<u2")))
+
+
+def test_a_damaged_png_is_an_error_and_nothing_is_written_beside_the_output() -> None:
+    payload = encode_array("png16", _pixels((16, 16), "<i2", "smooth"))
+    room = np.full((3, 16, 16), 9, "<i2")
+    num_refused = 0
+    for place in range(0, 8 * len(payload), 3):
+        damaged = bytearray(payload)
+        damaged[place // 8] ^= 1 << place % 8
+        try:
+            decode_array("png16", damaged, room[1])
+        except FormatError:
+            num_refused += 1
+    assert num_refused > len(payload)
+    assert (room[::2] == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(0, b"\xff\x4e"), (8, b"\0\0\0\1"), (24, b"\0\0\0\0"), (38, b"\0\4"), (40, b"\x0b"), (41, b"\2")],
+    ids=["start", "another width", "no tiles", "four components", "twelve bits", "every second pixel"],
+)
+def test_a_codestream_of_another_kind_is_refused_before_it_is_decoded(offset: int, value: bytes) -> None:
+    """OpenJPH divides by what stands there."""
+    payload = bytearray(encode_array("htj2k", _pixels((16, 16), "<i2", "smooth")))
+    payload[offset : offset + len(value)] = value
+    with pytest.raises(FormatError):
+        decode_array("htj2k", payload, np.empty((16, 16), "<i2"))
+
+
+def test_the_documented_filters_are_used() -> None:
+    frame = blosc2.ndarray_from_cframe(encode_array("b2nd", _pixels((512, 512), "<i2", "smooth")))
+    assert frame.cparams.codec == blosc2.Codec.ZSTD
+    assert frame.cparams.clevel == 1
+    filters = [item for item in frame.cparams.filters if item != blosc2.Filter.NOFILTER]
+    assert filters == [blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA]
+    assert (frame.chunks, frame.blocks) == ((512, 512), (256, 512))
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_rows"),
+    [
+        ((512, 512), 256),  # 256 KiB
+        ((64, 64), 64),  # small: one block
+        ((509, 700), 509),  # prime: its divisor 1 is too small a block
+        ((3000, 2400), 50),  # 234 KiB, the largest divisor that fits
+        ((1, 200_000), 1),  # one row over the limit stays whole
+    ],
+)
+def test_blocks_are_full_rows_that_divide_the_slice(shape: tuple[int, int], block_rows: int) -> None:
+    frame = blosc2.ndarray_from_cframe(encode_array("b2nd", np.zeros(shape, "<i2")))
+    assert frame.blocks == (block_rows, shape[1])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "blocks"),
+    [
+        ((64, 48), (16, 48)),
+        ((64, 48), (16, 16)),
+        ((32, 48), (16, 48)),
+        ((64, 48), (10, 48)),
+        ((20, 20), (7, 9)),
+    ],
+)
+def test_frames_of_other_writers_decode(chunks: tuple[int, int], blocks: tuple[int, int]) -> None:
+    """Several chunks, blocks that cut rows or stand over the edge: slower, never wrong."""
+    pixels = _pixels((64, 48), "<i2", "noise")
+    payload = blosc2.asarray(pixels, chunks=chunks, blocks=blocks).to_cframe()
+    assert array_header("b2nd", payload) == ((64, 48), np.dtype("<i2"))
+    assert decode_array("b2nd", payload).tobytes() == pixels.tobytes()
+
+
+def test_a_chunk_that_is_larger_than_the_output_never_overruns_it() -> None:
+    """blosc2.decompress2 writes what the chunk says, however small the buffer; the chunk must be asked
+    first.
+    """
+    payload = encode_array("b2nd", _pixels((128, 48), "<i2", "noise"))
+    start = int.from_bytes(payload[11:15], "big")
+    header = payload[:start]
+    for width in (8, 4):  # the shape has 64-bit numbers, those of chunk and block have 32
+        header = header.replace((128).to_bytes(width, "big"), (64).to_bytes(width, "big"))
+    lying = header + payload[start:]
+    assert array_header("b2nd", lying) == ((64, 48), np.dtype("<i2"))
+    room = np.full((128, 48), 9, "<i2")
+    with pytest.raises(FormatError, match="must hold 6144 bytes, got 12288"):
+        decode_array("b2nd", lying, room[:64])
+    assert (room == 9).all()
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_cut_payloads_are_refused(codec: str) -> None:
+    payload = encode_array(codec, _pixels((16, 16), "<i2", "noise"))
+    for stop in range(0, len(payload) - 1, 7):
+        with pytest.raises(FormatError):
+            decode_array(codec, payload[:stop], np.empty((16, 16), "<i2"))
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.empty((5, 7), "<i2"),
+        np.empty((7, 5), "<u2"),
+        np.empty((7, 5), ">i2"),
+        np.empty((7, 5, 1), "<i2"),
+        np.empty((7, 10), "<i2")[:, ::2],
+        np.empty((7, 5), "<i2", order="F"),
+    ],
+)
+def test_an_output_that_does_not_fit_is_refused(codec: str, out: NDArray[Any]) -> None:
+    payload = encode_array(codec, np.zeros((7, 5), "<i2"))
+    with pytest.raises(FormatError):
+        decode_array(codec, payload, out)
+
+
+def test_a_read_only_output_is_refused() -> None:
+    out = np.zeros((7, 5), "<i2")
+    out.flags.writeable = False
+    with pytest.raises(FormatError, match="writable"):
+        decode_array("npy", encode_array("npy", out), out)
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        np.zeros(4, "<i2"),
+        np.zeros((0, 4), "<i2"),
+        np.zeros((2, 2, 2, 2), "<i2"),
+        np.zeros((2, 2), bool),
+        np.zeros((2, 2), "O"),
+        np.zeros((2, 2), "c8"),
+    ],
+)
+def test_what_is_no_slice_is_refused(pixels: NDArray[Any]) -> None:
+    for codec in CODECS:
+        with pytest.raises(FormatError, match="a slice must be"):
+            encode_array(codec, pixels)
+
+
+def test_an_unknown_codec_is_named_beside_the_known() -> None:
+    for call in (
+        lambda: encode_array("png", np.zeros((2, 2))),
+        lambda: decode_array("png", b""),
+        lambda: array_header("png", b""),
+    ):
+        with pytest.raises(FormatError, match="one of b2nd, htj2k, npy, png16, got 'png'"):
+            call()
+
+
+def test_an_object_array_is_never_unpickled() -> None:
+    stream = io.BytesIO()
+    np.save(stream, np.array([[print]], object), allow_pickle=True)
+    with pytest.raises(FormatError, match="plain numbers"):
+        decode_array("npy", stream.getvalue())
+
+
+def test_decoding_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And uses one thread: python-blosc2's default would start as many as there are cores for each slice."""
+    calls: list[dict[str, Any]] = []
+    real = blosc2.decompress2
+
+    def recorded(source: Any, dst: Any, **keywords: Any) -> None:
+        calls.append(keywords)
+        real(source, dst=dst, **keywords)
+
+    monkeypatch.setattr(blosc2, "decompress2", recorded)
+    decode_array("b2nd", encode_array("b2nd", np.arange(256, dtype="<i2").reshape(16, 16)))
+    assert calls == [{"nthreads": 1}]
+    assert blosc2.set_releasegil(True) is True  # returns the value before
+
+
+def test_what_decodes_nothing_imports_no_blosc2() -> None:
+    """Half a second of every `shardflow info`."""
+    code = "import sys, shardflow.format; sys.exit('blosc2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,49 @@
+"""The list of the strict mode: medical and everyday words pass, names of people do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardflow.packing.deid.known_values import KnownValues
+from shardflow.packing.deid.lexicon import lexicon
+from shardflow.packing.deid.report_text import scrub
+
+pytestmark = pytest.mark.fast
+
+# Frequent in the United States, Germany, Spain, Nigeria, India, China; several are words too.
+_NAMES = """
+smith johnson williams jones garcia miller davis rodriguez martinez hernandez lopez gonzalez wilson anderson
+thomas taylor jackson martin perez thompson harris sanchez clark ramirez lewis robinson walker allen torres
+nguyen flores adams nelson mitchell carter roberts gomez phillips evans turner diaz parker cruz edwards
+collins reyes stewart morris morales murphy rogers gutierrez ortiz cooper peterson bailey reed
+kelly howard ramos kim cox richardson watson chavez bennett mendoza ruiz hughes alvarez castillo
+sanders patel myers ross foster jimenez powell jenkins russell sullivan fisher porter mason hunter
+mueller schmidt schneider fischer weber meyer wagner becker schulz hoffmann koch bauer richter klein wolf
+okafor adeyemi okonkwo balogun chukwu singh kumar sharma gupta reddy iyer wang zhang liu chen yang huang zhou
+james robert michael david joseph thomas charles daniel matthew anthony donald steven andrew joshua kenneth
+mary patricia jennifer linda elizabeth barbara susan jessica karen sarah nancy lisa margaret sandra ashley
+""".split()  # noqa: SIM905
+
+
+def test_no_frequent_name_is_a_word_of_the_list() -> None:
+    assert not [name for name in _NAMES if name in lexicon().english]
+
+
+def test_the_list_adds_nothing_to_what_tells_names_from_words() -> None:
+    """A name that is no common word is masked wherever it stands, whatever the strict mode lets pass."""
+    (word,) = {"hospitalized"} & lexicon().english
+    assert not lexicon().is_common(word)
+    known = KnownValues([{"PatientName": (f"{word.title()}^Zofia",)}])
+    assert scrub(f"The patient {word} again.", known, mode="strict").text == "The patient [NAME] again."
+
+
+def test_reports_survive_the_strict_mode() -> None:
+    """Sentences in the language of reports, upper case and abbreviations included; names fall out."""
+    text = (
+        "Centrilobular emphysema. RUL nodule, se 3 im 45, unchanged. PTX resolved after thoracostomy.\n"
+        "Pleomorphic microcalcifications; Hydroureteronephrosis on the left.\n"
+        "She was hospitalized yesterday for SBO.\n"
+        "Enoxaparin was stopped; Okafor and Zyxwell will call."
+    )
+    cleaned = scrub(text, KnownValues(()), mode="strict").text
+    assert cleaned == text.replace("Okafor", "[WORD]").replace("Zyxwell", "[WORD]")

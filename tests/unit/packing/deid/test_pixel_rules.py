@@ -1,0 +1,120 @@
+"""Rules over headers: which images are held back, blanked or taken for a head."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardflow.errors import ConfigError
+from shardflow.packing.deid.pixel_rules import load_rules
+
+pytestmark = pytest.mark.fast
+
+_CT = {
+    "SOPClassUID": ("1.2.840.10008.5.1.4.1.1.2",),
+    "Modality": ("CT",),
+    "ImageType": ("ORIGINAL", "PRIMARY", "AXIAL"),
+    "PhotometricInterpretation": ("MONOCHROME2",),
+}
+_SITE = """
+[[blackout]]
+name = "corner"
+when = { Modality = ["US"], Rows = ["600"] }
+boxes = [[0, 0, 60, 800]]
+clears = ["ultrasound", "ultrasound_class"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ()),
+        ({"BurnedInAnnotation": ("NO",)}, ()),
+        ({"BurnedInAnnotation": ("YES",)}, ("declared",)),
+        ({"ImageType": ("DERIVED", "SECONDARY", "SCREEN SAVE")}, ("screen_save",)),
+        ({"ImageType": ("DERIVED", "PRIMARY", "AXIAL", "CT_SOM5 PROT", "DOSE_INFO")}, ("screen_save",)),
+        ({"SeriesDescription": ("Dose Report",)}, ("report_page",)),
+        ({"SeriesDescription": ("CHEST 1.0 B30F",)}, ()),
+        ({"SOPClassUID": ("1.2.840.10008.5.1.4.1.1.7",)}, ("secondary_capture",)),
+        ({"SOPClassUID": ("1.2.840.10008.5.1.4.1.1.7.4",)}, ("secondary_capture",)),
+        ({"SOPClassUID": ("1.2.840.10008.5.1.4.1.1.77.1.1",)}, ()),
+        ({"ConversionType": ("WSD",)}, ("converted",)),
+        ({"Modality": ("US",)}, ("ultrasound",)),
+        ({"Modality": ("RF",)}, ("fluoroscopy",)),
+        ({"Modality": ("ES",)}, ("photography",)),
+        ({"PhotometricInterpretation": ("RGB",)}, ("colour_slices",)),
+        ({"ImageType": ("DERIVED", "SECONDARY", "VOLREN")}, ("rendering",)),
+    ],
+)
+def test_what_is_held_back(changes: dict[str, tuple[str, ...]], names: tuple[str, ...]) -> None:
+    verdict = load_rules().judge({**_CT, **changes}, accept=(), trusts_no=False)
+    assert verdict.held_back == names
+
+
+def test_a_declared_no_counts_only_where_it_is_trusted_and_never_against_a_proof() -> None:
+    rules = load_rules()
+    said_no = {**_CT, "Modality": ("US",), "BurnedInAnnotation": ("NO",)}
+    assert rules.judge(said_no, accept=(), trusts_no=False).held_back == ("ultrasound",)
+    assert rules.judge(said_no, accept=(), trusts_no=True).held_back == ()
+    saved = {**said_no, "ImageType": ("SCREEN SAVE",)}
+    assert rules.judge(saved, accept=(), trusts_no=True).held_back == ("screen_save",)
+
+
+def test_an_accepted_rule_is_named() -> None:
+    verdict = load_rules().judge({**_CT, "Modality": ("US",)}, accept=("ultrasound",), trusts_no=False)
+    assert (verdict.held_back, verdict.accepted) == ((), ("ultrasound",))
+
+
+def test_a_blackout_answers_the_rules_that_it_names_and_no_others() -> None:
+    rules = load_rules(_SITE)
+    image = {**_CT, "Modality": ("US",), "Rows": ("600",)}
+    verdict = rules.judge(image, accept=(), trusts_no=False)
+    assert verdict.held_back == ()
+    assert verdict.blackout is not None
+    assert verdict.blackout.boxes == ((0, 0, 60, 800),)
+    assert rules.judge({**image, "Rows": ("480",)}, accept=(), trusts_no=False).held_back == ("ultrasound",)
+    declared = {**image, "BurnedInAnnotation": ("YES",)}
+    assert rules.judge(declared, accept=(), trusts_no=False).held_back == ("declared",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_head"),
+    [
+        ({"BodyPartExamined": ("HEAD",)}, True),
+        ({"BodyPartExamined": ("Brain",)}, True),
+        ({"BodyPartExamined": ("CHEST",)}, False),
+        ({"StudyDescription": ("CT HEAD W/O CONTRAST",)}, True),
+        ({"StudyDescription": ("CT femoral head",), "Modality": ("DX",)}, False),
+        ({"SeriesDescription": ("T1 MPRAGE",)}, True),
+        ({"RecognizableVisualFeatures": ("YES",)}, True),
+    ],
+)
+def test_what_is_a_head(changes: dict[str, tuple[str, ...]], is_head: bool) -> None:
+    assert bool(load_rules().judge({**_CT, **changes}, accept=(), trusts_no=False).face) is is_head
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[[burned_in]]\nname = 'x'", "the keys name, verdict, when"),
+        ("[[burned_in]]\nname = 'x'\nverdict = 'perhaps'\nwhen = { Modality = ['US'] }", "dirty or suspect"),
+        ("[[burned_in]]\nname = 'x'\nverdict = 'dirty'\nwhen = {}", "a condition"),
+        (
+            "[[burned_in]]\nname = 'x'\nverdict = 'dirty'\nwhen = { Modality = ['('] }",
+            "expressions that compile",
+        ),
+        ("[[burned_in]]\nname = 'x'\nverdict = 'dirty'\nwhen = { Modality = 'US' }", "a list of expressions"),
+        ("[[burned_in]]\nname = 'ultrasound'\nverdict = 'dirty'\nwhen = { Rows = ['1'] }", "used once"),
+        (_SITE.replace("[[0, 0, 60, 800]]", "[[60, 0, 0, 800]]"), "boxes"),
+        (_SITE.replace('"ultrasound_class"', '"nothing"'), "names of rules"),
+        (_SITE.replace("blackout", "blackouts"), "must be tables"),
+        ("[[", "must be TOML"),
+    ],
+)
+def test_a_table_that_says_something_else_is_refused(text: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_rules(text)
+
+
+def test_accepting_what_is_no_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"deid\.accept must name rules"):
+        load_rules().check_names(["ultrasounds"])

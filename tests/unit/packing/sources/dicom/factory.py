@@ -1,0 +1,122 @@
+"""Small synthetic DICOM files, written by pydicom: never by the code under test."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.encaps import encapsulate
+from pydicom.uid import ExplicitVRLittleEndian
+
+from shardflow.packing.sources.dicom.headers import InstanceHeader, read_header
+
+UID_ROOT = "1.2.826.0.1.3680043.10.1510."
+AXIAL = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+SOP_CLASSES = {
+    "CT": "1.2.840.10008.5.1.4.1.1.2",
+    "MR": "1.2.840.10008.5.1.4.1.1.4",
+    "CR": "1.2.840.10008.5.1.4.1.1.1",
+    "DX": "1.2.840.10008.5.1.4.1.1.1.1",
+    "US": "1.2.840.10008.5.1.4.1.1.6.1",
+    "PT": "1.2.840.10008.5.1.4.1.1.128",
+    "OT": "1.2.840.10008.5.1.4.1.1.7",
+}
+
+
+def make_dataset(
+    *,
+    modality: str = "CT",
+    pixels: np.ndarray[Any, np.dtype[Any]] | None = None,
+    number: int = 1,
+    position: tuple[float, float, float] | None = (0.0, 0.0, 0.0),
+    orientation: tuple[float, ...] | None = AXIAL,
+    **attributes: Any,
+) -> Dataset:
+    """One image. ``attributes`` override by keyword; None removes an element."""
+    if pixels is None:
+        pixels = np.arange(12, dtype=np.uint16).reshape(3, 4) + 16 * number
+    num_frames = pixels.shape[0] if pixels.ndim == 4 or (pixels.ndim == 3 and pixels.shape[-1] != 3) else None
+    shape: tuple[int, ...] = pixels.shape[1:] if num_frames else pixels.shape
+    dataset = Dataset()
+    dataset.SOPClassUID = SOP_CLASSES[modality]
+    dataset.SOPInstanceUID = f"{UID_ROOT}3.{number}"
+    dataset.ImageType = ["ORIGINAL", "PRIMARY", "AXIAL"]
+    dataset.Modality = modality
+    dataset.PatientName = "Test^Patient"
+    dataset.PatientID = "patient-1"
+    dataset.StudyInstanceUID = UID_ROOT + "1.1"
+    dataset.SeriesInstanceUID = UID_ROOT + "2.1"
+    dataset.SeriesNumber = 1
+    dataset.InstanceNumber = number
+    if position is not None:
+        dataset.ImagePositionPatient = list(position)
+    if orientation is not None:
+        dataset.ImageOrientationPatient = list(orientation)
+    dataset.PixelSpacing = [0.5, 0.75]
+    dataset.SliceThickness = 2.5
+    dataset.Rows, dataset.Columns = shape[:2]
+    dataset.SamplesPerPixel = shape[2] if len(shape) == 3 else 1
+    dataset.PhotometricInterpretation = "RGB" if len(shape) == 3 else "MONOCHROME2"
+    if len(shape) == 3:
+        dataset.PlanarConfiguration = 0
+    if num_frames:
+        dataset.NumberOfFrames = num_frames
+    bits = pixels.dtype.itemsize * 8
+    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit = bits, bits, bits - 1
+    dataset.PixelRepresentation = int(pixels.dtype.kind == "i")
+    if modality == "CT":
+        dataset.RescaleSlope, dataset.RescaleIntercept = 1, -1024
+    dataset.PixelData = pixels.tobytes() + b"\0" * (pixels.nbytes % 2)
+    dataset["PixelData"].VR = "OW" if bits > 8 else "OB"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # wrong values on purpose
+        for keyword, value in attributes.items():
+            if value is None:
+                delattr(dataset, keyword)
+            else:
+                setattr(dataset, keyword, value)
+    return dataset
+
+
+def write(
+    path: Path,
+    dataset: Dataset,
+    *,
+    syntax: str = ExplicitVRLittleEndian,
+    frames: list[bytes] | None = None,
+) -> Path:
+    """Write a file; ``frames`` replace the pixel data by encapsulated frames."""
+    if frames is not None:
+        dataset.PixelData = encapsulate(frames)
+        dataset["PixelData"].VR = "OB"
+        dataset["PixelData"].is_undefined_length = True
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = syntax
+    dataset.file_meta.MediaStorageSOPClassUID = dataset.get("SOPClassUID", "1.2.3") or "1.2.3"
+    dataset.file_meta.MediaStorageSOPInstanceUID = dataset.get("SOPInstanceUID", "1.2.3") or "1.2.3"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the factory writes wrong files on purpose
+        dataset.save_as(path, enforce_file_format=True)
+    return path
+
+
+def make_file(path: Path, *, syntax: str = ExplicitVRLittleEndian, **options: Any) -> Path:
+    """Write one image; options of `make_dataset`."""
+    return write(path, make_dataset(**options), syntax=syntax)
+
+
+def header_of(path: Path, *, file_index: int = 0) -> InstanceHeader:
+    """Header of a file that can be packed."""
+    header = read_header(path, file_index=file_index)
+    assert isinstance(header, InstanceHeader), header
+    return header
+
+
+def make_header(folder: Path, number: int, **options: Any) -> InstanceHeader:
+    """Header of one image of a series, read back from a file."""
+    path = make_file(folder / f"{number}.dcm", number=number, **options)
+    return header_of(path, file_index=number)

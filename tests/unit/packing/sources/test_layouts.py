@@ -1,0 +1,182 @@
+"""Layouts without packing: settings, placements, reports; each kind has a recipe and a row on its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from shardflow.config import load_config
+from shardflow.errors import ConfigError
+from shardflow.format.reasons import Reason
+from shardflow.packing import PackConfig
+from shardflow.packing.config import InputsConfig
+from shardflow.packing.sources.dicom.discover import DiscoveredFile
+from shardflow.packing.sources.layouts.base import Layout, LayoutConfig, LayoutKind
+from shardflow.packing.sources.layouts.opening import open_layout
+from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.reports import BrokenReport
+from tests.layout_trees import write_table
+
+pytestmark = pytest.mark.fast
+
+REPOSITORY = Path(__file__).resolve().parents[4]
+# Those of studies; corpora of text have no layout (tests/unit/packing/corpora).
+RECIPES = sorted(
+    path
+    for path in (REPOSITORY / "pipelines" / "recipes").glob("pack_*.toml")
+    if path.name != "pack_corpus.toml"
+)
+KINDS = get_args(LayoutKind)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_whole(recipe: Path) -> None:
+    assert load_config(PackConfig, recipe).inputs.layout.kind in KINDS
+
+
+def test_every_kind_has_a_recipe_and_a_row_on_the_page() -> None:
+    assert {load_config(PackConfig, recipe).inputs.layout.kind for recipe in RECIPES} == set(KINDS)
+    page = (REPOSITORY / "docs" / "layouts.md").read_text(encoding="utf-8")
+    assert all(f"| `{kind}`" in page for kind in KINDS)
+    assert all(recipe.name in page for recipe in RECIPES)
+
+
+def test_no_layout_keeps_the_settings_of_old_datasets(tmp_path: Path) -> None:
+    def content(layout: LayoutConfig) -> dict[str, object]:
+        return PackConfig(
+            output=tmp_path, private_dir=tmp_path, inputs=InputsConfig(dicom=(tmp_path,), layout=layout)
+        ).content()
+
+    assert "layout" not in content(LayoutConfig())
+    assert "layout" in content(LayoutConfig(is_patient_study=True))
+    assert str(tmp_path) not in json.dumps(content(LayoutConfig(kind="manifest", table=tmp_path / "t.csv")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kind": "folder", "pattern": "(?P<study>"}, "must be a regular expression"),
+        ({"kind": "folder", "pattern": "(?P<stduy>.*)"}, "groups out of"),
+        ({"kind": "folder"}, r"\(\?P<study>\.\.\.\)"),
+        ({"kind": "rsna", "pattern": "x"}, "must be empty"),
+        ({"kind": "manifest"}, "table must name"),
+    ],
+)
+def test_mistaken_settings_are_named(settings: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        LayoutConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_a_placement_comes_back_from_json() -> None:
+    placement = Placement(
+        form="nifti",
+        patient="p",
+        study="s",
+        number=3,
+        attributes={"PatientAge": ("041Y",)},
+        spacing_mm=(1.0, 2.0, 3.0),
+        rescale=(1.0, -1024.0),
+    )
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+    assert "041Y" not in repr(placement)
+
+
+def _open(kind: LayoutKind, folder: Path, **settings: object) -> Layout:
+    reports = folder / "reports"
+    reports.mkdir(exist_ok=True)
+    layout = LayoutConfig(kind=kind, **settings)  # type: ignore[arg-type]
+    return open_layout(InputsConfig(dicom=(folder,), reports=reports, layout=layout), ("train", "val"))
+
+
+def _file(path: str) -> DiscoveredFile:
+    return DiscoveredFile(root_index=0, relative_path=path, num_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "expected"),
+    [
+        ("mimic-cxr", "files/p10/p17/s5/a-b.dcm.gz", ("17", "5", "")),
+        ("mimic-cxr", "files/p10/p17/s5/a-b.jpg", ("17", "5", "5/a-b")),
+        ("mimic-cxr", "files/p10/p17/s5/index.html", Reason.NOT_IMAGE),
+        ("mimic-cxr", "files/p10/p17/s5.txt", Reason.LAYOUT_FILE),
+        ("mimic-cxr", "other/a.dcm", Reason.NOT_IN_LAYOUT),
+        (
+            "chexpert",
+            "CheXpert-v1.0/valid/patient1/study2/view1_frontal.jpg",
+            ("patient1", "patient1/study2"),
+        ),
+        ("chexpert", "train.csv", Reason.LAYOUT_FILE),
+        ("chexpert", "logo.png", Reason.NOT_IN_LAYOUT),
+        ("ct-rate", "dataset/train_fixed/train_12_b_2.nii.gz", ("train_12", "train_12_b", "train_12_b_2")),
+        ("ct-rate", "train_12.nii.gz", Reason.NOT_IN_LAYOUT),
+        ("rsna", "train_images/11/22/7.dcm", ("", "11", "11/22")),
+        ("rsna", "train.csv", Reason.ANNOTATION_FILE),
+        ("lidc", "a/069.xml", Reason.ANNOTATION_FILE),
+        ("openi", "CXR1.png", Reason.NOT_IN_LAYOUT),
+    ],
+)
+def test_paths_say_whose_a_file_is(
+    tmp_path: Path, kind: LayoutKind, path: str, expected: tuple[str, ...] | Reason
+) -> None:
+    placed = _open(kind, tmp_path).place(_file(path))
+    if isinstance(placed, Placement):
+        assert (placed.patient, placed.study, placed.series)[: len(expected)] == expected
+    else:
+        assert placed is expected
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"<a><parentImage id='x'/></a>", Reason.EMPTY_REPORT),
+        (b"<a>", Reason.REPORT_UNREADABLE),
+        (b"<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>", Reason.REPORT_UNREADABLE),
+    ],
+)
+def test_xml_that_is_no_report_is_named(tmp_path: Path, data: bytes, reason: Reason) -> None:
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "1.xml").write_bytes(data)
+    (record,) = _open("openi", tmp_path).reports()
+    assert isinstance(record, BrokenReport)
+    assert record.reason is reason
+
+
+def test_an_image_that_two_reports_name_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "reports").mkdir()
+    for name in ("1", "2"):
+        text = f"<a><parentImage id='same'/><parentImage id='own{name}'/></a>"
+        (tmp_path / "reports" / f"{name}.xml").write_text(text, encoding="utf-8")
+    layout = _open("openi", tmp_path)
+    assert layout.place(_file("same.png")) is Reason.AMBIGUOUS_LINK
+    assert isinstance(layout.place(_file("own1.png")), Placement)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"slope": "2", "intercept": "-8"}, (2.0, -8.0)),
+        ({"slope": "2"}, (2.0, 0.0)),
+        ({"intercept": "-8"}, (1.0, -8.0)),
+        ({}, None),
+        ({"slope": "0", "intercept": "-8"}, Reason.INVALID_IMAGE_DESCRIPTION),
+        ({"slope": "nan"}, Reason.INVALID_IMAGE_DESCRIPTION),
+        ({"intercept": "inf"}, Reason.INVALID_IMAGE_DESCRIPTION),
+        ({"intercept": "air"}, Reason.INVALID_IMAGE_DESCRIPTION),
+        ({"number": "9" * 5000}, Reason.INVALID_IMAGE_DESCRIPTION),
+    ],
+)
+@pytest.mark.parametrize("path", ["a.nii", "a.png"])
+def test_a_row_rescales_as_it_says_or_not_at_all(
+    tmp_path: Path, path: str, stated: dict[str, str], expected: tuple[float, float] | Reason | None
+) -> None:
+    row = {"path": path, "patient": "p", "study": "s", "slope": "", "intercept": "", "number": "", **stated}
+    table = write_table(tmp_path / "t.csv", [row])
+    layout = _open("manifest", tmp_path, table=table, volume_facts="table")
+    placed = layout.place(_file(path))
+    assert (placed.rescale if isinstance(placed, Placement) else placed) == expected
+    elsewhere = _open("manifest", tmp_path, table=table).place(_file(path))
+    if isinstance(elsewhere, Placement) and path == "a.nii":
+        assert elsewhere.rescale is None  # the header of the volume says it
