@@ -162,7 +162,7 @@ def opened(job: Job, place: str, settings: Settings) -> Iterator[Loader]:
         )
         stack.enter_context(loader)
         for name, value in settings.items():
-            loader.knobs.set(name, value)
+            loader.tunables.set(name, value)
         yield loader
 
 

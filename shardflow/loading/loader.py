@@ -344,7 +344,7 @@ class Loader:
     # ---- settings that may change ----------------------------------------------------------------
 
     @property
-    def knobs(self) -> LoaderTunables:
+    def tunables(self) -> LoaderTunables:
         """The settings that may change while it runs, those of its caches and stores among them."""
         return LoaderTunables(self._here())
 
@@ -377,7 +377,7 @@ class Loader:
         return has_changed
 
     def change(self, changes: Mapping[str, int | str]) -> None:
-        """Change settings by name without a look at their limits; `knobs` is for everybody else."""
+        """Change settings by name without a look at their limits; `tunables` is for everybody else."""
         self._here().change(changes)
 
     # ---- position --------------------------------------------------------------------------------

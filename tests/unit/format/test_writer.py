@@ -226,7 +226,7 @@ def test_a_failed_manifest_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> str:
         raise StorageError("no space")
 
-    monkeypatch.setattr("shardflow.format.manifest.commit", fail)
+    monkeypatch.setattr("shardflow.format.writer.commit", fail)
     with pytest.raises(StorageError, match="no space"):
         write(tmp_path / "d")
     assert not list((tmp_path / "d").iterdir())

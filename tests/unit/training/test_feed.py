@@ -164,9 +164,9 @@ def test_settings_change_between_steps_under_a_feed_that_is_one_ahead(tiny: Tiny
             one = Noting()
             list(step_inputs(feed, 2, one))
             found += [entry.keys for entry in one.taken]
-            loader.knobs.set("loader.num_threads", 1 + step % 2)
+            loader.tunables.set("loader.num_threads", 1 + step % 2)
             if step in (0, 2):
-                loader.knobs.set("loader.execution", ("process", "", "threads")[step])
+                loader.tunables.set("loader.execution", ("process", "", "threads")[step])
             handed_over.append(feed.apply_pending())
             if step < loader.num_steps - 1:
                 assert loader.position.step == step + 1
