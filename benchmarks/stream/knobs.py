@@ -61,7 +61,7 @@ def one(dataset: Dataset, change: str) -> dict[str, float]:
         before["loader.execution"] = "process"
     settings = {name.partition(".")[2]: value for name, value in before.items()}
     config = LoaderConfig(view=VIEW, **{"prefetch_bytes": 16 * MIB, **settings})  # type: ignore[arg-type]
-    with Loader(dataset, split="train", spec=SPEC, seed=1, config=config) as loader:
+    with Loader(dataset, split="train", batch=SPEC, seed=1, config=config) as loader:
         iterator = iter(loader)
         for _ in range(BATCHES_AROUND):
             next(iterator)

@@ -325,7 +325,7 @@ class LoaderRuntime:
         if self.side is None:
             arguments = {
                 "dataset": self.selection,
-                "spec": self._state.spec,
+                "batch": self._state.spec,
                 "seed": self._state.seed,
                 "world": self.world,
             }

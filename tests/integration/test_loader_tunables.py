@@ -42,7 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _loader(dataset: Dataset | str, *, world: World | None = None, **how: Any) -> Loader:
     config = LoaderConfig(**{"view": VIEW, **how})
     opened = Dataset.open(dataset) if isinstance(dataset, str) else dataset
-    return Loader(opened, split="train", spec=SPEC, seed=5, world=world, config=config)
+    return Loader(opened, split="train", batch=SPEC, seed=5, world=world, config=config)
 
 
 def _digest(batch: Batch) -> str:

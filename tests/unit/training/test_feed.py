@@ -44,7 +44,7 @@ def open_loader(tiny: TinyInput, per_step: int = 2, prefetch_bytes: int = 1 << 2
     return Loader(
         Dataset.open(tiny.dataset),
         split="train",
-        spec=BatchSpec(micro_batch_size=2, micro_batches_per_step=per_step),
+        batch=BatchSpec(micro_batch_size=2, micro_batches_per_step=per_step),
         seed=1,
         config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16), prefetch_bytes=prefetch_bytes),
     )
