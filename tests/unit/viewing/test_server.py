@@ -403,3 +403,46 @@ def test_the_end_leaves_alone_what_takes_too_long(folder: Path, monkeypatch: pyt
             answer.result(DEADLINE_S)
     left.join(DEADLINE_S)
     assert not left.is_alive()
+
+
+def _connect(viewer: Viewer) -> socket.socket:
+    host, port = urlsplit(viewer.url).netloc.split(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
+def test_half_open_connections_are_bounded_and_keep_nobody_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.viewing.server._MAX_CONNECTIONS", 4)
+    before = set(_request_threads())
+    with Viewer(Dataset.open(folder)) as viewer:
+        slow = [_connect(viewer) for _ in range(12)]
+        for connection in slow[:8]:
+            assert not connection.recv(1)  # closed by the server
+        assert get(viewer, "/")[0] == 200
+        limit_s = time.monotonic() + DEADLINE_S
+        while len(set(_request_threads()) - before) > 4 and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        assert len(set(_request_threads()) - before) <= 4
+        for connection in slow:
+            connection.close()
+
+
+def test_a_connection_too_many_is_closed_if_all_are_being_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.viewing.server._MAX_CONNECTIONS", 1)
+    viewer, held = _held(folder, monkeypatch)
+    with viewer, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(get, viewer, "/")
+        assert held.is_asked.wait(DEADLINE_S)
+        with _connect(viewer) as connection:
+            assert not connection.recv(1)
+        held.may_answer.set()
+        assert answer.result(DEADLINE_S)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/?" + "&".join(f"a{n}=1" for n in range(21)), "http://[a/"])
+def test_an_address_that_cannot_be_parsed_is_a_bad_request(folder: Path, path: str) -> None:
+    with Viewer(Dataset.open(folder)) as viewer:
+        assert get(viewer, path)[0] == 400
