@@ -442,7 +442,7 @@ def test_a_connection_too_many_is_closed_if_all_are_being_answered(
         assert answer.result(DEADLINE_S)[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/?" + "&".join(f"a{n}=1" for n in range(21)), "http://[a/"])
+@pytest.mark.parametrize("path", ["/?" + "&".join(f"a{n}=1" for n in range(21)), "ftp://[a/"])
 def test_an_address_that_cannot_be_parsed_is_a_bad_request(folder: Path, path: str) -> None:
     with Viewer(Dataset.open(folder)) as viewer:
         assert get(viewer, path)[0] == 400

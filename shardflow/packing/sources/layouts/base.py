@@ -162,8 +162,8 @@ LAYOUT_KINDS: Final = (
     "rsna",
 )
 """``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a pattern.
-``manifest``: a table does. The others are public collections in the form in which their owners distribute them;
-docs/layouts.md describes each."""
+``manifest``: a table does. The others are public collections in the form in which their owners distribute
+them; docs/layouts.md describes each."""
 
 LAYOUTS_GROUP: Final = "shardflow.layouts"
 """Group of entry points by which installed packages offer further layouts: the name of an entry point is the

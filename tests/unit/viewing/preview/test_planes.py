@@ -103,4 +103,4 @@ def test_a_thumbnail_loads_no_server_and_no_pages() -> None:
     )
     ours = {name for name in loaded.stdout.split() if name.startswith("shardflow.viewing.")}
     assert ours == {"shardflow.viewing.planes"}
-    assert "http.server" not in loaded.stdout.split()
+    assert "http.server" not in loaded
