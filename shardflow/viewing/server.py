@@ -1,6 +1,7 @@
-"""What the page may ask for: addresses are matched whole, and give numbers and plain words only.
+"""Web server of ``shardflow view``: local or behind a token, read-only, without requests to other servers.
 
-Serve the page: to this machine only, or with a token; read-only, and nothing is asked of other servers.
+Requests address studies, slices and inputs by number; no part of an address becomes a path. The number of
+connections is bounded, since each has a thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardflow.viewing.catalog import Catalog, Query
 from shardflow.viewing.steps import Inputs, step_samples
 from shardflow.viewing.studies import Pixels, Signals, Studies
 
-_MOST_ROWS: Final = 500
+_MAX_ROWS: Final = 500
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -47,7 +48,7 @@ _ASSETS: Final = (
     "tables.js",
     "style.css",
 )
-_MOST_SAMPLES: Final = 1 << 40
+_MAX_SAMPLES: Final = 1 << 40
 _NUMBER: Final = r"(\d{1,12})"
 
 
@@ -153,8 +154,8 @@ class Routes:
                 seed=_natural(values, "seed", 0),
                 epoch=_natural(values, "epoch", 0),
                 step=_natural(values, "step", 0),
-                micro_batch_size=min(_natural(values, "size", 2), _MOST_ROWS),
-                micro_batches_per_step=min(_natural(values, "count", 4), _MOST_ROWS),
+                micro_batch_size=min(_natural(values, "size", 2), _MAX_ROWS),
+                micro_batches_per_step=min(_natural(values, "count", 4), _MAX_ROWS),
             )
         )
 
@@ -172,12 +173,12 @@ class Routes:
 
     def _waveform(self, values: Mapping[str, str], row: int, recording: int, group: int) -> Answer:
         self._studies.check_row(row)
-        found = self._signals.stretch(
+        found = self._signals.excerpt(
             row,
             recording,
             group,
             start=_natural(values, "start", 0),
-            count=_natural(values, "count", _MOST_SAMPLES),
+            count=_natural(values, "count", _MAX_SAMPLES),
             columns=_natural(values, "columns", 1000),
         )
         headers = {
@@ -209,7 +210,7 @@ def _pixels(pixels: Pixels) -> Answer:
 
 
 def _page(values: Mapping[str, str]) -> tuple[int, int]:
-    return _natural(values, "start", 0), min(_natural(values, "count", 100), _MOST_ROWS)
+    return _natural(values, "start", 0), min(_natural(values, "count", 100), _MAX_ROWS)
 
 
 def _natural(values: Mapping[str, str], name: str, default: int) -> int:

@@ -1,8 +1,7 @@
-"""Tables of a layout: CSV or Parquet, read row by row, by roles instead of column names.
+"""Base of all layouts: settings, the interface, tables by role, and the parts that most layouts share.
 
-Settings of the layout: how the inputs of a job are laid out in folders and tables.
-
-What every layout answers, and what most of them share: roots, splits, forms by file ending.
+Tables are CSV or Parquet and are read row by row; a role such as ``study`` stands for the name of a column,
+which settings can change.
 """
 
 from __future__ import annotations
@@ -303,7 +302,7 @@ class Layout(Protocol):
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
         """Say whose image a file is, or why it is none; None where its DICOM header says everything."""
 
-    def study_beside(self, file: DiscoveredFile) -> str:
+    def study_of_attachment(self, file: DiscoveredFile) -> str:
         """Return the study in whose place a file lies that is no image; ``""`` where its place names none."""
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
@@ -340,7 +339,7 @@ class PlacedLayout:
             return self._complete(placed) if isinstance(placed, Placement) else placed
         return self.reason_of_other(path)
 
-    def study_beside(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
+    def study_of_attachment(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
         """Return the study in whose place a file lies; see `Layout`."""
         return ""
 

@@ -98,9 +98,10 @@ def test_sizes_and_lengths() -> None:
 
 def test_a_thumbnail_loads_no_server_and_no_pages() -> None:
     code = "import sys, shardflow.viewing.planes\nprint(*sys.modules)"
-    loaded = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    ours = {name for name in loaded.stdout.split() if name.startswith("shardflow.viewing.")}
+    loaded = done.stdout.split()
+    ours = {name for name in loaded if name.startswith("shardflow.viewing.")}
     assert ours == {"shardflow.viewing.planes"}
     assert "http.server" not in loaded
