@@ -224,7 +224,7 @@ class Scanner:
             return replace(row, placement=None, attachment=AttachmentRow("", 0, "0" * 16, ()), reason=found)
         reason = None if found.items else Reason.ATTACHMENT_PART.value
         beside = "" if row.placement is None else row.placement.study
-        found = replace(found, study_beside=beside)
+        found = replace(found, study_of_attachment=beside)
         return replace(row, placement=None, attachment=found, reason=reason)
 
     def _scanned(self, row: HeaderRow, place: tuple[int, int], modified_ns: int) -> ScannedFile:
@@ -406,7 +406,7 @@ class HeaderPass:
         if isinstance(placed, Reason):
             if placed not in NO_IMAGE:
                 return placed, None
-            beside = self.layout.study_beside(file)
+            beside = self.layout.study_of_attachment(file)
             placement = Placement(study=beside, attributes={}) if beside else None
             return self._known_reason(file) or placed, placement
         return self._known_reason(file), placed
