@@ -5,7 +5,7 @@ the memory of that process, and are written nowhere.
 
 Masking names that are also words (*White*, *May*, *Stone*) wherever they occur would shred the text: such a
 name counts only beside another part of the same name, after a title, or with a capital in the middle of a
-sentence (see docs/adr/0080-known-values-first.md).
+sentence (see docs/adr/0080-report-scrubbing.md).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Keyed surrogates of identifiers, and dates relative to a keyed origin per patient.
 
 A surrogate is a keyed hash, so every process of every run agrees on it and shares nothing but the key; nobody
-without the key can enumerate patient numbers until one fits. docs/adr/0020-keyed-surrogates.md explains why
+without the key can enumerate patient numbers until one fits. docs/adr/0020-surrogates.md explains why
 this is not a random table, and what that costs.
 
 The studies of a patient keep their distances in days, and the calendar is gone. The origin depends on nothing
 but the key and the patient identifier, so a study that is added years later gets its place, and no written
-sample becomes wrong (docs/adr/0020-keyed-surrogates.md).
+sample becomes wrong (docs/adr/0020-surrogates.md).
 """
 
 from __future__ import annotations

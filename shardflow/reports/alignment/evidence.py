@@ -1,6 +1,6 @@
 """Evidence that a finding is seen on some slices of one series: weights of the rules, and their combination.
 
-The default weights are the published starting points (docs/alignment.md) where generated studies gave no
+The default weights are the published starting points (docs/reports.md) where generated studies gave no
 reason to change them; `benchmarks/alignment` measures them on studies that no weight was chosen with.
 
 Independent evidence that agrees (its slices overlap) is combined by noisy-or; where it names other slices,
