@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from shardflow.sources.dicom import FLAGS
 from shardflow.sources.flags import PHASE_NAMES
 
