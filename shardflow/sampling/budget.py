@@ -27,7 +27,7 @@ from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw, ImageBucket,
 from shardflow.sampling.permutation import check_ints
 
 Int64Array = npt.NDArray[np.int64]
-LengthArray = npt.NDArray[np.uint32 | np.int64]
+LengthArray = npt.NDArray[np.uint16 | np.uint32 | np.int64]
 
 # Bounds that keep a length below 2**36, so that no product leaves 64 bits.
 _RULE_BOUNDS = {
@@ -262,7 +262,6 @@ def _column(facts: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any
     return column
 
 
-LengthArrayBudget = npt.NDArray[np.uint16 | np.uint32 | np.int64]
 SumArray = npt.NDArray[np.uint32]
 OverBudget = Literal["alone", "skip", "truncate"]
 OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
@@ -350,7 +349,7 @@ def cut_micro_batches(lengths: Int64Array, *, max_tokens: int, max_samples: int,
 
 
 def count_micro_batches(
-    lengths: LengthArrayBudget, starts: Int64Array, stops: Int64Array, budget: TokenBudget
+    lengths: LengthArray, starts: Int64Array, stops: Int64Array, budget: TokenBudget
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Count the micro-batches of many windows at once, and find the budget that fills them equally.
 
@@ -390,7 +389,7 @@ def count_micro_batches(
     return counts, tokens, samples
 
 
-def _sums(lengths: LengthArrayBudget) -> SumArray:
+def _sums(lengths: LengthArray) -> SumArray:
     """Return what lies before each sample, modulo 2**32: only differences of less than that are looked at."""
     before = np.zeros(len(lengths) + 1, np.uint32)
     # NumPy sums twice as fast in place as from one type to another.
@@ -410,7 +409,7 @@ def _scaled(number: int, part: Int64Array, whole: Int64Array) -> Int64Array:
 
 
 def _fill(
-    lengths: LengthArrayBudget,
+    lengths: LengthArray,
     before: SumArray | None,
     starts: Int64Array,
     stops: Int64Array,

@@ -141,7 +141,7 @@ class MicroBatches(ABC):
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
 
-    def filler(self) -> MicroBatch:
+    def padding_micro_batch(self) -> MicroBatch:
         """Return a micro-batch of padding."""
         return MicroBatch(*frozen(*padding((self._size,))))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.forecast import Outlook, Run
+from shardflow.storage.cache.forecast import AccessForecast, Run
 from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "CacheConfig",
     "CachedStore",
     "ObjectBlocks",
-    "Outlook",
+    "AccessForecast",
     "Run",
     "read_afresh",
 ]
