@@ -40,6 +40,7 @@ SidecarKind: TypeAlias = Literal["view", "tokens"]
 SIDECAR_FOLDERS: Final[dict[str, SidecarKind]] = {"views": "view", "tokens": "tokens"}
 _MANIFESTS: Final[dict[SidecarKind, str]] = {"view": MANIFEST_NAME, "tokens": "manifest.json"}
 _NUM_PARTS: Final = 4
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,9 +218,6 @@ def _is_sidecar(root: str, name: str, owner: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

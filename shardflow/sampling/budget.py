@@ -45,6 +45,13 @@ _LATER = ("tokenizer", "buckets", "tiles")
 _ESTIMATED_RATE = 250
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _WORD = 2**32
+SumArray = npt.NDArray[np.uint32]
+OverBudget = Literal["alone", "skip", "truncate"]
+OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
+_BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
+# How many smaller budgets are tried, on the way from the smallest that could do to the full one.
+_TRIES = 4
+_WORD_BITS = 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,16 +267,6 @@ def _column(facts: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any
             f"in as a fact, or choose a rule without it."
         )
     return column
-
-
-SumArray = npt.NDArray[np.uint32]
-OverBudget = Literal["alone", "skip", "truncate"]
-OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
-
-_BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
-# How many smaller budgets are tried, on the way from the smallest that could do to the full one.
-_TRIES = 4
-_WORD_BITS = 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,18 @@ from shardflow.sampling.spec import BatchSpec
 from shardflow.seeds import derive
 
 _Value = TypeVar("_Value")
+Int64Array = npt.NDArray[np.int64]
+Weigh = Callable[[int, int], Int64Array]
+"""Returns the weights of the rows ``[start, stop)`` of the table, such as their tokens."""
+CHUNKS_PER_LANE = 32
+"""A lane has about this many chunks or more, whose order is another one in each epoch."""
+MOST_LANES = 64
+"""Enough for 64 nodes to read shards of their own; more lanes only keep more windows open."""
+_REMAINDER_PARTS = 20  # at most one twentieth of the samples is in the remainder
+# A lane of fewer micro-batches under a budget pads more than 1 % of report-like lengths, and its longest ones
+# meet no equals.
+_MICRO_BATCHES_PER_LANE = 128
+_PROBED_ROWS = 2**16
 
 
 class Recent(Generic[_Value]):
@@ -69,14 +81,6 @@ class Recent(Generic[_Value]):
                     self._values.pop(oldest, None)
             self._values[key] = found
         return found
-
-
-Int64Array = npt.NDArray[np.int64]
-Weigh = Callable[[int, int], Int64Array]
-"""Returns the weights of the rows ``[start, stop)`` of the table, such as their tokens."""
-
-CHUNKS_PER_LANE = 32
-"""A lane has about this many chunks or more, whose order is another one in each epoch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -412,16 +416,6 @@ class Interleave:
         steps = self.bounds * self.num_lanes // self.per_step
         number = int(np.searchsorted(steps, step, side="right")) - 1
         return number, step - int(steps[number]), int(steps[number + 1] - steps[number])
-
-
-MOST_LANES = 64
-"""Enough for 64 nodes to read shards of their own; more lanes only keep more windows open."""
-
-_REMAINDER_PARTS = 20  # at most one twentieth of the samples is in the remainder
-# A lane of fewer micro-batches under a budget pads more than 1 % of report-like lengths, and its longest ones
-# meet no equals.
-_MICRO_BATCHES_PER_LANE = 128
-_PROBED_ROWS = 2**16
 
 
 def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:

@@ -24,6 +24,7 @@ Int64Array = npt.NDArray[np.int64]
 _MOST_SAMPLES = 1_000_000
 _BALANCED = 1.05
 _FULL_SHUFFLE_PARTS = 3  # two random places of an epoch are a third of it apart
+_MOST_STEPS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,9 +164,6 @@ def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
         (ratios <= _BALANCED).mean(),
     )
     return {name: float(value) for name, value in zip(names, values, strict=True)}
-
-
-_MOST_STEPS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

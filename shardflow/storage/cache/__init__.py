@@ -13,11 +13,11 @@ from shardflow.storage.cache.forecast import AccessForecast, Run
 from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 
 __all__ = [
+    "AccessForecast",
     "Cache",
     "CacheConfig",
     "CachedStore",
     "ObjectBlocks",
-    "AccessForecast",
     "Run",
     "read_afresh",
 ]

@@ -47,6 +47,11 @@ from shardflow.telemetry import StageCounters
 _BATCH_SHARE = 64
 _SCAN_ROWS = 1 << 18
 _MOST_WHILE_OVER = 64
+_BLOCKS_AT_ONCE: Final = 64
+# A block that is being fetched cannot go before it has come; whoever fetches it may take his time.
+_PATIENCE_S: Final = 30.0
+_LOOK_AGAIN_S: Final = 0.02
+_JOIN_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +292,6 @@ def _owner(objects: list[CatalogObject], row: int) -> CatalogObject:
 def incoming_name(row: int, slot: int) -> str:
     """Name the unfinished file of a block: by its row, and the slot of the process that writes it."""
     return f"{row:x}-{slot:04x}"
-
-
-_BLOCKS_AT_ONCE: Final = 64
-# A block that is being fetched cannot go before it has come; whoever fetches it may take his time.
-_PATIENCE_S: Final = 30.0
-_LOOK_AGAIN_S: Final = 0.02
-_JOIN_TIMEOUT_S: Final = 5.0
 
 
 class Shrinker:

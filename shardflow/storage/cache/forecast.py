@@ -36,6 +36,24 @@ Float64Array = NDArray[np.float64]
 
 NEVER = float("inf")
 """Next use of what no plan needs any more."""
+Int64Array = NDArray[np.int64]
+UInt32Array = NDArray[np.uint32]
+_HEADER_NUM_BYTES = 64 << 10
+_MAGIC = b"SFUSES1\0"
+# magic, units, then for even and odd epochs: epoch + 1, its steps, whether all of it is filled
+_HEADER = struct.Struct("<8sQQQQQQQ")
+_EPOCH = struct.Struct("<QQQ")
+_EPOCHS_AT = _HEADER.size - 2 * _EPOCH.size
+# a process that reads: whether it does, epoch, step
+_READER = struct.Struct("<QQQ")
+_READER_DTYPE = np.dtype([("reads", "<u8"), ("epoch", "<u8"), ("step", "<u8")])
+_READERS_AT = 4096
+_MAX_READERS = (_HEADER_NUM_BYTES - _READERS_AT) // _READER.size
+_COLUMNS = 4
+_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
+_LOGGER = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 5.0
+_FILLING = ".filling"
 
 
 def decayed(frequency: float, age: float, half_life: float) -> float:
@@ -81,24 +99,6 @@ def is_worth_keeping(policy: EvictionPolicy, next_use: float, next_use_of_victim
     if policy != "belady":
         return True
     return next_use < next_use_of_victim or next_use == next_use_of_victim == NEVER
-
-
-Int64Array = NDArray[np.int64]
-UInt32Array = NDArray[np.uint32]
-
-_HEADER_NUM_BYTES = 64 << 10
-_MAGIC = b"SFUSES1\0"
-# magic, units, then for even and odd epochs: epoch + 1, its steps, whether all of it is filled
-_HEADER = struct.Struct("<8sQQQQQQQ")
-_EPOCH = struct.Struct("<QQQ")
-_EPOCHS_AT = _HEADER.size - 2 * _EPOCH.size
-# a process that reads: whether it does, epoch, step
-_READER = struct.Struct("<QQQ")
-_READER_DTYPE = np.dtype([("reads", "<u8"), ("epoch", "<u8"), ("step", "<u8")])
-_READERS_AT = 4096
-_MAX_READERS = (_HEADER_NUM_BYTES - _READERS_AT) // _READER.size
-_COLUMNS = 4
-_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
 
 
 def _place(slot: int) -> int:
@@ -283,11 +283,6 @@ def block_distances(
         padded = np.append(distance, NEVER)
         found[has_units] = np.minimum.reduceat(padded, bounds)[::2]
     return found
-
-
-_LOGGER = logging.getLogger(__name__)
-_LOOK_AGAIN_S = 5.0
-_FILLING = ".filling"
 
 
 @dataclass(slots=True, eq=False)

@@ -31,6 +31,9 @@ from shardflow.storage.store import ByteRange, ByteStore, check_ranges
 from shardflow.telemetry import StageCounters
 
 _LOGGER = logging.getLogger(__name__)
+BlocksOf = Callable[[str], ObjectBlocks | None]
+_MAX_OBJECTS = 256
+_Wanted = Mapping[int, Sequence[Piece]]
 
 
 class Cache:
@@ -164,12 +167,6 @@ class Cache:
             )
             self.counters.add("cache_fault", num_items=1)
             return None
-
-
-BlocksOf = Callable[[str], ObjectBlocks | None]
-
-_MAX_OBJECTS = 256
-_Wanted = Mapping[int, Sequence[Piece]]
 
 
 class CachedStore:
