@@ -314,13 +314,13 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
     dataset = Dataset.open(url, cache=config)
     source = loader(dataset, SPECS[kind], world=world)
     assert isinstance(dataset.store, CachedStore)
-    outlook = dataset.store.cache.outlook
+    forecast = dataset.store.cache.forecast
     iterator = iter(source)
     next(iterator)
     (told,) = source._parts.planner._told
     assert eventually(lambda: told.run.table.has_epoch(0) and told.run.table.has_epoch(1))
     schedule = RankSchedule(4, 4, lanes=SPECS[kind].lanes, ranks_per_node=2)
-    micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_filler(micro)]
+    micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_padding(micro)]
     plans = [select(dataset, "train").plan(SPECS[kind], seed=SEED, epoch=epoch) for epoch in (0, 1)]
     uses: dict[int, list[int]] = {}
     for epoch, plan in enumerate(plans):
@@ -334,9 +334,9 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
             min((use - now for use in uses.get(row, []) if use >= now), default=np.inf)
             for row in everything.tolist()
         ]
-        outlook.report(told.run, 0, now, now)
+        forecast.report(told.run, 0, now, now)
         for is_scan in (True, False):
-            found = outlook.distances(dataset.dataset_id, everything, everything + 1, is_scan=is_scan)
+            found = forecast.distances(dataset.dataset_id, everything, everything + 1, is_scan=is_scan)
             assert found.tolist() == expected
 
 
