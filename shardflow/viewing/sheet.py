@@ -40,7 +40,7 @@ _SMALL_TILE: Final = 150
 
 
 class _Grid(NamedTuple):
-    """How the tiles lie; pixels."""
+    """Grid of the tiles, in pixels."""
 
     columns: int
     rows: int

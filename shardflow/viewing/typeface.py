@@ -195,7 +195,7 @@ ASSERTIONS: Final[Mapping[str, _Style]] = {
     "historical": _Style("#f3e0ec", "#a8527f"),
     "hypothetical": _Style("#d3efe6", "#00795a"),
 }
-"""How findings are marked, by assertion."""
+"""Style of marked findings, by assertion."""
 
 
 @dataclass(frozen=True, slots=True)
