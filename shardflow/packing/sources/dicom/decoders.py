@@ -100,7 +100,7 @@ def read_jpeg2000_header(data: bytes) -> CodestreamHeader | None:
 
 
 def _skip_boxes(data: bytes) -> int | None:
-    """Return the start of the codestream box, or None if a box has no proper length (other parsers hang there)."""
+    """Return the start of the codestream box; None if a box has no proper length (other parsers hang)."""
     position = 0
     while True:
         length, kind = struct.unpack_from(">I4s", data, position)

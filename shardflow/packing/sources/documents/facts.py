@@ -26,7 +26,7 @@ _MIN_LETTERS: Final = 2
 
 
 class People:
-    """People named by a document, by DICOM keyword, as `shardflow.packing.deid.known_values` searches them."""
+    """People named by a document, by DICOM keyword; `shardflow.packing.deid.known_values` finds them in texts."""
 
     __slots__ = ("_values",)
 
