@@ -181,12 +181,12 @@ class Thumbnail:
     width: int
     height: int
     generated: str
-    """What is to be called generated, or an empty string."""
+    """Label of generated content, or an empty string."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyFacts:
-    """What one study adds."""
+    """Facts of one study."""
 
     is_described: bool
     """Whether its description counts; a study may be read for a picture alone."""
@@ -295,7 +295,7 @@ _SLICES_AT_ONCE: Final = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyOrder:
-    """What to read of a study."""
+    """The parts of one study to read."""
 
     row: int
     """Row in the samples table."""
@@ -412,7 +412,7 @@ _REASON: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much of a dataset a bounded pass reads."""
+    """Amount of a dataset that a bounded pass reads."""
 
     num_studies: int = 20_000
     """Descriptions."""
@@ -476,7 +476,7 @@ def _orders(
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """What to read of each study, as a sequence that makes its items when they are asked for."""
+    """The parts to read of each study, as a lazy sequence."""
 
     rows: range | list[int]
     described: frozenset[int] | None

@@ -153,7 +153,7 @@ _HELD_BACK: Final = ("BURNED_IN_ANNOTATION", "FACE_RISK")
 
 
 class Treatment(StrEnum):
-    """What became of a category of information."""
+    """Treatment of a category of information."""
 
     REMOVED = "removed"
     REPLACED = "replaced"
@@ -176,10 +176,10 @@ class Statement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeidSummary:
-    """What was done to identifiers in a dataset."""
+    """De-identification of a dataset."""
 
     key_id: str | None
-    """Which secret key made the surrogates; not the key."""
+    """Identifier of the secret key that made the surrogates; not the key."""
     statements: tuple[Statement, ...]
     option_codes: tuple[tuple[str, str], ...] = ()
     """Code and meaning of each option of DICOM PS3.15, E.1, that was applied, such as ``("113100", ...)``."""

@@ -58,7 +58,7 @@ class NoSuchPage(Exception):  # noqa: N818 - what the reader of a page is told
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What goes back."""
+    """Response to a request."""
 
     body: bytes
     content_type: str

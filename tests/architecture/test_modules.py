@@ -33,7 +33,7 @@ PLACES = {
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE_NAME = re.compile(r"(?:shardflow|pipelines)(?:\.[a-z_]\w*)+(?::[A-Za-z_]\w*)?")
 # Dotted names that are no modules: the group of entry points, and prefixes of metric names.
-_OTHER_NAMES = re.compile(r"shardflow\.(?:report_extractors|run|cache|stage|json)\b")
+_OTHER_NAMES = re.compile(r"shardflow\.(?:report_extractors|attachment_kinds|layouts|run|cache|stage|json)\b")
 
 
 def _modules() -> list[Path]:
