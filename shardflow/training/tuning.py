@@ -31,7 +31,7 @@ from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
 from shardflow.telemetry import Interval, KnobLimit, Move
 from shardflow.telemetry.process import available_bytes, num_processors
-from shardflow.training.config import LoaderSettings, TuneSettings
+from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.distributed import Ranks
 from shardflow.training.hooks import LoopHook, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.metrics import MetricsWriter, StepMetrics
@@ -65,7 +65,7 @@ class Tuning(LoopHook):
 
     def __init__(
         self,
-        settings: TuneSettings,
+        settings: TuneConfig,
         ranks: Ranks,
         loader: Loader,
         metrics: MetricsWriter | None,
@@ -86,7 +86,7 @@ class Tuning(LoopHook):
             self._set(Change(setting=name, value=value))
         own = {name: asdict(limit) for name, limit in self._knobs.limits().items()}
         self._limits = common_limits(
-            [{name: _limit(one) for name, one in found.items()} for found in ranks.gather_json(own)]
+            [{name: _limit(one) for name, one in found.items()} for found in ranks.all_gather_json(own)]
         )
         self._names = sorted(self._limits)
         self.tuner: Tuner | None = None
@@ -121,7 +121,7 @@ class Tuning(LoopHook):
     def on_boundary(self, feed: PendingFeed, *, is_last: bool) -> None:
         """Make the change that is due, if any."""
         if self.due is not None:  # processes may need a while to end
-            self._ranks.watch.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
+            self._ranks.health.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
         self.carry_out(feed, is_last=is_last)
 
     def _heard(self, first: StepReport) -> None:
@@ -207,7 +207,7 @@ class Tuning(LoopHook):
                 told["settings"] = self._fitting(self._start())
             except ConfigError as error:
                 told["refusal"] = error.message
-        told = self._ranks.from_first(told)
+        told = self._ranks.broadcast(told)
         if "refusal" in told:
             raise ConfigError(told["refusal"])
         settings: dict[str, int | str] = told["settings"]
@@ -271,17 +271,17 @@ class Tuning(LoopHook):
 
 def configurable(values: Values) -> dict[str, int | str]:
     """Return the settings without those of loader and cache that a configuration does not have."""
-    tables: dict[str, Any] = {"loader": LoaderSettings, "cache": CacheConfig}
+    tables: dict[str, Any] = {"loader": DataLoadingConfig, "cache": CacheConfig}
     known = {f"{table}.{one.name}" for table, kind in tables.items() for one in fields(kind)}
     return {
         name: value for name, value in values.items() if name in known or name.partition(".")[0] not in tables
     }
 
 
-def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
+def given_settings(loader: DataLoadingConfig, cache: CacheConfig) -> set[str]:
     """Return the names of the settings that differ from their default."""
     tables: dict[str, tuple[Any, Any]] = {
-        "loader": (loader, LoaderSettings()),
+        "loader": (loader, DataLoadingConfig()),
         "cache": (cache, CacheConfig()),
     }
     return {
@@ -292,7 +292,7 @@ def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
     }
 
 
-def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneSettings) -> dict[str, KnobLimit]:
+def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneConfig) -> dict[str, KnobLimit]:
     """Return the limits within the caps of the configuration.
 
     Args:
