@@ -1,8 +1,8 @@
-"""CT protocols: scouts, thin and thick stacks, kernels, contrast phases, reformats, tilted gantries.
+"""Acquisition protocols of CT, MR and radiography.
 
-MR protocols: weightings with scales of their own, oblique stacks, two b-values at the same places.
-
-Radiographs of the chest: computed (CR) and digital (DX), views, polarity, large matrices.
+CT: scouts, thin and thick stacks, kernels, contrast phases, reformats, tilted gantries. MR: weightings with
+scales of their own, oblique stacks, two b-values at the same positions. Radiography: computed (CR) and
+digital (DX), views, polarity, large matrices.
 """
 
 from __future__ import annotations

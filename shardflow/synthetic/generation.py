@@ -1,6 +1,6 @@
-"""The whole output: studies made one by one or in several processes, always to the same bytes.
+"""Generation of a whole output: studies in any number of processes, always with identical bytes.
 
-Layout below the output folder: ``dicom/`` (what a hospital would hand over: images and nothing about them),
+Layout below the output folder: ``dicom/`` (what a hospital would deliver: images and nothing about them),
 ``reports.csv``, ``annotations.csv`` (boxes), ``truth.jsonl``, ``README.txt``.
 """
 

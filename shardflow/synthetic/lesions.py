@@ -1,4 +1,4 @@
-"""Lesions: ellipsoids of known place, size and look, which grow, shrink, come and go between studies."""
+"""Lesions: ellipsoids of known place, size and look that grow, shrink, appear and vanish between studies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What to generate: checked settings, and the oddities of real archives that can be asked for.
-
-Patients and their studies: who comes when, for what; a pure function of seed and number.
+"""Options of the generator, and the patients and visits that follow from them.
 
 Study i is the same for every number of studies asked for, so a larger set contains the smaller one.
 """

@@ -1,7 +1,4 @@
-"""A study before a pixel is made: every series, slice, number and oddity, as plain records.
-
-A study in the making: adds series one by one, with numbers, encodings and oddities drawn for each.
-"""
+"""Plan of a study as plain records (every series, slice, number and oddity), and the draft that makes it."""
 
 from __future__ import annotations
 

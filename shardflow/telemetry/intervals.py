@@ -192,7 +192,7 @@ class Interval:
     ranks: tuple[RankNumbers, ...] = ()
     """All of them up to 64; of more, the 64 with the largest ``compute_s + data_wait_s``, by rank."""
     settings: Mapping[str, int | float | str] = field(default_factory=dict)
-    """The knobs as they stood at the end: ``loader.execution``, ``loader.num_threads``,
+    """The tunables as they stood at the end: ``loader.execution``, ``loader.num_threads``,
     ``loader.prefetch_bytes``, ``cache.read_ahead_bytes``, ..."""
     num_cpus: int = 1
     """Processors that the processes of a node may use, quotas counted."""
@@ -364,7 +364,7 @@ _MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KnobLimit:
+class TunableLimit:
     """What a setting may be on this machine, with the other settings as they are."""
 
     least: int = 0
@@ -376,13 +376,13 @@ class KnobLimit:
     """Whether a change acts on what runs; otherwise from the next boundary of steps or iterations on."""
 
 
-class Knobs(Protocol):
+class Tunables(Protocol):
     """Settings by name, as in the configuration: ``loader.num_threads``, ``cache.ram_bytes``, ..."""
 
     def values(self) -> dict[str, int | str]:
         """Return all settings that can be changed here, as they were set last."""
 
-    def limits(self) -> dict[str, KnobLimit]:
+    def limits(self) -> dict[str, TunableLimit]:
         """Return what each of them may be now; what is missing cannot be changed here."""
 
     def set(self, name: str, value: int | str) -> None:

@@ -410,7 +410,7 @@ def open_measures(
         wrapped,
         rows=rows,
         interval_s=interval_s,
-        settings=lambda: {"loader.pinned_bytes": pinned_bytes, **loader.knobs.values()},
+        settings=lambda: {"loader.pinned_bytes": pinned_bytes, **loader.tunables.values()},
         tier=_tier(loader),
         metrics=metrics,
     )

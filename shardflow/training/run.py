@@ -382,7 +382,7 @@ def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tai
         stored = StoredTokens(tokenizer=digest, max_tokens=config.text.max_tokens)
     return Loader(
         selection,
-        spec=batch_spec(config.batch, config.image, config.text, selection, tail=tail),
+        batch=batch_spec(config.batch, config.image, config.text, selection, tail=tail),
         seed=config.run.seed,
         world=World(
             rank=ranks.rank,

@@ -1,6 +1,6 @@
 """What a sharded run needs, by arithmetic: memory of a GPU, bytes of a node, seconds of a checkpoint.
 
-For planning on paper before machines are asked for (docs/howto/large-models.md); a run measures the same
+For planning on paper before machines are asked for (docs/training.md); a run measures the same
 things. Weights, gradients and both moments of AdamW are float32 and shared by all GPUs; layers are gathered
 and computed in half precision; activations are recomputed in the backward, so that only each layer's input
 is kept. Needs no torch.

@@ -29,7 +29,7 @@ from shardflow.monitoring.tuner_numbers import (
 )
 from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
-from shardflow.telemetry import Interval, KnobLimit, Move
+from shardflow.telemetry import Interval, Move, TunableLimit
 from shardflow.telemetry.process import available_bytes, num_processors
 from shardflow.training.config import LoaderSettings, TuneSettings
 from shardflow.training.distributed import Ranks
@@ -76,7 +76,7 @@ class Tuning(LoopHook):
         self._tune, self._ranks, self._loader, self._metrics = settings, ranks, loader, metrics
         self._file, self._given = run / TUNED_FILE, given
         self._place: StepPlace | None = None
-        self._knobs = loader.knobs
+        self._tunables = loader.tunables
         self._is_on = settings.mode == "on"
         self._num_sent = self._num_done = 0
         self._sent: tuple[int, float] = (0, 0.0)
@@ -84,7 +84,7 @@ class Tuning(LoopHook):
         self._gil_wait_share = 0.0
         for name, value in self._agreed_start().items():
             self._set(Change(setting=name, value=value))
-        own = {name: asdict(limit) for name, limit in self._knobs.limits().items()}
+        own = {name: asdict(limit) for name, limit in self._tunables.limits().items()}
         self._limits = common_limits(
             [{name: _limit(one) for name, one in found.items()} for found in ranks.gather_json(own)]
         )
@@ -92,8 +92,8 @@ class Tuning(LoopHook):
         self.tuner: Tuner | None = None
         if ranks.rank == 0:
             self.tuner = Tuner(
-                self._knobs.values(),
-                capped(self._limits, self._knobs.values(), settings),
+                self._tunables.values(),
+                capped(self._limits, self._tunables.values(), settings),
                 report=self._report,
                 mode="on" if self._is_on else "observe",
                 rules=TunerRules(settle_steps=settings.settle_steps),
@@ -101,7 +101,7 @@ class Tuning(LoopHook):
 
     def settings(self) -> dict[str, int | str]:
         """Return this rank's settings as they are."""
-        return self._knobs.values()
+        return self._tunables.values()
 
     def on_step_begin(self, place: StepPlace) -> None:
         """Note the place, for messages."""
@@ -188,13 +188,13 @@ class Tuning(LoopHook):
     # ---- inside ----------------------------------------------------------------------------------
 
     def _is_live(self, change: Change) -> bool:
-        limit = self._knobs.limits().get(change.setting)
+        limit = self._tunables.limits().get(change.setting)
         return limit is None or limit.is_live
 
     def _set(self, change: Change) -> None:
         """Set it here; a machine that lacks the room for it keeps what it has, and trains the same."""
         try:
-            self._knobs.set(change.setting, change.value)
+            self._tunables.set(change.setting, change.value)
         except (ShardflowError, OSError) as error:
             found = error.message if isinstance(error, ShardflowError) else type(error).__name__
             _LOGGER.warning("the tuner's choice is not for this rank: %s", found)
@@ -235,11 +235,11 @@ class Tuning(LoopHook):
         """
         fitting: dict[str, int | str] = {}
         for name, value in found.items():
-            limits = capped(self._knobs.limits(), self._knobs.values(), self._tune)
+            limits = capped(self._tunables.limits(), self._tunables.values(), self._tune)
             nearest = _clipped(value, limits[name]) if name in limits else None
             if nearest is None:
                 _LOGGER.info("a tuned setting is not for this run and is left out: %s", name)
-            elif nearest != self._knobs.values()[name]:
+            elif nearest != self._tunables.values()[name]:
                 self._set(Change(setting=name, value=nearest))
                 fitting[name] = nearest
         return fitting
@@ -292,7 +292,9 @@ def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
     }
 
 
-def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneSettings) -> dict[str, KnobLimit]:
+def capped(
+    limits: Mapping[str, TunableLimit], present: Values, tune: TuneSettings
+) -> dict[str, TunableLimit]:
     """Return the limits within the caps of the configuration.
 
     Args:
@@ -313,11 +315,11 @@ def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneSettings)
     for name, limit in limits.items():
         cap = caps.get(name, 0)
         most = max(limit.least, min(limit.most, cap)) if cap and not limit.choices else limit.most
-        found[name] = KnobLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
+        found[name] = TunableLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
     return found
 
 
-def common_limits(by_rank: Sequence[Mapping[str, KnobLimit]]) -> dict[str, KnobLimit]:
+def common_limits(by_rank: Sequence[Mapping[str, TunableLimit]]) -> dict[str, TunableLimit]:
     """Return what all ranks can set."""
     found = {}
     for name in sorted(set.intersection(*(set(one) for one in by_rank))):
@@ -326,16 +328,16 @@ def common_limits(by_rank: Sequence[Mapping[str, KnobLimit]]) -> dict[str, KnobL
         choices = tuple(word for word in limits[0].choices if all(word in one.choices for one in limits))
         if choices or (least <= most and not limits[0].choices):
             is_live = all(one.is_live for one in limits)
-            found[name] = KnobLimit(least=least, most=most, choices=choices, is_live=is_live)
+            found[name] = TunableLimit(least=least, most=most, choices=choices, is_live=is_live)
     return found
 
 
-def _limit(value: Mapping[str, Any]) -> KnobLimit:
+def _limit(value: Mapping[str, Any]) -> TunableLimit:
     """Return a limit that another rank sent."""
-    return KnobLimit(**{**value, "choices": tuple(value["choices"])})
+    return TunableLimit(**{**value, "choices": tuple(value["choices"])})
 
 
-def _clipped(value: int | str, limit: KnobLimit) -> int | str | None:
+def _clipped(value: int | str, limit: TunableLimit) -> int | str | None:
     """Return the nearest value that is allowed; None where there is none."""
     if limit.choices:
         return value if value in limit.choices else None

@@ -1,4 +1,4 @@
-"""Find studies of a dataset: by split, modality, key, and by what their reports speak of."""
+"""Search over the studies of a dataset: by split, modality, key, and by the findings of their reports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Read one study for looking at its findings: what the report says, and the slices that show it.
-
-One picture of one report: its findings marked on the left, the slices that show them on the right.
+"""Picture of one report: its findings marked on the left, the slices that show them on the right.
 
 Needs Pillow (the extra ``pack``).
 """
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
 _REPORT, _ALIGNMENT, _ANNOTATIONS = "report.json", "alignment.json", "annotations.json"
-_MOST_TILES = 3
+_MAX_TILES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +160,7 @@ def _tiles(
     weights = dict(zip(entry["slices"], entry["weights"], strict=True))
     best = min(weights, key=lambda place: (-weights[place], place))
     reach = {entry["slices"][0], best, entry["slices"][-1]}
-    places = sorted(reach, key=lambda place: (place != best, place))[:_MOST_TILES]
+    places = sorted(reach, key=lambda place: (place != best, place))[:_MAX_TILES]
     payloads = dataset.read_fields(row, {names[place] for place in places})
     numbers = series.get("instance_numbers") or []
     tiles = []

@@ -1,4 +1,4 @@
-"""One picture of one study: slices on the left, the report on the right, a line about both above.
+"""Picture of one study: slices on the left, the report on the right, a line about both above.
 
 Needs Pillow (the extra ``pack``).
 """

@@ -1,4 +1,4 @@
-"""Read one study for looking at: its description, its report, some slices of one series."""
+"""One study read for display: its description, its report, and some slices of one series."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Text in any script: each character in the first font that has it, wrapped to a width in pixels.
+"""Text drawing with font fallback, and reports with marked findings.
 
-Needs Pillow (the extra ``pack``).
-
-A report drawn with its findings marked: a tint and a line of its own kind for each assertion.
-
-Kinds differ by their lines too, so that the picture can be read without colours.
+Each character is drawn in the first font that has it, and lines are wrapped to a width in pixels. Each
+assertion has its own tint and kind of line, so that the picture can be read without colors. Needs Pillow (the
+extra ``pack``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from shardflow.cli.bench import describe_job
 from shardflow.errors import ConfigError, RanksDisagreeError
 from shardflow.monitoring.tuner import Change, Tuner
 from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers
-from shardflow.telemetry import KnobLimit, Move
+from shardflow.telemetry import Move, TunableLimit
 from shardflow.training import tuning as tuning_module
 from shardflow.training.distributed import Ranks
 from shardflow.training.headspace import HeadspaceOptions, measure_headspace_on
@@ -41,7 +41,7 @@ class RandomTuner(Tuner):
     def __init__(
         self,
         values: Mapping[str, int | str],
-        limits: Mapping[str, KnobLimit],
+        limits: Mapping[str, TunableLimit],
         *,
         report: Callable[[Move], None],
         **options: Any,

@@ -90,10 +90,10 @@ class Source:
         self.position: Loader | ShardIterableDataset
         self._batches: DataLoader[Batch] | None = None
         if kind == "threads":
-            self.position = Loader(dataset, split="train", spec=spec, seed=SEED, world=world, config=config)
+            self.position = Loader(dataset, split="train", batch=spec, seed=SEED, world=world, config=config)
         else:
             self.position = ShardIterableDataset(
-                dataset, split="train", spec=spec, seed=SEED, world=world, config=config
+                dataset, split="train", batch=spec, seed=SEED, world=world, config=config
             )
             context = "fork" if int(number) else None
             self._batches = DataLoader(

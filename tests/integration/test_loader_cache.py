@@ -86,7 +86,7 @@ class Origin:
 
 
 def loader(dataset: Dataset, spec: BatchSpec, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", spec=spec, seed=SEED, **{"config": CONFIG, **settings})
+    return Loader(dataset, split="train", batch=spec, seed=SEED, **{"config": CONFIG, **settings})
 
 
 def epochs(source: Loader, num_epochs: int = 2) -> Iterator[Batch]:
@@ -215,9 +215,9 @@ def test_a_blend_shares_one_cache(url: str, config: CacheConfig, tmp_path: Path)
         f'[[component]]\ndataset = "{url}"\nsubset = ["num_slices>=3"]\n'
     )
     spec = SPECS["lanes"]
-    expected = list(epochs(Loader(open_blend(blend), spec=spec, seed=SEED, config=CONFIG)))
+    expected = list(epochs(Loader(open_blend(blend), batch=spec, seed=SEED, config=CONFIG)))
     selection = open_blend(blend, cache=replace(config, max_bytes=80 * 4096))
-    assert_equal(list(epochs(Loader(selection, spec=spec, seed=SEED, config=CONFIG))), expected)
+    assert_equal(list(epochs(Loader(selection, batch=spec, seed=SEED, config=CONFIG))), expected)
     caches = {id(dataset.store.cache) for dataset in selection.datasets}  # type: ignore[attr-defined]
     assert len(caches) == 1
 

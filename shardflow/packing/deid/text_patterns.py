@@ -1,15 +1,9 @@
-"""Places in a text that must not leave it, by what stands there.
+"""Patterns of identifying text: numbers, addresses, names after a title, dates and times.
 
-What identifies a person by its form: numbers of people and things, addresses, names after a title.
-
-Patterns know no values; `shardflow.packing.deid.known_values` does. Every one of them leaves alone what reports are
-full of: sizes, series and image numbers, levels, sequences, isotopes.
-
-Dates and times in a text, in the forms in which reports have them.
-
-A date without a year looks like a fraction, a level or a count (*12/15 nodes*, *L4/5*, *image 3/14*): it is a
-date only where the words around it say so. The hands of a clock that radiology uses for places (*at the 3:00
-position*) are no time. A year by itself stays.
+Patterns know no values; `known_values` does. Each of them leaves alone what reports are full of: sizes,
+series and image numbers, levels, sequences, isotopes. A date without a year looks like a fraction, a level or
+a count (*12/15 nodes*, *L4/5*, *image 3/14*): it is a date only if the words around it say so. The clock
+positions of radiology (*at the 3:00 position*) are not times. A year by itself stays.
 """
 
 from __future__ import annotations

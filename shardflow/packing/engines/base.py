@@ -157,7 +157,7 @@ PROCESS_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChildLimits:
+class WorkerLimits:
     """Limits of one packing process."""
 
     memory_bytes: int
@@ -220,7 +220,7 @@ Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "st
 class WorkerSetup:
     """What a packing process is started with."""
 
-    limits: ChildLimits
+    limits: WorkerLimits
     """What it may take."""
     handlers: str
     """Of the registry, or ``"module:function"``: makes the handler of its tasks."""

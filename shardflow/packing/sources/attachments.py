@@ -1,9 +1,9 @@
-"""Attachments: input files that belong to a study and are no images of it.
+"""Interface of attachment kinds: input files that belong to a study and are not images of it.
 
-Segmentations, contours, structured reports, clinical documents, waveforms. What a kind of them must be able
-to do stands here; the kinds themselves lie in packages of their own, and `shardflow.packing` finds the files,
-links them with studies, calls the kinds and writes what they return. The facts by which an attachment is
-linked identify people: they stay in the packing process and in the private folder.
+Segmentations, contours, structured reports, clinical documents and waveforms are attachments. This module
+defines what a kind must implement; `shardflow.packing` finds the files, links them with studies, calls the
+kinds and writes the results. The facts that link an attachment identify people: they stay in the packing
+process and in the private folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a layout says of one input file: whose image it is, and what its own bytes do not tell.
+"""Placement: the patient, study and further facts that a layout gives for one input file.
 
-A placement crosses from the job to a packing process and lies in the private folder with the header; it
-holds identifiers and goes into no message, log or dataset as it is.
-
-Headers of images whose format knows nothing of patients: a placement and a few facts make one.
+It crosses from the job to a packing process and is kept in the private folder with the header. It holds
+identifiers and goes into no message, log or dataset as it is. For formats that know nothing of patients, a
+placement and a few facts make an instance header.
 """
 
 from __future__ import annotations

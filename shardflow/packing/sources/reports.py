@@ -1,7 +1,7 @@
-"""Reports: texts keyed by study, read record by record.
+"""Reader of report tables and folders: texts keyed by study, record by record.
 
-Owns the formats, judges nothing about studies: two reports for one study come out as two records. A record
-that cannot be read comes out with a reason and its line, never with its content.
+Two reports for one study are returned as two records; the job decides. A record that cannot be read is
+returned with a reason and its line, never with its content.
 """
 
 from __future__ import annotations

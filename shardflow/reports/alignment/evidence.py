@@ -1,15 +1,11 @@
-"""The weights of the rules, as configuration with a digest.
+"""Evidence that a finding is seen on some slices of one series: weights of the rules, and their combination.
 
-The defaults are the published starting points (docs/reports.md) where generated studies gave no reason to
-change them; `benchmarks/alignment` measures them on studies that no weight was chosen with.
+The default weights are the published starting points (docs/reports.md) where generated studies gave no
+reason to change them; `benchmarks/alignment` measures them on studies that no weight was chosen with.
 
-A piece of evidence: that a finding is seen on some slices of one series.
-
-What several pieces of evidence about one series say together.
-
-Independent evidence that agrees (its slices overlap) is combined by noisy-or; where it names other slices the
-strongest alone counts, and less. Evidence of one family is one source: the same mention, or the same drawing,
-is not counted twice.
+Independent evidence that agrees (its slices overlap) is combined by noisy-or; where it names other slices,
+only the strongest counts, and less. Evidence of one family is one source: the same mention, or the same
+drawing, is not counted twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What generated reports are made of: names of findings, places and sentences around them.
-
-Sentences of generated reports, each with the marks that make its truth.
-"""
+"""Sentences of generated reports: names of findings, places, and the marks that make the truth."""
 
 from __future__ import annotations
 

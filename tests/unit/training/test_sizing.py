@@ -13,7 +13,7 @@ from shardflow.training.sizing import Hardware, LargeModel, StepShape, gpu_needs
 
 pytestmark = pytest.mark.fast
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "large-models.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "training.md"
 MODEL = LargeModel(num_parameters=32_800_000_000, num_layers=64, width=5120, vocab_size=152_064)
 
 
@@ -28,31 +28,27 @@ def shape(samples: int = 2, slices: int = 32, micro_batches: int = 256) -> StepS
     )
 
 
-def rows_of_page(number: int) -> dict[int, list[float]]:
-    """Rows of the page's tables, by their number of GPUs."""
-    tables = re.findall(
+def rows_of_page() -> dict[int, list[float]]:
+    """Return the rows of the page's table, by their number of GPUs."""
+    (table,) = re.findall(
         r"^\| GPUs \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )
-    rows = [[float(cell) for cell in line.strip(" |").split("|")] for line in tables[number].splitlines()]
+    rows = [[float(cell) for cell in line.strip(" |").split("|")] for line in table.splitlines()]
     return {int(row[0]): row[1:] for row in rows}
 
 
-@pytest.mark.parametrize("num_gpus", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("num_gpus", [16, 64, 256])
 def test_the_page_says_what_the_arithmetic_says(num_gpus: int) -> None:
     hardware = Hardware(num_gpus=num_gpus)
     gpu, node = gpu_needs(MODEL, shape(), hardware), node_needs(MODEL, shape(), hardware)
-    memory = [gpu.state, gpu.gathered, gpu.gradient_of_a_layer, gpu.activations, gpu.logits, gpu.total]
-    assert rows_of_page(0)[num_gpus] == pytest.approx([n / 1e9 for n in memory], abs=0.051)
-    carried = [
+    planned = [
+        gpu.total / 1e9,
         node.step_s,
-        node.samples_per_s,
         node.data_bytes_per_s / 1e6,
         node.gathered_bytes_per_s / 1e9,
         node.checkpoint_bytes / 1e9,
-        node.checkpoint_stall_s,
-        node.checkpoint_write_s,
     ]
-    assert rows_of_page(1)[num_gpus] == pytest.approx(carried, abs=0.051)
+    assert rows_of_page()[num_gpus] == pytest.approx(planned, abs=0.051)
 
 
 def test_state_is_shared_and_nothing_else() -> None:

@@ -1,6 +1,6 @@
-"""Bounds on annotations: counts, never clocks, so the same file has the same outcome on every machine.
+"""Targets of annotations: the stored series of one study with their planes in space, and limits on input.
 
-Where annotations land: the stored series of one study, with their planes in space.
+Limits are counts, never times, so the same file has the same outcome on every machine.
 
 Pixel coordinates are those of the stored slice, ``(x, y)`` = (along the columns, along the rows), and count
 *edges*: the pixel of column c and row r covers ``[c, c + 1) x [r, r + 1)``, its centre is

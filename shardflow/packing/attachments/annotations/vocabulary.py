@@ -1,7 +1,7 @@
-"""What may be said of a region: words of the lexicon and controlled codes, nothing that a person typed.
+"""Vocabulary of region labels: names of the lexicon and controlled codes, never typed text.
 
-A label such as ``"Left lung nodule 2 (Dr. Smith)"`` is free text and does not leave as it is. Where its words
-are those of the lexicon, the lexicon's own name leaves in its place; else nothing does.
+A label such as ``"Left lung nodule 2 (Dr. Smith)"`` is free text and is not published. If its words are those
+of the lexicon, the lexicon's own name is published instead; otherwise nothing is.
 """
 
 from __future__ import annotations

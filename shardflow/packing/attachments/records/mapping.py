@@ -1,9 +1,7 @@
-"""XML and JSON of one's own: a mapping says where in them facts lie, and nothing else is read.
+"""Settings of clinical records, and mappings: which facts of one's own XML and JSON files are read.
 
-Paths are names joined by ``/``; in XML ``@name`` at the end is an attribute. Lists are walked through. A
-field has a type, and a value that is not of it does not leave.
-
-Settings of clinical records.
+Paths are names joined by ``/``; ``@name`` at the end is an attribute in XML. Lists are iterated. A field has
+a type, and a value of another type is dropped.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError
 from shardflow.packing.attachments.records.codes import system_name
-from shardflow.packing.attachments.records.scribe import FreeText
+from shardflow.packing.attachments.records.record_filter import FreeText
 from shardflow.packing.sources.documents.bounded import XmlNode
 from shardflow.packing.sources.documents.facts import DocumentFacts, parse_moment, uid_of
 
 if TYPE_CHECKING:
-    from shardflow.packing.attachments.records.scribe import Fact, Scribe
+    from shardflow.packing.attachments.records.record_filter import Fact, RecordFilter
 
 Node: TypeAlias = Any
 """What a path walks through: an `XmlNode`, or a value of JSON."""
@@ -118,7 +116,7 @@ def mapped_facts(record: Node, root: Node, mapping: RecordMapping) -> DocumentFa
     return facts
 
 
-def write_mapped(record: Node, root: Node, mapping: RecordMapping, scribe: Scribe) -> None:
+def write_mapped(record: Node, root: Node, mapping: RecordMapping, record_filter: RecordFilter) -> None:
     """Add the fact of a record."""
     said: Fact = {}
     texts: list[str] = []
@@ -127,26 +125,28 @@ def write_mapped(record: Node, root: Node, mapping: RecordMapping, scribe: Scrib
         if one.type == "text":
             texts += found
         elif found:
-            said[name] = _value(found, record, root, one, scribe)
-    said["document"] = scribe.document("\n\n".join(texts), mapping.name) if texts else None
+            said[name] = _value(found, record, root, one, record_filter)
+    said["document"] = record_filter.document("\n\n".join(texts), mapping.name) if texts else None
     time = next(iter(_texts(record, root, mapping.time)), "")
-    said["when"] = scribe.when(time)
-    scribe.add(f"mapped-{mapping.name}", "record", said)
+    said["when"] = record_filter.when(time)
+    record_filter.add(f"mapped-{mapping.name}", "record", said)
 
 
-def _value(found: Sequence[str], record: Node, root: Node, one: FieldMapping, scribe: Scribe) -> Any:
+def _value(
+    found: Sequence[str], record: Node, root: Node, one: FieldMapping, record_filter: RecordFilter
+) -> Any:
     if one.type == "code":
-        return scribe.codes((one.system, text, "") for text in found)
+        return record_filter.codes((one.system, text, "") for text in found)
     if one.type == "date":
-        return scribe.when(found[0])
+        return record_filter.when(found[0])
     if one.type == "flag":
         return {"false": False, "0": False, "true": True, "1": True}.get(found[0].lower())
     if one.type == "choice":
         if found[0] not in one.choices:
-            scribe.left_out["NOT_A_CHOICE"] += 1
+            record_filter.left_out["NOT_A_CHOICE"] += 1
         return found[0] if found[0] in one.choices else None
     unit = next(iter(_texts(record, root, one.unit_path)), "") or one.unit
-    quantities = [scribe.quantity(text, unit) for text in found]
+    quantities = [record_filter.quantity(text, unit) for text in found]
     kept = [quantity for quantity in quantities if quantity is not None]
     return kept[0] if len(kept) == 1 else kept
 

@@ -1,9 +1,7 @@
-"""Words of a recording's header that may leave: names of channels, units, filters, kinds of events.
+"""Recording as it is stored: integers of the device, their scaling, and the header words that may be published.
 
-All of them are free text in EDF and WFDB, so the list is closed: what is not on it is stored as null, and
-counted by whoever asks.
-
-A recording as it is stored: integers as the device made them, and what turns them into units.
+Channel names, units, filters and events are free text in EDF and WFDB, so their lists are closed: a word that
+is not listed is stored as null, and the caller counts it.
 """
 
 from __future__ import annotations

@@ -1,25 +1,16 @@
-"""What the slices of a stack look like once decoded: dtype, unit, polarity. A pure function of headers.
+"""Pixels in modality units: the form of a stack's slices, their conversion, and the display range.
 
-All slices of a stack must look alike, and packing wants to know how before it decodes one; so the form
+All slices of a stack must have the same form, and packing needs it before it decodes one. The form therefore
 follows from what the headers declare, never from the pixels that happen to be there.
 
-Source: DICOM PS3.3, C.11.1 (modality LUT, rescale type), C.7.6.3.1.2 (photometric interpretation).
-
-From stored values to slices in modality units.
-
 Order of operations: stored values -> padding found -> modality LUT or slope and intercept -> range check ->
-MONOCHROME1 mirrored -> padding filled. No window is applied: `display` says what a viewer should show, the
-values stay.
+MONOCHROME1 mirrored -> padding filled. No window is applied; the display range says what a viewer, or a first
+model, should map to black and white. CT has a fixed wide window, since Hounsfield units mean the same
+everywhere. Projections bring their own window. Everything else, MR above all, has no absolute scale and takes
+percentiles over the whole stack (per slice they would flicker).
 
-Source: DICOM PS3.3, C.11.1 (modality LUT), C.7.5.1.1.2 (pixel padding), C.7.6.3.1.2 (MONOCHROME1).
-
-What a viewer, or a first model, should map to black and white; in modality units, per stack.
-
-CT has a fixed wide window: Hounsfield units mean the same everywhere. Projections bring their own window.
-Everything else, MR above all, has no absolute scale and takes percentiles over the whole stack (per slice
-they would flicker).
-
-Source: DICOM PS3.3, C.11.2 (VOI LUT).
+Source: DICOM PS3.3, C.11.1 (modality LUT, rescale type), C.7.6.3.1.2 (photometric interpretation),
+C.7.5.1.1.2 (pixel padding), C.11.2 (VOI LUT).
 """
 
 from __future__ import annotations

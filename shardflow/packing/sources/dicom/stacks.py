@@ -1,13 +1,9 @@
-"""Split one series into stacks and order the slices of each.
+"""Stacks and studies: groups headers by patient, study and series, and splits each series into stacks.
 
 A stack is what can be one array: slices of one shape, one orientation and one spacing, each at its own
-position. File names never count, and (0020,0013) *Instance Number* only where positions are absent: it rises
-with position in some series and falls in others.
-
-From headers to studies: patient > study > series > stack of slices.
-
-Pure: no file is read here. The result depends on the set of headers alone, not on their order and not on file
-    names.
+position. File names never count, and (0020,0013) *Instance Number* counts only where positions are absent: it
+rises with position in some series and falls in others. No file is read; the result depends on the set of
+headers alone, not on their order.
 """
 
 from __future__ import annotations

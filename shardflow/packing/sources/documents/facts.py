@@ -1,11 +1,8 @@
-"""Whom a document names and which study it belongs to. All of it identifies people and never leaves.
+"""Records that all document readers return: the people and study of a document, its report, its sections.
 
-What a reader finds where it looks for reports.
-
-Section headings for coded sections, spelled as `shardflow.reports` knows them.
-
-Codes are those of imaging reports: LOINC document sections, and DCM section headings (DICOM PS3.16, CID 7001)
-with the concepts below them (CID 7002).
+People and links identify patients and are never published. Coded sections get headings as
+`shardflow.reports` spells them; the codes are those of imaging reports: LOINC document sections, and DCM
+section headings (DICOM PS3.16, CID 7001) with the concepts below them (CID 7002).
 """
 
 from __future__ import annotations

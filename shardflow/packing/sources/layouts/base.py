@@ -1,8 +1,7 @@
-"""Tables of a layout: CSV or Parquet, read row by row, by roles instead of column names.
+"""Base of all layouts: settings, the interface, tables by role, and the parts that most layouts share.
 
-Settings of the layout: how the inputs of a job are laid out in folders and tables.
-
-What every layout answers, and what most of them share: roots, splits, forms by file ending.
+Tables are CSV or Parquet and are read row by row; a role such as ``study`` stands for the name of a column,
+which settings can change.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple, Protocol
 
 from shardflow.config import check_fields
 from shardflow.errors import ConfigError
@@ -24,6 +23,9 @@ from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.documents.reports import iter_document_reports
 from shardflow.packing.sources.placement import ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport, ReportFormat, ReportRecord, iter_reports
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _MAX_FIELD_BYTES: Final = 1 << 24
 _BATCH_ROWS: Final = 1 << 14
@@ -146,11 +148,37 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-LayoutKind: TypeAlias = Literal[
-    "headers", "folder", "manifest", "mimic-cxr", "chexpert", "openi", "padchest", "ct-rate", "lidc", "rsna"
-]
-"""``headers``: DICOM headers say whose an image is. ``folder``: paths do, by a pattern. ``manifest``: a table
-does. The others are collections as their owners hand them out; docs/layouts.md describes each."""
+LAYOUT_KINDS: Final = (
+    "headers",
+    "folder",
+    "manifest",
+    "mimic-cxr",
+    "chexpert",
+    "openi",
+    "padchest",
+    "ct-rate",
+    "lidc",
+    "rsna",
+)
+"""``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a pattern.
+``manifest``: a table does. The others are public collections in the form in which their owners distribute
+them; docs/layouts.md describes each."""
+
+LAYOUTS_GROUP: Final = "shardflow.layouts"
+"""Group of entry points by which installed packages offer further layouts: the name of an entry point is the
+kind, and it refers to a callable that takes `LayoutInputs` and the names of the splits and returns a
+`Layout`."""
+
+
+def offered_layouts() -> dict[str, EntryPoint]:
+    """Return the layouts of installed packages by kind; they do not replace built-in ones."""
+    # Slow to import, and of no use to a job with a built-in layout.
+    from importlib.metadata import entry_points
+
+    return {
+        entry.name: entry for entry in entry_points(group=LAYOUTS_GROUP) if entry.name not in LAYOUT_KINDS
+    }
+
 
 _GROUPS = frozenset({"patient", "study", "series", "number", "split"})
 _PATHS = ("table", "split_table")
@@ -160,8 +188,8 @@ _PATHS = ("table", "split_table")
 class LayoutConfig:
     """Whose an input is, and which report goes with it."""
 
-    kind: LayoutKind = "headers"
-    """How the inputs are laid out."""
+    kind: str = "headers"
+    """How the inputs are laid out: one of `LAYOUT_KINDS`, or a layout of an installed package."""
     table: Path | None = None
     """CSV (``.csv``, ``.csv.gz``) or Parquet table of the images; which kinds have one: docs/layouts.md."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -199,6 +227,9 @@ class LayoutConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.kind not in LAYOUT_KINDS and self.kind not in (offered := offered_layouts()):
+            known = ", ".join(map(repr, [*LAYOUT_KINDS, *sorted(offered)]))
+            raise ConfigError(f"kind must be one of {known}, got {self.kind!r}; correct it.")
         if self.kind == "folder":
             self._check_pattern()
         elif self.pattern:
@@ -271,7 +302,7 @@ class Layout(Protocol):
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
         """Say whose image a file is, or why it is none; None where its DICOM header says everything."""
 
-    def study_beside(self, file: DiscoveredFile) -> str:
+    def study_of_attachment(self, file: DiscoveredFile) -> str:
         """Return the study in whose place a file lies that is no image; ``""`` where its place names none."""
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
@@ -308,7 +339,7 @@ class PlacedLayout:
             return self._complete(placed) if isinstance(placed, Placement) else placed
         return self.reason_of_other(path)
 
-    def study_beside(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
+    def study_of_attachment(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
         """Return the study in whose place a file lies; see `Layout`."""
         return ""
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.sources.dicom import FLAGS
-from shardflow.sources.flags import PHASE_NAMES
+from shardflow.format.reasons import FLAGS, PHASE_NAMES
 
 pytestmark = pytest.mark.fast
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ConfigError, StorageError
-from shardflow.packing.workspace import Workplace, locked_workplace
+from shardflow.packing.workspace import Workspace, locked_workspace
 from tests.pack_case import PackCase
 
 pytestmark = pytest.mark.fast
@@ -25,8 +25,8 @@ def case(tmp_path: Path) -> PackCase:
     return case
 
 
-def _locked(case: PackCase) -> AbstractContextManager[Workplace]:
-    return locked_workplace(case.output, case.private, (case.dicom,))
+def _locked(case: PackCase) -> AbstractContextManager[Workspace]:
+    return locked_workspace(case.output, case.private, (case.dicom,))
 
 
 def test_one_job_at_a_time(case: PackCase) -> None:

@@ -42,7 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _loader(dataset: Dataset | str, *, world: World | None = None, **how: Any) -> Loader:
     config = LoaderConfig(**{"view": VIEW, **how})
     opened = Dataset.open(dataset) if isinstance(dataset, str) else dataset
-    return Loader(opened, split="train", spec=SPEC, seed=5, world=world, config=config)
+    return Loader(opened, split="train", batch=SPEC, seed=5, world=world, config=config)
 
 
 def _digest(batch: Batch) -> str:
@@ -75,15 +75,15 @@ def expected(url: str) -> list[str]:
 
 def test_threads_come_and_go_while_the_same_micro_batches_come_out(url: str, expected: list[str]) -> None:
     with _loader(url, num_threads=1, prefetch_bytes=1 << 20) as loader:
-        most = loader.knobs.limits()["loader.num_threads"].most
+        most = loader.tunables.limits()["loader.num_threads"].most
         found = []
         for number, batch in enumerate(loader):
             found.append(_digest(batch))
             wanted = (1, most, 2)[number % 3]
-            loader.knobs.set("loader.num_threads", wanted)
+            loader.tunables.set("loader.num_threads", wanted)
             assert _eventually(lambda wanted=wanted: len(loader_threads()) in (wanted, 0))  # type: ignore[misc]
         assert found == expected
-        assert loader.config.num_threads == loader.knobs.values()["loader.num_threads"] == wanted
+        assert loader.config.num_threads == loader.tunables.values()["loader.num_threads"] == wanted
     assert not loader_threads()
 
 
@@ -149,7 +149,7 @@ def test_executions_change_inside_an_epoch(url: str, expected: list[str]) -> Non
             if number < len(expected) - 1:
                 assert loader.position == Position(0, (number + 1) // 2)
             for name, value in _turns(number):
-                loader.knobs.set(name, value)
+                loader.tunables.set(name, value)
             if loader.apply_pending():
                 handed_over.append(number)
                 side = loader._parts.side
@@ -181,23 +181,23 @@ def test_what_cannot_be_is_refused_and_nothing_changes(
     url: str, name: str, value: int | str, says: str
 ) -> None:
     with _loader(url) as loader:
-        before = loader.knobs.values()
+        before = loader.tunables.values()
         with pytest.raises(ConfigError, match=says):
-            loader.knobs.set(name, value)
-        assert loader.knobs.values() == before
+            loader.tunables.set(name, value)
+        assert loader.tunables.values() == before
 
 
 def test_the_loaders_of_a_node_stay_within_their_memory(url: str) -> None:
     world = World(rank=0, world_size=2, ranks_per_node=2)
     cap = 1 << 30
     with _loader(url, world=world, prefetch_bytes=1 << 20, read_bytes=1 << 20, max_node_bytes=cap) as loader:
-        most = loader.knobs.limits()["loader.prefetch_bytes"].most
+        most = loader.tunables.limits()["loader.prefetch_bytes"].most
         assert most == (cap // 2 - 2 * (1 << 20)) // 2
-        loader.knobs.set("loader.prefetch_bytes", most)
+        loader.tunables.set("loader.prefetch_bytes", most)
         with pytest.raises(ConfigError, match=r"loader.read_bytes must be a number from 65536 to 1048576 "):
-            loader.knobs.set("loader.read_bytes", 2 << 20)
-        loader.knobs.set("loader.prefetch_bytes", most - (1 << 20))
-        assert loader.knobs.limits()["loader.read_bytes"].most == 2 << 20
+            loader.tunables.set("loader.read_bytes", 2 << 20)
+        loader.tunables.set("loader.prefetch_bytes", most - (1 << 20))
+        assert loader.tunables.limits()["loader.read_bytes"].most == 2 << 20
 
 
 def test_an_error_comes_out_of_its_own_micro_batch_while_threads_change(url: str, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_no_change_at_any_time_changes_a_micro_batch_or_the_position(
                 del batch
                 for _, (name, value) in (change for change in changes if change[0] == number):
                     loader.change({name: value})
-                    assert loader.knobs.values()[name] == value
+                    assert loader.tunables.values()[name] == value
                 if number < len(expected) - 1:
                     assert loader.position == Position(0, (number + 1) // 2)
                 if number == stop:
@@ -367,14 +367,14 @@ def test_a_loader_may_be_closed_and_its_process_fork_while_settings_change(
 
 def test_requests_at_once_change_while_a_remote_store_is_read(url: str, expected: list[str]) -> None:
     with WebServer(Path(url)) as web, _loader(Dataset.open(web.url)) as loader:
-        limits = loader.knobs.limits()["store.max_concurrency"]
+        limits = loader.tunables.limits()["store.max_concurrency"]
         assert limits.is_live
         found = []
         for number, batch in enumerate(loader):
             found.append(_digest(batch))
-            loader.knobs.set("store.max_concurrency", 1 + number % 4)
+            loader.tunables.set("store.max_concurrency", 1 + number % 4)
         assert found == expected
-        assert loader.knobs.values()["store.max_concurrency"] == 1 + (len(expected) - 1) % 4
+        assert loader.tunables.values()["store.max_concurrency"] == 1 + (len(expected) - 1) % 4
 
 
 def test_what_a_process_beside_the_trainer_reads_through_is_told_too(
@@ -389,8 +389,8 @@ def test_what_a_process_beside_the_trainer_reads_through_is_told_too(
         assert full > 2 * low
         iterator = iter(loader)
         again = [_digest(next(iterator))]
-        loader.knobs.set("cache.max_bytes", low)
-        loader.knobs.set("loader.num_threads", 2)
+        loader.tunables.set("cache.max_bytes", low)
+        loader.tunables.set("loader.num_threads", 2)
         again += [_digest(batch) for batch in iterator]
         assert found == again == expected
         assert _eventually(lambda: _folder_bytes(tmp_path / "cache") <= low)
@@ -413,9 +413,9 @@ def test_processes_that_cannot_start_leave_all_as_it_was(url: str, expected: lis
     with _loader(dataset) as loader:
         iterator = iter(loader)
         found = [_digest(next(iterator))]
-        loader.knobs.set("loader.execution", "process")
+        loader.tunables.set("loader.execution", "process")
         with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
             loader.apply_pending()
-        assert loader.knobs.values()["loader.execution"] == "threads"
+        assert loader.tunables.values()["loader.execution"] == "threads"
         assert not loader.apply_pending()
         assert found + [_digest(batch) for batch in iterator] == expected

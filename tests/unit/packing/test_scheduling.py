@@ -11,8 +11,8 @@ from benchmarks.schedule.simulate import Workload, dealt, makespan, workload
 from shardflow.errors import ConfigError
 from shardflow.packing.inventory import UNDECIDED
 from shardflow.packing.plan import PackPlan, PlannedShard
-from shardflow.packing.scheduling import deal, missing_tasks, opening_order
-from shardflow.packing.workspace import Share
+from shardflow.packing.scheduling import assign_shards, missing_tasks, opening_order
+from shardflow.packing.workspace import ArrayTask
 
 pytestmark = pytest.mark.fast
 
@@ -32,18 +32,18 @@ def _plan(sizes: list[int]) -> PackPlan:
 @pytest.mark.parametrize("text", ["", "1", "a/b", "-1/2", "2/2", "0/0", "1/100001", "0/2 ", "0/1/2"])
 def test_what_is_no_task_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="a task must be i/n"):
-        Share.parse(text)
+        ArrayTask.parse(text)
 
 
 def test_a_task_is_read() -> None:
-    assert Share.parse("3/8") == Share(3, 8)
-    assert str(Share(3, 8)) == "3/8"
-    assert Share(3, 8).name == "task-00003-of-00008"
+    assert ArrayTask.parse("3/8") == ArrayTask(3, 8)
+    assert str(ArrayTask(3, 8)) == "3/8"
+    assert ArrayTask(3, 8).name == "task-00003-of-00008"
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=60), st.integers(1, 20))
 def test_every_shard_has_one_task_and_the_loads_are_even(sizes: list[int], count: int) -> None:
-    owners = deal(_plan(sizes), count)
+    owners = assign_shards(_plan(sizes), count)
     assert len(owners) == len(sizes)
     loads = [0] * count
     for size, owner in zip(sizes, owners, strict=True):
@@ -59,7 +59,7 @@ def test_every_task_comes_by_every_batch_its_own_first(count: int, num_batches: 
     batches = list(range(0, num_batches * 128, 128))
     own: list[int] = []
     for index in range(count):
-        order = Share(index, count).order(batches)
+        order = ArrayTask(index, count).order(batches)
         assert sorted(order) == batches
         size = len(batches) * (index + 1) // count - len(batches) * index // count
         own += order[:size]
@@ -69,7 +69,8 @@ def test_every_task_comes_by_every_batch_its_own_first(count: int, num_batches: 
 def test_two_tasks_that_read_for_a_third_do_not_meet() -> None:
     batches = list(range(0, 3 * 128 * 200, 128))
     orders = [
-        [batch for batch in Share(index, 3).order(batches) if batch in set(batches[400:])] for index in (0, 1)
+        [batch for batch in ArrayTask(index, 3).order(batches) if batch in set(batches[400:])]
+        for index in (0, 1)
     ]
     assert sum(one == other for one, other in zip(*orders, strict=True)) < 10
 

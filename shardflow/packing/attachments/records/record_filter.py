@@ -1,7 +1,7 @@
-"""What of a record may leave: the one door through which codes, numbers, days and texts pass.
+"""Record filter: the only way by which codes, numbers, dates and texts of a record reach the dataset.
 
-Readers of formats say what stands where; whether it leaves is decided here, and what does not is counted by
-reason and never quoted.
+Readers of formats find the values; the filter decides what may be published, and counts the rest by reason
+without quoting it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MIN_PART: Final = 3
 _DAY_SECONDS: Final = 86400.0
 
 
-class Scribe:
+class RecordFilter:
     """Writes the facts of one attachment for one study.
 
     Args:

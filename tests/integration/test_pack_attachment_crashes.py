@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.packing import Share
+from shardflow.packing import ArrayTask
 from shardflow.packing.studies.fragment import AttachmentMark
 from tests.attachment_kinds import HANDLERS, write_toy
 from tests.dicom_factory import MadeStudy, make_study
@@ -121,7 +121,7 @@ def test_tasks_and_restarts_come_to_the_same_bytes(case: PackCase, studies: list
     shutil.rmtree(case.output)
     (case.private / "resource_outcomes.jsonl").unlink()
     for index in range(2):
-        case.pack(share=Share(index=index, count=2), handlers=HANDLERS)
+        case.pack(array_task=ArrayTask(index=index, count=2), handlers=HANDLERS)
     assert case.pack(is_merge=True, handlers=HANDLERS).status == "packed"
     assert tree_digests(case.output) == expected
 
@@ -163,7 +163,10 @@ def test_too_many_of_them_stop_the_job(case: PackCase, studies: list[MadeStudy])
     _write_bad(case, "bad", studies[0])
     none = "policy.max_quarantined_share=0"
     # A task publishes nothing: nobody would count after it.
-    assert case.pack(none, share=Share(index=0, count=1), handlers=HANDLERS).status == "quarantine_limit"
+    assert (
+        case.pack(none, array_task=ArrayTask(index=0, count=1), handlers=HANDLERS).status
+        == "quarantine_limit"
+    )
     # The next run knows it from its start.
     summary = case.pack(none, handlers=HANDLERS)
     assert (summary.status, summary.reasons["WORKER_KILLED"]) == ("quarantine_limit", 1)

@@ -18,7 +18,7 @@ from shardflow.format.copying import copy_object
 from shardflow.format.dataset import Dataset
 from shardflow.format.manifest import FileEntry, load, versions
 from shardflow.format.verification import verify
-from shardflow.packing import Share, upload
+from shardflow.packing import ArrayTask, upload
 from shardflow.packing.versions.compaction import compact
 from shardflow.packing.versions.removal import Withdrawn, remove
 from shardflow.storage import ByteStore, LocalStore, open_store
@@ -250,7 +250,7 @@ def test_a_shard_that_arrived_damaged_does_not_leave(case: PackCase, monkeypatch
 @pytest.mark.slow
 def test_shards_of_tasks_leave_and_the_merge_knows_it(case: PackCase, address: str) -> None:
     for index in range(2):
-        assert case.pack(share=Share(index, 2)).status == "task_done"
+        assert case.pack(array_task=ArrayTask(index, 2)).status == "task_done"
         assert _shards_here(case) == []
     assert case.pack(is_merge=True).status == "packed"
     _check_whole(case, address)

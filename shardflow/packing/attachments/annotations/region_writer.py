@@ -1,13 +1,11 @@
-"""Outlines in the pixels of a slice: filled, clipped, measured.
+"""Region writer: turns regions into entries of ``annotations.json`` and mask fields.
 
-An outline is an ``(n, 2)`` array of ``(x, y)`` pixel coordinates, see `shardflow.packing.attachments.annotations.targets`. A
-pixel belongs to a closed outline where its centre lies inside by the even-odd rule, over all outlines of the
-region at once: a ring inside a ring is a hole, and a keyhole works as well.
+Readers open a region and add its shape slice by slice; each mask is encoded at once, so memory holds
+compressed masks only. A region that lies in several series becomes an entry in each.
 
-The regions of a study as they are stored: entries of ``annotations.json``, and fields of masks.
-
-Readers open a region, say where it lies, slice by slice, and never look back: a mask is encoded when it
-comes, so memory holds compressed masks only. A region that lies in several series becomes an entry in each.
+An outline is an ``(n, 2)`` array of ``(x, y)`` pixel coordinates, see `targets`. A pixel is inside a closed
+outline if its centre is, by the even-odd rule over all outlines of the region together: a ring inside a ring
+is a hole, and a keyhole works as well.
 """
 
 from __future__ import annotations
@@ -247,10 +245,10 @@ class _Entry:
 
 
 class OpenRegion:
-    """One region while its places come in; made by `RegionBook.open`."""
+    """One region while its places come in; made by `RegionWriter.open`."""
 
-    def __init__(self, book: RegionBook, facts: RegionFacts) -> None:
-        self._book = book
+    def __init__(self, writer: RegionWriter, facts: RegionFacts) -> None:
+        self._writer = writer
         self.facts = facts
         self.flags = set(facts.flags)
         self.entries: dict[int, _Entry] = {}
@@ -285,10 +283,10 @@ class OpenRegion:
         if any(one is not other for one, other in zip(clipped, outlines, strict=True)):
             self.flags.add("clipped")
         kept = [outline for outline in clipped if len(outline) >= 3]
-        self._book.dangling("OUTSIDE", len(clipped) - len(kept))
+        self._writer.dangling("OUTSIDE", len(clipped) - len(kept))
         if not kept:
             return
-        self._book.count_points(sum(map(len, kept)))
+        self._writer.count_points(sum(map(len, kept)))
         place = self._place(target, index)
         self._measure(place, target, fill_outlines(kept, *target.shape) if mask is None else mask)
         points = np.concatenate(kept)
@@ -307,9 +305,9 @@ class OpenRegion:
         if len(inside) < len(points):
             self.flags.add("clipped")
         if not len(inside):
-            self._book.dangling("OUTSIDE", 1)
+            self._writer.dangling("OUTSIDE", 1)
             return
-        self._book.count_points(len(inside))
+        self._writer.count_points(len(inside))
         place = self._place(target, index)
         box = outline_box(inside)
         before = place.box or box
@@ -324,10 +322,10 @@ class OpenRegion:
         x0, y0, x1, y1 = box
         cut = (max(x0, 0.0), max(y0, 0.0), min(x1, float(target.columns)), min(y1, float(target.rows)))
         if not (x1 > x0 and y1 > y0):
-            self._book.dangling("DEGENERATE", 1)
+            self._writer.dangling("DEGENERATE", 1)
             return
         if not (cut[2] > cut[0] and cut[3] > cut[1]):
-            self._book.dangling("OUTSIDE", 1)
+            self._writer.dangling("OUTSIDE", 1)
             return
         if cut != (x0, y0, x1, y1):
             self.flags.add("clipped")
@@ -343,10 +341,10 @@ class OpenRegion:
     def _place(self, target: Target, index: int) -> _Place:
         entry = self.entries.get(target.number)
         if entry is None:
-            self._book.count_entry()
+            self._writer.count_entry()
             entry = self.entries[target.number] = _Entry(target)
         if index not in entry.places:
-            self._book.count_slice()
+            self._writer.count_slice()
             entry.places[index] = _Place()
         return entry.places[index]
 
@@ -360,7 +358,7 @@ class OpenRegion:
             place.extent_mm = _extent_mm(_corners(mask), target)
 
 
-class RegionBook:
+class RegionWriter:
     """Collects the regions of the annotation files of one study.
 
     Args:

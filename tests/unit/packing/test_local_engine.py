@@ -17,27 +17,27 @@ import pytest
 
 from shardflow.errors import ShardflowError
 from shardflow.packing.engines import local as pool_module
-from shardflow.packing.engines.base import ChildLimits, Task, TaskDone, WorkerSetup
-from shardflow.packing.engines.local import ChildPool
+from shardflow.packing.engines.base import Task, TaskDone, WorkerLimits, WorkerSetup
+from shardflow.packing.engines.local import LocalEngine
 
 MIB = 1 << 20
-LIMITS = ChildLimits(memory_bytes=600 * MIB, task_s=30.0, file_bytes=10 * MIB, open_files=64)
+LIMITS = WorkerLimits(memory_bytes=600 * MIB, task_s=30.0, file_bytes=10 * MIB, open_files=64)
 
-MakePool = Callable[..., ChildPool]
+MakePool = Callable[..., LocalEngine]
 
 
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Iterator[MakePool]:
     with ExitStack() as stack:
 
-        def make(num_processes: int = 1, limits: ChildLimits = LIMITS, **setup: bool) -> ChildPool:
+        def make(num_processes: int = 1, limits: WorkerLimits = LIMITS, **setup: bool) -> LocalEngine:
             worker = WorkerSetup(
                 limits=limits,
                 handlers="tests.unit.packing.pool_handlers:make_handler",
                 setup=setup,
                 log_path=tmp_path / "processes.log",
             )
-            return stack.enter_context(ChildPool(num_processes, worker))
+            return stack.enter_context(LocalEngine(num_processes, worker))
 
         yield make
 
@@ -46,7 +46,7 @@ def _task(kind: str, *, timeout_s: float = 60.0, handle: Any = None, **payload: 
     return Task(kind=kind, payload=payload, timeout_s=timeout_s, handle=handle)
 
 
-def _do(pool: ChildPool, kind: str, **arguments: Any) -> TaskDone:
+def _do(pool: LocalEngine, kind: str, **arguments: Any) -> TaskDone:
     pool.submit(_task(kind, **arguments))
     return pool.wait()
 
@@ -135,13 +135,13 @@ def test_a_hanging_task_is_killed_at_its_deadline(make_pool: MakePool) -> None:
 
 def test_processor_time_ends_a_task_that_never_returns(make_pool: MakePool) -> None:
     """Also without the job's help: RLIMIT_CPU, moved on for each task."""
-    limits = ChildLimits(memory_bytes=600 * MIB, task_s=0.2, file_bytes=MIB)
+    limits = WorkerLimits(memory_bytes=600 * MIB, task_s=0.2, file_bytes=MIB)
     done = _do(make_pool(1, limits), "burn", timeout_s=60.0)
     assert (done.failure, done.detail) == ("timeout", "ended by SIGXCPU")
 
 
 def test_processor_time_is_for_one_task(make_pool: MakePool) -> None:
-    limits = ChildLimits(memory_bytes=600 * MIB, task_s=1.0, file_bytes=MIB)
+    limits = WorkerLimits(memory_bytes=600 * MIB, task_s=1.0, file_bytes=MIB)
     pool = make_pool(1, limits)
     first = _do(pool, "limits").result
     second = _do(pool, "limits").result
@@ -271,7 +271,7 @@ def test_a_process_that_cannot_be_killed_does_not_hold_the_job(
 
 
 def test_too_little_memory_to_start_is_said(make_pool: MakePool) -> None:
-    pool = make_pool(1, ChildLimits(memory_bytes=60 * MIB, task_s=30.0, file_bytes=MIB), imports=True)
+    pool = make_pool(1, WorkerLimits(memory_bytes=60 * MIB, task_s=30.0, file_bytes=MIB), imports=True)
     pool.submit(_task("echo"))
     with pytest.raises(ShardflowError, match="a packing process must start"):
         pool.wait()
