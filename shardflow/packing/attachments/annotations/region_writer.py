@@ -186,7 +186,7 @@ Dangling = Literal[
     "OUTSIDE",
     "UNSUPPORTED_SHAPE",
 ]
-"""Reasons for which a part of an annotation has no place in the stored images; see docs/annotations.md."""
+"""Reasons for which a part of an annotation has no place in the stored images; see docs/attachments.md."""
 
 _DECIMALS: Final = 3
 _FULL: Final = 255
