@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; 0, or 1 where something is wrong."""
     config = load_config(TrainConfig, arguments.config) if arguments.config else None
-    environment = inspect_environment(config, num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
+    environment = inspect_environment(
+        config, num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node
+    )
     findings = examine(environment, allowed=arguments.allow)
     counts = Counter(finding.level for finding in findings)
     if arguments.json:

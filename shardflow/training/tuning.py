@@ -29,7 +29,7 @@ from shardflow.monitoring.tuner_numbers import (
 )
 from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
-from shardflow.telemetry import Interval, KnobLimit, Move
+from shardflow.telemetry import Interval, TunableLimit, Move
 from shardflow.telemetry.process import available_bytes, num_processors
 from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.distributed import Ranks
@@ -76,7 +76,7 @@ class Tuning(LoopHook):
         self._tune, self._ranks, self._loader, self._metrics = settings, ranks, loader, metrics
         self._file, self._given = run / TUNED_FILE, given
         self._place: StepPlace | None = None
-        self._knobs = loader.knobs
+        self._knobs = loader.tunables
         self._is_on = settings.mode == "on"
         self._num_sent = self._num_done = 0
         self._sent: tuple[int, float] = (0, 0.0)
@@ -292,7 +292,7 @@ def given_settings(loader: DataLoadingConfig, cache: CacheConfig) -> set[str]:
     }
 
 
-def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneConfig) -> dict[str, KnobLimit]:
+def capped(limits: Mapping[str, TunableLimit], present: Values, tune: TuneConfig) -> dict[str, TunableLimit]:
     """Return the limits within the caps of the configuration.
 
     Args:
@@ -313,11 +313,11 @@ def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneConfig) -
     for name, limit in limits.items():
         cap = caps.get(name, 0)
         most = max(limit.least, min(limit.most, cap)) if cap and not limit.choices else limit.most
-        found[name] = KnobLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
+        found[name] = TunableLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
     return found
 
 
-def common_limits(by_rank: Sequence[Mapping[str, KnobLimit]]) -> dict[str, KnobLimit]:
+def common_limits(by_rank: Sequence[Mapping[str, TunableLimit]]) -> dict[str, TunableLimit]:
     """Return what all ranks can set."""
     found = {}
     for name in sorted(set.intersection(*(set(one) for one in by_rank))):
@@ -326,16 +326,16 @@ def common_limits(by_rank: Sequence[Mapping[str, KnobLimit]]) -> dict[str, KnobL
         choices = tuple(word for word in limits[0].choices if all(word in one.choices for one in limits))
         if choices or (least <= most and not limits[0].choices):
             is_live = all(one.is_live for one in limits)
-            found[name] = KnobLimit(least=least, most=most, choices=choices, is_live=is_live)
+            found[name] = TunableLimit(least=least, most=most, choices=choices, is_live=is_live)
     return found
 
 
-def _limit(value: Mapping[str, Any]) -> KnobLimit:
+def _limit(value: Mapping[str, Any]) -> TunableLimit:
     """Return a limit that another rank sent."""
-    return KnobLimit(**{**value, "choices": tuple(value["choices"])})
+    return TunableLimit(**{**value, "choices": tuple(value["choices"])})
 
 
-def _clipped(value: int | str, limit: KnobLimit) -> int | str | None:
+def _clipped(value: int | str, limit: TunableLimit) -> int | str | None:
     """Return the nearest value that is allowed; None where there is none."""
     if limit.choices:
         return value if value in limit.choices else None

@@ -23,7 +23,7 @@ from shardflow.monitoring.tuner import Change, Tuner
 from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers, read_tuned, tuned_text
 from shardflow.sampling import BatchSpec
 from shardflow.storage.local import is_temporary_name
-from shardflow.telemetry import KnobLimit, Move
+from shardflow.telemetry import TunableLimit, Move
 from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.run import train
 from shardflow.training.tuning import Tuning, capped, common_limits
@@ -287,20 +287,20 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 def test_caps_of_the_configuration_lie_within_those_of_the_machine() -> None:
     limits = {
-        "loader.num_threads": KnobLimit(least=1, most=16),
-        "loader.prefetch_bytes": KnobLimit(least=1 << 20, most=1 << 30),
-        "cache.max_bytes": KnobLimit(least=0, most=1 << 40),
-        "loader.execution": KnobLimit(choices=("threads", "process"), is_live=False),
+        "loader.num_threads": TunableLimit(least=1, most=16),
+        "loader.prefetch_bytes": TunableLimit(least=1 << 20, most=1 << 30),
+        "cache.max_bytes": TunableLimit(least=0, most=1 << 40),
+        "loader.execution": TunableLimit(choices=("threads", "process"), is_live=False),
     }
     tune = TuneConfig(max_threads=4, max_bytes=1 << 34)
     found = capped(limits, {"cache.max_bytes": 1 << 35}, tune)
-    assert found["loader.num_threads"] == KnobLimit(least=1, most=4)
+    assert found["loader.num_threads"] == TunableLimit(least=1, most=4)
     assert found["loader.prefetch_bytes"].most == 1 << 30
     assert found["cache.max_bytes"].most == 1 << 35  # the disk is somebody else's
     assert found["loader.execution"] == limits["loader.execution"]
 
 
 def test_limits_are_those_that_all_ranks_have() -> None:
-    one = {"a": KnobLimit(least=1, most=9), "b": KnobLimit(choices=("x", "y")), "c": KnobLimit(most=1)}
-    other = {"a": KnobLimit(least=2, most=5), "b": KnobLimit(choices=("y", "z"))}
-    assert common_limits([one, other]) == {"a": KnobLimit(least=2, most=5), "b": KnobLimit(choices=("y",))}
+    one = {"a": TunableLimit(least=1, most=9), "b": TunableLimit(choices=("x", "y")), "c": TunableLimit(most=1)}
+    other = {"a": TunableLimit(least=2, most=5), "b": TunableLimit(choices=("y", "z"))}
+    assert common_limits([one, other]) == {"a": TunableLimit(least=2, most=5), "b": TunableLimit(choices=("y",))}
