@@ -48,7 +48,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     world = World(rank=accelerator.process_index, world_size=accelerator.num_processes)
     progress, saved = Progress(), run / "checkpoint"
     with Loader(
-        Dataset.open(dataset), split="train", spec=SPEC, seed=1, world=world, config=CONFIG
+        Dataset.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG
     ) as loader:
         accelerator.register_for_checkpointing(loader, progress)
         if saved.exists():

@@ -94,7 +94,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     convert = to_tensors(tokenizer, torch.device("cpu"))
 
     with Loader(
-        Dataset.open(dataset), split="train", spec=SPEC, seed=1, world=world, config=CONFIG
+        Dataset.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG
     ) as loader:
         last = get_last_checkpoint(str(run)) if run.is_dir() else None
         if last is not None:

@@ -49,7 +49,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     world_size = World.from_environment().world_size
     convert = to_tensors(tokenizer, torch.device("cpu"))
 
-    data = ShardDataModule(dataset, spec=SPEC, config=CONFIG, seed=1, eval_split="val", convert=convert)
+    data = ShardDataModule(dataset, batch=SPEC, config=CONFIG, seed=1, eval_split="val", convert=convert)
     trainer = Trainer(
         default_root_dir=run,
         accelerator="cpu",

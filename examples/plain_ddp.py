@@ -24,7 +24,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     model, convert = SummedLoss(tokenizer), to_tensors(tokenizer, torch.device("cpu"))
     ddp, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
     data = Dataset.open(dataset)
-    with Loader(data, split="train", spec=SPEC, seed=1, world=world, config=CONFIG) as loader:
+    with Loader(data, split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
         if saved.exists():
             state = torch.load(saved, weights_only=True)
             for name, part in (("model", model), ("optimizer", optimizer), ("loader", loader)):

@@ -4,7 +4,7 @@
 ``-max_total_time=60``; a file that was found to break something is written to the working directory as
 ``crash-...``, and given as the only argument it is run again.
 
-The process grows by some 0.7 KB an input, 300 MB in five minutes. That is libFuzzer's own book-keeping:
+The process grows by some 0.7 KB an input, 300 MB in five minutes. That is libFuzzer's own bookkeeping:
 100,000 mutated files read without it leave 70 MB resident (63 MB after the first thousand), and the number of
 Python objects stays the same with it and without it.
 """

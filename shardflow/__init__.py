@@ -1,12 +1,152 @@
-"""shardflow: pack medical studies into plain tar shards, stream them exactly to any number of GPUs.
+"""Front door of shardflow: pack medical studies into tar shards, stream them exactly to any number of GPUs.
 
-Importing this package imports nothing else; see ARCHITECTURE.md for the way the data takes.
+    import shardflow as sf
+
+    dataset = sf.open("my-dataset")
+    spec = sf.BatchSpec.simple(global_batch_size=8, micro_batch_size=2)
+    with sf.Loader(dataset, split="train", batch=spec, seed=7) as loader:
+        for batch in loader:
+            ...
+
+Each name is imported when it is first used, so that importing the package loads neither NumPy nor torch. The
+library itself never imports from here. See ARCHITECTURE.md for the data flow.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Final
+
 from shardflow._version import __version__
 
+if TYPE_CHECKING:
+    from shardflow.errors import (
+        ChecksumError,
+        ConfigError,
+        FormatError,
+        NotFoundError,
+        SampleError,
+        ShardflowError,
+        StateError,
+        StorageError,
+        WaitTimeoutError,
+    )
+    from shardflow.fields.raw import FieldsView
+    from shardflow.fields.tokens import StoredTokens
+    from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
+    from shardflow.format.copying import copy_dataset as copy
+    from shardflow.format.dataset import Dataset
+    from shardflow.format.verification import VerifyReport, verify
+    from shardflow.format.writer import ShardWriter
+    from shardflow.loading.batch import Batch
+    from shardflow.loading.blend_file import open_blend as blend
+    from shardflow.loading.config import LoaderConfig
+    from shardflow.loading.loader import Loader
+    from shardflow.loading.selection import Selection
+    from shardflow.loading.world import World
+    from shardflow.packing.config import PackConfig
+    from shardflow.packing.job import pack
+    from shardflow.sampling.budget import TokenBudget
+    from shardflow.sampling.plan import EpochPlan
+    from shardflow.sampling.spec import BatchSpec
+    from shardflow.storage.cache.config import CacheConfig
+    from shardflow.storage.requests import RemoteOptions
+
+    open = Dataset.open  # noqa: A001 - `sf.open`, never imported by a bare name
+
 __all__ = [
+    "Batch",
+    "BatchSpec",
+    "CacheConfig",
+    "ChecksumError",
+    "ConfigError",
+    "Dataset",
+    "EpochPlan",
+    "FieldsView",
+    "FormatError",
+    "ImageView",
+    "Loader",
+    "LoaderConfig",
+    "NativeView",
+    "NotFoundError",
+    "PackConfig",
+    "RemoteOptions",
+    "SampleError",
+    "Selection",
+    "ShardWriter",
+    "ShardflowError",
+    "SizedView",
+    "SliceSize",
+    "StateError",
+    "StorageError",
+    "StoredTokens",
+    "TileView",
+    "TokenBudget",
+    "VerifyReport",
+    "WaitTimeoutError",
+    "World",
     "__version__",
+    "blend",
+    "copy",
+    "open",
+    "pack",
+    "verify",
 ]
+_SOURCES: Final = {
+    "Batch": "shardflow.loading.batch:Batch",
+    "BatchSpec": "shardflow.sampling.spec:BatchSpec",
+    "CacheConfig": "shardflow.storage.cache.config:CacheConfig",
+    "ChecksumError": "shardflow.errors:ChecksumError",
+    "ConfigError": "shardflow.errors:ConfigError",
+    "Dataset": "shardflow.format.dataset:Dataset",
+    "EpochPlan": "shardflow.sampling.plan:EpochPlan",
+    "FieldsView": "shardflow.fields.raw:FieldsView",
+    "FormatError": "shardflow.errors:FormatError",
+    "ImageView": "shardflow.fields.views:ImageView",
+    "Loader": "shardflow.loading.loader:Loader",
+    "LoaderConfig": "shardflow.loading.config:LoaderConfig",
+    "NativeView": "shardflow.fields.views:NativeView",
+    "NotFoundError": "shardflow.errors:NotFoundError",
+    "PackConfig": "shardflow.packing.config:PackConfig",
+    "RemoteOptions": "shardflow.storage.requests:RemoteOptions",
+    "SampleError": "shardflow.errors:SampleError",
+    "Selection": "shardflow.loading.selection:Selection",
+    "ShardWriter": "shardflow.format.writer:ShardWriter",
+    "ShardflowError": "shardflow.errors:ShardflowError",
+    "SizedView": "shardflow.fields.views:SizedView",
+    "SliceSize": "shardflow.fields.views:SliceSize",
+    "StateError": "shardflow.errors:StateError",
+    "StorageError": "shardflow.errors:StorageError",
+    "StoredTokens": "shardflow.fields.tokens:StoredTokens",
+    "TileView": "shardflow.fields.views:TileView",
+    "TokenBudget": "shardflow.sampling.budget:TokenBudget",
+    "VerifyReport": "shardflow.format.verification:VerifyReport",
+    "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
+    "World": "shardflow.loading.world:World",
+    "blend": "shardflow.loading.blend_file:open_blend",
+    "copy": "shardflow.format.copying:copy_dataset",
+    "open": "shardflow.format.dataset:Dataset.open",
+    "pack": "shardflow.packing.job:pack",
+    "verify": "shardflow.format.verification:verify",
+}
+
+if not TYPE_CHECKING:  # A type checker reads the imports above, and reports a name that does not exist.
+
+    def __getattr__(name: str) -> object:
+        """Import a name from the module that defines it."""
+        if name not in _SOURCES:
+            import difflib
+
+            near = difflib.get_close_matches(name, __all__, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
+        module, _, path = _SOURCES[name].partition(":")
+        value: object = importlib.import_module(module)
+        for part in path.split("."):
+            value = getattr(value, part)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        """List the public names, whether they are imported yet or not."""
+        return sorted({*globals(), *__all__})

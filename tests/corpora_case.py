@@ -173,12 +173,12 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
 
 def main() -> None:
     """Run the job."""
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.workspace import Workspace
     from tests.pack_driver import KillingProgress, kill_group
 
     config, point, mode = sys.argv[1:]
     if point == "cleaning":
-        setattr(Workplace, "remove_work", lambda _: kill_group())  # noqa: B010
+        setattr(Workspace, "remove_work", lambda _: kill_group())  # noqa: B010
     handlers = FAULTY if (Path(config).parent / "faults.json").exists() else HANDLERS
     pack_corpus(
         load_config(CorpusConfig, config),

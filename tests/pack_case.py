@@ -20,7 +20,7 @@ from typing import Any
 from shardflow.config import load_config
 from shardflow.format.dataset import Dataset
 from shardflow.format.verification import verify
-from shardflow.packing import PackConfig, PackSummary, Share, pack
+from shardflow.packing import ArrayTask, PackConfig, PackSummary, pack
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.job import PackMode
 from shardflow.packing.versions.files import ledger_path
@@ -107,7 +107,7 @@ class PackCase:
         *overrides: str,
         mode: PackMode = "pack",
         is_dry_run: bool = False,
-        share: Share | None = None,
+        array_task: ArrayTask | None = None,
         is_merge: bool = False,
         handlers: str = "studies",
     ) -> PackSummary:
@@ -116,7 +116,7 @@ class PackCase:
             self.config(*overrides),
             mode=mode,
             is_dry_run=is_dry_run,
-            share=share,
+            array_task=array_task,
             is_merge=is_merge,
             handlers=handlers,
         )

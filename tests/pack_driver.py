@@ -15,7 +15,7 @@ from typing import NoReturn, cast, get_args
 from shardflow.config import load_config
 from shardflow.packing import PackConfig, pack
 from shardflow.packing.job import PackMode
-from shardflow.packing.workspace import Workplace
+from shardflow.packing.workspace import Workspace
 
 
 def kill_group() -> NoReturn:
@@ -51,15 +51,15 @@ def main() -> None:
     """Run the job."""
     config, point, handlers, mode = sys.argv[1:]
     if point == "cleaning":
-        setattr(Workplace, "remove_work", lambda _: kill_group())  # noqa: B010
+        setattr(Workspace, "remove_work", lambda _: kill_group())  # noqa: B010
     if point == "half":
 
-        def remove_half(place: Workplace) -> None:
+        def remove_half(place: Workspace) -> None:
             for path in sorted(place.records.iterdir()):
                 path.unlink()
             kill_group()
 
-        setattr(Workplace, "remove_work", remove_half)  # noqa: B010
+        setattr(Workspace, "remove_work", remove_half)  # noqa: B010
     if mode not in get_args(PackMode):
         raise ValueError(mode)
     pack(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers
-from shardflow.telemetry import KnobLimit
+from shardflow.telemetry import TunableLimit
 
 __all__ = ["Job", "System"]
 
@@ -57,11 +57,11 @@ class Job:
         return min(fetched, decoded, 1 / own_s)
 
     @property
-    def limits(self) -> dict[str, KnobLimit]:
+    def limits(self) -> dict[str, TunableLimit]:
         return {
-            "loader.num_threads": KnobLimit(least=1, most=int(4 * self.num_cpus)),
-            "cache.read_ahead_threads": KnobLimit(least=1, most=32),
-            "loader.execution": KnobLimit(choices=("threads", "process", "workers"), is_live=False),
+            "loader.num_threads": TunableLimit(least=1, most=int(4 * self.num_cpus)),
+            "cache.read_ahead_threads": TunableLimit(least=1, most=32),
+            "loader.execution": TunableLimit(choices=("threads", "process", "workers"), is_live=False),
         }
 
     def best_rate(self) -> float:

@@ -121,7 +121,7 @@ def load_ms(dataset: Dataset, pool: float, change: Change | None, num_slices: in
     view = ImageView(num_slices=num_slices, rows=SIZE, columns=SIZE, augment_pool=pool)
     config = LoaderConfig(view=view, text=False, num_threads=1)
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1)
-    with Loader(dataset, split="train", spec=spec, seed=3, config=config) as loader:
+    with Loader(dataset, split="train", batch=spec, seed=3, config=config) as loader:
         list(loader)  # opens files and warms memory
         begin, num_images = time.process_time(), 0
         for _ in range(3):

@@ -40,7 +40,7 @@ class ShardflowStream:
         self._dataset = ShardIterableDataset(
             Dataset.open(folder),
             split="train",
-            spec=spec,
+            batch=spec,
             seed=SEED,
             world=World(rank=rank, world_size=task.world_size),
             config=LoaderConfig(num_threads=1),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.packing.plan import PackPlan, PlannedShard
-from shardflow.packing.scheduling import deal, opening_order
+from shardflow.packing.scheduling import assign_shards, opening_order
 from shardflow.seeds import derive
 
 __all__ = ["Schedule", "Workload", "dealt", "main", "makespan", "workload"]
@@ -82,7 +82,7 @@ def dealt(load: Workload, *, num_tasks: int, num_slots: int, num_processes: int)
         for number, total in enumerate(sums)
     )
     plan = PackPlan(shards=planned, study_reason=np.zeros(0, np.uint8), empty_splits=(), digest="")
-    owners = np.array(deal(plan, num_tasks))
+    owners = np.array(assign_shards(plan, num_tasks))
     slots = [0.0] * num_slots
     busy = 0.0
     for task in range(num_tasks):

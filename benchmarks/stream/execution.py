@@ -83,7 +83,7 @@ def measure(folder: Path, execution: str, loop: str, step_ms: float) -> dict[str
         num_threads=2,
     )
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
-    with Loader(Dataset.open(folder / "ours"), split="train", spec=spec, seed=1, config=config) as loader:
+    with Loader(Dataset.open(folder / "ours"), split="train", batch=spec, seed=1, config=config) as loader:
         start = time.perf_counter()
         first_s = 0.0
         for _ in loader:

@@ -1,6 +1,6 @@
 """How long a change of a loader's settings takes to act, and what it costs the loop.
 
-    python -m benchmarks.stream.knobs --output benchmarks/results/knobs.json
+    python -m benchmarks.stream.tunables --output benchmarks/results/knobs.json
 
 A generated dataset of slices, iterated as fast as it goes. For each change: how long the call takes, how
 long until it has acted (threads counted, bytes buffered, bytes in the folder), and the longest wait of the
@@ -61,30 +61,30 @@ def one(dataset: Dataset, change: str) -> dict[str, float]:
         before["loader.execution"] = "process"
     settings = {name.partition(".")[2]: value for name, value in before.items()}
     config = LoaderConfig(view=VIEW, **{"prefetch_bytes": 16 * MIB, **settings})  # type: ignore[arg-type]
-    with Loader(dataset, split="train", spec=SPEC, seed=1, config=config) as loader:
+    with Loader(dataset, split="train", batch=SPEC, seed=1, config=config) as loader:
         iterator = iter(loader)
         for _ in range(BATCHES_AROUND):
             next(iterator)
         undisturbed = max(_timed(iterator) for _ in range(BATCHES_AROUND))
         disk = None if dataset.cache is None else dataset.cache.disk
-        knobs, acted, start = loader.knobs, list[float](), time.perf_counter()
+        tunables, acted, start = loader.tunables, list[float](), time.perf_counter()
         has_acted: Callable[[], bool]
         if change == "threads 1 to 2":
-            knobs.set("loader.num_threads", 2)
+            tunables.set("loader.num_threads", 2)
             has_acted = lambda: _threads() == 2  # noqa: E731
         elif change == "threads 2 to 1":
-            knobs.set("loader.num_threads", 1)
+            tunables.set("loader.num_threads", 1)
             has_acted = lambda: _threads() == 1  # noqa: E731
         elif change == "prefetch bytes to an eighth":
             (stream,) = loader._parts.streams
-            knobs.set("loader.prefetch_bytes", 2 * MIB)
+            tunables.set("loader.prefetch_bytes", 2 * MIB)
             has_acted = lambda: stream._engine.buffered_bytes <= 2 * MIB  # noqa: E731
         elif change == "cache folder to a quarter" and disk is not None:
             low = disk.num_bytes // 4
-            knobs.set("cache.max_bytes", low)
+            tunables.set("cache.max_bytes", low)
             has_acted = lambda: disk.num_bytes <= low  # noqa: E731
         else:
-            knobs.set("loader.execution", change.rpartition(" ")[2])
+            tunables.set("loader.execution", change.rpartition(" ")[2])
             loader.apply_pending()
             has_acted = lambda: True  # noqa: E731
         call_s = time.perf_counter() - start

@@ -113,7 +113,7 @@ def run_rank(folder: Path, rank: int, world_size: int, num_batches: int) -> None
     spec = BatchSpec(micro_batch_size=16, micro_batches_per_step=world_size, lanes=4)
     world = World(rank=rank, world_size=world_size, ranks_per_node=world_size)
     with Loader(
-        Dataset.open(folder), split="train", spec=spec, seed=1, world=world, config=LoaderConfig()
+        Dataset.open(folder), split="train", batch=spec, seed=1, world=world, config=LoaderConfig()
     ) as loader:
         iterator = iter(loader)
         for _ in range(num_batches):

@@ -26,7 +26,7 @@ def _loop(
         **{"view": _VIEWS[workload], "num_threads": num_workers, "prefetch_bytes": 96 << 20, **settings}
     )
     spec = BatchSpec(micro_batch_size=BATCH[workload], micro_batches_per_step=1)
-    loader = Loader(Dataset.open(folder / "ours"), split="train", spec=spec, seed=1, config=config)
+    loader = Loader(Dataset.open(folder / "ours"), split="train", batch=spec, seed=1, config=config)
     if is_resumed:
         state = json.loads(json.dumps(loader.state_dict()))
         state["step"] = len(loader) // 2

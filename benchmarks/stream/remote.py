@@ -82,7 +82,7 @@ def _loader(url: str, num_threads: int, cache: Any = None) -> Any:
     view = ImageView(num_slices=NUM_SLICES, rows=SIZE, columns=SIZE)
     config = LoaderConfig(view=view, num_threads=num_threads)
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
-    return Loader(Dataset.open(url, cache=cache), split="train", spec=spec, seed=1, config=config)
+    return Loader(Dataset.open(url, cache=cache), split="train", batch=spec, seed=1, config=config)
 
 
 def _epoch(loader: Any, epoch: int, stored_bytes: int, name: str) -> dict[str, float]:

@@ -155,14 +155,14 @@ def opened(job: Job, place: str, settings: Settings) -> Iterator[Loader]:
         (folder / "blend.toml").write_text(f'[[component]]\ndataset = "{place}"\nrepeat = {job.repeat}\n')
         loader = Loader(
             open_blend(folder / "blend.toml", cache=cache),
-            spec=BatchSpec(micro_batch_size=1, micro_batches_per_step=MICRO_BATCHES),
+            batch=BatchSpec(micro_batch_size=1, micro_batches_per_step=MICRO_BATCHES),
             seed=1,
             # Room for about eight micro-batches of CT: nobody lives on what was made long ago.
             config=LoaderConfig(view=job.view, text=False, prefetch_bytes=192 << 20),
         )
         stack.enter_context(loader)
         for name, value in settings.items():
-            loader.knobs.set(name, value)
+            loader.tunables.set(name, value)
         yield loader
 
 

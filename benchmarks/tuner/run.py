@@ -66,7 +66,7 @@ def take_steps(loader: Loader, job: Job, tuner: Tuner | None, num_steps: int) ->
         if tuner is None:
             continue
         if due is not None:
-            loader.knobs.set(due.setting, due.value)
+            loader.tunables.set(due.setting, due.value)
             loader.apply_pending()
             due = None
         if probe is not None and number % _PROBE_STEPS == 0:
@@ -104,8 +104,8 @@ def tune(job: Job, place: str, start: Settings) -> dict[str, Any]:
     moves: list[Move] = []
     with opened(job, place, start) as loader:
         # A larger cache is no setting of the sweep, and would be no merit.
-        limits = {name: one for name, one in loader.knobs.limits().items() if name not in _SHARES}
-        tuner = Tuner(loader.knobs.values(), limits, report=moves.append)
+        limits = {name: one for name, one in loader.tunables.limits().items() if name not in _SHARES}
+        tuner = Tuner(loader.tunables.values(), limits, report=moves.append)
         take_steps(loader, job, tuner, MOST_STEPS)
         names = {name for name, _ in job.grid} | {move.setting for move in moves if move.kind == "keep"}
         found = {name: value for name, value in tuner.values.items() if name in names}

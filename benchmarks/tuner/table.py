@@ -6,7 +6,6 @@ python -m benchmarks.tuner.table
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,14 @@ _BOUND = {
 def make_table(results: Mapping[str, Any]) -> str:
     """Return a row for each job and start."""
     rows = [
-        "| bound by | start | untuned | tuned | steps to settle | changes kept | found | best of the sweep |",
-        "|---|---|---|---|---|---|---|---|",
+        "| bound by | start | untuned | tuned | steps to settle | changes kept |",
+        "|---|---|---|---|---|---|",
     ]
     for name, job in results["jobs"].items():
         for start in ("default", "bad"):
             tuned = job["tuned"][start]
             final = job["final"]
             kept = sum(move[1] == "keep" for move in tuned["moves"])
-            best = statistics.median(final["best of sweep"]["steps_per_s"])
             tries = sum(move[1] == "try" for move in tuned["moves"])
             cells = [
                 _BOUND[name],
@@ -45,8 +43,6 @@ def make_table(results: Mapping[str, Any]) -> str:
                 f"**{final[f'from {start} start']['share']:.0%}**",
                 str(tuned["steps_to_settle"]),
                 f"{kept} of {tries}",
-                _words(tuned["found"]),
-                f"{_words(job['best'])}: {best:.0f} steps/s",
             ]
             rows.append(f"| {' | '.join(cells)} |")
     about = (
@@ -55,13 +51,6 @@ def make_table(results: Mapping[str, Any]) -> str:
         "setting of the sweep, measured again beside the others."
     )
     return "\n".join([*rows, "", about]) + "\n"
-
-
-def _words(settings: Mapping[str, object]) -> str:
-    return (
-        ", ".join(f"{name.partition('.')[2]} {value}" for name, value in sorted(settings.items()))
-        or "as it was"
-    )
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 Pages link to files of the repository, which a site does not have: each of them becomes a page that shows it.
 The pages at the root (ARCHITECTURE.md, ...) get a place of their own, the commands are described by their own
-``--help``, and the decisions are listed by number. mkdocs calls the functions by their names.
+``--help``, and the navigation lists the decisions by number. mkdocs calls the functions by their names.
 """
 
 from __future__ import annotations
@@ -82,20 +82,11 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         target = posixpath.relpath(_place(path), posixpath.dirname(here) or ".")
         return f"{link['before']}{target}{link['anchor'] or ''})"
 
-    text = _NOTE.sub(r"\g<fence>", _LINK.sub(lead, markdown))
-    return text + _list_decisions() if here == _DECISIONS else text
+    return _NOTE.sub(r"\g<fence>", _LINK.sub(lead, markdown))
 
 
 def _decisions() -> list[Path]:
     return sorted((_REPOSITORY / _DOCS / "adr").glob("[0-9]*.md"))
-
-
-def _list_decisions() -> str:
-    lines = ["", "## All of them", ""]
-    for path in _decisions():
-        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        lines.append(f"- [{title}]({path.name})")
-    return "\n".join(lines) + "\n"
 
 
 def _repository_path(page: str, target: str) -> str | None:

@@ -157,7 +157,7 @@ class _Bench:
             self._dataset,
             split=self._options.split,
             subset=self._options.subset,
-            spec=self.spec,
+            batch=self.spec,
             seed=0,
             config=LoaderConfig(view=self._view, text=True, num_threads=num_threads),
         )

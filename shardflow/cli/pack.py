@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; returns the exit code."""
-    from shardflow.packing import PackConfig, Share, pack  # needs pydicom, which the training image lacks
+    from shardflow.packing import ArrayTask, PackConfig, pack  # needs pydicom, which the training image lacks
 
     configure_logging(withhold_foreign_text=True)
     try:
@@ -103,9 +103,14 @@ def run(args: argparse.Namespace) -> int:
             return 0
         with interruptible(), make_progress() as progress:
             mode: PackMode = "append" if args.append else "retry" if args.retry else "pack"
-            share = None if args.task is None else Share.parse(args.task)
+            array_task = None if args.task is None else ArrayTask.parse(args.task)
             summary = pack(
-                config, progress, mode=mode, is_dry_run=args.dry_run, share=share, is_merge=args.merge
+                config,
+                progress,
+                mode=mode,
+                is_dry_run=args.dry_run,
+                array_task=array_task,
+                is_merge=args.merge,
             )
     except ConfigError as error:
         return _fail("configuration_error", error.message, _EXIT_CONFIGURATION)

@@ -70,12 +70,12 @@ _MODULES: Final = {
     "View": "views",
     "Wanted": "augmentation",
     "Warp": "augmentation",
-    "carry_box": "regions",
-    "carry_mask": "regions",
+    "carry_box": "findings",
+    "carry_mask": "findings",
     "change_intensity": "augmentation",
     "draw_sample": "augmentation",
     "names_a_side": "augmentation",
-    "region_masks": "regions",
+    "region_masks": "findings",
     "source_affine": "augmentation",
 }
 

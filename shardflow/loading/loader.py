@@ -7,6 +7,7 @@ only prefetched. What is in a micro-batch is the plan's business, how it gets th
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -145,6 +146,20 @@ class EpochIterator(Iterator[Batch]):
         self._stream.close()
 
 
+def _given_batch(batch: BatchSpec | None, spec: BatchSpec | None) -> BatchSpec:
+    """Return the batch spec of a loader, which may still come by the former name of the argument."""
+    if spec is not None:
+        if batch is not None:
+            raise TypeError("Loader() got both 'batch' and 'spec', which is its former name; pass batch=.")
+        warnings.warn("Loader(spec=) is now Loader(batch=).", DeprecationWarning, stacklevel=3)
+        return spec
+    if batch is None:
+        raise TypeError(
+            "Loader() needs batch=, a BatchSpec that says how micro-batches and steps are formed."
+        )
+    return batch
+
+
 class Loader:
     """Yields this rank's micro-batches of an epoch, in the plan's order.
 
@@ -163,13 +178,15 @@ class Loader:
     Args:
         dataset: The dataset, or a blend of several, see `open_blend`.
         split: Which of its splits; several are joined by ``+``. Left out for a blend.
-        spec: How steps are formed.
+        batch: How micro-batches and steps are formed.
         seed: Run-level seed.
         subset: Terms that all samples must meet, such as ``"modality=CT"``, see `select`.
         world: This rank; one of one by default.
         config: How to run; never changes what a micro-batch holds.
+        spec: The former name of ``batch``, accepted for one release.
 
     Raises:
+        TypeError: Neither ``batch`` nor ``spec`` is given, or both are.
         ConfigError: The dataset has no such split, a term cannot be read, no sample is left, or the loaders
             of the node could take more memory than they may.
         PlanError: There are more ranks than micro-batches in a step, or no step can be formed; under a token
@@ -177,7 +194,7 @@ class Loader:
 
     Example::
 
-        loader = Loader(Dataset.open("data"), split="train", spec=spec, seed=7, world=world)
+        loader = Loader(Dataset.open("data"), split="train", batch=spec, seed=7, world=world)
         for epoch in range(loader.epoch, 3):
             loader.set_epoch(epoch)
             for batch in loader:
@@ -189,28 +206,30 @@ class Loader:
         dataset: Dataset | Selection,
         *,
         split: str = "",
-        spec: BatchSpec,
+        batch: BatchSpec | None = None,
         seed: int,
         subset: Sequence[str] = (),
         world: World | None = None,
         config: LoaderConfig | None = None,
+        spec: BatchSpec | None = None,
     ) -> None:
+        batch = _given_batch(batch, spec)
         self.world = world or World()
         config = config or LoaderConfig()
         selection = select(dataset, split, subset)
         check_view(selection, config.view)
         check_node(config, selection.datasets, self.world)
         self._schedule = RankSchedule(
-            spec.micro_batches_per_step,
+            batch.micro_batches_per_step,
             self.world.world_size,
-            lanes=spec.lanes,
+            lanes=batch.lanes,
             ranks_per_node=self.world.ranks_per_node,
         )
-        self._state = selection.state(spec, seed=seed)
+        self._state = selection.state(batch, seed=seed)
         self._plans: list[EpochPlan] = []
         self._parts = LoaderRuntime(selection, self._schedule, self.world, self._state, config)
         weakref.finalize(self, self._parts.close)
-        if spec.budget is None:
+        if batch.budget is None:
             self._plan_of(0)  # costs nothing, and says at once if no step can be formed
         self._position = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples)
@@ -325,7 +344,7 @@ class Loader:
     # ---- settings that may change ----------------------------------------------------------------
 
     @property
-    def knobs(self) -> LoaderTunables:
+    def tunables(self) -> LoaderTunables:
         """The settings that may change while it runs, those of its caches and stores among them."""
         return LoaderTunables(self._here())
 
@@ -358,7 +377,7 @@ class Loader:
         return has_changed
 
     def change(self, changes: Mapping[str, int | str]) -> None:
-        """Change settings by name without a look at their limits; `knobs` is for everybody else."""
+        """Change settings by name without a look at their limits; `tunables` is for everybody else."""
         self._here().change(changes)
 
     # ---- position --------------------------------------------------------------------------------

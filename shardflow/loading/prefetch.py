@@ -440,16 +440,16 @@ class PrefetchPlanner:
     def report(self, epoch: int, step: int, next_step: int) -> None:
         """Tell the caches how far the reads are."""
         for told in self._told:
-            told.cache.outlook.report(told.run, epoch, step, next_step)
+            told.cache.forecast.report(told.run, epoch, step, next_step)
 
     def rest(self) -> None:
         """Tell the caches that this process reads no more, until it reports again."""
         for told in self._told:
-            told.cache.outlook.rest(told.run)
+            told.cache.forecast.rest(told.run)
 
     def walk(self, plan: EpochPlan, first_step: int, watch: ReadProgress) -> None:
         """Fill the tables of this epoch and the next, as far ahead as they are kept, until told to stop."""
-        mine = [told for told in self._told if told.cache.outlook.begin_filling(told.run)]
+        mine = [told for told in self._told if told.cache.forecast.begin_filling(told.run)]
         try:
             for epoch, first in ((plan.epoch, first_step), (plan.epoch + 1, 0)):
                 unfilled = [told for told in mine if not told.run.table.has_epoch(epoch)]
@@ -457,7 +457,7 @@ class PrefetchPlanner:
                     return
         finally:
             for told in mine:
-                told.cache.outlook.end_filling(told.run)
+                told.cache.forecast.end_filling(told.run)
 
     def _walk_epoch(
         self, plan: EpochPlan, first_step: int, unfilled: list[_Told], watch: ReadProgress
@@ -642,7 +642,7 @@ def _join(selection: Selection, world: World, run_id: str) -> tuple[_Told, ...]:
                 continue
             same = [other.manifest.dataset_id == space for other in selection.datasets]
             cache = dataset.store.cache
-            run = cache.outlook.join(space, digest, dataset.studies.num_samples)
+            run = cache.forecast.join(space, digest, dataset.studies.num_samples)
             components = tuple(np.flatnonzero(same).tolist())
             found[space] = _Told(cache, run, components)
     return tuple(found.values())
@@ -650,7 +650,7 @@ def _join(selection: Selection, world: World, run_id: str) -> tuple[_Told, ...]:
 
 def _leave(told: tuple[_Told, ...]) -> None:
     for entry in told:
-        entry.cache.outlook.leave(entry.run)
+        entry.cache.forecast.leave(entry.run)
 
 
 def _micros_of_node(schedule: RankSchedule, world: World) -> NDArray[np.bool_]:
@@ -663,6 +663,6 @@ def _micros_of_node(schedule: RankSchedule, world: World) -> NDArray[np.bool_]:
     node = world.rank // size
     for rank in range(node * size, min((node + 1) * size, world.world_size)):
         for micro in schedule.micros(rank):
-            if not schedule.is_filler(micro):
+            if not schedule.is_padding(micro):
                 is_here[micro] = True
     return is_here

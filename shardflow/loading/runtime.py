@@ -40,7 +40,7 @@ from shardflow.loading.world import World
 from shardflow.sampling import EpochPlan, LoaderState, RankSchedule
 from shardflow.storage import CachedStore, RemoteStore
 from shardflow.storage.cache.store import Cache
-from shardflow.telemetry import KnobLimit, StageCounters
+from shardflow.telemetry import StageCounters, TunableLimit
 from shardflow.telemetry.process import machine_bytes, num_processors
 
 _CACHE_SETTINGS: Final = ("read_ahead_bytes", "read_ahead_threads", "ram_bytes", "max_bytes")
@@ -325,7 +325,7 @@ class LoaderRuntime:
         if self.side is None:
             arguments = {
                 "dataset": self.selection,
-                "spec": self._state.spec,
+                "batch": self._state.spec,
                 "seed": self._state.seed,
                 "world": self.world,
             }
@@ -368,7 +368,7 @@ class LoaderRuntime:
         return {**ours, **self.tiers.settings()}
 
     def change(self, changes: Mapping[str, int | str]) -> None:
-        """Change settings by name, unchecked, see `Knobs.set`; what runs takes part where it can."""
+        """Change settings by name, unchecked, see `Tunables.set`; what runs takes part where it can."""
         with self.changing:
             ours = {name: changes[f"loader.{name}"] for name in _SETTINGS if f"loader.{name}" in changes}
             others = {name: value for name, value in changes.items() if not name.startswith("loader.")}
@@ -404,7 +404,7 @@ class LoaderRuntime:
 
 
 class LoaderTunables:
-    """Changes settings of a loader, see `shardflow.telemetry.intervals.Knobs`. Safe for many threads.
+    """Changes settings of a loader, see `shardflow.telemetry.intervals.Tunables`. Safe for many threads.
 
     All of them act at once on what runs, but for ``loader.execution``, and for ``loader.num_threads`` where
     these are processes: such a change waits for the next ``iter()`` or `Loader.apply_pending`.
@@ -420,20 +420,20 @@ class LoaderTunables:
         """Return the settings as they were set last."""
         return self._parts.settings()
 
-    def limits(self) -> dict[str, KnobLimit]:
+    def limits(self) -> dict[str, TunableLimit]:
         """Return what each may be now, with the others as they are.
 
         The memory of all loaders of the node stays within ``max_node_bytes``, or within half of the machine's
         where none was given. A value that stands already is always allowed.
         """
         values = self.values()
-        limits: dict[str, KnobLimit] = {}
+        limits: dict[str, TunableLimit] = {}
         spare = _free_descriptors()
         for name, present in values.items():
             if isinstance(present, str):
                 choices = _EXECUTIONS if sys.platform == "linux" else _EXECUTIONS[:1]
                 choices = tuple(one for one in choices if one == present or self._fits({name: one}))
-                limits[name] = KnobLimit(choices=choices, is_live=False)
+                limits[name] = TunableLimit(choices=choices, is_live=False)
                 continue
             is_processes = name == "loader.num_threads" and values["loader.execution"] == "workers"
             least = min(present, max(_LEAST[name], self._parts.tiers.least(name)))
@@ -445,7 +445,7 @@ class LoaderTunables:
                 most = min(most, self._most_threads(is_processes=is_processes))
             if name == "cache.max_bytes":
                 most = min(most, self._parts.tiers.disk_room_bytes())
-            limits[name] = KnobLimit(least=least, most=max(most, present), is_live=not is_processes)
+            limits[name] = TunableLimit(least=least, most=max(most, present), is_live=not is_processes)
         return limits
 
     def set(self, name: str, value: int | str) -> None:
@@ -458,7 +458,7 @@ class LoaderTunables:
         if self._parts.pid != os.getpid():
             raise ShardflowError(
                 "settings must be changed in the process that they belong to, got a forked child; ask the "
-                "loader for its knobs there."
+                "loader for its tunables there."
             )
         with self._parts.changing:
             limits = self.limits()
@@ -495,7 +495,7 @@ class LoaderTunables:
         return share * (_PER_PROCESSOR_REMOTE if waits else _PER_PROCESSOR)
 
 
-def _check(name: str, value: int | str, limit: KnobLimit) -> None:
+def _check(name: str, value: int | str, limit: TunableLimit) -> None:
     if limit.choices:
         if value not in limit.choices:
             raise ConfigError(

@@ -37,7 +37,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
     Args:
         dataset: The dataset, or a blend of several; workers open it anew.
         split: As in `Loader`, like the arguments below.
-        spec: How steps are formed.
+        batch: How micro-batches and steps are formed.
         seed: Run-level seed.
         subset: Terms that all samples must meet.
         world: This rank; one of one by default.
@@ -49,7 +49,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
 
     Example::
 
-        dataset = ShardIterableDataset(Dataset.open("data"), split="train", spec=spec, seed=7)
+        dataset = ShardIterableDataset(Dataset.open("data"), split="train", batch=spec, seed=7)
         loader = DataLoader(dataset, batch_size=None, num_workers=2)
         for epoch in range(3):
             dataset.set_epoch(epoch)
@@ -63,7 +63,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         dataset: Dataset | Selection,
         *,
         split: str = "",
-        spec: BatchSpec,
+        batch: BatchSpec,
         seed: int,
         subset: Sequence[str] = (),
         world: World | None = None,
@@ -72,7 +72,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         super().__init__()
         self._arguments: dict[str, Any] = {
             "split": split,
-            "spec": spec,
+            "batch": batch,
             "seed": seed,
             "subset": tuple(subset),
             "world": world or World(),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from shardflow.monitoring.tuner_numbers import LoaderTotals, StepNumbers, Window, measure_window
-from shardflow.telemetry import KnobLimit, Move, MoveKind
+from shardflow.telemetry import Move, MoveKind, TunableLimit
 from shardflow.telemetry.intervals import setting_text
 
 Direction = Literal["more", "less", "other"]
@@ -31,7 +31,7 @@ Direction = Literal["more", "less", "other"]
 ``less`` is kept without a gain."""
 
 Values = Mapping[str, int | str]
-Limits = Mapping[str, KnobLimit]
+Limits = Mapping[str, TunableLimit]
 
 _THREADS: Final = "loader.num_threads"
 _EXECUTION: Final = "loader.execution"
@@ -237,7 +237,7 @@ class Tuner:
     def __init__(
         self,
         values: Mapping[str, int | str],
-        limits: Mapping[str, KnobLimit],
+        limits: Mapping[str, TunableLimit],
         *,
         report: Callable[[Move], None],
         mode: Literal["observe", "on"] = "on",

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from shardflow.packing.job import PackMode, pack
     from shardflow.packing.progress import Progress, SilentProgress
     from shardflow.packing.summary import PackSummary
-    from shardflow.packing.workspace import Share
+    from shardflow.packing.workspace import ArrayTask
 
 __all__ = [
+    "ArrayTask",
     "PackConfig",
     "PackMode",
     "PackSummary",
     "Progress",
-    "Share",
     "SilentProgress",
     "pack",
 ]
@@ -31,7 +31,7 @@ _MODULES: Final = {
     "PackMode": "shardflow.packing.job",
     "PackSummary": "shardflow.packing.summary",
     "Progress": "shardflow.packing.progress",
-    "Share": "shardflow.packing.workspace",
+    "ArrayTask": "shardflow.packing.workspace",
     "SilentProgress": "shardflow.packing.progress",
     "pack": "shardflow.packing.job",
 }

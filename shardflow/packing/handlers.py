@@ -25,7 +25,7 @@ from shardflow.packing.studies.tasks import CheckTask, ProbeTask, ScanTask, Shar
 if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
     from shardflow.packing.engines.worker import Handler
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class PackSetup:
     """Settings of clinical records, as text."""
 
 
-def make_setup(config: PackConfig, place: Workplace) -> PackSetup:
+def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
     """Gather what every task needs.
 
     Raises:
@@ -79,11 +79,11 @@ def make_setup(config: PackConfig, place: Workplace) -> PackSetup:
         key_file=config.key_file,
         roots=config.inputs.roots,
         num_image_roots=len(config.inputs.dicom),
-        headers=place.headers,
-        reports=place.reports,
-        fragments=place.fragments,
-        records=place.records,
-        output=place.output,
+        headers=workspace.headers,
+        reports=workspace.reports,
+        fragments=workspace.fragments,
+        records=workspace.records,
+        output=workspace.output,
         codec=config.shards.codec,
         splits=tuple(config.splits),
         limits=HeaderLimits(

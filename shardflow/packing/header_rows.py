@@ -69,7 +69,7 @@ class AttachmentRow:
     content: str
     """Digest of what the file holds."""
     items: tuple[AttachmentItem, ...]
-    study_beside: str = ""
+    study_of_attachment: str = ""
     """Study of the layout in whose place the file lies."""
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class AttachmentRow:
             "version": self.version,
             "content": self.content,
             "items": items,
-            "study_beside": self.study_beside,
+            "study_of_attachment": self.study_of_attachment,
         }
 
     @classmethod
@@ -102,7 +102,7 @@ class AttachmentRow:
             )
             for item in row["items"]
         )
-        return cls(row["kind"], row["version"], row["content"], items, row["study_beside"])
+        return cls(row["kind"], row["version"], row["content"], items, row["study_of_attachment"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ def link_facts(row: AttachmentRow, key: SecretKey) -> Attachment:
                 series=tuple(digest64(uid.strip()) for uid in item.series_uids if uid.strip()),
                 instances=tuple(digest64(uid.strip()) for uid in item.sop_uids if uid.strip()),
                 accession=digest64(item.accession.strip()),
-                beside=key.surrogate("study", row.study_beside) if row.study_beside else "",
+                beside=key.surrogate("study", row.study_of_attachment) if row.study_of_attachment else "",
                 patient=key.surrogate("patient", item.patient_id.strip()) if item.patient_id.strip() else "",
                 time_s=seconds,
             )

@@ -30,8 +30,8 @@ from shardflow.errors import ConfigError
 from shardflow.format.manifest import Manifest, load, versions
 from shardflow.format.reasons import Outcome, outcome_of
 from shardflow.packing.deid.pseudonyms import SecretKey
-from shardflow.packing.engines.base import ChildLimits, WorkerSetup
-from shardflow.packing.engines.local import ChildPool
+from shardflow.packing.engines.base import WorkerLimits, WorkerSetup
+from shardflow.packing.engines.local import LocalEngine
 from shardflow.packing.engines.worker import peak_memory_bytes
 from shardflow.packing.handlers import make_setup
 from shardflow.packing.inventory import CARRIED, count_failed, count_reasons
@@ -60,11 +60,11 @@ from shardflow.packing.scheduling import (
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.layouts.opening import open_layout
 from shardflow.packing.summary import PackSummary, Status, forecast
-from shardflow.packing.upload import Uploader, check_sent_to, reading_store
+from shardflow.packing.upload import Uploader, check_publish_target, reading_store
 from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.files import is_unchanged, write_private_ledger
-from shardflow.packing.versions.ingest import Ingest, Intake, lift_deaths
-from shardflow.packing.workspace import RecordedOutcomes, locked_workplace
+from shardflow.packing.versions.ingest import Ingest, Ingested, clear_crash_log
+from shardflow.packing.workspace import CrashLog, locked_workspace
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from shardflow.packing.progress import Progress
     from shardflow.packing.sources.layouts.base import Layout
     from shardflow.packing.versions.scope import GrowMode
-    from shardflow.packing.workspace import Share, Workplace
+    from shardflow.packing.workspace import ArrayTask, Workspace
 
 _FILE_HEADROOM: Final = 2
 """A study writes at most what it decodes to, a shard its target; both with room for overhead."""
@@ -92,7 +92,7 @@ class PackRun:
     config: PackConfig
     mode: PackMode
     layout: Layout
-    place: Workplace
+    workspace: Workspace
     progress: Progress
     handlers: str
     """What makes the task handler of the packing processes; see `shardflow.packing.registry`."""
@@ -112,7 +112,7 @@ class PackRun:
         """
         config = self.config
         execution = config.execution
-        limits = ChildLimits(
+        limits = WorkerLimits(
             memory_bytes=execution.memory_bytes,
             task_s=execution.task_timeout_s,
             file_bytes=_FILE_HEADROOM * (config.limits.max_study_bytes + 2 * config.shards.target_bytes),
@@ -120,11 +120,11 @@ class PackRun:
         worker = WorkerSetup(
             limits=limits,
             handlers=self.handlers,
-            setup=make_setup(config, self.place),
-            log_path=self.place.process_log,
+            setup=make_setup(config, self.workspace),
+            log_path=self.workspace.process_log,
         )
         if execution.engine == "local":
-            return ChildPool(execution.resolved_num_processes, worker)
+            return LocalEngine(execution.resolved_num_processes, worker)
         try:
             from shardflow.packing.engines.ray import RayEngine
         except ImportError:
@@ -134,21 +134,21 @@ class PackRun:
         num_processes = execution.num_processes if execution.ray_address else execution.resolved_num_processes
         return RayEngine(num_processes, worker, address=execution.ray_address)
 
-    def ingest(self, pool: Engine, key: SecretKey, recorded: RecordedOutcomes) -> Ingest:
+    def ingest(self, engine: Engine, key: SecretKey, crash_log: CrashLog) -> Ingest:
         """Return what takes inputs in, with the packing processes."""
         timeout_s = self.config.execution.task_timeout_s
         inputs = self.config.inputs
 
         def read(files: Sequence[DiscoveredFile], studies: StudyTable) -> FileTable:
             headers = HeaderPass(
-                pool,
+                engine,
                 files,
                 self.layout,
                 key,
-                recorded,
+                crash_log,
                 timeout_s,
                 self.progress,
-                self.place.share,
+                self.workspace.array_task,
                 len(inputs.dicom),
             )
             table = headers.run(studies)
@@ -160,7 +160,7 @@ class PackRun:
             inputs=inputs,
             layout=self.layout,
             key=key,
-            place=self.place,
+            workspace=self.workspace,
             progress=self.progress,
         )
 
@@ -178,47 +178,47 @@ class PackRun:
         """Return the wall time since the run began."""
         return time.monotonic() - self.started
 
-    def summary(self, status: Status, manifest: Manifest, pool: Engine, intake: Intake) -> PackSummary:
+    def summary(self, status: Status, manifest: Manifest, engine: Engine, ingested: Ingested) -> PackSummary:
         """Sum up a run after which a version stands."""
         return PackSummary.of_manifest(
             status,
             manifest,
             seconds=self.seconds(),
-            peak_memory_bytes=peak_memory(pool),
-            num_known_inputs=0 if intake.scope is None else intake.scope.num_known,
+            peak_memory_bytes=peak_memory(engine),
+            num_known_inputs=0 if ingested.scope is None else ingested.scope.num_known,
         )
 
-    def unpublished(self, status: Status, intake: Intake, pool: Engine, **facts: Any) -> PackSummary:
+    def unpublished(self, status: Status, ingested: Ingested, engine: Engine, **facts: Any) -> PackSummary:
         """Sum up a run that has published nothing."""
-        reasons = count_reasons(intake.files.reason, intake.reports.reason)
+        reasons = count_reasons(ingested.files.reason, ingested.reports.reason)
         outcomes = dict.fromkeys(map(str, Outcome), 0)
         for reason, count in reasons.items():
             outcomes[outcome_of(reason)] += count
         return PackSummary(
             status=status,
-            inputs={"total": len(intake.files) + len(intake.reports), **outcomes},
+            inputs={"total": len(ingested.files) + len(ingested.reports), **outcomes},
             reasons=reasons,
             seconds=self.seconds(),
-            peak_memory_bytes=peak_memory(pool),
+            peak_memory_bytes=peak_memory(engine),
             **facts,
         )
 
 
-def peak_memory(pool: Engine) -> dict[str, int]:
+def peak_memory(engine: Engine) -> dict[str, int]:
     """Return the most resident memory of the job and of any one packing process."""
-    return {"job": peak_memory_bytes(), "process": pool.peak_memory_bytes}
+    return {"job": peak_memory_bytes(), "process": engine.peak_memory_bytes}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CarryOut:
+class Execution:
     """A plan, and all that it takes to make a version of it."""
 
     run: PackRun
-    pool: Engine
+    engine: Engine
     plan: PackPlan
-    intake: Intake
+    ingested: Ingested
     key: SecretKey
-    recorded: RecordedOutcomes
+    crash_log: CrashLog
     base: Base | None = None
     """The version before; None for a first one."""
 
@@ -226,7 +226,7 @@ class CarryOut:
         """Say what the plan would make, and do nothing."""
         self.run.progress.phase("done", 0)
         seconds = self.run.seconds()
-        return forecast(self.plan, self.intake, seconds=seconds, peak_memory_bytes=peak_memory(self.pool))
+        return forecast(self.plan, self.ingested, seconds=seconds, peak_memory_bytes=peak_memory(self.engine))
 
     def publish(self) -> PackSummary:
         """Pack what is planned and publish it.
@@ -236,39 +236,39 @@ class CarryOut:
             StorageError: Something cannot be written; the job can be run again.
             ShardflowError: The packing processes cannot work.
         """
-        run, plan, intake = self.run, self.plan, self.intake
-        note_missing_reports(run.config, plan, intake.reports, run.progress)
+        run, plan, ingested = self.run, self.plan, self.ingested
+        note_missing_reports(run.config, plan, ingested.reports, run.progress)
         study_pass = self._study_pass()
         try:
             if run.is_merge:
-                tasks = missing_tasks(plan, run.place.num_tasks, study_pass.missing())
+                tasks = missing_tasks(plan, run.workspace.num_tasks, study_pass.missing())
                 if tasks:
-                    return run.unpublished("tasks_missing", intake, self.pool, missing_tasks=tasks)
+                    return run.unpublished("tasks_missing", ingested, self.engine, missing_tasks=tasks)
             if run.uploader is not None:
                 run.uploader.claim(1 if self.base is None else self.base.next_version, plan.digest)
-            study_pass.run(count_failed(count_reasons(intake.files.reason, intake.reports.reason)))
-            if run.place.share is not None:
+            study_pass.run(count_failed(count_reasons(ingested.files.reason, ingested.reports.reason)))
+            if run.workspace.array_task is not None:
                 return self._end_task(study_pass)
-            settled = settle(run.place, plan, intake.files, intake.reports)
+            settled = settle(run.workspace, plan, ingested.files, ingested.reports)
             study_pass.check_limit(count_failed(settled.reasons))
             if self.base is None:
                 _check_samples(settled)
         except QuarantineLimitError:
             study_pass.decide_exceptions()
-            if run.place.share is None:
+            if run.workspace.array_task is None:
                 self._write_private_ledger()
-            return run.unpublished("quarantine_limit", intake, self.pool)
-        if self.base is not None and not settled.samples and is_unchanged(self.base, intake):
+            return run.unpublished("quarantine_limit", ingested, self.engine)
+        if self.base is not None and not settled.samples and is_unchanged(self.base, ingested):
             return self.leave(self.base.manifest)
         self._write_private_ledger()
         if run.uploader is not None:
             # The page reads shards: none of them may leave meanwhile.
             run.uploader.wait()
         manifest = publish(
-            run.place,
+            run.workspace,
             run.config,
             plan,
-            intake,
+            ingested,
             settled,
             run.progress,
             key_id=self.key.key_id,
@@ -276,62 +276,62 @@ class CarryOut:
             uploader=run.uploader,
         )
         run.finish_upload()
-        run.place.remove_work()
+        run.workspace.remove_work()
         run.progress.phase("done", 0)
-        return run.summary("packed", manifest, self.pool, intake)
+        return run.summary("packed", manifest, self.engine, ingested)
 
     def leave(self, finished: Manifest) -> PackSummary:
         """End a job that has found nothing to do."""
-        return leave(self.run, finished, self.intake, self.pool)
+        return leave(self.run, finished, self.ingested, self.engine)
 
     def _end_task(self, study_pass: StudyPass) -> PackSummary:
         """End one task of several: its shards stand, and nothing is published."""
         if self.run.uploader is not None:
             self.run.uploader.wait()
         self.run.progress.phase("done", 0)
-        studies = count_studies(self.run.place, self.plan, study_pass.shards)
+        studies = count_studies(self.run.workspace, self.plan, study_pass.shards)
         num_shards = len(study_pass.shards)
         return self.run.unpublished(
-            "task_done", self.intake, self.pool, studies=studies, num_shards=num_shards
+            "task_done", self.ingested, self.engine, studies=studies, num_shards=num_shards
         )
 
     def _write_private_ledger(self) -> None:
         run = self.run
-        write_private_ledger(run.place, self.plan.digest, self.intake, run.config.inputs, self.base)
+        write_private_ledger(run.workspace, self.plan.digest, self.ingested, run.config.inputs, self.base)
 
     def _study_pass(self) -> StudyPass:
-        run, intake = self.run, self.intake
-        tables = (intake.files, intake.reports)
+        run, ingested = self.run, self.ingested
+        tables = (ingested.files, ingested.reports)
         num_inputs = sum(int((table.reason != CARRIED).sum()) for table in tables)
         # Of what was quarantined before, most may be so again: that is no sign of a broken mount.
-        share = 1.0 if run.mode == "retry" else run.config.policy.max_quarantined_share
+        max_share = 1.0 if run.mode == "retry" else run.config.policy.max_quarantined_share
         uploader = run.uploader
         return StudyPass(
-            self.pool,
+            self.engine,
             self.plan,
-            intake.files,
-            intake.reports,
-            run.place,
-            recorded=self.recorded,
+            ingested.files,
+            ingested.reports,
+            run.workspace,
+            crash_log=self.crash_log,
             basis=fragment_basis(run.config, self.key.key_id),
             # The small term takes back what binary fractions lose: 0.05 of 100 inputs are 5.
-            max_quarantined=math.floor(share * num_inputs + 1e-9),
+            max_quarantined=math.floor(max_share * num_inputs + 1e-9),
             task_timeout_s=run.config.execution.task_timeout_s,
             progress=run.progress,
-            shards=own_shards(self.plan, run.place.share),
+            shards=own_shards(self.plan, run.workspace.array_task),
             trusts_sizes=run.is_merge,
             on_shard=None if uploader is None else uploader.add_shard,
             is_sent=None if uploader is None else uploader.has_shard,
         )
 
 
-def leave(run: PackRun, finished: Manifest, intake: Intake, pool: Engine) -> PackSummary:
+def leave(run: PackRun, finished: Manifest, ingested: Ingested, engine: Engine) -> PackSummary:
     """End a job that has found nothing to do."""
     run.finish_upload()
     if not run.is_dry_run:
-        run.place.remove_work()
+        run.workspace.remove_work()
     run.progress.phase("done", 0)
-    return run.summary("nothing_new", finished, pool, intake)
+    return run.summary("nothing_new", finished, engine, ingested)
 
 
 def _check_samples(settled: Settled) -> None:
@@ -351,7 +351,7 @@ def pack(
     *,
     mode: PackMode = "pack",
     is_dry_run: bool = False,
-    share: Share | None = None,
+    array_task: ArrayTask | None = None,
     is_merge: bool = False,
     handlers: str = "studies",
 ) -> PackSummary:
@@ -376,7 +376,9 @@ def pack(
         StorageError: Something cannot be written; the job can be run again.
         ShardflowError: The packing processes cannot work; the job can be run again.
     """
-    if (share is not None or is_merge) and (mode != "pack" or is_dry_run or (share is not None and is_merge)):
+    if (array_task is not None or is_merge) and (
+        mode != "pack" or is_dry_run or (array_task is not None and is_merge)
+    ):
         raise ConfigError("--task and --merge must stand alone, got another mode; leave one of them out.")
     check_reports(config)
     layout = open_layout(config.inputs, list(config.splits))
@@ -384,18 +386,18 @@ def pack(
     if not discovered and mode != "retry":
         raise ConfigError("inputs.dicom must hold DICOM files, got empty folders; correct the folders.")
     inputs = config.inputs.roots
-    with locked_workplace(
-        config.output, config.private_dir, inputs, writes_output=not is_dry_run, share=share
-    ) as place:
-        check_sent_to(place, config.upload_to)
+    with locked_workspace(
+        config.output, config.private_dir, inputs, writes_output=not is_dry_run, array_task=array_task
+    ) as workspace:
+        check_publish_target(workspace, config.upload_to)
         uploader = None
         if config.upload_to and not is_dry_run:
-            uploader = Uploader(place, config.upload_to, keeps_local=config.keep_local)
+            uploader = Uploader(workspace, config.upload_to, keeps_local=config.keep_local)
         run = PackRun(
             config=config,
             mode=mode,
             layout=layout,
-            place=place,
+            workspace=workspace,
             progress=progress or SilentProgress(),
             handlers=handlers,
             is_dry_run=is_dry_run,
@@ -420,13 +422,13 @@ class _Job:
     def __init__(self, run: PackRun) -> None:
         self._run = run
         self._config = run.config
-        self._place = run.place
+        self._workspace = run.workspace
 
     def make(self, discovered: Sequence[DiscoveredFile]) -> PackSummary:
         mode, uploader = self._run.mode, self._run.uploader
-        store = LocalStore(self._place.output)
+        store = LocalStore(self._workspace.output)
         finished = load(store) if versions(store) else None
-        if self._place.share is not None and finished is not None:
+        if self._workspace.array_task is not None and finished is not None:
             raise ConfigError(
                 "output must hold no finished dataset for --task, got one; the job is done, leave --task out."
             )
@@ -444,15 +446,17 @@ class _Job:
     def _first(self, discovered: Sequence[DiscoveredFile]) -> PackSummary:
         """Make the first version."""
         key = load_key(self._config)
-        recorded = RecordedOutcomes(self._place.recorded_outcomes)
-        with self._run.open_engine() as pool:
-            intake = self._take_in_all(pool, discovered, key, recorded)
-            plan = build_plan(self._config, key.key_id, intake.files, intake.reports)
+        crash_log = CrashLog(self._workspace.crash_log)
+        with self._run.open_engine() as engine:
+            ingested = self._ingest_all(engine, discovered, key, crash_log)
+            plan = build_plan(self._config, key.key_id, ingested.files, ingested.reports)
             for split in plan.empty_splits:
                 self._run.progress.note(
                     f"split {split} gets no study: there are few patients, or its parts are few"
                 )
-            work = CarryOut(run=self._run, pool=pool, plan=plan, intake=intake, key=key, recorded=recorded)
+            work = Execution(
+                run=self._run, engine=engine, plan=plan, ingested=ingested, key=key, crash_log=crash_log
+            )
             return work.forecast() if self._run.is_dry_run else work.publish()
 
     def _next(self, mode: GrowMode, discovered: Sequence[DiscoveredFile], finished: Manifest) -> PackSummary:
@@ -460,37 +464,37 @@ class _Job:
         run = self._run
         key = SecretKey.load(self._config.key_file)
         check_same_settings(self._config, key, finished)
-        base = Base.open(self._place, finished)
-        recorded = RecordedOutcomes(self._place.recorded_outcomes)
+        base = Base.open(self._workspace, finished)
+        crash_log = CrashLog(self._workspace.crash_log)
         if not run.is_dry_run:
-            self._place.begin(mode)
+            self._workspace.begin(mode)
             if mode == "retry":
-                lift_deaths(base, recorded, self._place)
-        with run.open_engine() as pool:
-            intake = run.ingest(pool, key, recorded).more(mode, base, discovered)
-            scope, splits = intake.scope, list(self._config.splits)
+                clear_crash_log(base, crash_log, self._workspace)
+        with run.open_engine() as engine:
+            ingested = run.ingest(engine, key, crash_log).more(mode, base, discovered)
+            scope, splits = ingested.scope, list(self._config.splits)
             if scope is None:
-                return leave(run, finished, intake, pool)
-            num_moved = keep_splits(intake.files.studies, base.patient_splits(), splits, scope.study_reason)
+                return leave(run, finished, ingested, engine)
+            num_moved = keep_splits(ingested.files.studies, base.patient_splits(), splits, scope.study_reason)
             if num_moved:
                 run.progress.note(
                     f"{num_moved} packed patients are in another split of the layout than in the dataset: "
                     "they stay where they are, and their new studies are SPLIT_CHANGED"
                 )
             if scope.is_empty:
-                return leave(run, finished, intake, pool)
+                return leave(run, finished, ingested, engine)
             basis = PlanBasis(
                 parent=finished.dataset_id, next_shards=base.next_shards, study_reason=scope.study_reason
             )
-            plan = build_plan(self._config, key.key_id, intake.files, intake.reports, basis)
-            work = CarryOut(
-                run=run, pool=pool, plan=plan, intake=intake, key=key, recorded=recorded, base=base
+            plan = build_plan(self._config, key.key_id, ingested.files, ingested.reports, basis)
+            work = Execution(
+                run=run, engine=engine, plan=plan, ingested=ingested, key=key, crash_log=crash_log, base=base
             )
             return work.forecast() if run.is_dry_run else work.publish()
 
     def _compare(self, discovered: Sequence[DiscoveredFile], finished: Manifest) -> PackSummary:
         """Say that there is nothing to do, or that this would be another dataset."""
-        unfinished = self._place.unfinished
+        unfinished = self._workspace.unfinished
         if unfinished is not None:
             raise ConfigError(
                 f"output must hold no unfinished {unfinished}, got one; run it again with --{unfinished}, it "
@@ -499,30 +503,30 @@ class _Job:
         try:
             key = SecretKey.load(self._config.key_file)
             check_same_settings(self._config, key, finished)
-            recorded = RecordedOutcomes(self._place.recorded_outcomes)
-            with self._run.open_engine() as pool:
-                intake = self._take_in_all(pool, discovered, key, recorded)
-                plan = build_plan(self._config, key.key_id, intake.files, intake.reports)
+            crash_log = CrashLog(self._workspace.crash_log)
+            with self._run.open_engine() as engine:
+                ingested = self._ingest_all(engine, discovered, key, crash_log)
+                plan = build_plan(self._config, key.key_id, ingested.files, ingested.reports)
             if finished.extra.get("plan_digest") != plan.digest:
                 raise ConfigError(
                     "output must be new, or hold a dataset of the same inputs, got one of other inputs; "
                     "add --append to take in what is new, or name another output."
                 )
-            check_files(reading_store(self._place.output, self._config.upload_to, finished), finished)
+            check_files(reading_store(self._workspace.output, self._config.upload_to, finished), finished)
             self._run.finish_upload()
-            return self._run.summary("already_packed", finished, pool, intake)
+            return self._run.summary("already_packed", finished, engine, ingested)
         finally:
             if not self._run.is_dry_run:
-                self._place.remove_work()
+                self._workspace.remove_work()
 
-    def _take_in_all(
+    def _ingest_all(
         self,
-        pool: Engine,
+        engine: Engine,
         discovered: Sequence[DiscoveredFile],
         key: SecretKey,
-        recorded: RecordedOutcomes,
-    ) -> Intake:
-        intake = self._run.ingest(pool, key, recorded).everything(discovered)
-        if not len(intake.files.studies):
-            raise nothing_to_pack(intake.files)
-        return intake
+        crash_log: CrashLog,
+    ) -> Ingested:
+        ingested = self._run.ingest(engine, key, crash_log).everything(discovered)
+        if not len(ingested.files.studies):
+            raise nothing_to_pack(ingested.files)
+        return ingested

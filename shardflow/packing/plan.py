@@ -2,7 +2,7 @@
 
 A keyed hash never moves anybody, but tables of official splits are edited. Where the newer table names no
 split for a packed patient, the patient stays; where it names another one, nobody knows which of the two
-tables is right, so the patient's new studies are held in quarantine (docs/adr/0092).
+tables is right, so the patient's new studies are held in quarantine (docs/adr/0034).
 
 The pack plan: which study goes into which shard, fixed by headers alone before anything is decoded.
 

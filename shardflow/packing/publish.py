@@ -21,7 +21,7 @@ from shardflow.packing.studies.fragment import StudyOutcome
 from shardflow.packing.studies.privacy import profile_codes
 from shardflow.packing.studies.report_content import reading_basis
 from shardflow.packing.versions.base import sample_entries, shard_number
-from shardflow.packing.versions.files import NewVersion, columns_of_intake, merge_samples, write_version
+from shardflow.packing.versions.files import NewVersion, ledger_columns, merge_samples, write_version
 
 if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from shardflow.packing.progress import Progress
     from shardflow.packing.upload import Uploader
     from shardflow.packing.versions.base import Base
-    from shardflow.packing.versions.ingest import Intake
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.versions.ingest import Ingested
+    from shardflow.packing.workspace import Workspace
 
 # The packages whose versions decide the bytes of a dataset.
 _PACKAGES: Final = (
@@ -86,7 +86,7 @@ class Settled:
     """What de-identification did how often."""
 
 
-def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTable) -> Settled:
+def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: ReportTable) -> Settled:
     """Give every input its outcome from the records of the shards.
 
     Raises:
@@ -97,7 +97,7 @@ def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTa
     study_reason = plan.study_reason.copy()
     tallies: Counter[str] = Counter()
     for planned in plan.shards:
-        record = load_record(place.records, planned.name)
+        record = load_record(workspace.records, planned.name)
         if record is None:
             raise ShardflowError(f"{planned.name} must have a record, found none; this is an internal error.")
         for study in planned.studies:
@@ -126,10 +126,10 @@ def settle(place: Workplace, plan: PackPlan, files: FileTable, reports: ReportTa
 
 
 def publish(
-    place: Workplace,
+    workspace: Workspace,
     config: PackConfig,
     plan: PackPlan,
-    intake: Intake,
+    ingested: Ingested,
     settled: Settled,
     progress: Progress,
     *,
@@ -159,7 +159,7 @@ def publish(
         parent=None if base is None else base.manifest.dataset_id,
         shards=shards,
         samples=samples,
-        ledger=columns_of_intake(intake, base),
+        ledger=ledger_columns(ingested, base),
         created_with=created_with(),
         config_digest=config.content_digest(),
         key_id=key_id,
@@ -168,7 +168,7 @@ def publish(
         extra=extra,
         studies=settled.studies if base is None else None,
     )
-    return write_version(place.output, new, progress, uploader)
+    return write_version(workspace.output, new, progress, uploader)
 
 
 def _deidentification(config: PackConfig, settled: Settled, base: Base | None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHead
 from shardflow.packing.sources.images import read_image
 from shardflow.packing.sources.placement import Placement
 from shardflow.packing.studies.tasks import InputFile, ProbeDone, ProbeTask, ScanDone, ScanTask
-from shardflow.packing.workspace import RecordedOutcomes, reason_of_failure
+from shardflow.packing.workspace import CrashLog, reason_of_failure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardflow.packing.sources.attachments import AttachmentKind
     from shardflow.packing.sources.dicom.discover import DiscoveredFile
     from shardflow.packing.sources.layouts.base import Layout
-    from shardflow.packing.workspace import Share
+    from shardflow.packing.workspace import ArrayTask
 
 _WHOLE_BYTES: Final = 8 << 20
 """Of a larger file, so many bytes of either end stand for what it holds, as a header does for an image."""
@@ -224,7 +224,7 @@ class Scanner:
             return replace(row, placement=None, attachment=AttachmentRow("", 0, "0" * 16, ()), reason=found)
         reason = None if found.items else Reason.ATTACHMENT_PART.value
         beside = "" if row.placement is None else row.placement.study
-        found = replace(found, study_beside=beside)
+        found = replace(found, study_of_attachment=beside)
         return replace(row, placement=None, attachment=found, reason=reason)
 
     def _scanned(self, row: HeaderRow, place: tuple[int, int], modified_ns: int) -> ScannedFile:
@@ -324,14 +324,14 @@ def batch_name(file: int) -> str:
 class HeaderPass:
     """Reads all headers, and survives those that cannot be read."""
 
-    pool: Engine
+    engine: Engine
     files: Sequence[DiscoveredFile]
     layout: Layout
     key: SecretKey
-    recorded: RecordedOutcomes
+    crash_log: CrashLog
     task_timeout_s: float
     progress: Progress
-    share: Share | None = None
+    array_task: ArrayTask | None = None
     """The task that this is, of a job in tasks."""
     num_image_roots: int | None = None
     """Input folders from this one on hold attachments alone, which no layout places; None for no such."""
@@ -349,9 +349,11 @@ class HeaderPass:
         table = FileTable(len(self.files), studies)
         self.progress.phase("headers", len(self.files))
         starts = list(range(0, len(self.files), BATCH_FILES))
-        troubled = sorted(self._scan(table, starts if self.share is None else self.share.order(starts)))
+        troubled = sorted(
+            self._scan(table, starts if self.array_task is None else self.array_task.order(starts))
+        )
         if troubled:
-            self.pool.restart(1)
+            self.engine.restart(1)
             # Alone, most of them succeed: their process was killed for what others did.
             for start in self._scan(table, troubled):
                 self._find_bad_files(start)
@@ -360,17 +362,17 @@ class HeaderPass:
                         "a batch of headers must be read without its bad files, got another failure; run the "
                         "job again, with more execution.memory_bytes if it is small."
                     )
-            self.pool.restart()
+            self.engine.restart()
         return table
 
     def _scan(self, table: FileTable, starts: Sequence[int]) -> list[int]:
         """Scan batches; return those whose process died or failed."""
         waiting = list(reversed(starts))
         troubled: list[int] = []
-        while waiting or self.pool.num_running:
-            while waiting and self.pool.has_idle:
-                self.pool.submit(self._scan_task(waiting.pop()))
-            done = self.pool.wait()
+        while waiting or self.engine.num_running:
+            while waiting and self.engine.has_idle:
+                self.engine.submit(self._scan_task(waiting.pop()))
+            done = self.engine.wait()
             start: int = done.task.handle
             if done.result is None:
                 _raise_storage(done)
@@ -406,7 +408,7 @@ class HeaderPass:
         if isinstance(placed, Reason):
             if placed not in NO_IMAGE:
                 return placed, None
-            beside = self.layout.study_beside(file)
+            beside = self.layout.study_of_attachment(file)
             placement = Placement(study=beside, attributes={}) if beside else None
             return self._known_reason(file) or placed, placement
         return self._known_reason(file), placed
@@ -416,21 +418,21 @@ class HeaderPass:
         for file in self.files[start : start + BATCH_FILES]:
             reason = self._place(file)[0]
             if (reason is None or reason in NO_IMAGE) and self._probe(file) is not None:
-                self.pool.restart(1)
+                self.engine.restart(1)
                 failure = self._probe(file)
                 if failure is not None:
-                    self.recorded.add(self._surrogate(file), file.num_bytes, reason_of_failure(failure))
+                    self.crash_log.add(self._surrogate(file), file.num_bytes, reason_of_failure(failure))
 
     def _probe(self, file: DiscoveredFile) -> Failure | None:
-        self.pool.submit(self._task("probe", ProbeTask(file=self._input_file(file)), 0))
-        done = self.pool.wait()
+        self.engine.submit(self._task("probe", ProbeTask(file=self._input_file(file)), 0))
+        done = self.engine.wait()
         _raise_storage(done)
         return done.failure
 
     def _known_reason(self, file: DiscoveredFile) -> Reason | str | None:
-        if file.problem is not None or not len(self.recorded):
+        if file.problem is not None or not len(self.crash_log):
             return file.problem
-        return self.recorded.find(self._surrogate(file), file.num_bytes)
+        return self.crash_log.find(self._surrogate(file), file.num_bytes)
 
     def _surrogate(self, file: DiscoveredFile) -> str:
         return self.key.surrogate("input", f"{file.root_index}/{file.relative_path}")

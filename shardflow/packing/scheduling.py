@@ -41,18 +41,18 @@ from shardflow.packing.studies.tasks import (
     StudyFile,
     StudyTask,
 )
-from shardflow.packing.versions.ingest import Kin
-from shardflow.packing.workspace import RecordedOutcomes, conversion_of, reason_of_failure
+from shardflow.packing.versions.ingest import Siblings
+from shardflow.packing.workspace import CrashLog, conversion_of, reason_of_failure
 
 if TYPE_CHECKING:
     from shardflow.packing.inventory import FileTable
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
-    from shardflow.packing.workspace import Share, Workplace
+    from shardflow.packing.workspace import ArrayTask, Workspace
 
 
-def deal(plan: PackPlan, count: int) -> list[int]:
+def assign_shards(plan: PackPlan, count: int) -> list[int]:
     """Deal the shards to tasks: largest first, each to the task that has least.
 
     Returns:
@@ -67,11 +67,15 @@ def deal(plan: PackPlan, count: int) -> list[int]:
     return owners
 
 
-def own_shards(plan: PackPlan, share: Share | None) -> list[int] | None:
+def own_shards(plan: PackPlan, array_task: ArrayTask | None) -> list[int] | None:
     """Return the numbers of a task's shards; None, for all, where there are no tasks."""
-    if share is None:
+    if array_task is None:
         return None
-    return [number for number, owner in enumerate(deal(plan, share.count)) if owner == share.index]
+    return [
+        number
+        for number, owner in enumerate(assign_shards(plan, array_task.count))
+        if owner == array_task.index
+    ]
 
 
 def opening_order(largest: Mapping[int, int]) -> list[int]:
@@ -95,15 +99,15 @@ def missing_tasks(plan: PackPlan, count: int | None, missing: Sequence[int]) -> 
         raise ConfigError(
             "output must hold the shards of tasks for --merge, got none; run every --task i/n before."
         )
-    owners = deal(plan, count)
+    owners = assign_shards(plan, count)
     return tuple(sorted({owners[number] for number in missing}))
 
 
-def count_studies(place: Workplace, plan: PackPlan, shards: Sequence[int]) -> dict[str, int]:
+def count_studies(workspace: Workspace, plan: PackPlan, shards: Sequence[int]) -> dict[str, int]:
     """Count the studies of shards that stand, by outcome."""
     counts = {"packed": 0, "skipped": 0, "quarantined": 0}
     for number in shards:
-        record = load_record(place.records, plan.shards[number].name)
+        record = load_record(workspace.records, plan.shards[number].name)
         for outcome in () if record is None else record["outcomes"].values():
             counts[outcome["outcome"]] += 1
     return counts
@@ -125,7 +129,7 @@ class StudyTasks:
         self._files = files
         self._reports = reports
         self._basis = basis
-        self._kin = Kin(files)
+        self._siblings = Siblings(files)
 
     def make(self, study: int, recorded_reason: str | None) -> StudyTask:
         """Make the task of a study.
@@ -147,7 +151,7 @@ class StudyTasks:
             else:
                 images.append(StudyFile(position=position, row=row))
         report = self._reports.report_of.get(study)
-        siblings = self._kin.files_with(study) if self._has_text(study) else []
+        siblings = self._siblings.files_with(study) if self._has_text(study) else []
         return StudyTask(
             sample_key=table.studies.keys[study],
             task_digest=self.digest(study, recorded_reason),
@@ -166,7 +170,7 @@ class StudyTasks:
         """
         files = self._files.files_of(study)
         digest, people = self._reports.digests_of(self._reports.report_of.get(study))
-        kin = self._kin.files_with(study) if self._has_text(study) else []
+        siblings = self._siblings.files_with(study) if self._has_text(study) else []
         attached = self._attached(study)
         return digest_of_facts(
             [
@@ -179,7 +183,7 @@ class StudyTasks:
                 digest,
                 people,
                 recorded_reason,
-                self._kin.facts(kin),
+                self._siblings.facts(siblings),
                 attached,
             ]
         )
@@ -242,13 +246,13 @@ class StudyPass:
 
     def __init__(
         self,
-        pool: Engine,
+        engine: Engine,
         plan: PackPlan,
         files: FileTable,
         reports: ReportTable,
-        place: Workplace,
+        workspace: Workspace,
         *,
-        recorded: RecordedOutcomes,
+        crash_log: CrashLog,
         basis: str,
         max_quarantined: int,
         task_timeout_s: float,
@@ -258,12 +262,12 @@ class StudyPass:
         on_shard: Callable[[Mapping[str, Any]], None] | None = None,
         is_sent: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> None:
-        self._pool = pool
+        self._engine = engine
         self._plan = plan
         self._files = files
         self._reports = reports
-        self._place = place
-        self._recorded = recorded
+        self._workspace = workspace
+        self._crash_log = crash_log
         self._tasks = StudyTasks(files, reports, basis)
         self._max_quarantined = max_quarantined
         self._timeout_s = task_timeout_s
@@ -301,7 +305,7 @@ class StudyPass:
             troubled, self._troubled = self._troubled, {}
             for study in sorted(troubled, key=self._key):
                 self._retry_alone(study, troubled[study])
-            self._pool.restart()
+            self._engine.restart()
             self._drain()
 
     def missing(self) -> list[int]:
@@ -309,11 +313,11 @@ class StudyPass:
         found = []
         for number in self.shards:
             task = self._shard_task(number)
-            record = load_record(self._place.records, task.name)
+            record = load_record(self._workspace.records, task.name)
             if (
                 record is None
                 or record["digest"] != task.digest
-                or not (self._stands_elsewhere(record) or has_sizes(self._place.output, record))
+                or not (self._stands_elsewhere(record) or has_sizes(self._workspace.output, record))
             ):
                 found.append(number)
         return found
@@ -331,11 +335,11 @@ class StudyPass:
     def _drain(self) -> None:
         """Keep every process busy until nothing is left that can be done in company."""
         while True:
-            while self._pool.has_idle and (task := self._next_task()) is not None:
-                self._pool.submit(task)
-            if not self._pool.num_running:
+            while self._engine.has_idle and (task := self._next_task()) is not None:
+                self._engine.submit(task)
+            if not self._engine.num_running:
                 return
-            self._take(self._pool.wait())
+            self._take(self._engine.wait())
 
     def _next_task(self) -> Task | None:
         while not self._ready and self._to_open:
@@ -348,7 +352,7 @@ class StudyPass:
         self._open[number] = _OpenShard(number, set(shard.studies))
         for study in shard.studies:
             self._shard_of[study] = number
-        record = load_record(self._place.records, shard.name) if may_stand else None
+        record = load_record(self._workspace.records, shard.name) if may_stand else None
         if record is not None:
             digest = self._shard_task(number).digest
             if record["digest"] == digest and self._stands_elsewhere(record):
@@ -387,7 +391,7 @@ class StudyPass:
 
     def _take_check(self, number: int, *, stands: bool) -> None:
         shard = self._plan.shards[number]
-        record = load_record(self._place.records, shard.name) if stands else None
+        record = load_record(self._workspace.records, shard.name) if stands else None
         if record is None:
             self._open_shard(number, may_stand=False)
             return
@@ -421,7 +425,7 @@ class StudyPass:
     def _close_shard(self, number: int) -> None:
         del self._open[number]
         if self._on_shard is not None:
-            record = load_record(self._place.records, self._plan.shards[number].name)
+            record = load_record(self._workspace.records, self._plan.shards[number].name)
             if record is not None:
                 self._on_shard(record)
 
@@ -444,9 +448,9 @@ class StudyPass:
         """
         seen = {culprit}
         while True:
-            self._pool.restart(1)
-            self._pool.submit(self._study_task(study))
-            done = self._pool.wait()
+            self._engine.restart(1)
+            self._engine.submit(self._study_task(study))
+            done = self._engine.wait()
             if done.failure == "storage":
                 raise StorageError(done.detail)
             if done.failure is None or done.result is not None:
@@ -458,13 +462,13 @@ class StudyPass:
             reason = reason_of_failure(done.failure)
             if culprit is None:
                 self._progress.note(f"sample {self._key(study)} is quarantined: {reason} ({done.detail})")
-                self._recorded.add(self._key(study), self._study_bytes(study), reason)
+                self._crash_log.add(self._key(study), self._study_bytes(study), reason)
                 self._give_up(study, reason)
                 return
             self._progress.note(
                 f"an attachment of sample {self._key(study)} is quarantined: {reason} ({done.detail})"
             )
-            self._recorded.add(*self._conversion(culprit), reason)
+            self._crash_log.add(*self._conversion(culprit), reason)
             self._files.reason[culprit] = reason_code(reason)
             self._count_quarantined(1)
         if done.result is not None:
@@ -472,7 +476,7 @@ class StudyPass:
 
     def _attachment_under_way(self, study: int) -> int | None:
         """Return the row of the attachment that was converted when a study failed; None if it was none."""
-        mark = AttachmentMark(self._place.fragments, self._key(study), self._task_digest(study))
+        mark = AttachmentMark(self._workspace.fragments, self._key(study), self._task_digest(study))
         position, files = mark.read(), self._files.files_of(study)
         if position is None or not 0 <= position < len(files):
             return None
@@ -481,12 +485,12 @@ class StudyPass:
 
     def _recall_conversions(self) -> None:
         """Leave out the attachments whose conversion is recorded as the end of its process."""
-        if not len(self._recorded):
+        if not len(self._crash_log):
             return
         planned = {study for number in self.shards for study in self._plan.shards[number].studies}
         for file in sorted(self._files.attachments):
             if int(self._files.study[file]) in planned and self._files.reason[file] == UNDECIDED:
-                reason = self._recorded.find(*self._conversion(file))
+                reason = self._crash_log.find(*self._conversion(file))
                 if reason is not None:
                     self._files.reason[file] = reason_code(reason)
 
@@ -498,7 +502,7 @@ class StudyPass:
     def _give_up(self, study: int, reason: str) -> None:
         """Leave a fragment without members in the place of a study that ends its process."""
         key = self._key(study)
-        path = fragment_path(self._place.fragments, key)
+        path = fragment_path(self._workspace.fragments, key)
         outcome = StudyOutcome(outcome=Outcome.QUARANTINED, reason=str(reason), instances={})
         with FragmentWriter(path, sample_key=key, task_digest=self._task_digest(study)) as writer:
             writer.commit(outcome, None)
@@ -547,9 +551,9 @@ class StudyPass:
         return self._tasks.digest(study, self._recorded_reason(study))
 
     def _recorded_reason(self, study: int) -> str | None:
-        if not len(self._recorded):
+        if not len(self._crash_log):
             return None
-        return self._recorded.find(self._key(study), self._study_bytes(study))
+        return self._crash_log.find(self._key(study), self._study_bytes(study))
 
     def _task(self, kind: str, payload: StudyTask | ShardTask | CheckTask, handle: int) -> Task:
         return Task(kind=kind, payload=payload, timeout_s=self._timeout_s, handle=handle)

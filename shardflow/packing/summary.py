@@ -14,7 +14,7 @@ from shardflow.packing.inventory import CARRIED, PACKED, UNDECIDED, count_outcom
 if TYPE_CHECKING:
     from shardflow.format.manifest import Manifest
     from shardflow.packing.plan import PackPlan
-    from shardflow.packing.versions.ingest import Intake
+    from shardflow.packing.versions.ingest import Ingested
 
 Status: TypeAlias = Literal[
     "packed", "already_packed", "nothing_new", "planned", "quarantine_limit", "task_done", "tasks_missing"
@@ -105,7 +105,7 @@ class PackSummary:
 
 
 def forecast(
-    plan: PackPlan, intake: Intake, *, seconds: float, peak_memory_bytes: dict[str, int]
+    plan: PackPlan, ingested: Ingested, *, seconds: float, peak_memory_bytes: dict[str, int]
 ) -> PackSummary:
     """Sum up a plan; what headers and reports leave undecided is expected to be packed.
 
@@ -117,7 +117,7 @@ def forecast(
         seconds: Wall time until now.
         peak_memory_bytes: As in the summary.
     """
-    files, reports = intake.files, intake.reports
+    files, reports = ingested.files, ingested.reports
     columns = [table.reason.copy() for table in (files, reports)]
     study_reason = plan.study_reason.copy()
     for column in (*columns, study_reason):
@@ -138,7 +138,7 @@ def forecast(
         num_shards=len(plan.shards),
         num_slices=sum(int(slices[study]) for shard in plan.shards for study in shard.studies),
         num_bytes=sum(shard.estimated_bytes for shard in plan.shards),
-        num_known_inputs=0 if intake.scope is None else intake.scope.num_known,
+        num_known_inputs=0 if ingested.scope is None else ingested.scope.num_known,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
     )

@@ -11,7 +11,7 @@ What was put is marked in the work folder, so that a killed job does not send it
 
 Where the output folder is to hold no shards, each one is read back from the store, marked, and only then
 removed here; and a job that packs faster than it sends waits, so that few shards lie here at any moment
-(docs/adr/0093-a-shard-leaves-when-it-was-read-back.md).
+(docs/adr/0004-manifest-commit-point.md).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shardflow.format.manifest import ShardEntry
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.workspace import Workspace
     from shardflow.storage import ByteStore
 
 _NAME: Final = "upload.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentTo:
+class PublishTarget:
     """An address that holds the dataset."""
 
     url: str
@@ -55,7 +55,7 @@ class SentTo:
     """Whether shards lie in the output folder too."""
 
 
-def read_sent_to(place: Workplace) -> SentTo | None:
+def read_publish_target(workspace: Workspace) -> PublishTarget | None:
     """Return where the dataset was sent; None if it never was.
 
     Raises:
@@ -63,8 +63,8 @@ def read_sent_to(place: Workplace) -> SentTo | None:
         StorageError: It cannot be read.
     """
     try:
-        note = json.loads((place.private / _NAME).read_bytes())
-        return SentTo(url=str(note["upload_to"]), keeps_local=bool(note["keep_local"]))
+        note = json.loads((workspace.private / _NAME).read_bytes())
+        return PublishTarget(url=str(note["upload_to"]), keeps_local=bool(note["keep_local"]))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -76,27 +76,29 @@ def read_sent_to(place: Workplace) -> SentTo | None:
         ) from None
 
 
-def write_sent_to(place: Workplace, sent_to: SentTo) -> None:
+def write_publish_target(workspace: Workspace, publish_target: PublishTarget) -> None:
     """Remember where the dataset is sent, before anything leaves the output folder.
 
     Raises:
         StorageError: It cannot be written.
     """
-    if read_sent_to(place) != sent_to:
-        text = json.dumps({"keep_local": sent_to.keeps_local, "upload_to": sent_to.url}).encode("ascii")
-        write_atomic(place.private / _NAME, [text], replace=True, mode=0o600)
+    if read_publish_target(workspace) != publish_target:
+        text = json.dumps({"keep_local": publish_target.keeps_local, "upload_to": publish_target.url}).encode(
+            "ascii"
+        )
+        write_atomic(workspace.private / _NAME, [text], replace=True, mode=0o600)
 
 
-def check_sent_to(place: Workplace, upload_to: str) -> None:
+def check_publish_target(workspace: Workspace, upload_to: str) -> None:
     """Refuse a job that would publish elsewhere, where the address holds the only copy of the shards.
 
     Raises:
         ConfigError: The settings name another address, or none.
     """
-    sent_to = read_sent_to(place)
-    if sent_to is None or sent_to.keeps_local:
+    publish_target = read_publish_target(workspace)
+    if publish_target is None or publish_target.keeps_local:
         return
-    if not upload_to or open_store(upload_to).url != sent_to.url:
+    if not upload_to or open_store(upload_to).url != publish_target.url:
         raise ConfigError(
             "upload_to must be the address that holds the shards of this dataset, got another or none; name "
             "it, or bring the shards back with `shardflow copy` and remove upload.json of the private folder."
@@ -137,11 +139,11 @@ class Uploader:
         keeps_local: Whether shards stay in the output folder.
     """
 
-    def __init__(self, place: Workplace, url: str, *, keeps_local: bool = True) -> None:
-        self._place = place
-        self._source = LocalStore(place.output)
+    def __init__(self, workspace: Workspace, url: str, *, keeps_local: bool = True) -> None:
+        self._workspace = workspace
+        self._source = LocalStore(workspace.output)
         self._target = open_store(url)
-        self._sent_to = SentTo(url=self._target.url, keeps_local=keeps_local)
+        self._publish_target = PublishTarget(url=self._target.url, keeps_local=keeps_local)
         self._address = hashlib.sha256(url.encode()).hexdigest()
         self._pool = ThreadPoolExecutor(_NUM_THREADS)
         self._running: dict[str, Future[None]] = {}
@@ -156,7 +158,7 @@ class Uploader:
 
     def store(self, manifest: Manifest) -> ByteStore:
         """Return a store that finds the files of a version here or there."""
-        return reading_store(self._place.output, self._sent_to.url, manifest)
+        return reading_store(self._workspace.output, self._publish_target.url, manifest)
 
     def check_target(self) -> None:
         """Refuse, before anything is packed, an address that holds what this output does not.
@@ -190,7 +192,7 @@ class Uploader:
                     "upload_to must be claimed by no other job, got one with other inputs or settings; name "
                     f"another address, or remove its objects and {path} if it will not go on."
                 ) from None
-        write_sent_to(self._place, self._sent_to)
+        write_publish_target(self._workspace, self._publish_target)
 
     def has_shard(self, record: Mapping[str, Any]) -> bool:
         """Tell whether a shard of a former run was sent, read back and marked, and is not needed here.
@@ -199,7 +201,7 @@ class Uploader:
             record: What `shardflow.packing.studies.assembly` wrote of it.
         """
         entries = _entries(record)
-        return not self._sent_to.keeps_local and bool(entries) and all(map(self._is_marked, entries))
+        return not self._publish_target.keeps_local and bool(entries) and all(map(self._is_marked, entries))
 
     def add_shard(self, record: Mapping[str, Any]) -> None:
         """Begin to send a shard that stands; a failure of an earlier one is raised here.
@@ -213,7 +215,7 @@ class Uploader:
         """
         self._begin(str(record["name"]), _entries(record))
         self._raise_failures(only_done=True)
-        while not self._sent_to.keeps_local and len(self._unfinished()) >= MAX_WAITING_SHARDS:
+        while not self._publish_target.keeps_local and len(self._unfinished()) >= MAX_WAITING_SHARDS:
             wait(self._unfinished(), return_when=FIRST_COMPLETED)
             self._raise_failures(only_done=True)
 
@@ -225,7 +227,7 @@ class Uploader:
             StorageError: They cannot be read or written.
         """
         for entry in (shard.index, shard.file):
-            if not (self._place.output / entry.path).exists():
+            if not (self._workspace.output / entry.path).exists():
                 copy_object(self._target, self._source, entry)
 
     def send(self, shard: ShardEntry) -> None:
@@ -238,7 +240,7 @@ class Uploader:
         Raises:
             StorageError: They cannot be removed.
         """
-        if not self._sent_to.keeps_local:
+        if not self._publish_target.keeps_local:
             self._unlink((shard.file, shard.index))
 
     def wait(self) -> None:
@@ -258,7 +260,7 @@ class Uploader:
             StorageError: Something could not be sent.
             ChecksumError: Another object stands where one of these should go.
         """
-        write_sent_to(self._place, self._sent_to)
+        write_publish_target(self._workspace, self._publish_target)
         manifests = {number: load(self._source, number) for number in versions(self._source)}
         sent = {number: load(self._target, number) for number in versions(self._target)}
         # What a manifest there names was there before the manifest was.
@@ -276,7 +278,7 @@ class Uploader:
         self.wait()
         for number, manifest in sorted(manifests.items()):
             self._put_manifest(number, manifest)
-        if not self._sent_to.keeps_local:
+        if not self._publish_target.keeps_local:
             self._release_all(manifests.values())
 
     def erase_unnamed(self) -> None:
@@ -310,14 +312,14 @@ class Uploader:
     def _send_all(self, entries: tuple[FileEntry, ...]) -> None:
         for entry in entries:
             self._send(entry)
-        if not self._sent_to.keeps_local:
+        if not self._publish_target.keeps_local:
             self._unlink(entry for entry in entries if entry.path.startswith("shards/"))
 
     def _send(self, entry: FileEntry) -> None:
         if self._is_marked(entry):
             return
         is_new = copy_object(self._source, self._target, entry)
-        if is_new and not self._sent_to.keeps_local and not object_stands(self._target, entry):
+        if is_new and not self._publish_target.keeps_local and not object_stands(self._target, entry):
             raise StorageError(
                 f"{entry.path} must stand where it was sent, found nothing; run the job again."
             )
@@ -326,7 +328,7 @@ class Uploader:
         write_plainly(mark, self._facts(entry), mode=0o644)
 
     def _mark(self, entry: FileEntry) -> Path:
-        return self._place.uploaded / entry.path.replace("/", "-")
+        return self._workspace.uploaded / entry.path.replace("/", "-")
 
     def _facts(self, entry: FileEntry) -> bytes:
         return f"{self._address} {entry.sha256} {entry.num_bytes}".encode("ascii")
@@ -343,7 +345,7 @@ class Uploader:
     def _unlink(self, entries: Iterable[FileEntry]) -> None:
         try:
             for entry in entries:
-                (self._place.output / entry.path).unlink(missing_ok=True)
+                (self._workspace.output / entry.path).unlink(missing_ok=True)
         except OSError as error:
             raise storage_error("removing a shard that was sent", error) from None
 
@@ -352,7 +354,7 @@ class Uploader:
         for manifest in manifests:
             for shard in manifest.shards:
                 entries = (shard.file, shard.index)
-                if any((self._place.output / entry.path).exists() for entry in entries):
+                if any((self._workspace.output / entry.path).exists() for entry in entries):
                     for entry in entries:
                         if not object_stands(self._target, entry):
                             raise StorageError(f"{entry.path} must stand where it was sent, found nothing.")
@@ -375,18 +377,18 @@ class Uploader:
 
 
 @contextmanager
-def uploader_of(place: Workplace) -> Iterator[Uploader | None]:
+def uploader_of(workspace: Workspace) -> Iterator[Uploader | None]:
     """Open the way to where a dataset was sent; None if it never was.
 
     Raises:
         ConfigError: Another dataset is there.
         StorageError: It cannot be reached.
     """
-    sent_to = read_sent_to(place)
-    if sent_to is None:
+    publish_target = read_publish_target(workspace)
+    if publish_target is None:
         yield None
         return
-    with Uploader(place, sent_to.url, keeps_local=sent_to.keeps_local) as uploader:
+    with Uploader(workspace, publish_target.url, keeps_local=publish_target.keeps_local) as uploader:
         uploader.check_target()
         yield uploader
 

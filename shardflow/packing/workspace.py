@@ -14,7 +14,7 @@ Deaths of packing processes, recorded as inputs of every later run.
 Whether a study runs into a memory limit, a deadline or a crash may depend on the machine and the moment. So
 the first such death only asks for a second try, alone; the second one is written down in the private folder,
 and from then on it is what is known of that input: a re-run quarantines it without trying and comes to the
-same bytes (see docs/adr/0031-recorded-deaths.md). To try again, remove the line.
+same bytes (see docs/adr/0031-packing-processes.md). To try again, remove the line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_TASKS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ArrayTask:
     """One task of several: the ``index``-th of ``count``, from 0."""
 
     index: int
@@ -106,12 +106,12 @@ _OWN_NAMES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
+class Workspace:
     """Where everything lies while a job runs."""
 
     output: Path
     private: Path
-    share: Share | None = None
+    array_task: ArrayTask | None = None
     """The task that this is, of a job in tasks."""
 
     @property
@@ -137,17 +137,19 @@ class Workplace:
     @property
     def reports(self) -> Path:
         """Texts of the reports, one after another; private. Every task writes its own."""
-        return self.private / ("reports.bin" if self.share is None else f"reports-{self.share.name}.bin")
+        return self.private / (
+            "reports.bin" if self.array_task is None else f"reports-{self.array_task.name}.bin"
+        )
 
     @property
-    def recorded_outcomes(self) -> Path:
+    def crash_log(self) -> Path:
         """Studies and files that ended their process twice; private, an input of every run.
 
         Every task writes its own file: appending from several machines to one is not safe everywhere.
         """
-        if self.share is None:
+        if self.array_task is None:
             return self.private / "resource_outcomes.jsonl"
-        return self.private / f"resource_outcomes-{self.share.name}.jsonl"
+        return self.private / f"resource_outcomes-{self.array_task.name}.jsonl"
 
     @property
     def process_log(self) -> Path:
@@ -213,14 +215,14 @@ class Workplace:
 
 
 @contextmanager
-def locked_workplace(
+def locked_workspace(
     output: Path,
     private: Path,
     inputs: tuple[Path, ...] = (),
     *,
     writes_output: bool = True,
-    share: Share | None = None,
-) -> Iterator[Workplace]:
+    array_task: ArrayTask | None = None,
+) -> Iterator[Workspace]:
     """Make the folders and hold the only right to write into them.
 
     Args:
@@ -237,7 +239,7 @@ def locked_workplace(
     output, private = output.absolute(), private.absolute()
     _check_apart(output, private, inputs)
     _check_contents(output)
-    place = Workplace(output, private, share)
+    workspace = Workspace(output, private, array_task)
     try:
         private.mkdir(parents=True, exist_ok=True, mode=0o700)
         if writes_output:
@@ -250,20 +252,20 @@ def locked_workplace(
     if stat.S_IMODE(private.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError("private_dir must be closed to group and others; run chmod 700 on it.")
     with ExitStack() as locks:
-        locks.enter_context(_lock(private / "lock", "private_dir", is_shared=share is not None))
+        locks.enter_context(_lock(private / "lock", "private_dir", is_shared=array_task is not None))
         if writes_output:
-            locks.enter_context(_lock(_lock_path(output), "output", is_shared=share is not None))
-        if share is not None:
-            locks.enter_context(_lock(place.tasks / f"{share.name}.lock", f"task {share}"))
-            _agree_on_count(place.tasks, share)
+            locks.enter_context(_lock(_lock_path(output), "output", is_shared=array_task is not None))
+        if array_task is not None:
+            locks.enter_context(_lock(workspace.tasks / f"{array_task.name}.lock", f"task {array_task}"))
+            _agree_on_count(workspace.tasks, array_task)
         try:
             if writes_output:
-                for folder in (place.fragments, place.records):
+                for folder in (workspace.fragments, workspace.records):
                     folder.mkdir(parents=True, exist_ok=True)
-            place.headers.mkdir(exist_ok=True, mode=0o700)
+            workspace.headers.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise storage_error("making the work folders", error) from None
-        yield place
+        yield workspace
 
 
 def write_plainly(path: Path, data: bytes, *, mode: int = 0o600) -> None:
@@ -333,18 +335,18 @@ def _read_count(folder: Path) -> int | None:
         return None
 
 
-def _agree_on_count(folder: Path, share: Share) -> None:
+def _agree_on_count(folder: Path, array_task: ArrayTask) -> None:
     """Let all tasks be of one division: of two, tasks could remove each other's fragments."""
     if _read_count(folder) is None:
-        write_plainly(folder / f"count-{share.name}", str(share.count).encode("ascii"), mode=0o644)
+        write_plainly(folder / f"count-{array_task.name}", str(array_task.count).encode("ascii"), mode=0o644)
         # A link, unlike a rename, leaves what another task has put there meanwhile.
         with suppress(FileExistsError):
-            (folder / "count").hardlink_to(folder / f"count-{share.name}")
-        (folder / f"count-{share.name}").unlink(missing_ok=True)
+            (folder / "count").hardlink_to(folder / f"count-{array_task.name}")
+        (folder / f"count-{array_task.name}").unlink(missing_ok=True)
     count = _read_count(folder)
-    if count != share.count:
+    if count != array_task.count:
         raise ConfigError(
-            f"the tasks of a job must be of one number, got {share} after tasks of {count}; go on with "
+            f"the tasks of a job must be of one number, got {array_task} after tasks of {count}; go on with "
             f"--task i/{count}, or finish with `shardflow pack` alone, which takes over what stands."
         )
 
@@ -409,7 +411,7 @@ def conversion_of(surrogate: str) -> str:
     return f"{surrogate}{_CONVERSION}"
 
 
-class RecordedOutcomes:
+class CrashLog:
     """The recorded outcomes of one private folder.
 
     Args:

@@ -1,6 +1,6 @@
-"""What reports say: sections, findings with their assertion and place, and the images they name.
+"""Reading of radiology reports: sections, findings with their assertion and place, and the images they name.
 
-Everything found is a place in the text, which is never altered. Rules and word lists only: no model is
+Everything found is a span of the text, which is never altered. It works by rules and word lists; no model is
 loaded.
 """
 

@@ -1,13 +1,11 @@
-"""Phrases found in tokens: whole words, all in one pass (Aho-Corasick), the longest ones kept.
+"""Assertion of findings by scope rules in the manner of ConText, over cues from ``cues.csv``.
 
-Is a finding there? Scope rules in the manner of ConText, over cues from ``cues.csv``.
-
-A cue says something of the findings before or after it: absent, uncertain, historical, hypothetical,
-present. Its scope ends at a word that begins another thought (*but*, *apart from*), and passes from one
-finding to the next only along a list (*no X, Y, or Z*). Of several cues the nearest one holds. What stands in
-parentheses between a cue and a finding is an aside and is passed over (*a nodule (series 3, images 16, 17
-and 18) cannot be excluded*). A cue with the effect ``none`` does nothing; it is there so that the words of
-another cue in it are not read (*no change*, *without contrast*).
+A cue describes the findings before or after it: absent, uncertain, historical, hypothetical, present. Its
+scope ends at a word that begins another thought (*but*, *apart from*), and passes from one finding to the
+next only along a list (*no X, Y, or Z*). Of several cues the nearest one holds. Parentheses between a cue and
+a finding are skipped (*a nodule (series 3, images 16, 17 and 18) cannot be excluded*). A cue with the effect
+``none`` only keeps its words from being read as another cue (*no change*, *without contrast*). Phrases are
+found as whole words in one pass (Aho-Corasick), and the longest ones are kept.
 """
 
 from __future__ import annotations
@@ -76,12 +74,12 @@ def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
 
 
 Assertion = Literal["absent", "historical", "hypothetical", "present", "uncertain"]
-"""What a report says of a finding; the table in docs/reports.md has instances."""
+"""Assertion of a finding; the table in docs/reports.md has examples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cue:
-    """What a phrase does to the findings around it."""
+    """A phrase that changes the assertion of the findings around it."""
 
     effect: Assertion | Literal["none", "stop"]
     direction: Literal["backward", "both", "forward"]
@@ -90,7 +88,7 @@ class Cue:
 
 
 _REACH = 9
-"""How many words may stand between a cue and the first finding it speaks of."""
+"""Words allowed between a cue and its first finding."""
 _REACH_BACK = 12
 _LIST_WORDS = frozenset(("or", "nor", "and", "/", "&", "either", "also", ","))
 # Words behind a comma or an "and" that begin a statement of their own rather than the next item of a list.

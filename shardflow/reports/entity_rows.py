@@ -1,9 +1,8 @@
-"""The entities of one study that become rows: what its report holds to be there, with slices that are sure.
+"""Rows of an entity view: the present entities of a report with confident slices, and their columnar form.
 
-Reads what packing wrote (``alignment.json``, ``report.json``, ``study.json``, ``report.txt``) and decides
-nothing about slices itself: the alignment's confidence, slices and weights are taken as they are.
-
-Rows of entities as columns: those of one shard are a part, and all parts together the table of a view.
+The rows of one study are read from what packing wrote (``alignment.json``, ``report.json``, ``study.json``,
+``report.txt``); the alignment's confidence, slices and weights are taken as they are. The columns of one
+shard are a part, and all parts together the table of a view.
 """
 
 from __future__ import annotations

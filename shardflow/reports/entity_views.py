@@ -1,12 +1,8 @@
-"""Make an entity view: every study's alignment becomes rows, shard by shard, in any number of processes.
+"""Entity views: tables to train on, built from the alignments of a dataset shard by shard in processes.
 
-The rows of a shard are a file of their own until all are there, so a job that was killed goes on where it
-was. The table and then its manifest are written last; no byte depends on who wrote which part.
-
-Entity views: from what packing found in reports and aligned with slices to a table that is trained on.
-
-``rows`` reads one study, ``columns`` puts rows together, ``job`` goes through a dataset. How such a table is
-opened is the business of `shardflow.format.entities`.
+The rows of a shard are a file of their own until all shards are done, so a killed job resumes. The table and
+then its manifest are written last; no byte depends on which process wrote which part. `entity_rows` reads one
+study, and `shardflow.format.entities` opens the table.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltView:
-    """What a job made."""
+    """Result of a job."""
 
     name: str
     view_id: str
@@ -67,7 +63,7 @@ class BuiltView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What a process has to know."""
+    """Job description that each process receives."""
 
     url: str
     version: int

@@ -1,6 +1,6 @@
-"""Where a finding lies, on which side, how large and how severe it is: read from the words around it.
+"""Findings of a text: named by the lexicon, judged by scope rules, and described by the words around them.
 
-Findings in a text: named by the lexicon, judged by the scope rules, placed by the words around them.
+The description is the place of a finding, its side, size and severity.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Numbers of series and images in a text: single ones, ranges, lists; what looks like them is left out.
+"""Numbers of series and images in a text: single ones, ranges and lists, without what only looks like them.
 
-Words in a report that give numbers of series and images, which belong together is seen later.
+`mentions` decides later which of them belong together.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The lexicon: names of findings and of anatomy with their synonyms and parents.
+"""Lexicon of findings and anatomy with their synonyms and parents, and the tokens that it is searched in.
 
-Two tables lie beside this module: ``findings.csv`` (name, kind, parent, synonyms, narrower) and
-``anatomy.csv`` (name, parent, side, synonyms). Synonyms are joined by ``|``; so are narrower concepts, each
-a name with its own synonyms behind ``=``, whose parent is the row. Plurals are made here. Tables of a
-user's own come behind them and win where they say the same words.
-
-Text cut into words and sentences; every token knows its place in the text, which is never altered.
+Two tables beside this module hold it: ``findings.csv`` (name, kind, parent, synonyms, narrower) and
+``anatomy.csv`` (name, parent, side, synonyms). Synonyms are joined by ``|``; so are narrower concepts, each a
+name with its own synonyms behind ``=``, whose parent is the row. Plurals are generated. User tables are
+appended and win where they have the same words. Tokens keep their place in the text, which is never altered.
 """
 
 from __future__ import annotations
@@ -155,7 +153,7 @@ _IRREGULAR = {"axis": "axes", "body": "bodies", "foot": "feet", "hilum": "hila",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Concept:
-    """What several words name."""
+    """A finding or part of anatomy with all its names."""
 
     name: str
     kind: ConceptKind

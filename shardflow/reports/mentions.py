@@ -1,9 +1,7 @@
-"""Does a reference to images belong to another examination? Read from the words around it.
+"""Explicit mentions of images: "series 3, image 45", "se 3 im 45-47", "(5:104)", "image 45 of series 3".
 
-Explicit mentions of images: "series 3, image 45", "se 3 im 45-47", "(5:104)", "image 45 of series 3".
-
-Numbers are SeriesNumber and InstanceNumber (of a multi-frame image: the frame's) as the report says them;
-nothing is looked up here. References to another examination are left out.
+Numbers are SeriesNumber and InstanceNumber (of a multi-frame image: the frame's) as the report gives them;
+nothing is looked up here. Mentions of another examination, which the words around them reveal, are left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the rules are, as a digest: equal digests read equal reports equally.
+"""Report reader: sections, findings and mentions of images as spans of one text.
 
-A report read whole: sections, findings and the images it names, as places in its text.
+The rules have a digest: with equal digests, equal reports are read equally.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _UNREAD: frozenset[SectionKind] = frozenset(("examination", "signature", "techni
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportContent:
-    """What a report says, as places in its text."""
+    """Content of a report, as spans of its text."""
 
     sections: tuple[Section, ...]
     entities: tuple[Entity, ...]

@@ -1,9 +1,9 @@
-"""A report cut into its sections. The sections cover the text in order, and nothing is lost or altered.
+"""Sections of a report. They cover the text in order; nothing is lost or altered.
 
-A header is a name at the beginning of a line, with a colon, or alone on its line; known names
-(``headers.csv``) may hold a typing error, stand in any case and follow a sentence on its line. Unknown
-names in capitals open a section, too; names of anatomy under the findings are its sub-sections. A second
-examination in one report begins where its header comes after findings or an impression.
+A header is a name at the beginning of a line, with a colon, or alone on its line. Known names
+(``headers.csv``) may hold a typing error, have any case and follow a sentence on its line. Unknown names in
+capitals open a section, too; names of anatomy under the findings are its sub-sections. A second examination
+in one report begins where its header follows findings or an impression.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Section:
     header: tuple[int, int]
     """The header with its colon; empty at the section's start where there is none."""
     exam: int = 0
-    """Which examination of the report it belongs to, from 0."""
+    """Number of its examination in the report, from 0."""
     part: str = ""
     """Anatomy that a sub-header of the findings names."""
 

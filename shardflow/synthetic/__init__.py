@@ -1,9 +1,8 @@
-"""Generated studies that behave like real ones, with reports, annotations and the whole truth about them.
+"""Generator of realistic studies with reports, annotations and the complete ground truth about them.
 
-The data's way: `options` -> `patients` (who, when) -> `planning` (body, lesions, series, files; no pixels)
--> `render` and `stored` (pixels) -> `instances` (DICOM files); beside it `appearances` -> `reports` ->
-`truth`. `generation` runs all of it. Everything is a pure function of the options, and every output says that
-it is generated.
+Data flow: `options` (who, when) -> `planning` (body, lesions, series, files; no pixels) -> `render` (pixels)
+-> `instances` (DICOM files); beside it `render.find_appearances` -> `reports` -> `truth`. `generation` runs
+all of it. Everything is a pure function of the options, and every output is marked as generated.
 """
 
 from __future__ import annotations

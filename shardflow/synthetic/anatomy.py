@@ -1,10 +1,8 @@
-"""A patient's body: solids in painting order, and the organs that lesions grow in.
+"""Anatomy of a patient: solids in painting order, and the organs that lesions grow in.
 
-The head phantom: skull and brain, the brain's centre at the origin, x to the patient's left.
-
-The torso phantom: chest and abdomen of one patient, diaphragm at z = 0, about 500 mm high.
-
-Sizes are those of a middle-sized adult, scaled and varied by keyed draws. x points to the patient's left.
+The torso phantom is the chest and abdomen, diaphragm at z = 0, about 500 mm high; the head phantom is skull
+and brain, the brain's centre at the origin. Sizes are those of a middle-sized adult, scaled and varied by
+keyed draws. x points to the patient's left.
 """
 
 from __future__ import annotations

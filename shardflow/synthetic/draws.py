@@ -1,16 +1,12 @@
-"""Keyed draws: every choice of the generator is a labelled hash, so no choice depends on another one's order.
+"""Keyed random draws, generated identifiers, and image noise.
 
-NumPy's and Python's random distributions may change between versions; `shardflow.seeds.derive` is frozen. A
-draw costs about two microseconds, which is nothing beside a rendered slice; noise has its own stream
-(`noise`).
+Every choice of the generator is a labelled hash, so no choice depends on the order of others. NumPy's and
+Python's random distributions may change between versions; `shardflow.seeds.derive` is frozen. A draw costs
+about two microseconds, nothing beside a rendered slice.
 
-Identifiers that look real to software and generated to people.
-
-Noise: a counter hash of our own, so that a seed means the same pixels in every version of NumPy.
-
-NumPy promises no stable stream for its distributions, so none is used: SplitMix64 turns (key, pixel number)
-into 64 bits, and the sum of four of their bytes is a bell curve with a standard deviation of 147.8 that is
-cut at 3.45 of them. Kernels are small integer filters. The noise is pinned by a golden digest.
+Noise is a counter hash as well: SplitMix64 turns (key, pixel number) into 64 bits, and the sum of four of
+their bytes is a bell curve with a standard deviation of 147.8, cut at 3.45 of them. Kernels are small integer
+filters. A golden digest pins the noise.
 
 Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014 (the finalizer).
 """

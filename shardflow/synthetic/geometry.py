@@ -1,14 +1,8 @@
-"""Vectors and rotations in patient space (mm, LPS), from operations that give the same bits on every machine.
+"""Geometry in patient space (mm, LPS): vectors, image planes, and solids bounded by quadrics.
 
-Only ``+ - * /`` and square roots are used: IEEE 754 defines them exactly, while sine, cosine and
-exponential differ in the last bit between math libraries. Rotations therefore come from quaternions of
-small integers.
-
-Image planes: where pixels lie in the patient, and stacks of planes of every kind.
-
-Bodies that an anatomy is built of: parts of space bounded by quadrics.
-
-A plane cuts a quadric in a conic and a beam crosses it along a closed form, so slices of any orientation and
+Only ``+ - * /`` and square roots are used: IEEE 754 defines them exactly, while sine, cosine and exponential
+differ in the last bit between math libraries. Rotations therefore come from quaternions of small integers. A
+plane cuts a quadric in a conic, and a beam crosses it along a closed form, so slices of any orientation and
 projections are computed from the same few numbers, and the truth about a lesion needs no pixels.
 """
 

@@ -1,10 +1,8 @@
-"""From values to stored integers, and from stored integers to the bytes of pixel data.
+"""DICOM files from planned slices: stored integers, encoded pixel data, and all attributes.
 
-DICOM files: planned slices and stored pixels become bytes. Only this module imports pydicom.
-
-Every file says in its institution, patient, manufacturer, study and series description that it is
-generated. No clock, host or library version goes into a file, and deflated files use stored blocks, so the
-bytes are the same on every machine.
+Every file says in its institution, patient, manufacturer, study and series description that it is generated.
+No clock, host or library version goes into a file, and deflated files use stored blocks, so the bytes are the
+same on every machine. Only this module of the generator imports pydicom.
 
 Source: DICOM PS3.3 (modules of CT, MR, CR and DX image), PS3.5 (encoding), PS3.10 (file format).
 """

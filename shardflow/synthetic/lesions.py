@@ -1,4 +1,4 @@
-"""Lesions: ellipsoids of known place, size and look, which grow, shrink, come and go between studies."""
+"""Lesions: ellipsoids of known place, size and look that grow, shrink, appear and vanish between studies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MARGIN_MM = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LesionKind:
-    """What grows in an organ."""
+    """A kind of lesion of an organ."""
 
     label: str
     organ: str

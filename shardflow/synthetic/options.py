@@ -1,6 +1,4 @@
-"""What to generate: checked settings, and the oddities of real archives that can be asked for.
-
-Patients and their studies: who comes when, for what; a pure function of seed and number.
+"""Options of the generator, and the patients and visits that follow from them.
 
 Study i is the same for every number of studies asked for, so a larger set contains the smaller one.
 """
@@ -17,7 +15,7 @@ from shardflow.synthetic.draws import Draws
 
 ModalityChoice = Literal["CT", "MR", "CR", "DX", "mixed"]
 MODALITIES: tuple[ModalityChoice, ...] = ("CT", "MR", "CR", "DX", "mixed")
-"""What studies are made of; ``mixed`` deals all of them."""
+"""Modality of the studies; ``mixed`` uses all of them."""
 
 PATHOLOGIES: dict[str, str] = {
     "duplicates": "an instance stands twice, byte for byte, under two file names",
@@ -55,12 +53,12 @@ REPORT_ODDITIES: dict[str, str] = {
     "overcall": "something is thought possible on an image that shows nothing",
     "wrong-image": "the image that is named is another one, or there is none of the number",
 }
-"""What reports get wrong or leave out beyond their usual styles; nothing of it happens unasked."""
+"""Errors and omissions of reports beyond their usual styles, all off by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthOptions:
-    """What to generate. Equal options give equal bytes."""
+    """Options of the generator. Equal options give equal bytes."""
 
     num_studies: int
     seed: int

@@ -1,6 +1,6 @@
-"""Where files lie: four ways that archives name them, none in the order of the slices.
+"""Planning of one study without pixels: patient, body, lesions, series and file names.
 
-From a number to a study: patient, body, lesions, series and files, without a single pixel.
+Files are named in four ways found in archives, none of them in the order of the slices.
 """
 
 from __future__ import annotations

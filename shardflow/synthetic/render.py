@@ -1,9 +1,9 @@
-"""Where lesions appear: on which instances, within which box of pixels; computed from geometry alone.
+"""Rendering of planned slices, and the appearances of lesions in them.
 
-A pixel belongs to a lesion where its centre, on the slice's middle plane, lies inside the lesion's
-ellipsoid (on a radiograph: inside its outline along the beam). Scouts are left out.
-
-From a planned slice to its values: Hounsfield units, MR signal, or attenuation, with noise.
+Values are Hounsfield units, MR signal or attenuation, with noise. Appearances, the instances and pixel boxes
+that show a lesion, are computed from geometry alone: a pixel belongs to a lesion if its centre, on the
+slice's middle plane, is inside the lesion's ellipsoid (on a radiograph: inside its outline along the beam).
+Scouts are left out.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
-"""What each tissue looks like: Hounsfield units in four contrast phases, signal in seven MR weightings.
+"""Scene: tissues and solids as pixels, in slices and in projections.
 
-The numbers are round textbook values for a phantom that looks right, not measurements. Radiographs use the CT
-column without contrast: attenuation relative to water is ``1 + HU / 1000``.
+Tissue values are round textbook values for a phantom that looks right, not measurements: Hounsfield units in
+four contrast phases, signal in seven MR weightings. Radiographs use the CT column without contrast:
+attenuation relative to water is ``1 + HU / 1000``.
 
-Slices through solids: conics on a plane, painted with soft edges.
-
-The whole anatomy is reduced to arrays of quadrics once; a plane then gives all conics in a few vector
-operations, and only the bodies that the plane cuts are painted, each within its own rectangle. Every
-operation is elementwise and exactly defined, so the pixels are the same on every machine (no dot products:
-their order of summation is not).
-
-Projections through solids: radiographs and scouts, as parallel beams along a plane's normal.
-
-A beam crosses a quadric over a length that is a closed form of the pixel's place; what a solid adds is that
-length times its attenuation over its parent's. Overlaps are therefore exact only for nested solids, which
-is what an anatomy is made of; a table is left out.
+The anatomy is reduced to arrays of quadrics once. A plane then gives all conics in a few vector operations,
+and only the bodies that it cuts are painted, with soft edges, each within its own rectangle. Every operation
+is elementwise and exactly defined, so the pixels are the same on every machine (no dot products: their order
+of summation is not). Projections are parallel beams along a plane's normal: a solid adds its length on the
+beam times its attenuation over its parent's. Overlaps are therefore exact only for nested solids, as in an
+anatomy; a table is left out.
 """
 
 from __future__ import annotations
@@ -230,7 +225,7 @@ def _inner(vector: Vector, arrays: tuple[_Array, _Array, _Array]) -> _Array:
 
 
 def _missed(columns: _Array, edge_pixels: float) -> _Array:
-    """Which conics surely cover nothing, anywhere on the plane; asked before the rest is computed."""
+    """Return the conics that surely cover nothing on the plane; computed before the rest."""
     a, b, d, e, f, g = columns
     determinant = a * d - b * b
     is_closed = determinant > _FLAT * a * d
@@ -242,7 +237,7 @@ def _missed(columns: _Array, edge_pixels: float) -> _Array:
 
 
 def _sharpness(conic: Conic, edge_pixels: float) -> float:
-    """How steeply coverage falls with the conic's value, so that an edge is ``edge_pixels`` wide."""
+    """Return the slope of coverage over the conic's value that makes an edge ``edge_pixels`` wide."""
     bend = max(conic.a, conic.d)
     return 0.5 / (edge_pixels * math.sqrt(bend)) if bend > _FLAT else 1e6
 
@@ -273,7 +268,7 @@ def rectangle_of(conic: Conic, edge_pixels: float, whole: Rectangle) -> Rectangl
 
 
 def _interval(square: float, linear: float, constant: float, level: float) -> tuple[float, float]:
-    """Where ``square x2 + 2 linear x + constant <= level``; an empty interval where nowhere."""
+    """Solve ``square x2 + 2 linear x + constant <= level``; an empty interval if there is no solution."""
     middle = -linear / square
     room = level - (constant + linear * middle)
     if room <= 0:

@@ -1,4 +1,4 @@
-"""The truth about a study, as JSON: what a reader of its files and its report should find.
+"""Ground truth of a study as JSON: what a reader of its files and its report should find.
 
 Coordinates are in the study's own frame of reference (mm, LPS), boxes in pixels (first column, first row,
 one past the last column, one past the last row), spans in characters of the report's text.

@@ -23,6 +23,9 @@ from typing import Any, Final, Literal, Protocol, Self
 _MOST: Final = 1e18
 """Numbers beyond it are nothing that was measured, and do not fit where numbers are kept."""
 _MOST_WHOLE: Final = 10**18
+MoveKind = Literal["propose", "try", "keep", "revert", "settle", "resume"]
+"""``propose``: only observing, nothing was changed. ``resume``: settled before, and looking again."""
+_MIB: Final = 1 << 20
 
 
 def number_of(value: object) -> float:
@@ -192,7 +195,7 @@ class Interval:
     ranks: tuple[RankNumbers, ...] = ()
     """All of them up to 64; of more, the 64 with the largest ``compute_s + data_wait_s``, by rank."""
     settings: Mapping[str, int | float | str] = field(default_factory=dict)
-    """The knobs as they stood at the end: ``loader.execution``, ``loader.num_threads``,
+    """The tunables as they stood at the end: ``loader.execution``, ``loader.num_threads``,
     ``loader.prefetch_bytes``, ``cache.read_ahead_bytes``, ..."""
     num_cpus: int = 1
     """Processors that the processes of a node may use, quotas counted."""
@@ -245,10 +248,6 @@ _PARTS: Final[Mapping[str, Callable[[Any], object]]] = {
     "events": _whole,
 }
 """Fields of an interval that hold something by its name."""
-
-
-MoveKind = Literal["propose", "try", "keep", "revert", "settle", "resume"]
-"""``propose``: only observing, nothing was changed. ``resume``: settled before, and looking again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,11 +359,8 @@ def _text_of(value: Mapping[str, Any], name: str, default: str | None = None) ->
     return found
 
 
-_MIB: Final = 1 << 20
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KnobLimit:
+class TunableLimit:
     """What a setting may be on this machine, with the other settings as they are."""
 
     least: int = 0
@@ -376,13 +372,13 @@ class KnobLimit:
     """Whether a change acts on what runs; otherwise from the next boundary of steps or iterations on."""
 
 
-class Knobs(Protocol):
+class Tunables(Protocol):
     """Settings by name, as in the configuration: ``loader.num_threads``, ``cache.ram_bytes``, ..."""
 
     def values(self) -> dict[str, int | str]:
         """Return all settings that can be changed here, as they were set last."""
 
-    def limits(self) -> dict[str, KnobLimit]:
+    def limits(self) -> dict[str, TunableLimit]:
         """Return what each of them may be now; what is missing cannot be changed here."""
 
     def set(self, name: str, value: int | str) -> None:

@@ -24,7 +24,7 @@ class ShardDataModule(LightningDataModule):
 
     Args:
         dataset: Folder or address of a packed dataset.
-        spec: How batches and steps are formed.
+        batch: How micro-batches and steps are formed.
         config: How bytes become batches.
         seed: Of the order.
         train_split: Split that is trained on.
@@ -37,7 +37,7 @@ class ShardDataModule(LightningDataModule):
         self,
         dataset: str | Path,
         *,
-        spec: BatchSpec,
+        batch: BatchSpec,
         config: LoaderConfig,
         seed: int = 0,
         train_split: str = "train",
@@ -46,7 +46,7 @@ class ShardDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self._dataset = dataset
-        self._spec = spec
+        self._spec = batch
         self._config = config
         self._seed = seed
         self._splits = train_split, eval_split
@@ -97,7 +97,7 @@ class ShardDataModule(LightningDataModule):
         loader = Loader(
             Dataset.open(self._dataset),
             split=split,
-            spec=spec,
+            batch=spec,
             seed=self._seed,
             world=World(rank=trainer.global_rank, world_size=trainer.world_size),
             config=self._config,

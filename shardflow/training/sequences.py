@@ -3,7 +3,7 @@
 Padded rows waste what their lengths differ by; a packed micro-batch is one row, study after study, each with
 its own start, its slices and its text. A study sees itself alone: positions begin at 0 in each, and
 attention stays inside it, as a block-diagonal mask or, for kernels that take them, as cumulative lengths. So
-the loss is that of the padded rows, up to the order of additions (docs/adr/0111).
+the loss is that of the padded rows, up to the order of additions (docs/adr/0050).
 
 Everything here is worked out on the host, from masks, and travels as a few small integers per element.
 

@@ -29,9 +29,9 @@ from shardflow.monitoring.tuner_numbers import (
 )
 from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
-from shardflow.telemetry import Interval, KnobLimit, Move
+from shardflow.telemetry import Interval, TunableLimit, Move
 from shardflow.telemetry.process import available_bytes, num_processors
-from shardflow.training.config import LoaderSettings, TuneSettings
+from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.distributed import Ranks
 from shardflow.training.hooks import LoopHook, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.metrics import MetricsWriter, StepMetrics
@@ -65,7 +65,7 @@ class Tuning(LoopHook):
 
     def __init__(
         self,
-        settings: TuneSettings,
+        settings: TuneConfig,
         ranks: Ranks,
         loader: Loader,
         metrics: MetricsWriter | None,
@@ -76,7 +76,7 @@ class Tuning(LoopHook):
         self._tune, self._ranks, self._loader, self._metrics = settings, ranks, loader, metrics
         self._file, self._given = run / TUNED_FILE, given
         self._place: StepPlace | None = None
-        self._knobs = loader.knobs
+        self._knobs = loader.tunables
         self._is_on = settings.mode == "on"
         self._num_sent = self._num_done = 0
         self._sent: tuple[int, float] = (0, 0.0)
@@ -86,7 +86,7 @@ class Tuning(LoopHook):
             self._set(Change(setting=name, value=value))
         own = {name: asdict(limit) for name, limit in self._knobs.limits().items()}
         self._limits = common_limits(
-            [{name: _limit(one) for name, one in found.items()} for found in ranks.gather_json(own)]
+            [{name: _limit(one) for name, one in found.items()} for found in ranks.all_gather_json(own)]
         )
         self._names = sorted(self._limits)
         self.tuner: Tuner | None = None
@@ -121,7 +121,7 @@ class Tuning(LoopHook):
     def on_boundary(self, feed: PendingFeed, *, is_last: bool) -> None:
         """Make the change that is due, if any."""
         if self.due is not None:  # processes may need a while to end
-            self._ranks.watch.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
+            self._ranks.health.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
         self.carry_out(feed, is_last=is_last)
 
     def _heard(self, first: StepReport) -> None:
@@ -207,7 +207,7 @@ class Tuning(LoopHook):
                 told["settings"] = self._fitting(self._start())
             except ConfigError as error:
                 told["refusal"] = error.message
-        told = self._ranks.from_first(told)
+        told = self._ranks.broadcast(told)
         if "refusal" in told:
             raise ConfigError(told["refusal"])
         settings: dict[str, int | str] = told["settings"]
@@ -271,17 +271,17 @@ class Tuning(LoopHook):
 
 def configurable(values: Values) -> dict[str, int | str]:
     """Return the settings without those of loader and cache that a configuration does not have."""
-    tables: dict[str, Any] = {"loader": LoaderSettings, "cache": CacheConfig}
+    tables: dict[str, Any] = {"loader": DataLoadingConfig, "cache": CacheConfig}
     known = {f"{table}.{one.name}" for table, kind in tables.items() for one in fields(kind)}
     return {
         name: value for name, value in values.items() if name in known or name.partition(".")[0] not in tables
     }
 
 
-def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
+def given_settings(loader: DataLoadingConfig, cache: CacheConfig) -> set[str]:
     """Return the names of the settings that differ from their default."""
     tables: dict[str, tuple[Any, Any]] = {
-        "loader": (loader, LoaderSettings()),
+        "loader": (loader, DataLoadingConfig()),
         "cache": (cache, CacheConfig()),
     }
     return {
@@ -292,7 +292,7 @@ def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
     }
 
 
-def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneSettings) -> dict[str, KnobLimit]:
+def capped(limits: Mapping[str, TunableLimit], present: Values, tune: TuneConfig) -> dict[str, TunableLimit]:
     """Return the limits within the caps of the configuration.
 
     Args:
@@ -313,11 +313,11 @@ def capped(limits: Mapping[str, KnobLimit], present: Values, tune: TuneSettings)
     for name, limit in limits.items():
         cap = caps.get(name, 0)
         most = max(limit.least, min(limit.most, cap)) if cap and not limit.choices else limit.most
-        found[name] = KnobLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
+        found[name] = TunableLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
     return found
 
 
-def common_limits(by_rank: Sequence[Mapping[str, KnobLimit]]) -> dict[str, KnobLimit]:
+def common_limits(by_rank: Sequence[Mapping[str, TunableLimit]]) -> dict[str, TunableLimit]:
     """Return what all ranks can set."""
     found = {}
     for name in sorted(set.intersection(*(set(one) for one in by_rank))):
@@ -326,16 +326,16 @@ def common_limits(by_rank: Sequence[Mapping[str, KnobLimit]]) -> dict[str, KnobL
         choices = tuple(word for word in limits[0].choices if all(word in one.choices for one in limits))
         if choices or (least <= most and not limits[0].choices):
             is_live = all(one.is_live for one in limits)
-            found[name] = KnobLimit(least=least, most=most, choices=choices, is_live=is_live)
+            found[name] = TunableLimit(least=least, most=most, choices=choices, is_live=is_live)
     return found
 
 
-def _limit(value: Mapping[str, Any]) -> KnobLimit:
+def _limit(value: Mapping[str, Any]) -> TunableLimit:
     """Return a limit that another rank sent."""
-    return KnobLimit(**{**value, "choices": tuple(value["choices"])})
+    return TunableLimit(**{**value, "choices": tuple(value["choices"])})
 
 
-def _clipped(value: int | str, limit: KnobLimit) -> int | str | None:
+def _clipped(value: int | str, limit: TunableLimit) -> int | str | None:
     """Return the nearest value that is allowed; None where there is none."""
     if limit.choices:
         return value if value in limit.choices else None

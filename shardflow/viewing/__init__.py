@@ -1,24 +1,22 @@
-"""A page to look into a dataset: a server on this machine, and what it shows.
+"""Views of datasets for people: pictures of studies, a page about a dataset, and a local web viewer.
 
-Owns: lists, studies, slices, inputs and steps as JSON and bytes, and the page that draws them. Writes
-nothing. What a request names is looked up by numbers; no part of an address becomes a path.
-
-
-What people look at: a picture of one study beside its report, and one page about a whole dataset.
-
-Reads datasets and never changes one. `render_study` and `render_findings` need Pillow, which the extra
-``pack`` brings; all else here does without.
+Nothing here changes a dataset. The names are loaded on first use, so that a packing process that needs only
+`planes` does not load HTTP and HTML. `render_study` and `render_findings` need Pillow (the extra ``pack``).
 """
 
 from __future__ import annotations
 
-from shardflow.viewing.dataset_facts import Bounds, DatasetFacts, gather
-from shardflow.viewing.findings_sheet import FindingsView, read_findings, render_findings
-from shardflow.viewing.page import render_page
-from shardflow.viewing.planes import WINDOWS, Window
-from shardflow.viewing.server import Viewer
-from shardflow.viewing.sheet import render_study
-from shardflow.viewing.study import StudyView, find_row, read_study
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from shardflow.viewing.dataset_facts import Bounds, DatasetFacts, gather
+    from shardflow.viewing.findings_sheet import FindingsView, read_findings, render_findings
+    from shardflow.viewing.page import render_page
+    from shardflow.viewing.planes import WINDOWS, Window
+    from shardflow.viewing.server import Viewer
+    from shardflow.viewing.sheet import render_study
+    from shardflow.viewing.study import StudyView, find_row, read_study
 
 __all__ = [
     "WINDOWS",
@@ -36,3 +34,25 @@ __all__ = [
     "render_page",
     "render_study",
 ]
+_MODULES: Final = {
+    "WINDOWS": "planes",
+    "Bounds": "dataset_facts",
+    "DatasetFacts": "dataset_facts",
+    "FindingsView": "findings_sheet",
+    "StudyView": "study",
+    "Viewer": "server",
+    "Window": "planes",
+    "find_row": "study",
+    "gather": "dataset_facts",
+    "read_findings": "findings_sheet",
+    "read_study": "study",
+    "render_findings": "findings_sheet",
+    "render_page": "page",
+    "render_study": "sheet",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,20 +1,10 @@
-"""Histograms over fixed bins: they take the same memory for any number of values, and merge in any order.
+"""Facts of a whole dataset for its page: histograms over fixed bins, counts, and a few thumbnails.
 
-Which samples stand for a dataset: those whose keys hash lowest.
-
-The choice depends on the keys alone, not on the order, number or place of the other samples: where a dataset
-grows, most of the chosen stay. It is made block by block, so a table of any length takes the same memory.
-
-What the page about a dataset shows: sums over fixed bins, and a few pictures.
-
-Nothing here grows with the dataset, and sums do not depend on the order in which studies are read.
-
-Read one study for the page: its description, a few slices of CT, a thumbnail.
-
-Collect the facts of a dataset: the samples table and the ledger in blocks, studies in threads.
-
-A whole pass reads every description and every slice of CT. A bounded one reads studies that stand for the
-others (`choice`), so that it ends after seconds for any dataset; what was counted is part of the facts.
+Nothing grows with the dataset, and sums do not depend on the order in which studies are read. The samples
+table and the ledger are read in blocks, studies in threads. A full pass reads every description and every CT
+slice. A bounded one reads the studies whose keys hash lowest, so that it takes seconds for any dataset; the
+facts record what was counted. That choice depends on the keys alone, so most of it stays when a dataset
+grows.
 """
 
 from __future__ import annotations
@@ -191,12 +181,12 @@ class Thumbnail:
     width: int
     height: int
     generated: str
-    """What is to be called generated, or an empty string."""
+    """Label of generated content, or an empty string."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyFacts:
-    """What one study adds."""
+    """Facts of one study."""
 
     is_described: bool
     """Whether its description counts; a study may be read for a picture alone."""
@@ -305,7 +295,7 @@ _SLICES_AT_ONCE: Final = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyOrder:
-    """What to read of a study."""
+    """The parts of one study to read."""
 
     row: int
     """Row in the samples table."""
@@ -422,7 +412,7 @@ _REASON: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much of a dataset a bounded pass reads."""
+    """Amount of a dataset that a bounded pass reads."""
 
     num_studies: int = 20_000
     """Descriptions."""
@@ -486,7 +476,7 @@ def _orders(
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """What to read of each study, as a sequence that makes its items when they are asked for."""
+    """The parts to read of each study, as a lazy sequence."""
 
     rows: range | list[int]
     described: frozenset[int] | None

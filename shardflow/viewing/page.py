@@ -1,6 +1,6 @@
-"""How the page about a dataset looks, in light and in dark, on a screen and on paper.
+"""HTML page about a dataset: one self-contained file without scripts, clocks or host names.
 
-The page about a dataset: one HTML file that asks for nothing else; it holds no clock and no host.
+Its style covers light and dark themes, screen and print.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""Pieces of HTML that all sections of the page are made of.
+"""Sections of the page about a dataset: inputs, de-identification, studies, and the HTML and SVG they share.
 
-Bar charts as inline SVG: colours come from the page's style, so that they follow its dark and light.
-
-What the page says about de-identification: what was kept, replaced, coarsened, removed, or left alone.
-
-`summarise` is the one place that turns a manifest into these statements. Whoever changes what packing does
-to identifiers changes it too: a page must not promise what did not happen.
-
-Sections of the page about inputs: what became of each, why, and what to do; and de-identification.
-
-Sections of the page about studies: splits, shapes, findings about geometry, values of CT, thumbnails.
+`summarise` is the only place that derives statements about de-identification from a manifest. Whoever changes
+how packing treats identifiers must change it too: a page must not promise what did not happen.
 """
 
 from __future__ import annotations
@@ -161,7 +153,7 @@ _HELD_BACK: Final = ("BURNED_IN_ANNOTATION", "FACE_RISK")
 
 
 class Treatment(StrEnum):
-    """What became of a category of information."""
+    """Treatment of a category of information."""
 
     REMOVED = "removed"
     REPLACED = "replaced"
@@ -184,10 +176,10 @@ class Statement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeidSummary:
-    """What was done to identifiers in a dataset."""
+    """De-identification of a dataset."""
 
     key_id: str | None
-    """Which secret key made the surrogates; not the key."""
+    """Identifier of the secret key that made the surrogates; not the key."""
     statements: tuple[Statement, ...]
     option_codes: tuple[tuple[str, str], ...] = ()
     """Code and meaning of each option of DICOM PS3.15, E.1, that was applied, such as ``("113100", ...)``."""
@@ -382,8 +374,8 @@ def _statement(statement: Statement) -> tuple[str, str, str]:
     return treatment, escape(statement.category), escape(statement.how) + details
 
 
-_MOST_ROWS: Final = 12
-_MOST_NAME: Final = 18
+_MAX_ROWS: Final = 12
+_MAX_NAME: Final = 18
 # Flags that are no fault of a stack's geometry, but say how a file was read.
 _OF_FILES: Final = frozenset(
     {
@@ -538,14 +530,14 @@ def _histogram(title: str, histogram: Histogram) -> str:
 def _ranked(title: str, counter: Counter[str]) -> str:
     """Draw the most frequent names, and the others together."""
     order = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
-    shown, rest = order[:_MOST_ROWS], order[_MOST_ROWS:]
+    shown, rest = order[:_MAX_ROWS], order[_MAX_ROWS:]
     if rest:
         shown.append((f"({len(rest)} others)", sum(count for _, count in rest)))
     return bars(title, [_short(name) for name, _ in shown], [count for _, count in shown])
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}\u2026"
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}\u2026"
 
 
 def _figure(title: str, chart: str, remark: str) -> str:

@@ -1,8 +1,7 @@
-"""From slices in their unit to what an eye can judge: grey values, sides of the body, millimetres.
+"""Conversion of slices for display: gray values, orientation letters, scale bars and thumbnails.
 
-A slice as a small JPEG: for the page, and as a field of a dataset (docs/adr/0076).
-
-The encoder's parameters are all given: the same slice and version of OpenCV give the same bytes.
+Thumbnails are also fields of a dataset (docs/adr/0113). All parameters of the JPEG encoder are fixed: the
+same slice and version of OpenCV produce the same bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from shardflow.errors import ConfigError, FormatError
 _SIDES = (("L", "R"), ("P", "A"), ("H", "F"))
 _OPPOSITE = {"L": "R", "R": "L", "P": "A", "A": "P", "H": "F", "F": "H"}
 # sin 20 degrees: a direction nearer than that to a plane is not worth a second letter.
-_LEAST_SHARE = 0.342
+_MIN_SHARE = 0.342
 # Values of 16 bits.
 _MANY = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is shown black and what white, in the unit of the slices."""
+    """Values shown black and white, in the unit of the slices."""
 
     low: float
     high: float
@@ -155,7 +154,7 @@ def _direction(vector: NDArray[np.float64]) -> str:
         return ""
     shares = (vector / length).tolist()
     order = sorted(range(3), key=lambda axis: -abs(shares[axis]))
-    return "".join(_SIDES[axis][shares[axis] < 0] for axis in order if abs(shares[axis]) > _LEAST_SHARE)[:2]
+    return "".join(_SIDES[axis][shares[axis] < 0] for axis in order if abs(shares[axis]) > _MIN_SHARE)[:2]
 
 
 def _is_direction(text: object) -> bool:
@@ -181,8 +180,8 @@ _PARAMETERS: Final = (
     *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444),
 )
 # Pixels of one side may be so much longer than those of the other.
-_MOST_STRETCH: Final = 50.0
-_LEAST_SIDE: Final = 8
+_MAX_STRETCH: Final = 50.0
+_MIN_SIDE: Final = 8
 
 
 class Picture(NamedTuple):
@@ -215,13 +214,13 @@ def encode_thumbnail(
     """
     pixels = pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels
     between_rows, between_columns = spacing_mm or (1.0, 1.0)
-    if not 1 / _MOST_STRETCH < between_rows / between_columns < _MOST_STRETCH:
+    if not 1 / _MAX_STRETCH < between_rows / between_columns < _MAX_STRETCH:
         between_rows = between_columns = 1.0
     finest = min(between_rows, between_columns)
     height, width = pixels.shape[0] * between_rows / finest, pixels.shape[1] * between_columns / finest
     scale = max_side / max(height, width)
     scale = scale if may_grow else min(scale, 1.0)
-    height, width = (max(round(side * scale), min(_LEAST_SIDE, max_side)) for side in (height, width))
+    height, width = (max(round(side * scale), min(_MIN_SIDE, max_side)) for side in (height, width))
     window = Window(float(display_range[0]), float(display_range[1])) if display_range else None
     grey = to_size(to_grey(pixels, window), height, width)
     # OpenCV writes colours as blue, green, red.

@@ -1,6 +1,7 @@
-"""What the page may ask for: addresses are matched whole, and give numbers and plain words only.
+"""Web server of ``shardflow view``: local or behind a token, read-only, without requests to other servers.
 
-Serve the page: to this machine only, or with a token; read-only, and nothing is asked of other servers.
+Requests address studies, slices and inputs by number; no part of an address becomes a path. The number of
+connections is bounded, since each has a thread.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -31,7 +32,7 @@ from shardflow.viewing.catalog import Catalog, Query
 from shardflow.viewing.steps import Inputs, step_samples
 from shardflow.viewing.studies import Pixels, Signals, Studies
 
-_MOST_ROWS: Final = 500
+_MAX_ROWS: Final = 500
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -47,7 +48,7 @@ _ASSETS: Final = (
     "tables.js",
     "style.css",
 )
-_MOST_SAMPLES: Final = 1 << 40
+_MAX_SAMPLES: Final = 1 << 40
 _NUMBER: Final = r"(\d{1,12})"
 
 
@@ -57,7 +58,7 @@ class NoSuchPage(Exception):  # noqa: N818 - what the reader of a page is told
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What goes back."""
+    """Response to a request."""
 
     body: bytes
     content_type: str
@@ -153,8 +154,8 @@ class Routes:
                 seed=_natural(values, "seed", 0),
                 epoch=_natural(values, "epoch", 0),
                 step=_natural(values, "step", 0),
-                micro_batch_size=min(_natural(values, "size", 2), _MOST_ROWS),
-                micro_batches_per_step=min(_natural(values, "count", 4), _MOST_ROWS),
+                micro_batch_size=min(_natural(values, "size", 2), _MAX_ROWS),
+                micro_batches_per_step=min(_natural(values, "count", 4), _MAX_ROWS),
             )
         )
 
@@ -172,12 +173,12 @@ class Routes:
 
     def _waveform(self, values: Mapping[str, str], row: int, recording: int, group: int) -> Answer:
         self._studies.check_row(row)
-        found = self._signals.stretch(
+        found = self._signals.excerpt(
             row,
             recording,
             group,
             start=_natural(values, "start", 0),
-            count=_natural(values, "count", _MOST_SAMPLES),
+            count=_natural(values, "count", _MAX_SAMPLES),
             columns=_natural(values, "columns", 1000),
         )
         headers = {
@@ -209,7 +210,7 @@ def _pixels(pixels: Pixels) -> Answer:
 
 
 def _page(values: Mapping[str, str]) -> tuple[int, int]:
-    return _natural(values, "start", 0), min(_natural(values, "count", 100), _MOST_ROWS)
+    return _natural(values, "start", 0), min(_natural(values, "count", 100), _MAX_ROWS)
 
 
 def _natural(values: Mapping[str, str], name: str, default: int) -> int:
@@ -237,6 +238,8 @@ _HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_MAX_CONNECTIONS: Final = 64
+_MAX_QUERY_FIELDS: Final = 20
 _IDLE_S: Final = 60.0
 _CLOSE_S: Final = 5.0
 
@@ -310,11 +313,13 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.routes, self.token, self.is_local = routes, token, is_local
         self._lock = threading.Lock()
-        self._open: dict[threading.Thread, socket.socket] = {}
+        # Both in the order in which connections were accepted.
+        self._waiting: dict[threading.Thread, socket.socket] = {}
+        self._answering: dict[threading.Thread, socket.socket] = {}
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, which the end waits for."""
+        """Serve a connection in its own thread; close the oldest idle one if there are too many."""
         thread = threading.Thread(
             target=self.process_request_thread,
             args=(request, client_address),
@@ -322,30 +327,54 @@ class _Server(ThreadingHTTPServer):
             daemon=True,
         )
         with self._lock:
-            self._open[thread] = request
+            if len(self._waiting) + len(self._answering) >= _MAX_CONNECTIONS:
+                if not self._waiting:  # all of them are being answered
+                    self.shutdown_request(request)
+                    return
+                # Browsers open a closed connection again; whoever sends a request slowly loses it.
+                _shut_down(self._waiting.pop(next(iter(self._waiting))), socket.SHUT_RDWR)
+            self._waiting[thread] = request
         wait_for_at_exit(thread).start()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and close the connection."""
+        """Serve a connection and close it."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
-                del self._open[threading.current_thread()]
+                self._waiting.pop(threading.current_thread(), None)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Keep the connection of this thread open while its request is answered."""
+        thread = threading.current_thread()
+        with self._lock:
+            if thread in self._waiting:
+                self._answering[thread] = self._waiting.pop(thread)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if thread in self._answering:
+                    self._waiting[thread] = self._answering.pop(thread)
 
     def end_requests(self, wait_s: float) -> None:
-        """Let what is being answered be answered, for so long at most, and end all connections."""
-        threads = self._end_connections(socket.SHUT_RD)  # no more questions
+        """Close all connections, after waiting ``wait_s`` at most for current requests."""
+        threads = self._shut_down_all(socket.SHUT_RD)  # no more requests
         if not join_all(threads, wait_s):
-            self._end_connections(socket.SHUT_RDWR)
+            self._shut_down_all(socket.SHUT_RDWR)
 
-    def _end_connections(self, how: int) -> list[threading.Thread]:
+    def _shut_down_all(self, how: int) -> list[threading.Thread]:
         with self._lock:
-            open_now = dict(self._open)
-        for request in open_now.values():
-            with suppress(OSError):  # ended by now
-                request.shutdown(how)
-        return list(open_now)
+            connections = {**self._waiting, **self._answering}
+        for connection in connections.values():
+            _shut_down(connection, how)
+        return list(connections)
+
+
+def _shut_down(connection: socket.socket, how: int) -> None:
+    with suppress(OSError):  # closed in the meantime
+        connection.shutdown(how)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -360,8 +389,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        address = urlsplit(self.path)
-        values = dict(parse_qsl(address.query, max_num_fields=20))
+        with self.server.answering():
+            self._answer()
+
+    def _answer(self) -> None:
+        try:
+            address = urlsplit(self.path)
+            values = dict(parse_qsl(address.query, max_num_fields=_MAX_QUERY_FIELDS))
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the address is malformed or has too many parameters")
+            return
         if not self._may_ask(values):
             self._refuse(HTTPStatus.FORBIDDEN, "open the address that shardflow view printed")
             return

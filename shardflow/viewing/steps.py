@@ -1,4 +1,4 @@
-"""Inputs of the ledger, and the samples of one step of an epoch, for the page."""
+"""Inputs of the ledger, and samples of one training step, as JSON for the viewer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardflow.format.ledger import LineOutcomes
 from shardflow.format.table import Table
 from shardflow.sampling import BatchSpec, EpochPlan
 
-_MOST_BYTES: Final = 1 << 28
+_MAX_BYTES: Final = 1 << 28
 """A ledger of a million inputs; larger ones are for tools."""
 
 
 class Inputs:
-    """What became of every input: read once, when the page asks first."""
+    """Outcomes of all inputs, read once on first use."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -80,9 +80,9 @@ class Inputs:
         if ledger is None:
             return []
         entry = ledger.file
-        if entry.num_bytes > _MOST_BYTES:
+        if entry.num_bytes > _MAX_BYTES:
             raise ConfigError(
-                f"the ledger must have at most {_MOST_BYTES} bytes to be shown, got {entry.num_bytes}; "
+                f"the ledger must have at most {_MAX_BYTES} bytes to be shown, got {entry.num_bytes}; "
                 "read ledger.jsonl with a tool for tables."
             )
         data = self._dataset.store.read(entry.path)

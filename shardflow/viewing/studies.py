@@ -1,7 +1,4 @@
-"""Waveforms as the page needs them: what a stretch of a recording reaches in each column of a picture.
-
-One study as the page needs it: its description as JSON, its slices and masks as plain pixels.
-"""
+"""One study as JSON, raw pixels, masks and waveform envelopes for the viewer."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ from shardflow.viewing.catalog import CONTENT_FIELD, Catalog
 from shardflow.viewing.study import generated_mark, made_by_synth, slice_names
 
 _FIELD: Final = "waveforms.json"
-_MOST_COLUMNS: Final = 8192
-MOST_BYTES: Final = 512 << 20
+_MAX_COLUMNS: Final = 8192
+MAX_BYTES: Final = 512 << 20
 """Of an array that is drawn: it is one field, which is read whole."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Excerpt:
     """A part of a recording, condensed to columns."""
 
     num_channels: int
@@ -57,9 +54,9 @@ class Signals:
         self._lock = threading.Lock()
         self._held: _Held | None = None
 
-    def stretch(
+    def excerpt(
         self, row: int, recording: int, group: int, *, start: int, count: int, columns: int
-    ) -> Stretch:
+    ) -> Excerpt:
         """Return what the samples of an array reach, from ``start`` on.
 
         Args:
@@ -78,11 +75,11 @@ class Signals:
         part = held.samples[:, start : start + count]
         if not part.shape[1]:
             raise ConfigError(f"a stretch must begin within {held.samples.shape[1]} samples, got {start}.")
-        per_column = -(-part.shape[1] // max(1, min(columns, _MOST_COLUMNS)))
+        per_column = -(-part.shape[1] // max(1, min(columns, _MAX_COLUMNS)))
         starts = np.arange(0, part.shape[1], per_column)
         reached = [_reached(one, channel, starts) for one, channel in zip(part, held.channels, strict=True)]
         data = np.stack(reached).astype("<f4")
-        return Stretch(len(reached), len(starts), per_column, data.tobytes())
+        return Excerpt(len(reached), len(starts), per_column, data.tobytes())
 
     def _read(self, row: int, name: str) -> _Held:
         # One after the other: what two threads would read at once is mostly the same recording.
@@ -94,9 +91,9 @@ class Signals:
             sizes = {field.name: field.num_bytes for field in fields}
             if name not in sizes or _FIELD not in sizes:
                 raise ConfigError("a recording must be one of the study, got another one.")
-            if sizes[name] > MOST_BYTES:
+            if sizes[name] > MAX_BYTES:
                 raise ConfigError(
-                    f"a recording must have at most {MOST_BYTES >> 20} MiB to be drawn, got "
+                    f"a recording must have at most {MAX_BYTES >> 20} MiB to be drawn, got "
                     f"{sizes[name] >> 20} MiB; read it from Python."
                 )
             read = self._dataset.read_fields(row, [name, _FIELD])
@@ -143,7 +140,7 @@ _JSON_FIELDS: Final = {
     "waveforms": "waveforms.json",
 }
 _MASK: Final = re.compile(r"s(\d{3,})\.m(\d{3,})\.i(\d{4,})\.[a-z0-9]+")
-_MOST_OPEN: Final = 8
+_MAX_OPEN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +254,7 @@ class Studies:
         made = _Open(_slices(fields), _masks(fields))
         with self._lock:
             self._open[row] = made
-            while len(self._open) > _MOST_OPEN:
+            while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
         return made
 

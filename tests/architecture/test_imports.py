@@ -83,7 +83,7 @@ def test_packing_never_imports_torch() -> None:
 
 
 def test_native_images_are_packed_without_the_readers_of_others(tmp_path: Path) -> None:
-    """Each process of a job would pay for them."""
+    """Each process of a job would pay for them (docs/adr/0031)."""
     image = make_study(tmp_path, num_slices=1).files[0]
     code = """
 import pathlib, sys

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from shardflow.cli import main as cli
+from shardflow.cli import view
 from tests.viewing_case import make_viewed_dataset
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -34,7 +35,7 @@ def test_a_signal_ends_it_and_all_that_it_began(
         running.extend(thread.name for thread in threading.enumerate() if "shardflow-view" in thread.name)
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("shardflow.cli.common.show_lines", shown)
+    monkeypatch.setattr(view, "show_lines", shown)
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     assert cli.main(["view", str(tmp_path / "dataset"), "--port", "0"]) == 0
     assert "shardflow-view-server" in running

@@ -15,7 +15,7 @@ import yaml
 from shardflow.cli.main import main
 from shardflow.config import load_config
 from shardflow.errors import ConfigError
-from shardflow.packing import PackConfig, Share
+from shardflow.packing import ArrayTask, PackConfig
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.training.__main__ import EXIT_STOPPED
 from shardflow.training.config import TrainConfig
@@ -158,7 +158,7 @@ def test_tasks_know_their_number_and_the_number_of_all() -> None:
     index = variable["valueFrom"]["fieldRef"]["fieldPath"]
     assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     task = option_of(container["args"], "--task").replace(f"$({variable['name']})", "3")
-    assert Share.parse(task) == Share(3, spec["completions"])
+    assert ArrayTask.parse(task) == ArrayTask(3, spec["completions"])
     assert spec["parallelism"] == spec["completions"]
     assert "--merge" in container_of("shardflow-pack-merge")["args"]
 

@@ -23,7 +23,7 @@ FOLDER = REPOSITORY / "docs" / "deploy" / "monitoring"
 ALERTS = FOLDER / "alerts.yaml"
 DASHBOARD = FOLDER / "grafana-dashboard.json"
 CASES = Path(__file__).parent / "alerts_test.yaml"
-PAGE = REPOSITORY / "docs" / "prometheus.md"
+PAGE = REPOSITORY / "docs" / "monitoring.md"
 _NUM_PORTIONS = 3
 # What Grafana puts into a query.
 _VARIABLES = {"$job": ".*", "$instance": ".*", "$__rate_interval": "5m"}
@@ -77,7 +77,7 @@ def test_each_alert_is_seen_to_fire_and_to_keep_quiet_and_has_its_runbook() -> N
     assert fires == waits == names
     page = PAGE.read_text()
     for rule in _rules():
-        assert rule["annotations"]["runbook_url"] == f"docs/prometheus.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/monitoring.md#{rule['alert'].lower()}"
         assert f"### {rule['alert']}\n" in page
 
 

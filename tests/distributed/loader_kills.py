@@ -33,7 +33,7 @@ def read_to_the_end(dataset: Path, run: Path) -> None:
     """Go on from the newest commit to the end of the last epoch."""
     names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
     done = int(names[-1].removeprefix("step-")) if names else 0
-    with Loader(Dataset.open(dataset), split="train", spec=SPEC, seed=3, config=CONFIG) as loader:
+    with Loader(Dataset.open(dataset), split="train", batch=SPEC, seed=3, config=CONFIG) as loader:
         if names:
             text = (run / "checkpoints" / names[-1] / "state.json").read_text(encoding="utf-8")
             loader.load_state_dict(json.loads(text))

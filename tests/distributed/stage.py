@@ -86,7 +86,7 @@ def open_loader(stage: Stage, ranks: Ranks, split: str, tail: Any) -> Loader:
     return Loader(
         Dataset.open(stage.tiny.dataset),
         split=split,
-        spec=BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail=tail),
+        batch=BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail=tail),
         seed=11,
         world=World(rank=ranks.rank, world_size=ranks.world_size),
         config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),

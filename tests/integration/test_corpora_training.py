@@ -87,7 +87,7 @@ def test_texts_take_the_short_way_of_the_loader(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(SlotAssembler, "fill", refuse)
     dataset = Dataset.open(folder / "notes" / "out")
     spec = BatchSpec(micro_batch_size=8, micro_batches_per_step=1, tail="mask")
-    with Loader(dataset, split="train", spec=spec, seed=5, config=LoaderConfig(view=None)) as loader:
+    with Loader(dataset, split="train", batch=spec, seed=5, config=LoaderConfig(view=None)) as loader:
         texts = [
             batch.text(slot)
             for batch in loader
@@ -107,7 +107,7 @@ def test_tokens_stand_beside_a_corpus(folder: Path) -> None:
     spec = BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask")
     config = LoaderConfig(view=None, text=False, tokens=StoredTokens(tokenizer=tokenizer.digest))
     found = {}
-    with Loader(dataset, split="train", spec=spec, seed=5, config=config) as loader:
+    with Loader(dataset, split="train", batch=spec, seed=5, config=config) as loader:
         for batch in loader:
             for slot, row in enumerate(batch.arrays["row"].tolist()):
                 if row >= 0:

@@ -216,7 +216,7 @@ def test_sizes_are_what_is_read_and_offsets_their_sum(folder: Path, entities: En
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
     config = LoaderConfig(view=NativeView())
     with Loader(
-        EntityDataset(store, origin.manifest), split="train", spec=spec, seed=SEED, config=config
+        EntityDataset(store, origin.manifest), split="train", batch=spec, seed=SEED, config=config
     ) as loader:
         assert len(list(loader)) == len(entities.splits["train"])
     table = entities.samples
@@ -250,7 +250,7 @@ def test_packed_studies_become_entities_with_the_slices_that_packing_aligned(tmp
     found = set()
     for split in entities.splits:
         config = LoaderConfig(view=IMAGES)
-        with Loader(entities, split=split, spec=SPECS["fixed"], seed=SEED, config=config) as loader:
+        with Loader(entities, split=split, batch=SPECS["fixed"], seed=SEED, config=config) as loader:
             for batch in loader:
                 for slot, key in enumerate(batch.keys):
                     if key is not None:
@@ -303,7 +303,7 @@ def test_every_position_resumes_on_another_world(
     sources: dict[str, Selection], source: str, spec: BatchSpec
 ) -> None:
     selection = sources[source]
-    loader = Loader(selection, spec=spec, seed=SEED, config=DRY)
+    loader = Loader(selection, batch=spec, seed=SEED, config=DRY)
     states, received = [loader.state_dict()], []
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -316,7 +316,7 @@ def test_every_position_resumes_on_another_world(
     for state in states[:-1]:
         rest: Held = {}
         for rank in range(3):
-            again = Loader(selection, spec=spec, seed=SEED, world=World(rank=rank, world_size=3), config=DRY)
+            again = Loader(selection, batch=spec, seed=SEED, world=World(rank=rank, world_size=3), config=DRY)
             again.load_state_dict(json.loads(json.dumps(state)))
             rest |= held(list(again))
         epoch, step = int(str(state["epoch"])), int(str(state["step"]))
@@ -349,7 +349,7 @@ def test_any_plan_holds_every_row_once_on_any_world(
     lengths = set()
     for rank in range(world_size):
         world = World(rank=rank, world_size=world_size)
-        with Loader(selection, spec=spec, seed=seed, world=world, config=DRY) as loader:
+        with Loader(selection, batch=spec, seed=seed, world=world, config=DRY) as loader:
             loader.set_epoch(epoch)
             batches = list(loader)
             lengths.add((loader.num_micro_batches_in(epoch), len(batches)))
@@ -376,7 +376,7 @@ def test_what_comes_is_the_entity(
     names = EntityNames.of(selection)
     config = LoaderConfig(view=IMAGES, execution=execution)  # type: ignore[arg-type]
     num_entities = num_studies = 0
-    with Loader(selection, spec=SPECS["lanes"], seed=SEED, config=config) as loader:
+    with Loader(selection, batch=SPECS["lanes"], seed=SEED, config=config) as loader:
         batches = list(loader)
         assert loader.quarantined == []
     for batch in batches:
@@ -432,7 +432,7 @@ def test_no_byte_but_those_of_its_slices_and_fields_is_read(folder: Path, entiti
     config = LoaderConfig(view=view)
     weight = sum(
         batch.arrays["weight"].sum()
-        for batch in Loader(counted, split="train", spec=spec, seed=SEED, config=config)
+        for batch in Loader(counted, split="train", batch=spec, seed=SEED, config=config)
     )
     spans = sorted({(path, span.offset, span.num_bytes) for path, span in read})
     allowed = set()
@@ -460,7 +460,7 @@ def test_no_byte_but_those_of_its_slices_and_fields_is_read(folder: Path, entiti
 )
 def test_other_views_deliver_entities_too(entities: EntityDataset, view: View) -> None:
     config = LoaderConfig(view=view)
-    with Loader(entities, split="train", spec=SPECS["fixed"], seed=SEED, config=config) as loader:
+    with Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, config=config) as loader:
         for batch in loader:
             for slot, row in enumerate(batch.arrays["row"].tolist()):
                 if row < 0:
@@ -482,7 +482,7 @@ def test_random_slices_change_with_the_epoch_and_even_ones_do_not(entities: Enti
     def first_epochs(view: ImageView) -> list[dict[str | None, list[int]]]:
         found = []
         loader = Loader(
-            entities, split="train", spec=SPECS["fixed"], seed=SEED, config=LoaderConfig(view=view)
+            entities, split="train", batch=SPECS["fixed"], seed=SEED, config=LoaderConfig(view=view)
         )
         for epoch in range(2):
             loader.set_epoch(epoch)
@@ -512,7 +512,7 @@ def test_a_damaged_slice_masks_the_entities_that_need_it(tmp_path: Path) -> None
     path, offset, num_bytes = locate(dataset, study, field)
     flip_bit(path, offset + num_bytes // 2)
     config = LoaderConfig(view=NativeView())
-    loader = Loader(entities, split="train", spec=SPECS["fixed"], seed=SEED, config=config)
+    loader = Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, config=config)
     weights: dict[str | None, float] = {}
     for batch in loader:
         weights |= dict(zip(batch.keys, batch.arrays["weight"].tolist(), strict=True))
@@ -535,7 +535,7 @@ def test_the_view_is_part_of_the_plan(tmp_path: Path) -> None:
     build_view(dataset, EntityRules())
     build_view(dataset, EntityRules(context_slices=0), name="alone")
     loaders = [
-        Loader(open_view(dataset, name), split="train", spec=SPECS["fixed"], seed=SEED, config=DRY)
+        Loader(open_view(dataset, name), split="train", batch=SPECS["fixed"], seed=SEED, config=DRY)
         for name in ("full_study", "entity", "alone")
     ]
     assert len({loader.plan_id for loader in loaders}) == 3
@@ -560,7 +560,7 @@ def test_subsets_by_names(entities: EntityDataset, terms: list[str]) -> None:
             and int(table.gather("num_slices", row)) <= 4,
         }[terms[0]]
     ]
-    with Loader(selection, spec=SPECS["fixed"], seed=SEED, config=DRY) as loader:
+    with Loader(selection, batch=SPECS["fixed"], seed=SEED, config=DRY) as loader:
         found = sorted(row for batch in loader for row in batch.arrays["row"].tolist() if row >= 0)
     assert found == rows
 
@@ -583,11 +583,11 @@ def test_through_a_cache_the_same_comes_and_the_future_is_told(folder: Path, tmp
     batches = [
         {key: array.tobytes() for key, array in batch.arrays.items()}
         for source in (plain, cached)
-        for batch in Loader(source, spec=SPECS["lanes"], seed=SEED, config=config)
+        for batch in Loader(source, batch=SPECS["lanes"], seed=SEED, config=config)
     ]
     assert batches[: len(batches) // 2] == batches[len(batches) // 2 :]
-    outlook = cached.datasets[1].cache.outlook  # type: ignore[union-attr]
-    spaces = {run.space for run in outlook._own}
+    forecast = cached.datasets[1].cache.forecast  # type: ignore[union-attr]
+    spaces = {run.space for run in forecast._own}
     assert spaces == set() or spaces == {cached.datasets[0].manifest.dataset_id}
 
 
@@ -600,7 +600,7 @@ def test_stored_tokens_of_a_view_are_those_of_its_texts(tmp_path: Path) -> None:
     entities = EntityDataset.beside(dataset)
     tokens = StoredTokens(tokenizer=tokenizer.digest)
     with pytest.raises(ConfigError, match="--view"):
-        Loader(entities, split="train", spec=SPECS["fixed"], seed=SEED, config=LoaderConfig(tokens=tokens))
+        Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, config=LoaderConfig(tokens=tokens))
     done = tokenize_dataset(entities, tokenizer)
     assert done.num_samples == entities.samples.num_samples
     (tmp_path / "blend.toml").write_text(BLEND.replace('"data"', '"a"'), encoding="utf-8")
@@ -608,7 +608,7 @@ def test_stored_tokens_of_a_view_are_those_of_its_texts(tmp_path: Path) -> None:
     spec = BatchSpec(budget=budget, micro_batches_per_step=2, tail="mask", lanes=1)
     num_texts = 0
     for batch in Loader(
-        open_blend(tmp_path / "blend.toml"), spec=spec, seed=SEED, config=LoaderConfig(tokens=tokens)
+        open_blend(tmp_path / "blend.toml"), batch=spec, seed=SEED, config=LoaderConfig(tokens=tokens)
     ):
         for slot, key in enumerate(batch.keys):
             if key is not None:

@@ -57,7 +57,7 @@ def url(tmp_path: Path, tars: list[Path], capsys: pytest.CaptureFixture[str]) ->
 
 
 def _loader(dataset: Dataset, spec: BatchSpec = FIXED, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", spec=spec, seed=3, **{"config": CONFIG, **settings})
+    return Loader(dataset, split="train", batch=spec, seed=3, **{"config": CONFIG, **settings})
 
 
 def _content(dataset: Dataset, batches: list[Batch]) -> dict[str, dict[str, Any]]:
@@ -125,7 +125,7 @@ def test_workers_of_a_data_loader_give_the_same(url: str, tars: list[Path]) -> N
     from shardflow.loading.torch_dataset import ShardIterableDataset
 
     dataset = Dataset.open(url)
-    streamed = ShardIterableDataset(dataset, split="train", spec=FIXED, seed=3, config=CONFIG)
+    streamed = ShardIterableDataset(dataset, split="train", batch=FIXED, seed=3, config=CONFIG)
     loader: Any = torch.utils.data.DataLoader(streamed, batch_size=None, num_workers=2)
     _assert_content(_content(dataset, list(streamed.track(loader))), tars)
 

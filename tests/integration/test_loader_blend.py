@@ -71,7 +71,7 @@ def held(batches: list[Batch]) -> Held:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_every_position_resumes_on_another_world_across_epochs(blend: Selection, spec: BatchSpec) -> None:
-    loader = Loader(blend, spec=spec, seed=SEED, config=DRY)
+    loader = Loader(blend, batch=spec, seed=SEED, config=DRY)
     states, received = [loader.state_dict()], []
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -85,7 +85,7 @@ def test_every_position_resumes_on_another_world_across_epochs(blend: Selection,
         place = int(str(state["epoch"])), int(str(state["step"]))
         rest: Held = {}
         for rank in range(3):
-            again = Loader(blend, spec=spec, seed=SEED, world=World(rank=rank, world_size=3), config=DRY)
+            again = Loader(blend, batch=spec, seed=SEED, world=World(rank=rank, world_size=3), config=DRY)
             again.load_state_dict(json.loads(json.dumps(state)))
             rest |= held(list(again))
         assert rest == {
@@ -99,7 +99,7 @@ def test_each_component_is_drawn_from_as_often_as_the_file_says(
 ) -> None:
     images, texts = Dataset.open(folder / "images"), Dataset.open(folder / "texts")
     uses: Counter[tuple[int, str]] = Counter()
-    loader = Loader(blend, spec=spec, seed=SEED, config=DRY)
+    loader = Loader(blend, batch=spec, seed=SEED, config=DRY)
     for epoch in range(4):
         loader.set_epoch(epoch)
         draws: Counter[int] = Counter()
@@ -119,7 +119,7 @@ def test_what_comes_belongs_to_its_component(blend: Selection, folder: Path) -> 
     """Equal keys and rows in two datasets: text, images and rows are those of the one that was drawn from."""
     datasets = [Dataset.open(folder / name) for name in ("images", "texts", "images")]
     num_text_only = 0
-    for batch in Loader(blend, spec=SPECS["lanes"], seed=SEED, config=FULL):
+    for batch in Loader(blend, batch=SPECS["lanes"], seed=SEED, config=FULL):
         arrays = batch.arrays
         assert arrays["component"].tolist() == batch.components
         for slot, (component, row) in enumerate(zip(batch.components, arrays["row"].tolist(), strict=True)):
@@ -140,12 +140,12 @@ def test_what_comes_belongs_to_its_component(blend: Selection, folder: Path) -> 
 def test_a_micro_batch_without_any_image_has_all_arrays(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.toml").write_text(f'[[component]]\ndataset = "{folder / "texts"}"\n', encoding="utf-8")
     only = open_blend(tmp_path / "texts.toml")
-    for batch in Loader(only, spec=SPECS["fixed"], seed=SEED, config=FULL):
+    for batch in Loader(only, batch=SPECS["fixed"], seed=SEED, config=FULL):
         assert batch.arrays["image"].shape == (2, 2, 16, 16)
         assert not batch.arrays["image"].any()
         assert not batch.arrays["slice_mask"].any()
     native = LoaderConfig(view=NativeView())
-    for batch in Loader(only, spec=SPECS["fixed"], seed=SEED, config=native):
+    for batch in Loader(only, batch=SPECS["fixed"], seed=SEED, config=native):
         assert batch.arrays["pixels"].size == 0
         assert batch.image(0).shape == (0, 0, 0)
 
@@ -164,7 +164,7 @@ def test_a_sample_drawn_again_shows_other_slices_on_every_world(tmp_path: Path) 
             world = World(rank=rank, world_size=world_size)
             blend = open_blend(tmp_path / "again.toml")
             config = LoaderConfig(view=view, text=False)
-            for batch in Loader(blend, spec=SPECS["fixed"], seed=SEED, world=world, config=config):
+            for batch in Loader(blend, batch=SPECS["fixed"], seed=SEED, world=world, config=config):
                 for slot, row in enumerate(batch.arrays["row"].tolist()):
                     if row >= 0:  # the first pixel says which slice it is
                         slices = tuple(batch.arrays["image"][slot, :, 0, 0].tolist())
@@ -187,26 +187,28 @@ def test_a_bad_sample_is_masked_and_names_its_component(folder: Path, tmp_path: 
     texts = Dataset.open(tmp_path / "texts")
     path, offset, _ = locate(texts, 3, "report.txt")
     flip_bit(path, offset)
-    loader = Loader(open_blend(tmp_path / "two.toml"), spec=SPECS["fixed"], seed=SEED, config=FULL)
+    loader = Loader(open_blend(tmp_path / "two.toml"), batch=SPECS["fixed"], seed=SEED, config=FULL)
     assert sum(batch.arrays["weight"].sum() for batch in loader) == 15
     (row,) = loader.quarantined
     assert (row.component, row.row, row.key) == (1, 3, texts.samples.sample_key(3))
-    again = Loader(open_blend(tmp_path / "two.toml"), spec=SPECS["fixed"], seed=SEED, config=FULL)
+    again = Loader(open_blend(tmp_path / "two.toml"), batch=SPECS["fixed"], seed=SEED, config=FULL)
     again.load_masks(json.loads(json.dumps(loader.masks())))
     assert again.quarantined == [row]
     assert sum(batch.arrays["weight"].sum() for batch in again) == 15
 
 
 def test_a_changed_component_is_refused_by_its_position(blend: Selection, folder: Path) -> None:
-    state = Loader(blend, spec=SPECS["fixed"], seed=SEED, config=DRY).state_dict()
+    state = Loader(blend, batch=SPECS["fixed"], seed=SEED, config=DRY).state_dict()
     other = folder / "other.toml"
     for change, number in (("repeat = 0.6", 2), ("num_slices>=3", 3)):
         other.write_text(
             BLEND.replace(change, change.replace("0.6", "0.7").replace("3", "2")), encoding="utf-8"
         )
         with pytest.raises(StateError, match=rf"^component {number} of the blend must be this run's 1:"):
-            Loader(open_blend(other), spec=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
-    plain = Loader(Dataset.open(folder / "images"), split="train", spec=SPECS["fixed"], seed=SEED, config=DRY)
+            Loader(open_blend(other), batch=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
+    plain = Loader(
+        Dataset.open(folder / "images"), split="train", batch=SPECS["fixed"], seed=SEED, config=DRY
+    )
     with pytest.raises(StateError, match=r"^components of the loader state must be this run's 0, got 3"):
         plain.load_state_dict(state)
     moved = folder / "sub" / "moved.toml"
@@ -215,12 +217,12 @@ def test_a_changed_component_is_refused_by_its_position(blend: Selection, folder
         BLEND.replace('"images"', '"../images"').replace('"texts"', '"../texts"'), encoding="utf-8"
     )
     # Paths are no part of a blend's identity.
-    Loader(open_blend(moved), spec=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
+    Loader(open_blend(moved), batch=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
 
 
 def test_a_blend_is_not_narrowed_down_again(blend: Selection) -> None:
     with pytest.raises(ConfigError, match="split and subset must be left out where a blend is given"):
-        Loader(blend, split="train", spec=SPECS["fixed"], seed=SEED)
+        Loader(blend, split="train", batch=SPECS["fixed"], seed=SEED)
 
 
 def test_torchs_dataloader_takes_a_blend_in_workers(blend: Selection) -> None:
@@ -228,8 +230,8 @@ def test_torchs_dataloader_takes_a_blend_in_workers(blend: Selection) -> None:
 
     from shardflow.loading.torch_dataset import ShardIterableDataset
 
-    expected = held(list(Loader(blend, spec=SPECS["lanes"], seed=SEED, config=DRY)))
-    streamed = ShardIterableDataset(blend, spec=SPECS["lanes"], seed=SEED, config=FULL)
+    expected = held(list(Loader(blend, batch=SPECS["lanes"], seed=SEED, config=DRY)))
+    streamed = ShardIterableDataset(blend, batch=SPECS["lanes"], seed=SEED, config=FULL)
     loader = DataLoader(streamed, batch_size=None, num_workers=2, multiprocessing_context="spawn")
     received = list(streamed.track(loader))
     assert held(received) == expected

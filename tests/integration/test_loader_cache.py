@@ -86,7 +86,7 @@ class Origin:
 
 
 def loader(dataset: Dataset, spec: BatchSpec, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", spec=spec, seed=SEED, **{"config": CONFIG, **settings})
+    return Loader(dataset, split="train", batch=spec, seed=SEED, **{"config": CONFIG, **settings})
 
 
 def epochs(source: Loader, num_epochs: int = 2) -> Iterator[Batch]:
@@ -215,9 +215,9 @@ def test_a_blend_shares_one_cache(url: str, config: CacheConfig, tmp_path: Path)
         f'[[component]]\ndataset = "{url}"\nsubset = ["num_slices>=3"]\n'
     )
     spec = SPECS["lanes"]
-    expected = list(epochs(Loader(open_blend(blend), spec=spec, seed=SEED, config=CONFIG)))
+    expected = list(epochs(Loader(open_blend(blend), batch=spec, seed=SEED, config=CONFIG)))
     selection = open_blend(blend, cache=replace(config, max_bytes=80 * 4096))
-    assert_equal(list(epochs(Loader(selection, spec=spec, seed=SEED, config=CONFIG))), expected)
+    assert_equal(list(epochs(Loader(selection, batch=spec, seed=SEED, config=CONFIG))), expected)
     caches = {id(dataset.store.cache) for dataset in selection.datasets}  # type: ignore[attr-defined]
     assert len(caches) == 1
 
@@ -314,13 +314,13 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
     dataset = Dataset.open(url, cache=config)
     source = loader(dataset, SPECS[kind], world=world)
     assert isinstance(dataset.store, CachedStore)
-    outlook = dataset.store.cache.outlook
+    forecast = dataset.store.cache.forecast
     iterator = iter(source)
     next(iterator)
     (told,) = source._parts.planner._told
     assert eventually(lambda: told.run.table.has_epoch(0) and told.run.table.has_epoch(1))
     schedule = RankSchedule(4, 4, lanes=SPECS[kind].lanes, ranks_per_node=2)
-    micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_filler(micro)]
+    micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_padding(micro)]
     plans = [select(dataset, "train").plan(SPECS[kind], seed=SEED, epoch=epoch) for epoch in (0, 1)]
     uses: dict[int, list[int]] = {}
     for epoch, plan in enumerate(plans):
@@ -334,9 +334,9 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
             min((use - now for use in uses.get(row, []) if use >= now), default=np.inf)
             for row in everything.tolist()
         ]
-        outlook.report(told.run, 0, now, now)
+        forecast.report(told.run, 0, now, now)
         for is_scan in (True, False):
-            found = outlook.distances(dataset.dataset_id, everything, everything + 1, is_scan=is_scan)
+            found = forecast.distances(dataset.dataset_id, everything, everything + 1, is_scan=is_scan)
             assert found.tolist() == expected
 
 

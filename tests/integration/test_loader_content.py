@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", spec=SPEC, seed=5, config=LoaderConfig(**settings))
+    return Loader(dataset, split="train", batch=SPEC, seed=5, config=LoaderConfig(**settings))
 
 
 def _stored(dataset: Dataset, row: int) -> tuple[list[NDArray[Any]], str]:
@@ -178,7 +178,7 @@ def test_fields_of_neighbours_are_read_in_one_call_from_a_folder(
     view = ImageView(num_slices=12, rows=20, columns=24)
     spec = BatchSpec(micro_batch_size=11, micro_batches_per_step=1)
     config = LoaderConfig(view=view, num_threads=1)
-    (batch,) = Loader(dataset, split="train", spec=spec, seed=5, config=config)
+    (batch,) = Loader(dataset, split="train", batch=spec, seed=5, config=config)
     assert not batch.quarantined
     # Four samples a shard; with two parts a thread five samples, which here is a shard.
     assert len(spans) == 3

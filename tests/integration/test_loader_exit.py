@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _loader(url: str) -> Loader:
     config = LoaderConfig(view=VIEW, num_threads=2)
-    return Loader(Dataset.open(url, cache=CACHE), split="train", spec=SPEC, seed=7, config=config)
+    return Loader(Dataset.open(url, cache=CACHE), split="train", batch=SPEC, seed=7, config=config)
 
 
 def _threads() -> set[threading.Thread]:

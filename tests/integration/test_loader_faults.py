@@ -47,7 +47,7 @@ def url(tmp_path: Path) -> str:
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
     return Loader(
-        dataset, split="train", spec=SPEC, seed=5, config=LoaderConfig(**{"view": VIEW, **settings})
+        dataset, split="train", batch=SPEC, seed=5, config=LoaderConfig(**{"view": VIEW, **settings})
     )
 
 
@@ -147,7 +147,7 @@ def test_ranks_never_disagree_on_steps_whatever_is_damaged(url: str, seed: int) 
         for rank in range(world_size):
             world = World(rank=rank, world_size=world_size)
             loader = Loader(
-                Dataset.open(url), split="train", spec=spec, seed=seed, world=world, config=config
+                Dataset.open(url), split="train", batch=spec, seed=seed, world=world, config=config
             )
             batches = list(loader)
             lengths.add((len(batches), len(loader)))

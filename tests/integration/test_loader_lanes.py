@@ -75,7 +75,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
     seen: dict[tuple[int, int, int], Keys] = {}
     for rank in range(world[0]):
         here = World(rank=rank, world_size=world[0], ranks_per_node=world[1])
-        loader = Loader(dataset, split="train", spec=spec, seed=SEED, world=here, config=DRY)
+        loader = Loader(dataset, split="train", batch=spec, seed=SEED, world=here, config=DRY)
         for epoch in range(2):
             expected = list(planned(dataset, spec, epoch, here))
             loader.set_epoch(epoch)
@@ -90,7 +90,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
             assert len(states) == loader.num_steps_in(epoch) + 1
             seen |= {entry[:3]: entry for entry in received if entry[2] < spec.micro_batches_per_step}
             for number, state in enumerate(states[:-1]):
-                again = Loader(dataset, split="train", spec=spec, seed=SEED, world=here, config=DRY)
+                again = Loader(dataset, split="train", batch=spec, seed=SEED, world=here, config=DRY)
                 again.load_state_dict(json.loads(json.dumps(state)))
                 assert list(received_keys(again)) == [entry for entry in expected if entry[1] >= number]
     # Together the ranks run exactly the plan, and with it every sample.
@@ -106,7 +106,7 @@ def test_workers_deliver_epochs_of_different_length(dataset: Dataset, num_worker
     spec = SPECS["budget"]
     lengths = {select(dataset, "train").plan(spec, seed=SEED, epoch=e).num_steps for e in range(12)}
     assert len(lengths) > 1, "the test wants epochs of different length"
-    batches = ShardIterableDataset(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    batches = ShardIterableDataset(dataset, split="train", batch=spec, seed=SEED, config=DRY)
     loader = DataLoader(
         batches,
         batch_size=None,
@@ -123,7 +123,7 @@ def test_workers_deliver_epochs_of_different_length(dataset: Dataset, num_worker
 def test_ragged_micro_batches_hold_what_they_say(dataset: Dataset) -> None:
     config = LoaderConfig(view=ImageView(num_slices=2, rows=8, columns=8), num_threads=2)
     sizes = set()
-    with Loader(dataset, split="train", spec=SPECS["budget"], seed=SEED, config=config) as loader:
+    with Loader(dataset, split="train", batch=SPECS["budget"], seed=SEED, config=config) as loader:
         for batch in loader:
             size = len(batch.keys)
             sizes.add(size)
@@ -139,7 +139,7 @@ def test_ragged_micro_batches_hold_what_they_say(dataset: Dataset) -> None:
 
 def test_a_state_of_other_lanes_or_another_budget_is_refused_by_name(dataset: Dataset) -> None:
     def loader(spec: BatchSpec) -> Loader:
-        return Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+        return Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
 
     lanes, budget = SPECS["lanes"], SPECS["budget"]
     others = {
@@ -178,18 +178,18 @@ def test_a_resume_plans_its_own_epoch_and_no_other(
 ) -> None:
     """S5: a start in epoch 5 costs what one in epoch 0 costs, counted in epochs that are planned."""
     spec = SPECS[name]
-    saved = Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    saved = Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
     saved.set_epoch(5)
     first = step % saved.num_steps
     expected = [entry for entry in planned(dataset, spec, 5, World()) if entry[1] >= first]
 
     planned_epochs.clear()
-    fresh = Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    fresh = Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
     list(fresh)
     assert planned_epochs == [0]
 
     planned_epochs.clear()
-    resumed = Loader(dataset, split="train", spec=spec, seed=SEED, config=DRY)
+    resumed = Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
     resumed.load_state_dict(saved.state_dict() | {"step": first})
     assert len(resumed) == resumed.num_steps * 4
     received = [entry for batch in resumed for entry in received_keys([batch])]
@@ -200,7 +200,7 @@ def test_a_resume_plans_its_own_epoch_and_no_other(
 def test_a_loader_that_deals_by_itself_plans_its_own_epoch_only(
     dataset: Dataset, planned_epochs: list[int]
 ) -> None:
-    shards = ShardIterableDataset(dataset, split="train", spec=SPECS["budget"], seed=SEED, config=DRY)
+    shards = ShardIterableDataset(dataset, split="train", batch=SPECS["budget"], seed=SEED, config=DRY)
     shards.set_epoch(3)
     for _ in shards.track(DataLoader(shards, batch_size=None, num_workers=0)):
         pass

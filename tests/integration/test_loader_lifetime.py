@@ -38,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
     return Loader(
-        dataset, split="train", spec=SPEC, seed=5, config=LoaderConfig(**{"view": VIEW, **settings})
+        dataset, split="train", batch=SPEC, seed=5, config=LoaderConfig(**{"view": VIEW, **settings})
     )
 
 
@@ -157,7 +157,7 @@ from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.format import Dataset
 config = LoaderConfig(view=ImageView(num_slices=4, rows=64, columns=64), num_threads=4)
 spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)
-loader = Loader(Dataset.open({url!r}), split="train", spec=spec, seed=1, config=config)
+loader = Loader(Dataset.open({url!r}), split="train", batch=spec, seed=1, config=config)
 iterator = iter(loader)
 next(iterator)
 assert not {{"torch", "pydicom", "imagecodecs"}} & set(sys.modules)

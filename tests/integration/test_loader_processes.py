@@ -59,7 +59,7 @@ def _loader(
 ) -> Loader:
     config = LoaderConfig(**{"view": VIEW, "execution": "process", **settings})
     opened = Dataset.open(dataset) if isinstance(dataset, str) else dataset
-    return Loader(opened, split="train", spec=spec, seed=5, world=world, config=config)
+    return Loader(opened, split="train", batch=spec, seed=5, world=world, config=config)
 
 
 def _digests(batches: Iterable[Batch]) -> list[str]:
@@ -315,7 +315,7 @@ from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.format import Dataset
 loader = Loader(
     Dataset.open(sys.argv[1]), split="train", seed=5,
-    spec=BatchSpec(micro_batch_size=2, micro_batches_per_step=2),
+    batch=BatchSpec(micro_batch_size=2, micro_batches_per_step=2),
     config=LoaderConfig(
         view=ImageView(num_slices=4, rows=32, columns=32), execution=sys.argv[2], wait_timeout_s=60.0
     ),

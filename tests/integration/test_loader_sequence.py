@@ -40,7 +40,7 @@ def _loader(
     config: LoaderConfig = DRY,
     seed: int = SEED,
 ) -> Loader:
-    return Loader(dataset, split="train", spec=spec, seed=seed, world=world, config=config)
+    return Loader(dataset, split="train", batch=spec, seed=seed, world=world, config=config)
 
 
 @pytest.mark.parametrize("tail", ["drop", "repeat", "mask"])
@@ -221,7 +221,7 @@ def test_a_state_of_another_run_is_refused_by_field(dataset: Dataset, tmp_path: 
     refused = {
         "seed": _loader(dataset, _spec(), seed=SEED + 1),
         "dataset_id": _loader(other, _spec()),
-        "split": Loader(dataset, split="val", spec=_spec("repeat"), seed=SEED),
+        "split": Loader(dataset, split="val", batch=_spec("repeat"), seed=SEED),
         "micro_batch_size": _loader(
             dataset, BatchSpec(micro_batch_size=1, micro_batches_per_step=4, tail="mask")
         ),
@@ -281,8 +281,18 @@ def test_an_exhausted_iteration_stays_exhausted(dataset: Dataset) -> None:
 
 def test_wrong_settings_are_refused_when_the_loader_is_made(dataset: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"split .*train, val"):
-        Loader(dataset, split="test", spec=_spec(), seed=SEED)
+        Loader(dataset, split="test", batch=_spec(), seed=SEED)
     with pytest.raises(PlanError, match="world_size"):
         _loader(dataset, _spec(), World(rank=0, world_size=5))
     with pytest.raises(PlanError, match="num_steps"):
-        Loader(dataset, split="val", spec=_spec("drop"), seed=SEED)
+        Loader(dataset, split="val", batch=_spec("drop"), seed=SEED)
+
+
+def test_spec_is_the_former_name_of_batch(dataset: Dataset) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Loader\(batch=\)"):
+        former = Loader(dataset, split="train", spec=_spec("repeat"), seed=SEED)
+    assert former.plan_id == Loader(dataset, split="train", batch=_spec("repeat"), seed=SEED).plan_id
+    with pytest.raises(TypeError, match="needs batch="):
+        Loader(dataset, split="train", seed=SEED)
+    with pytest.raises(TypeError, match="both 'batch' and 'spec'"):
+        Loader(dataset, split="train", batch=_spec("repeat"), spec=_spec("repeat"), seed=SEED)

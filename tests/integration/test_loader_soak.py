@@ -41,7 +41,7 @@ def _soak(dataset: Dataset, num_samples: int, **settings: Any) -> None:
     spec = BatchSpec(micro_batch_size=16, micro_batches_per_step=2, tail="mask")
     view = ImageView(num_slices=2, rows=16, columns=16, slice_choice="random")
     config = LoaderConfig(view=view, prefetch_bytes=2 * _MIB, **settings)
-    with Loader(dataset, split="train", spec=spec, seed=1, config=config) as loader:
+    with Loader(dataset, split="train", batch=spec, seed=1, config=config) as loader:
         per_epoch = 400
         for _ in range(4):
             for batch in loader:

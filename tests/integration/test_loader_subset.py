@@ -38,7 +38,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def loader_of(dataset: Dataset, spec: BatchSpec, rank: int = 0, world_size: int = 1) -> Loader:
     world = World(rank=rank, world_size=world_size)
-    return Loader(dataset, split="train", subset=TERMS, spec=spec, seed=SEED, world=world, config=DRY)
+    return Loader(dataset, split="train", subset=TERMS, batch=spec, seed=SEED, world=world, config=DRY)
 
 
 def steps_of(batches: list[Batch]) -> dict[tuple[int, int], tuple[str | None, ...]]:
@@ -68,11 +68,11 @@ def test_other_terms_are_refused_by_name_and_other_words_for_them_are_not(datase
     spec = SPECS["fixed"]
     state = loader_of(dataset, spec).state_dict()
     for terms in ((), ("num_slices>=3",)):
-        other = Loader(dataset, split="train", subset=terms, spec=spec, seed=SEED, config=DRY)
+        other = Loader(dataset, split="train", subset=terms, batch=spec, seed=SEED, config=DRY)
         with pytest.raises(StateError, match=r"^subset of the loader state must be this run's"):
             other.load_state_dict(state)
     same = Loader(
-        dataset, split="train", subset=["text_bytes<=69", "num_slices>1"], spec=spec, seed=SEED, config=DRY
+        dataset, split="train", subset=["text_bytes<=69", "num_slices>1"], batch=spec, seed=SEED, config=DRY
     )
     same.load_state_dict(state)
     assert same.plan_id == state["plan_id"]
@@ -80,7 +80,7 @@ def test_other_terms_are_refused_by_name_and_other_words_for_them_are_not(datase
 
 def test_content_comes_with_the_chosen_samples(dataset: Dataset) -> None:
     config = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16))
-    loader = Loader(dataset, split="test+train", subset=TERMS, spec=SPECS["fixed"], seed=SEED, config=config)
+    loader = Loader(dataset, split="test+train", subset=TERMS, batch=SPECS["fixed"], seed=SEED, config=config)
     for batch in loader:
         for slot, row in enumerate(batch.arrays["row"].tolist()):
             if row >= 0:
@@ -98,7 +98,7 @@ def test_torchs_dataloader_takes_a_subset(dataset: Dataset, tmp_path: Path) -> N
     keys = [dataset.samples.sample_key(row) for row in list(dataset.splits["train"])[::2]]
     path.write_text("\n".join(keys), encoding="utf-8")
     streamed = ShardIterableDataset(
-        dataset, split="train", subset=[f"keys={path}"], spec=SPECS["fixed"], seed=SEED, config=DRY
+        dataset, split="train", subset=[f"keys={path}"], batch=SPECS["fixed"], seed=SEED, config=DRY
     )
     found = list(streamed.track(DataLoader(streamed, batch_size=None)))
     assert sorted(key for batch in found for key in batch.keys if key) == sorted(keys)

@@ -24,7 +24,7 @@ def url(tmp_path: Path) -> str:
 
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", spec=SPEC, seed=5, config=LoaderConfig(view=None, **settings))
+    return Loader(dataset, split="train", batch=SPEC, seed=5, config=LoaderConfig(view=None, **settings))
 
 
 def _texts(loader: Loader) -> dict[str, str]:

@@ -46,7 +46,7 @@ def received(
     loader = Loader(
         source,
         split="" if isinstance(source, Selection) else "train",
-        spec=SPEC,
+        batch=SPEC,
         seed=5,
         world=world,
         config=LoaderConfig(**{"text": False, **settings}),  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_tokens_alone_of_a_local_dataset_take_one_thread(dataset: Dataset, token
     stored = StoredTokens(tokenizer=tokenizer.digest)
     for text, num_threads in ((False, 1), (True, 3)):
         config = LoaderConfig(text=text, tokens=stored, num_threads=3)
-        with Loader(dataset, split="train", spec=SPEC, seed=5, config=config) as loader:
+        with Loader(dataset, split="train", batch=SPEC, seed=5, config=config) as loader:
             batches = iter(loader)
             next(batches)
             assert len(loader_threads()) == num_threads

@@ -40,7 +40,7 @@ def _dataset(
     url: str, config: LoaderConfig = DRY, world: World | None = None, seed: int = SEED
 ) -> ShardIterableDataset:
     return ShardIterableDataset(
-        Dataset.open(url), split="train", spec=SPEC, seed=seed, world=world, config=config
+        Dataset.open(url), split="train", batch=SPEC, seed=seed, world=world, config=config
     )
 
 
@@ -86,7 +86,7 @@ def test_order_is_the_plans_and_resumes_at_every_step(url: str, world_size: int,
 @pytest.mark.parametrize("num_workers", [0, 2, 3])
 def test_content_is_the_loaders(url: str, num_workers: int) -> None:
     config = LoaderConfig(view=VIEW)
-    expected = list(Loader(Dataset.open(url), split="train", spec=SPEC, seed=SEED, config=config))
+    expected = list(Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=config))
     dataset = _dataset(url, config)
     received = list(dataset.track(_data_loader(dataset, num_workers)))
     assert len(received) == len(expected)
@@ -157,7 +157,7 @@ def test_breaking_off_counts_what_was_received(url: str) -> None:
 
 
 def test_states_pass_between_loader_and_data_loader(url: str) -> None:
-    loader = Loader(Dataset.open(url), split="train", spec=SPEC, seed=SEED, config=DRY)
+    loader = Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=DRY)
     for batch in loader:
         if (batch.step, batch.slot) == (1, 3):
             break
@@ -213,7 +213,7 @@ def test_masks_and_their_bound_reach_the_main_process(tmp_path: Path, num_worker
 def test_workers_start_after_this_process_used_threads(url: str) -> None:
     """The parent's threads, locks and memory are none of the children's."""
     config = LoaderConfig(view=VIEW)
-    running = iter(Loader(Dataset.open(url), split="train", spec=SPEC, seed=SEED, config=config))
+    running = iter(Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=config))
     next(running)
     dataset = _dataset(url, config)
     assert len(list(dataset.track(_data_loader(dataset, 2)))) == len(dataset)

@@ -62,7 +62,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def loader(url: str, view: Any, *, spec: BatchSpec = SPEC, world: World | None = None, **more: Any) -> Loader:
     config = LoaderConfig(view=view, **more)
-    return Loader(Dataset.open(url), split="train", spec=spec, seed=5, world=world, config=config)
+    return Loader(Dataset.open(url), split="train", batch=spec, seed=5, world=world, config=config)
 
 
 def stored(url: str, row: int) -> list[NDArray[Any]]:
@@ -258,7 +258,7 @@ def test_a_blend_draws_sizes_by_the_row_of_the_dataset(url: str, tmp_path: Path)
     budget = TokenBudget(max_tokens=60, max_samples=8, padded=False, cost=cost)
     spec = BatchSpec(budget=budget, micro_batches_per_step=1, tail="mask", lanes=1)
     blend = Loader(
-        open_blend(tmp_path / "blend.toml"), spec=spec, seed=5, config=LoaderConfig(view=TWO_SIZES)
+        open_blend(tmp_path / "blend.toml"), batch=spec, seed=5, config=LoaderConfig(view=TWO_SIZES)
     )
     sizes = BucketDraw.of(5, 0).choose(np.arange(NUM_SAMPLES), [2, 1])
     num_samples = 0

@@ -51,7 +51,7 @@ def config(max_node_bytes: int) -> LoaderConfig:
 def open_loader(url: str, rank: int, max_node_bytes: int) -> Loader:
     world = World(rank=rank, world_size=NUM_RANKS, ranks_per_node=NUM_RANKS)
     dataset = Dataset.open(url, cache=CACHE)
-    return Loader(dataset, split="train", spec=SPEC, seed=3, world=world, config=config(max_node_bytes))
+    return Loader(dataset, split="train", batch=SPEC, seed=3, world=world, config=config(max_node_bytes))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_settings_that_could_pass_the_cap_are_refused_before_a_byte_is_read(url:
         open_loader(url, 0, NUM_RANKS * RANK_BYTES - 1)
     # One rank of the same settings fits.
     Loader(
-        Dataset.open(url, cache=CACHE), split="train", spec=SPEC, seed=3, config=config(RANK_BYTES)
+        Dataset.open(url, cache=CACHE), split="train", batch=SPEC, seed=3, config=config(RANK_BYTES)
     ).close()
 
 
@@ -103,10 +103,14 @@ def test_settings_that_could_pass_the_cap_are_refused_before_a_byte_is_read(url:
 def test_without_a_cap_the_memory_of_the_machine_is_the_cap(url: str) -> None:
     dataset, half = Dataset.open(url), machine_bytes() // 2
     with pytest.raises(ConfigError, match=r"memory of this machine or its cgroup\), got"):
-        Loader(dataset, split="train", spec=SPEC, seed=3, config=LoaderConfig(prefetch_bytes=half + 1))
+        Loader(dataset, split="train", batch=SPEC, seed=3, config=LoaderConfig(prefetch_bytes=half + 1))
     with pytest.raises(ConfigError, match=r"max_node_bytes must be at most the .* GB of memory"):
         Loader(
-            dataset, split="train", spec=SPEC, seed=3, config=LoaderConfig(max_node_bytes=machine_bytes() + 1)
+            dataset,
+            split="train",
+            batch=SPEC,
+            seed=3,
+            config=LoaderConfig(max_node_bytes=machine_bytes() + 1),
         )
     with pytest.raises(ConfigError, match="max_node_bytes must be at least 0 bytes, got -1"):
         LoaderConfig(max_node_bytes=-1)

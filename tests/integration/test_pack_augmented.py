@@ -156,7 +156,7 @@ def _loader(
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=2, tail="mask")
     config = LoaderConfig(view=view, num_threads=threads)
     return Loader(
-        dataset, split="train", spec=spec, seed=3, world=World(rank=rank, world_size=world), config=config
+        dataset, split="train", batch=spec, seed=3, world=World(rank=rank, world_size=world), config=config
     )
 
 

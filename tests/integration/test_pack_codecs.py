@@ -22,7 +22,7 @@ def _images(dataset: Dataset) -> dict[str, bytes]:
     view = ImageView(num_slices=4, rows=26, columns=34, dtype="float32")
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
     with Loader(
-        dataset, split="train", spec=spec, seed=1, config=LoaderConfig(view=view, text=False)
+        dataset, split="train", batch=spec, seed=1, config=LoaderConfig(view=view, text=False)
     ) as loader:
         found = {str(batch.keys[0]): batch.arrays["image"].tobytes() for batch in loader}
         assert not loader.quarantined

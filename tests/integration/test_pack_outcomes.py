@@ -1,4 +1,4 @@
-"""One job over all real files: each ends in one outcome, and docs/outcomes.md shows them all to a person."""
+"""One job over all real files: each ends in one outcome, and docs/outcomes.md lists them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from shardflow.format.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
 
 PAGE = REPOSITORY / "docs" / "outcomes.md"
-MAX_NAMES = 30
+MAX_NAMES = 2
 HEAD = """\
-# What becomes of real files
+# Outcomes of real files
 
-`shardflow pack` over all public sample files that the tests use, in one job with the default
-settings: every file, its outcome, and what it is. The page is written by the test that compares it
-(`tests/integration/test_pack_outcomes.py`); names are shown because these files are public.
-[dicom.md](dicom.md) says what each reason means.
+The result of `shardflow pack` with default settings over all public sample files that the tests use.
+`tests/integration/test_pack_outcomes.py` writes and checks this page. Licenses, readme files and gradient
+tables are omitted: all are skipped as `NOT_DICOM`. [Reasons](dicom.md#reasons).
 
 """
 # Younger than the dictionary of the installed pydicom.
@@ -75,16 +74,19 @@ def _entries(case: PackCase, root: Path) -> list[tuple[str, str, str | None]]:
 
 
 def _table(entries: list[tuple[str, str, str | None]], root: Path) -> Iterator[str]:
-    yield "| folder | files | what it is | outcome | reason |"
+    yield "| folder | files (number) | what it is | outcome | reason |"
     yield "|---|---|---|---|---|"
     groups: dict[tuple[str, str, str | None], list[str]] = {}
     for folder, name, reason in entries:
-        groups.setdefault((folder, _kind(root / folder / name), reason), []).append(name)
-    for (folder, kind, reason), names in groups.items():
+        top, _, below = f"{folder}/{name}".partition("/")
+        groups.setdefault((top, _kind(root / folder / name), reason), []).append(below)
+    for (folder, kind, reason), names in sorted(groups.items(), key=lambda group: str(group[0])):
+        if kind == "text" and reason == Reason.NOT_DICOM:
+            continue
         outcome = Outcome.PACKED if reason is None else REASONS[Reason(reason)].outcome
         shown = ", ".join(f"`{name}`" for name in names)
         if len(names) > MAX_NAMES:
-            shown = f"`{names[0]}` to `{names[-1]}`, {len(names)} files"
+            shown = f"`{names[0]}` to `{names[-1]}` ({len(names)})"
         yield f"| {folder} | {shown} | {kind} | {outcome} | {'' if reason is None else f'`{reason}`'} |"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.packing.engines.base import ChildLimits, Task, WorkerSetup
+from shardflow.packing.engines.base import Task, WorkerLimits, WorkerSetup
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, PackCase, tree_digests
 from tests.pack_faults import HANDLERS as FAULTY
@@ -154,7 +154,7 @@ def test_a_lost_machine_costs_nothing_but_time(case: PackCase, expected: Expecte
 
 
 def test_ray_started_for_a_job_is_closed_to_others_and_leaves_nothing(tmp_path: Path) -> None:
-    limits = ChildLimits(memory_bytes=600 << 20, task_s=30.0, file_bytes=1 << 20)
+    limits = WorkerLimits(memory_bytes=600 << 20, task_s=30.0, file_bytes=1 << 20)
     before = descendants(os.getpid())
     worker = WorkerSetup(
         limits=limits,

@@ -16,7 +16,7 @@ import pytest
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
 from shardflow.format.verification import verify
-from shardflow.packing.workspace import Share, locked_workplace
+from shardflow.packing.workspace import ArrayTask, locked_workspace
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND
@@ -58,7 +58,7 @@ def case(tmp_path: Path, expected: Expected) -> PackCase:
 def test_tasks_and_their_merge_are_one_job(case: PackCase, expected: Expected, count: int) -> None:
     shards = 0
     for index in reversed(range(count)):
-        summary = case.pack(share=Share(index, count))
+        summary = case.pack(array_task=ArrayTask(index, count))
         assert (summary.status, summary.exit_code) == ("task_done", 0)
         assert not list(case.output.glob("manifest*"))
         shards += summary.num_shards
@@ -91,7 +91,7 @@ def test_the_merge_names_the_tasks_that_are_missing(
 
 def test_a_shard_that_is_cut_is_missed(case: PackCase) -> None:
     for index in range(2):
-        case.pack(share=Share(index, 2))
+        case.pack(array_task=ArrayTask(index, 2))
     shard = next((case.output / "shards").glob("*.tar"))
     shard.write_bytes(shard.read_bytes()[:-512])
     assert len(case.pack(is_merge=True).missing_tasks) == 1
@@ -118,7 +118,7 @@ def test_tasks_beside_each_other_killed_and_run_again(case: PackCase, expected: 
     with ThreadPoolExecutor(3) as pool:
         codes = list(pool.map(run, range(3)))
     assert codes == [-signal.SIGKILL, 0, 0]
-    assert case.pack(share=Share(0, 3)).status == "task_done"
+    assert case.pack(array_task=ArrayTask(0, 3)).status == "task_done"
     assert case.pack(is_merge=True).status == "packed"
     assert tree_digests(case.output) == expected[1]
 
@@ -128,7 +128,7 @@ def test_a_death_in_a_task_is_known_to_the_merge(case: PackCase) -> None:
     key = case.sample_key(_first_study(case))
     case.write_faults(study={key: "kill"})
     for index in range(2):
-        case.pack(share=Share(index, 2), handlers=FAULTY)
+        case.pack(array_task=ArrayTask(index, 2), handlers=FAULTY)
     assert len(list(case.private.glob("resource_outcomes-task-*"))) == 1
     assert case.pack(is_merge=True, handlers=FAULTY).reasons["WORKER_KILLED"] == 2
 
@@ -139,28 +139,31 @@ def _first_study(case: PackCase) -> str:
 
 def test_who_may_work_beside_whom(case: PackCase) -> None:
     output, private = case.output, case.private
-    with locked_workplace(output, private, share=Share(0, 2)):
-        with locked_workplace(output, private, share=Share(1, 2)):
+    with locked_workspace(output, private, array_task=ArrayTask(0, 2)):
+        with locked_workspace(output, private, array_task=ArrayTask(1, 2)):
             pass
-        for share, what in (
-            (Share(0, 2), "task 0/2 must be used by one job at a time"),
-            (Share(2, 3), "the tasks of a job must be of one number, got 2/3 after tasks of 2"),
+        for array_task, what in (
+            (ArrayTask(0, 2), "task 0/2 must be used by one job at a time"),
+            (ArrayTask(2, 3), "the tasks of a job must be of one number, got 2/3 after tasks of 2"),
             (None, "must be used by one job at a time"),
         ):
-            with pytest.raises(ConfigError, match=what), locked_workplace(output, private, share=share):
+            with (
+                pytest.raises(ConfigError, match=what),
+                locked_workspace(output, private, array_task=array_task),
+            ):
                 pass
     with (
-        locked_workplace(output, private),
+        locked_workspace(output, private),
         pytest.raises(ConfigError, match="one job at a time"),
-        locked_workplace(output, private, share=Share(0, 2)),
+        locked_workspace(output, private, array_task=ArrayTask(0, 2)),
     ):
         pass
 
 
 @pytest.mark.slow
 def test_a_plain_job_takes_over_what_tasks_have_packed(case: PackCase, expected: Expected) -> None:
-    case.pack(share=Share(1, 3))
+    case.pack(array_task=ArrayTask(1, 3))
     assert case.pack().status == "packed"
     assert tree_digests(case.output) == expected[1]
     with pytest.raises(ConfigError, match="no finished dataset for --task"):
-        case.pack(share=Share(0, 3))
+        case.pack(array_task=ArrayTask(0, 3))

@@ -18,7 +18,7 @@ from shardflow.errors import ChecksumError, ConfigError
 from shardflow.format.copying import copy_object
 from shardflow.format.manifest import FileEntry
 from shardflow.format.verification import verify
-from shardflow.packing import Share, upload
+from shardflow.packing import ArrayTask, upload
 from shardflow.storage import open_store
 from tests.dicom_factory import make_study
 from tests.object_stores import s3_bucket
@@ -155,7 +155,7 @@ def test_tasks_send_their_shards_and_the_merge_the_rest(
 ) -> None:
     setting = f"upload_to={address}"
     for index in range(2):
-        case.pack(setting, share=Share(index, 2))
+        case.pack(setting, array_task=ArrayTask(index, 2))
     shards = set(sent)
     assert shards
     assert not [path for path in open_store(address).list("") if path.startswith("manifest")]

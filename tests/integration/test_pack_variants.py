@@ -169,7 +169,7 @@ class _WatchedStore(LocalStore):
 def _loader(dataset: Dataset, resolution: str = "small") -> Loader:
     view = ImageView(num_slices=2, rows=8, columns=11, resolution=resolution)  # type: ignore[arg-type]
     spec = BatchSpec(micro_batch_size=3, micro_batches_per_step=1)
-    return Loader(dataset, split="train", spec=spec, seed=3, config=LoaderConfig(view=view, num_threads=1))
+    return Loader(dataset, split="train", batch=spec, seed=3, config=LoaderConfig(view=view, num_threads=1))
 
 
 def test_a_loader_reads_the_small_version_alone(case: PackCase) -> None:

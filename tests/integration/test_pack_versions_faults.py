@@ -17,7 +17,7 @@ from shardflow.format.manifest import versions
 from shardflow.format.verification import verify
 from shardflow.packing.versions.compaction import compact
 from shardflow.packing.versions.removal import Withdrawn, remove
-from shardflow.packing.workspace import locked_workplace
+from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase, tree_digests
@@ -186,11 +186,11 @@ def test_an_append_to_a_full_small_file_system(tmp_path: Path, before: Path, pag
 
 def test_two_jobs_on_one_dataset_are_refused(tmp_path: Path, before: Path) -> None:
     case = _copy(before, tmp_path / "case")
-    with locked_workplace(case.output, tmp_path / "another"):
+    with locked_workspace(case.output, tmp_path / "another"):
         for job in (_append, _remove_and_compact):
             with pytest.raises(ConfigError, match="output must be used by one job at a time"):
                 job(case)
-    with locked_workplace(tmp_path / "another-output", case.private):
+    with locked_workspace(tmp_path / "another-output", case.private):
         for job in (_append, _remove_and_compact):
             with pytest.raises(ConfigError, match="private_dir must be used by one job at a time"):
                 job(case)

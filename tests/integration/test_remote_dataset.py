@@ -42,7 +42,7 @@ def remote(s3: str, local: str) -> str:
 
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", spec=SPEC, seed=5, config=CONFIG, **settings)
+    return Loader(dataset, split="train", batch=SPEC, seed=5, config=CONFIG, **settings)
 
 
 def _assert_equal(batches: list[Batch], others: list[Batch]) -> None:
@@ -71,7 +71,7 @@ def test_the_batches_cross_from_spawned_workers(local: str, remote: str) -> None
 
     from shardflow.loading.torch_dataset import ShardIterableDataset
 
-    dataset = ShardIterableDataset(Dataset.open(remote), split="train", spec=SPEC, seed=5, config=CONFIG)
+    dataset = ShardIterableDataset(Dataset.open(remote), split="train", batch=SPEC, seed=5, config=CONFIG)
     loader: Any = torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
     )

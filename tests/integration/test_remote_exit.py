@@ -24,7 +24,7 @@ _LOADER = _LATE + (
     "from shardflow.loading import Loader\n"
     "from shardflow.format import Dataset\n"
     "spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)\n"
-    "batches = iter(Loader(Dataset.open(sys.argv[1]), split='train', spec=spec, seed=7))\n"
+    "batches = iter(Loader(Dataset.open(sys.argv[1]), split='train', batch=spec, seed=7))\n"
     "next(batches)\n"
 )
 _THREAD = _LATE + (

@@ -47,7 +47,7 @@ def small_requests(url: str, **settings: Any) -> RemoteStore:
 
 
 def epoch_batches(dataset: Dataset, num_epochs: int = 1) -> tuple[list[Batch], Loader]:
-    loader = Loader(dataset, split="train", spec=SPEC, seed=5, config=CONFIG)
+    loader = Loader(dataset, split="train", batch=SPEC, seed=5, config=CONFIG)
     batches = []
     for epoch in range(num_epochs):
         loader.set_epoch(epoch)

@@ -122,7 +122,9 @@ def test_the_command_makes_the_same_bytes_with_any_number_of_processes(tmp_path:
     two = run(str(tmp_path / "two"), *shared, "--processes", "2")
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
-    assert one.stderr == two.stderr == ""
+    # A slow machine gets lines of progress, and nothing else.
+    lines = [*one.stderr.splitlines(), *two.stderr.splitlines()]
+    assert all(line.startswith("generating studies: ") for line in lines)
     assert digest(tmp_path / "one") == digest(tmp_path / "two")
     summary = json.loads(one.stdout)
     assert summary["num_studies"] == 5

@@ -422,9 +422,9 @@ def _settings(run: RunNumbers) -> str:
     """Return the configuration, and the tunables that changed during the run."""
     now = {name: str(value) for name, value in run.latest.settings.items()} if run.latest else {}
     changed = [
-        (f"<code>{escape(name)}</code>", escape(shown(run.knobs.get(name, ""))), escape(shown(value)))
+        (f"<code>{escape(name)}</code>", escape(shown(run.tunables.get(name, ""))), escape(shown(value)))
         for name, value in sorted(now.items())
-        if run.knobs.get(name) != value
+        if run.tunables.get(name) != value
     ]
     parts = [table(("changed during the run", "at first", "at last"), changed)] if changed else []
     tables: dict[str, list[tuple[str, str]]] = {}

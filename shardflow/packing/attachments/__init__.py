@@ -1,1 +1,1 @@
-"""Attachments of a study: annotations, clinical records, waveforms."""
+"""Attachment kinds of this package: annotations, clinical records and waveforms."""

@@ -31,7 +31,7 @@ from shardflow.packing.deid.pseudonyms import SURROGATE_LENGTH
 from shardflow.packing.engines.base import Task, TaskDone
 from shardflow.packing.versions.base import shard_number
 from shardflow.packing.versions.files import remove_strangers, samples_path, shard_order
-from shardflow.packing.workspace import RecordedOutcomes, reason_of_failure
+from shardflow.packing.workspace import CrashLog, reason_of_failure
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.engines.base import Engine
     from shardflow.packing.progress import Progress
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.workspace import Workspace
 
 _CLASSES: Final = dict(REASON_TABLE)
 _PIECE_ROWS: Final = 1 << 20
@@ -105,9 +105,9 @@ class Execution:
     """A plan, and all that it takes to make a version of it."""
 
     config: CorpusConfig
-    place: Workplace
+    workspace: Workspace
     key: SecretKey
-    pool: Engine
+    engine: Engine
     progress: Progress
     plan: CorpusPlan
     base: Base
@@ -119,13 +119,13 @@ class Execution:
             StorageError: Something cannot be read or written.
             ShardflowError: The packing processes cannot work.
         """
-        self.place.begin("corpus")
-        recorded = RecordedOutcomes(self.place.recorded_outcomes)
+        self.workspace.begin("corpus")
+        crash_log = CrashLog(self.workspace.crash_log)
         numbers = range(1, len(self.plan.parts) + 1)
-        payloads = {number: self._payload(number, recorded) for number in numbers}
+        payloads = {number: self._payload(number, crash_log) for number in numbers}
         if self._has_scan:
-            self._find_duplicates(payloads, recorded)
-        parts = self.place.work / "parts"
+            self._find_duplicates(payloads, crash_log)
+        parts = self.workspace.work / "parts"
         records = {number: load_part(parts, number, payloads[number]["digest"]) for number in numbers}
         waiting = [number for number in numbers if records[number] is None]
         self.progress.phase("parts", len(numbers))
@@ -147,13 +147,13 @@ class Execution:
                     f"part {task.handle} has nothing that can be packed: {count} lines are {name}"
                 )
 
-        failed = run_tasks(self.pool, self._tasks("pack", waiting, payloads), done)
+        failed = run_tasks(self.engine, self._tasks("pack", waiting, payloads), done)
         for each in failed:
             # Whatever is read again will fail again: the part is left out, and every later run knows it.
-            self._record(each.task.handle, str(reason_of_failure(each.failure or "failed")), recorded)
-            payloads[each.task.handle] = self._payload(each.task.handle, recorded)
+            self._record(each.task.handle, str(reason_of_failure(each.failure or "failed")), crash_log)
+            payloads[each.task.handle] = self._payload(each.task.handle, crash_log)
         again = [each.task.handle for each in failed]
-        run_all(self.pool, self._tasks("pack", again, payloads), done)
+        run_all(self.engine, self._tasks("pack", again, payloads), done)
         standing = tuple(record for number in numbers if (record := records[number]) is not None)
         return Tally(records=standing, num_kept=len(numbers) - len(waiting))
 
@@ -169,7 +169,7 @@ class Execution:
                 "the inputs must hold a line that can be packed, got none "
                 f"({unpacked(tally.counts)}); correct them."
             )
-        output, base = self.place.output, self.base.manifest
+        output, base = self.workspace.output, self.base.manifest
         number = 1 if base is None else base.manifest_version + 1
         shards = self._number_shards(tally)
         if base is not None:
@@ -188,7 +188,7 @@ class Execution:
             counts.update(former["reasons"])
             counts["PACKED"] += base.counts.packed
             tallies.update(former["deidentification"]["counts"])
-        write_list(list_path(self.place.private, self.plan.digest), files)
+        write_list(list_path(self.workspace.private, self.plan.digest), files)
         manifest = Manifest(
             manifest_version=number,
             parent=None if base is None else base.dataset_id,
@@ -222,9 +222,9 @@ class Execution:
     def _has_scan(self) -> bool:
         return self.config.policy.duplicates == "skip" or bool(self.config.fields.key)
 
-    def _payload(self, number: int, recorded: RecordedOutcomes) -> dict[str, Any]:
+    def _payload(self, number: int, crash_log: CrashLog) -> dict[str, Any]:
         payload = self.plan.payload(number)
-        failed = recorded.find(self._part_key(number), self.plan.num_bytes(number))
+        failed = crash_log.find(self._part_key(number), self.plan.num_bytes(number))
         # What a part drops depends on all the others.
         facts = [payload["digest"], self.plan.digest if self._has_scan else "", failed or ""]
         digest = hashlib.sha256("\0".join(facts).encode("ascii")).hexdigest()
@@ -233,8 +233,8 @@ class Execution:
     def _part_key(self, number: int) -> str:
         return self.key.surrogate("corpus-part", f"{self.plan.digest}:{number}")
 
-    def _record(self, number: int, reason: str, recorded: RecordedOutcomes) -> None:
-        recorded.add(self._part_key(number), self.plan.num_bytes(number), reason)
+    def _record(self, number: int, reason: str, crash_log: CrashLog) -> None:
+        crash_log.add(self._part_key(number), self.plan.num_bytes(number), reason)
         self.progress.note(f"part {number} is left out: {reason}")
 
     def _tasks(self, kind: str, numbers: list[int], payloads: dict[int, dict[str, Any]]) -> Iterator[Task]:
@@ -242,9 +242,9 @@ class Execution:
             seconds = self.plan.seconds(number, self.config.execution.task_timeout_s)
             yield Task(kind=kind, payload=payloads[number], timeout_s=seconds, handle=number)
 
-    def _find_duplicates(self, payloads: dict[int, dict[str, Any]], recorded: RecordedOutcomes) -> None:
+    def _find_duplicates(self, payloads: dict[int, dict[str, Any]], crash_log: CrashLog) -> None:
         """Read all parts for digests, and find those that occur again."""
-        scans, numbers = self.place.work / "scans", list(payloads)
+        scans, numbers = self.workspace.work / "scans", list(payloads)
         self.progress.phase("duplicates", len(numbers))
         num_rows = 0
         if self.base.manifest is not None and self.config.fields.key:
@@ -257,10 +257,10 @@ class Execution:
             self.progress.advance()
 
         wanted = [number for number in payloads if payloads[number]["failed"] is None]
-        for each in run_tasks(self.pool, self._tasks("scan", wanted, payloads), done):
+        for each in run_tasks(self.engine, self._tasks("scan", wanted, payloads), done):
             number = each.task.handle
-            self._record(number, str(reason_of_failure(each.failure or "failed")), recorded)
-            payloads[number] = self._payload(number, recorded)
+            self._record(number, str(reason_of_failure(each.failure or "failed")), crash_log)
+            payloads[number] = self._payload(number, crash_log)
         count = num_buckets(num_rows)
         tasks = (
             Task(
@@ -270,10 +270,10 @@ class Execution:
             )
             for bucket in range(count)
         )
-        run_all(self.pool, tasks, lambda *_: None)
+        run_all(self.engine, tasks, lambda *_: None)
 
     def _existing_keys(self, base: Manifest) -> Iterator[NDArray[Any]]:
-        table = Table(LocalStore(self.place.output).map(base.samples.path), name=base.samples.path)
+        table = Table(LocalStore(self.workspace.output).map(base.samples.path), name=base.samples.path)
         samples = SamplesTable(table)
         for start in range(0, samples.num_samples, _PIECE_ROWS):
             rows = np.arange(start, min(start + _PIECE_ROWS, samples.num_samples))
@@ -300,10 +300,10 @@ class Execution:
 
         timeout_s = self.config.execution.task_timeout_s
         tasks = (
-            Task(kind="number", payload=payload, timeout_s=timeout_s, handle=place)
-            for place, payload in enumerate(payloads)
+            Task(kind="number", payload=payload, timeout_s=timeout_s, handle=workspace)
+            for workspace, payload in enumerate(payloads)
         )
-        run_all(self.pool, tasks, done)
+        run_all(self.engine, tasks, done)
         return sorted((ShardEntry(**shard) for shard in shards), key=shard_order)
 
     def _files(self, tally: Tally) -> list[InputFile]:
@@ -317,7 +317,7 @@ class Execution:
         ]
 
     def _write_outcomes(self, number: int, files: list[InputFile], tally: Tally) -> FileEntry:
-        parts = self.place.work / "parts"
+        parts = self.workspace.work / "parts"
 
         def pieces() -> Iterator[NDArray[np.uint8]]:
             if self.base.manifest is not None:
@@ -328,21 +328,21 @@ class Execution:
 
         path = f"samples/lines-{number:06d}.tbl"
         table = stream_outcomes([(file.file, file.num_lines) for file in files], pieces(), REASON_TABLE)
-        return write_file(self.place.output, path, table)
+        return write_file(self.workspace.output, path, table)
 
     def _former_outcomes(self, base: Manifest) -> Iterator[NDArray[np.uint8]]:
         entry = base.line_outcomes
         if entry is None:
             raise FormatError("the version before must be a corpus, got another dataset.")
         name = entry.path
-        lines = LineOutcomes(Table(LocalStore(self.place.output).map(name), name=name))
+        lines = LineOutcomes(Table(LocalStore(self.workspace.output).map(name), name=name))
         if tuple(zip(lines.names, lines.outcomes, strict=True)) != REASON_TABLE[: len(lines.names)]:
             raise FormatError(f"{name} must have reasons of this shardflow, got others; use a newer one.")
         yield from lines.pieces()
 
 
 def run_tasks(
-    pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+    engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
 ) -> list[TaskDone]:
     """Run tasks; those that fail run a second time, one at a time in a fresh process.
 
@@ -357,22 +357,22 @@ def run_tasks(
     Raises:
         StorageError: A task could not read or write; nothing of an input decides that.
     """
-    failed = _once(pool, tasks, on_done)
+    failed = _once(engine, tasks, on_done)
     if not failed:
         return []
-    pool.restart(1)
-    again = _once(pool, [done.task for done in failed], on_done)
-    pool.restart()
+    engine.restart(1)
+    again = _once(engine, [done.task for done in failed], on_done)
+    engine.restart()
     return again
 
 
-def run_all(pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]) -> None:
+def run_all(engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]) -> None:
     """Run tasks that no input can make fail.
 
     Raises:
         ShardflowError: One failed all the same.
     """
-    failed = run_tasks(pool, tasks, on_done)
+    failed = run_tasks(engine, tasks, on_done)
     if failed:
         raise ShardflowError(
             f"a packing process must do {failed[0].task.kind}, got {failed[0].failure} ({failed[0].detail}); "
@@ -381,12 +381,12 @@ def run_all(pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[s
 
 
 def _once(
-    pool: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+    engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
 ) -> list[TaskDone]:
     failed: list[TaskDone] = []
 
     def take() -> None:
-        done = pool.wait()
+        done = engine.wait()
         if done.failure == "storage":
             raise StorageError(done.detail)
         if done.failure is not None or done.result is None:
@@ -395,9 +395,9 @@ def _once(
             on_done(done.task, done.result)
 
     for task in tasks:
-        while not pool.has_idle:
+        while not engine.has_idle:
             take()
-        pool.submit(task)
-    while pool.num_running:
+        engine.submit(task)
+    while engine.num_running:
         take()
     return failed

@@ -19,19 +19,19 @@ from shardflow.packing.corpora.execution import Base, Execution, run_all, unpack
 from shardflow.packing.corpora.inputs import InputFile, build_plan, discover, list_path, read_list
 from shardflow.packing.corpora.parts import HANDLERS, make_setup
 from shardflow.packing.deid.pseudonyms import SecretKey
-from shardflow.packing.engines.base import ChildLimits, Task, WorkerSetup
-from shardflow.packing.engines.local import ChildPool
+from shardflow.packing.engines.base import Task, WorkerLimits, WorkerSetup
+from shardflow.packing.engines.local import LocalEngine
 from shardflow.packing.engines.worker import peak_memory_bytes
 from shardflow.packing.plan import check_files
 from shardflow.packing.progress import SilentProgress
-from shardflow.packing.workspace import locked_workplace
+from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
     from shardflow.packing.corpora.config import CorpusConfig
     from shardflow.packing.engines.base import Engine
     from shardflow.packing.progress import Progress
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.workspace import Workspace
 
 CorpusMode: TypeAlias = Literal["pack", "append"]
 """``pack`` makes a first version; ``append`` one with new files."""
@@ -124,36 +124,42 @@ def pack_corpus(
         StorageError: Something cannot be read or written; the job can be run again.
         ShardflowError: The packing processes cannot work; the job can be run again.
     """
-    with locked_workplace(config.output, config.private_dir, config.inputs.files) as place:
+    with locked_workspace(config.output, config.private_dir, config.inputs.files) as workspace:
         is_new_key = config.identity.key_file is None and not config.key_file.exists()
         key = SecretKey.create(config.key_file) if is_new_key else SecretKey.load(config.key_file)
-        limits = ChildLimits(
+        limits = WorkerLimits(
             memory_bytes=config.execution.memory_bytes, task_s=_TASK_S, file_bytes=_FILE_BYTES
         )
-        with ChildPool(
+        with LocalEngine(
             config.execution.resolved_num_processes,
             WorkerSetup(
                 limits=limits,
                 handlers=handlers,
-                setup=make_setup(config, place.output, place.work),
-                log_path=place.process_log,
+                setup=make_setup(config, workspace.output, workspace.work),
+                log_path=workspace.process_log,
             ),
-        ) as pool:
-            job = _Job(config=config, place=place, key=key, pool=pool, progress=progress or SilentProgress())
+        ) as engine:
+            job = _Job(
+                config=config,
+                workspace=workspace,
+                key=key,
+                engine=engine,
+                progress=progress or SilentProgress(),
+            )
             return job.make(mode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
     config: CorpusConfig
-    place: Workplace
+    workspace: Workspace
     key: SecretKey
-    pool: Engine
+    engine: Engine
     progress: Progress
     started: float = field(default_factory=time.monotonic)
 
     def make(self, mode: CorpusMode) -> CorpusSummary:
-        store = LocalStore(self.place.output)
+        store = LocalStore(self.workspace.output)
         finished = load(store) if versions(store) else None
         if mode == "append" and finished is None:
             raise ConfigError(
@@ -172,7 +178,7 @@ class _Job:
         files = self._inspect(files)
         if finished is None:
             return self._pack(files, Base())
-        known = read_list(list_path(self.place.private, str(finished.extra.get("plan_digest"))))
+        known = read_list(list_path(self.workspace.private, str(finished.extra.get("plan_digest"))))
         new = _new_files(files, known)
         if mode == "append" and new:
             return self._pack(new, Base(manifest=finished, files=known))
@@ -209,7 +215,7 @@ class _Job:
                 timeout_s = self.config.execution.task_timeout_s
                 yield Task(kind="inspect", payload=payload, timeout_s=timeout_s, handle=start)
 
-        run_all(self.pool, tasks(), done)
+        run_all(self.engine, tasks(), done)
         return [
             replace(
                 file,
@@ -226,9 +232,9 @@ class _Job:
         plan = build_plan(self.config, self.key, files, created_with=created_with, parent=parent)
         execution = Execution(
             config=self.config,
-            place=self.place,
+            workspace=self.workspace,
             key=self.key,
-            pool=self.pool,
+            engine=self.engine,
             progress=self.progress,
             plan=plan,
             base=base,
@@ -249,7 +255,7 @@ class _Job:
     def _finish(
         self, status: CorpusStatus, manifest: Manifest, num_files: int, **facts: Any
     ) -> CorpusSummary:
-        self.place.remove_work()
+        self.workspace.remove_work()
         self.progress.phase("done", 0)
         return CorpusSummary.of_manifest(status, manifest, **self._costs(num_files), **facts)
 
@@ -257,7 +263,7 @@ class _Job:
         return {
             "num_files": num_files,
             "seconds": time.monotonic() - self.started,
-            "peak_memory_bytes": {"job": peak_memory_bytes(), "process": self.pool.peak_memory_bytes},
+            "peak_memory_bytes": {"job": peak_memory_bytes(), "process": self.engine.peak_memory_bytes},
         }
 
 

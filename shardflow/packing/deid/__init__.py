@@ -1,7 +1,8 @@
-"""De-identification: what may leave the hospital, and under which name.
+"""De-identification: which values may be published, and under which names.
 
-Surrogates replace identifiers (`pseudonyms`); technical attributes pass an allowlist that fails closed
-(`allowlist`).
+Surrogates replace identifiers (`pseudonyms`), technical attributes pass an allowlist that fails closed
+(`allowlist`), identifying text is removed from reports (`report_text`), and images that may show text or a
+face are found by rules (`pixel_rules`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""Closed vocabularies: the words that a coded attribute may say. A word that is not here does not leave.
+"""Allowlist of technical attributes and of the values that each may have.
+
+Two gates, both fail closed: an attribute is published only if its keyword is listed here, and only with a
+value of the listed kind: a number within plausible bounds, or a word of a closed vocabulary. A name typed
+into the field for the body part, or a date into the one for the weight, is no such value. Free text is never
+published. Values come from `shardflow.packing.sources.dicom.attributes.read_attributes`.
 
 Source: DICOM PS3.3 (defined terms of each attribute), PS3.16 annex L (body parts) and CID 4010 (mammography
 views), edition 2024b; manufacturers and kernels as found in public collections.
-
-Which technical attributes may leave; everything else stays behind.
-
-Two gates, both fail closed: an attribute leaves only if its keyword is listed here, and only with a value of
-the kind that is listed: a number within plausible bounds, or a word of a closed vocabulary. A name typed into
-the field for the body part, or a date into the one for the weight, is no such value. Free text never leaves
-here.
-
-Owns no parsing: values come from `shardflow.packing.sources.dicom.attributes.read_attributes`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What headers say about people, looked for in a report: those of its study, and of the patient's others.
+"""Known values: finds in a report what the patient's headers say about people.
 
-The surest way to a name in a text is to know it. The values are read when the study is packed, live in the
-memory of that process for as long, and are written nowhere.
+The surest way to find a name in a text is to know it. The values are read when the study is packed, stay in
+the memory of that process, and are written nowhere.
 
-Names that are words too (*White*, *May*, *Stone*) would shred the text if they were masked wherever they
-stand: such a name counts only beside another part of the same name, after a title, or with a capital in the
-middle of a sentence (see docs/adr/0080-known-values-first.md).
+Masking names that are also words (*White*, *May*, *Stone*) wherever they occur would shred the text: such a
+name counts only beside another part of the same name, after a title, or with a capital in the middle of a
+sentence (see docs/adr/0080-report-scrubbing.md).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _PARTICLE: Final = re.compile(
 _TRANSCRIPTION: Final = str.maketrans(
     {"\xe4": "ae", "\xf6": "oe", "\xfc": "ue", "\xe5": "aa", "\xf8": "oe", "\xe6": "ae"}
 )
-"""How a name is written where its letters are missing: Mueller for a name with u umlaut."""
+"""Transcriptions of letters that a keyboard lacks: Mueller for a name with u umlaut."""
 _MAX_ABBREVIATION: Final = 2
 """Letters of what is rather *CT* than a part of a name, in a field for numbers."""
 _LOCAL_DIGITS: Final = 7
@@ -98,7 +98,7 @@ _MAX_VALUES: Final = 256
 
 
 class _Expression(NamedTuple):
-    """How one value may stand in a text."""
+    """Pattern of one value in a text."""
 
     pattern: str
     """Regular expression; empty for a value that is not looked for."""

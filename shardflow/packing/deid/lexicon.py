@@ -1,9 +1,9 @@
-"""The words that reports are made of: what tells a word from a name.
+"""Word lists of reports: tell words from names.
 
-Owns the lists and how a written word is looked up in them. Two kinds of words stand in ``words.txt``: common
-ones (*white*, *may*, *stone*, also when they are somebody's name) and eponyms (*Baker* cyst), which are names
-that mean nobody in the room. ``words_english.txt`` holds many more that are nobody's name; the strict mode
-lets them pass, and no other rule asks for them: what is no name there may be one in another country.
+``words.txt`` holds two kinds of words: common ones (*white*, *may*, *stone*, also when they are somebody's
+name) and eponyms (*Baker* cyst), names that refer to nobody present. ``words_english.txt`` holds many more
+that are nobody's name; only the strict mode lets them pass, since what is no name here may be one in another
+country.
 """
 
 from __future__ import annotations

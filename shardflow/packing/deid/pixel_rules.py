@@ -1,8 +1,8 @@
-"""Which images may show text or a face: rules over header values, from a table that sites extend.
+"""Rules that find images which may show text or a face, from a table over header values that sites extend.
 
-Absent attributes say nothing: that a file does not declare burned-in text is no proof that it has none, so
-the kinds of images that often have some are suspect. No pixel is looked at; docs/deidentification.md says
-what that leaves open.
+An absent attribute proves nothing: a file that does not declare burned-in text may have some, so the kinds of
+images that often have it are suspect. Pixels are not examined; docs/deidentification.md describes what that
+leaves open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Blackout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelVerdict:
-    """What the rules say of a group of like images."""
+    """Verdict of the rules on a group of like images."""
 
     held_back: tuple[str, ...]
     """Names of the rules that keep the images out; none: they may be packed."""

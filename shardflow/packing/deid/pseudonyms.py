@@ -1,14 +1,12 @@
-"""Surrogates: what stands in the dataset where an identifier stood.
+"""Keyed surrogates of identifiers, and dates relative to a keyed origin per patient.
 
-A surrogate is a keyed hash, so every process of every run agrees on it with nothing shared but the key;
-nobody without the key can enumerate patient numbers until one fits. Owns the key file and the two ways of
-using it. See docs/adr/0020-keyed-surrogates.md for why this is not a random table, and what that costs.
+A surrogate is a keyed hash, so every process of every run agrees on it and shares nothing but the key; nobody
+without the key can enumerate patient numbers until one fits. docs/adr/0020-surrogates.md explains why
+this is not a random table, and what that costs.
 
-When a study was made, without saying when: one keyed origin per patient.
-
-The studies of a patient keep their distances in days; the calendar is gone. The origin hangs on nothing but
-the key and the patient identifier, so a study that is added years later falls into its place and no sample
-that is written ever becomes wrong (docs/adr/0081-one-keyed-origin-per-patient.md).
+The studies of a patient keep their distances in days, and the calendar is gone. The origin depends on nothing
+but the key and the patient identifier, so a study that is added years later gets its place, and no written
+sample becomes wrong (docs/adr/0020-surrogates.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Take what identifies a person out of a report; keep what it says about the images.
+"""De-identification of report texts: replaces what identifies a person by its category, such as ``[NAME]``.
 
-Three layers, each looked for in the text as it came: values of this study's headers
-(`shardflow.packing.deid.known_values`), forms (`text_patterns`, `text_dates`), and in the strict mode every word that
-is on no list (`lexicon`). What is found is replaced by its category in brackets, ``[NAME]``. A pattern that
-does not know a form misses it: docs/deidentification.md says what is not promised.
+Three layers search the original text: values of this study's headers (`known_values`), forms such as phone
+numbers and dates (`text_patterns`), and in the strict mode every word that is on no list (`lexicon`). An
+identifier of a form that no pattern describes is missed: docs/deidentification.md says what is not promised.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""Places in a text that must not leave it, by what stands there.
+"""Patterns of identifying text: numbers, addresses, names after a title, dates and times.
 
-What identifies a person by its form: numbers of people and things, addresses, names after a title.
-
-Patterns know no values; `shardflow.packing.deid.known_values` does. Every one of them leaves alone what reports are
-full of: sizes, series and image numbers, levels, sequences, isotopes.
-
-Dates and times in a text, in the forms in which reports have them.
-
-A date without a year looks like a fraction, a level or a count (*12/15 nodes*, *L4/5*, *image 3/14*): it is a
-date only where the words around it say so. The hands of a clock that radiology uses for places (*at the 3:00
-position*) are no time. A year by itself stays.
+Patterns know no values; `known_values` does. Each of them leaves alone what reports are full of: sizes,
+series and image numbers, levels, sequences, isotopes. A date without a year looks like a fraction, a level or
+a count (*12/15 nodes*, *L4/5*, *image 3/14*): it is a date only if the words around it say so. The clock
+positions of radiology (*at the 3:00 position*) are not times. A year by itself stays.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from shardflow.packing.deid.lexicon import fold, lexicon
 
 
 class Category(StrEnum):
-    """What stands at a place; the placeholder is the category in brackets."""
+    """Category of a span; the placeholder is the category in brackets."""
 
     AGE = "AGE"
     """Above 89 years."""
@@ -50,7 +44,7 @@ class Span:
     end: int
     category: Category
     day: date | None = None
-    """What a date says, where it says one day."""
+    """The day of a date that names exactly one."""
 
 
 def merge(spans: Iterable[Span], text: str) -> list[Span]:
@@ -305,7 +299,7 @@ def _is_prose(line: str) -> bool:
 
 
 DateOrder: TypeAlias = Literal["unknown", "mdy", "dmy"]
-"""How a source writes 03/04/2019; unknown: such a date is removed, because nobody can say which day it is."""
+"""Order of day and month in 03/04/2019; if unknown, such a date is removed, because its day is ambiguous."""
 
 _MONTHS: Final = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _MONTH: Final = (

@@ -147,7 +147,7 @@ PROCESS_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         # glibc would give a freed slice back to the kernel at once, and the next one pay for its pages again
-        # (docs/adr/0090). 32 MiB is the largest threshold that it takes; up to 128 MiB are kept.
+        # (docs/adr/0031). 32 MiB is the largest threshold that it takes; up to 128 MiB are kept.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TOP_PAD_": str(4 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
@@ -157,7 +157,7 @@ PROCESS_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChildLimits:
+class WorkerLimits:
     """Limits of one packing process."""
 
     memory_bytes: int
@@ -220,7 +220,7 @@ Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "st
 class WorkerSetup:
     """What a packing process is started with."""
 
-    limits: ChildLimits
+    limits: WorkerLimits
     """What it may take."""
     handlers: str
     """Of the registry, or ``"module:function"``: makes the handler of its tasks."""

@@ -61,7 +61,7 @@ class _Child:
     task: Task | None = None
 
 
-class ChildPool:
+class LocalEngine:
     """Feeds tasks to packing processes; use as a context manager, which ends them all.
 
     Args:

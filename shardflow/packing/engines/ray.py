@@ -34,7 +34,7 @@ from ray.exceptions import RayError
 from shardflow.errors import ShardflowError
 from shardflow.logs import describe_exception
 from shardflow.packing.engines.base import Answer, Task, TaskDone, WorkerSetup, decode, encode
-from shardflow.packing.engines.local import ChildPool
+from shardflow.packing.engines.local import LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ class PackingWorker:
     def __init__(self, start: str, folder: str) -> None:
         with suppress(OSError):
             os.chdir(folder)
-        self._pool = ChildPool(1, decode(WorkerSetup, json.loads(start)))
+        self._pool = LocalEngine(1, decode(WorkerSetup, json.loads(start)))
 
     def pid(self) -> int:
         """Return the process id of the Ray worker."""

@@ -1,6 +1,7 @@
-"""Sources: where samples come from, and why an input could not become part of one.
+"""Sources: readers of images, reports and attachments, and the reasons for which an input is not packed.
 
-`dicom` reads images, `reports` reads texts; `reasons` is the closed list of outcomes both speak.
+`dicom` and `images` read pixels, `reports` and `documents` read text, and `layouts` finds out which study an
+input belongs to. The reasons themselves are part of the format (`shardflow.format.reasons`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attachments: input files that belong to a study and are no images of it.
+"""Interface of attachment kinds: input files that belong to a study and are not images of it.
 
-Segmentations, contours, structured reports, clinical documents, waveforms. What a kind of them must be able
-to do stands here; the kinds themselves lie in packages of their own, and `shardflow.packing` finds the files,
-links them with studies, calls the kinds and writes what they return. The facts by which an attachment is
-linked identify people: they stay in the packing process and in the private folder.
+Segmentations, contours, structured reports, clinical documents and waveforms are attachments. This module
+defines what a kind must implement; `shardflow.packing` finds the files, links them with studies, calls the
+kinds and writes the results. The facts that link an attachment identify people: they stay in the packing
+process and in the private folder.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class StudyContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attached:
-    """What an attachment becomes in a sample."""
+    """Content of an attachment as it is stored in a sample."""
 
     fields: Mapping[str, bytes] = field(default_factory=dict)
     """Fields of their own, by name (docs/format.md, section 4); no other attachment may have one of them."""
@@ -118,7 +118,7 @@ class Attached:
     ``{"annotations": {"rois": [...]}}`` becomes ``annotations.json``. Entries of a list that is called
     ``dangling`` have a ``reason`` and a ``count``, which are added up by reason."""
     reasons: Mapping[int, Reason] = field(default_factory=dict)
-    """Why records (by `AttachmentItem.item`) are not packed; the others are."""
+    """Reasons of records (by `AttachmentItem.item`) that are not packed; the others are."""
 
 
 class AttachmentKind(Protocol):

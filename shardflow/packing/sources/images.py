@@ -1,7 +1,7 @@
-"""Images of every form through one door: DICOM, NIfTI, PNG and JPEG.
+"""Dispatch over image formats: DICOM, NIfTI, PNG and JPEG.
 
-All of them come in as `InstanceHeader` and go out as slices in modality units, so nothing behind this module
-asks what a file was.
+Every format is read as an `InstanceHeader` and decoded to slices in modality units, so the rest of packing
+does not depend on the file format.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""NIfTI volumes, read in the form of an instance header: one frame a slice.
+"""Reader of NIfTI volumes in the form of instance headers: one frame per slice.
 
 The third axis of the file is the slice axis. Rows and columns are turned as radiologists look at them and as
 DICOM stores them: columns run to the left (or, in a sagittal plane, to the back), rows to the back (or down).
-That moves no sample between voxels, and the affine says where they lie, in LPS.
+No sample moves between voxels; the affine gives their places in LPS.
 
-Slope and intercept are applied once: those of the file, or those the layout gives for files without any. A
-file and a layout that both state them are refused.
+Slope and intercept are applied once: those of the file, or those that the layout gives for files without any.
+A file and a layout that both state them are refused.
 
 Source: nifti1.h and nifti2.h of the NIfTI data format working group.
 """
@@ -50,7 +50,7 @@ _LPS_OF_RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Volume:
-    """What the header says."""
+    """Facts of the header."""
 
     shape: tuple[int, int, int, int]
     """i, j, k, time."""

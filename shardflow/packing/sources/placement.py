@@ -1,9 +1,8 @@
-"""What a layout says of one input file: whose image it is, and what its own bytes do not tell.
+"""Placement: the patient, study and further facts that a layout gives for one input file.
 
-A placement crosses from the job to a packing process and lies in the private folder with the header; it
-holds identifiers and goes into no message, log or dataset as it is.
-
-Headers of images whose format knows nothing of patients: a placement and a few facts make one.
+It crosses from the job to a packing process and is kept in the private folder with the header. It holds
+identifiers and goes into no message, log or dataset as it is. For formats that know nothing of patients, a
+placement and a few facts make an instance header.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 
 ImageForm: TypeAlias = Literal["dicom", "nifti", "raster"]
-"""How an image file is read: DICOM, a NIfTI volume, or one PNG or JPEG."""
+"""Format of an image file: DICOM, a NIfTI volume, or one PNG or JPEG."""
 
 Attributes: TypeAlias = Mapping[str, tuple[str, ...] | tuple[float, ...]]
 """DICOM keyword to values, as `shardflow.packing.sources.dicom.attributes.read_attributes` returns them."""
@@ -25,7 +24,7 @@ Attributes: TypeAlias = Mapping[str, tuple[str, ...] | tuple[float, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a file belongs. Empty texts are not known: a DICOM header then has the word."""
+    """Patient, study and further facts of one file. Empty texts are unknown and left to the DICOM header."""
 
     form: ImageForm = "dicom"
     patient: str = ""
@@ -35,7 +34,7 @@ class Placement:
     instance: str = ""
     """Equal for copies of one image."""
     number: int | None = None
-    """What a report calls the image."""
+    """Number of the image in reports."""
     split: str = ""
     """Split of the patient where the data set has official ones; else a keyed hash decides."""
     modality: str = ""
@@ -49,7 +48,7 @@ class Placement:
     spacing_mm: tuple[float, float, float] | None = None
     """Between rows, columns and slices, instead of what a volume's header says."""
     other_ids: tuple[str, ...] = ()
-    """What else names the study, such as an accession number: looked for in its report, to be taken out."""
+    """Further identifiers of the study, such as an accession number, to be removed from its report."""
     rescale: tuple[float, float] | None = None
     """Slope and intercept of a picture, or of a volume whose header has none; applied once."""
 
@@ -71,7 +70,7 @@ class Placement:
         return cls(**known)
 
     def identify(self, said: dict[str, str]) -> dict[str, str]:
-        """Put right what a file says of its identifiers; see `shardflow.packing.sources.dicom.headers.read_header`."""
+        """Return identifiers with those of the placement in place of what the file states."""
         identifiers = {
             "patient_id": self.patient or said["patient_id"],
             "study_instance_uid": self.study or said["study_instance_uid"],

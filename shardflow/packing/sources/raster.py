@@ -1,8 +1,8 @@
-"""PNG and JPEG: one picture a file, read in the form of an instance header, so that all packing is the same.
+"""Reader of PNG and JPEG files in the form of instance headers: one image per file.
 
-The size is read from the file's own head and checked before anything is decoded. OpenCV fills what a cut
-file lacks with gray and says nothing, so a file must be whole: every chunk of a PNG has its checksum looked
-at, and a JPEG must end.
+The size is read from the file's own header and checked before anything is decoded. OpenCV fills the missing
+part of a truncated file with gray and reports nothing, so files are checked for completeness: the checksum of
+every chunk of a PNG, the end marker of a JPEG.
 
 Source: PNG specification (third edition), 5 and 11.2.1; ITU T.81, annex B.
 """

@@ -3,14 +3,14 @@
 A fragment is the contiguous tar members of one sample and a trailer: what became of the study, where its
 fields lie, facts, checksums. Studies are packed in any order by any process; a shard is then the
 concatenation of its fragments in planned order, which is how the same bytes come out of any number of
-processes and restarts (see docs/adr/0030-fragments-per-study.md). A study that cannot be packed leaves a
+processes and restarts (see docs/adr/0030-fragments.md). A study that cannot be packed leaves a
 fragment without members, so that a restart does not try it again.
 
 Which attachment a packing process is converting, in a file that outlives the process.
 
 A process that dies says nothing. Before each attachment it writes the position of that file in the study, and
 takes the note back when all are converted; the job reads what is left when a study has failed, and knows
-whether an attachment or the study did it (docs/adr/0154). No other process packs the study meanwhile.
+whether an attachment or the study did it (docs/adr/0031). No other process packs the study meanwhile.
 
 Fields in the order of their names, though some are made long before their place comes.
 

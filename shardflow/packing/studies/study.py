@@ -124,7 +124,7 @@ class StudyMembers:
         paths: Mapping[int, Path],
         placements: Mapping[int, Placement | None],
         report: bytes | None,
-        kin: Sequence[tuple[Path, Placement | None]] = (),
+        siblings: Sequence[tuple[Path, Placement | None]] = (),
         attachments: Sequence[AttachmentEntry] = (),
         mark: AttachmentMark | None = None,
         report_people: Mapping[str, Sequence[str]] | None = None,
@@ -133,7 +133,7 @@ class StudyMembers:
         self._writer = writer
         self._sample_key = sample_key
         self._report = report
-        self._kin = kin
+        self._siblings = siblings
         self._attachments = attachments
         self._mark = mark
         self._report_people = report_people or {}
@@ -400,7 +400,7 @@ class StudyMembers:
         if self._known_people is None:
             own = [(self._locate(one), self._placements[one.file_index]) for one in self._privacy.examples()]
             self._known_people = []
-            for path, placement in (*own, *self._kin):
+            for path, placement in (*own, *self._siblings):
                 # What cannot be read says nothing here; the study that it belongs to has its own outcome.
                 with suppress(SourceError):
                     people = read_image_people(

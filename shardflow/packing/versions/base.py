@@ -37,7 +37,7 @@ from shardflow.storage import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.workspace import Workspace
 
 # Odd, so that a product keeps all 64 bits apart.
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -185,7 +185,7 @@ class Base:
     known: KnownInputs
 
     @classmethod
-    def open(cls, place: Workplace, manifest: Manifest) -> Self:
+    def open(cls, workspace: Workspace, manifest: Manifest) -> Self:
         """Open a version.
 
         Raises:
@@ -202,7 +202,7 @@ class Base:
             raise ConfigError(
                 "the dataset must hold studies, got a text corpus; pack it anew without the lines to remove."
             )
-        known = KnownInputs(place.private_ledger(plan_digest))
+        known = KnownInputs(workspace.private_ledger(plan_digest))
         counts = count_outcomes(known.reason)
         if counts != {
             "packed": manifest.counts.packed,
@@ -213,7 +213,7 @@ class Base:
                 "the private ledger must hold the inputs of the dataset's newest version, got other numbers "
                 "(inputs-*.jsonl); restore it from a copy."
             )
-        table = Table(LocalStore(place.output).map(manifest.samples.path), name=manifest.samples.path)
+        table = Table(LocalStore(workspace.output).map(manifest.samples.path), name=manifest.samples.path)
         return cls(manifest=manifest, samples=SamplesTable(table), known=known)
 
     @property

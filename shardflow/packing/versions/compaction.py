@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from shardflow.packing.progress import Progress
     from shardflow.packing.versions.files import NewestVersion
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.workspace import Workspace
 
 _Status: TypeAlias = Literal["compacted", "nothing_new"]
 
@@ -74,7 +74,7 @@ def compact(
     """
     said = progress or SilentProgress()
     with open_newest(output, private) as newest:
-        store, manifest, uploader = LocalStore(newest.place.output), newest.base.manifest, newest.uploader
+        store, manifest, uploader = LocalStore(newest.workspace.output), newest.base.manifest, newest.uploader
         holed = [shard for shard in manifest.shards if shard.num_removed]
         if holed:
             manifest = _write(newest, said)
@@ -82,7 +82,7 @@ def compact(
             uploader.finish()
         deleted = tuple(number for number in versions(store) if number != manifest.manifest_version)
         if deletes_old:
-            _delete_old(newest.place, manifest, deleted)
+            _delete_old(newest.workspace, manifest, deleted)
             if uploader is not None:
                 uploader.erase_unnamed()
     said.phase("done", 0)
@@ -97,7 +97,7 @@ def compact(
 
 def _write(newest: NewestVersion, progress: Progress) -> Manifest:
     base, uploader = newest.base, newest.uploader
-    dataset = Dataset(LocalStore(newest.place.output), base.manifest)
+    dataset = Dataset(LocalStore(newest.workspace.output), base.manifest)
     entries: dict[int, list[SampleEntry]] = {}
     numbers = {number: number for number in range(len(base.manifest.shards))}
     for entry in sample_entries(base.samples, numbers):
@@ -173,21 +173,21 @@ def _rewrite(
     return shard, samples
 
 
-def _delete_old(place: Workplace, manifest: Manifest, numbers: Sequence[int]) -> None:
+def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]) -> None:
     """Delete earlier versions, oldest first: at any moment those that are left are whole."""
     for number in numbers:
-        (place.output / manifest_path(number)).unlink(missing_ok=True)
-    fsync_directory(place.output)
-    remove_strangers(place.output, [manifest])
-    for page in place.output.glob("report*.html"):
+        (workspace.output / manifest_path(number)).unlink(missing_ok=True)
+    fsync_directory(workspace.output)
+    remove_strangers(workspace.output, [manifest])
+    for page in workspace.output.glob("report*.html"):
         if manifest.page is None or page.name != manifest.page.path:
             page.unlink()
     # Counts and entities for readers of those versions, sample by sample.
-    kept = {manifest.dataset_id, *view_digests(LocalStore(place.output), [manifest])}
-    for folder in [*place.output.glob("tokens/*/*"), *place.output.glob("views/*/*")]:
+    kept = {manifest.dataset_id, *view_digests(LocalStore(workspace.output), [manifest])}
+    for folder in [*workspace.output.glob("tokens/*/*"), *workspace.output.glob("views/*/*")]:
         if folder.is_dir() and folder.name not in kept:
             shutil.rmtree(folder)
-    current = place.private_ledger(str(manifest.extra["plan_digest"]))
-    for ledger in place.private.glob("inputs-*.jsonl"):
+    current = workspace.private_ledger(str(manifest.extra["plan_digest"]))
+    for ledger in workspace.private.glob("inputs-*.jsonl"):
         if ledger != current:
             ledger.unlink()

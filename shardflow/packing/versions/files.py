@@ -48,7 +48,7 @@ from shardflow.packing.inventory import (
 )
 from shardflow.packing.upload import uploader_of
 from shardflow.packing.versions.base import Base, file_identity
-from shardflow.packing.workspace import locked_workplace
+from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore
 from shardflow.storage.local import write_atomic
 from shardflow.viewing import Bounds, gather, render_page
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from shardflow.packing.progress import Progress
     from shardflow.packing.upload import Uploader
     from shardflow.packing.versions.base import KnownInputs
-    from shardflow.packing.versions.ingest import Intake
-    from shardflow.packing.workspace import Workplace
+    from shardflow.packing.versions.ingest import Ingested
+    from shardflow.packing.workspace import Workspace
     from shardflow.storage import ByteStore
 
 _ROWS_AT_ONCE: Final = 1024
@@ -110,12 +110,12 @@ def columns_of_known(known: KnownInputs, reason: NDArray[np.uint8]) -> LedgerCol
     return LedgerColumns(known.surrogate, known.kind, reason, known.study, known.keys)
 
 
-def columns_of_intake(intake: Intake, base: Base | None) -> LedgerColumns:
+def ledger_columns(ingested: Ingested, base: Base | None) -> LedgerColumns:
     """Put together what a job decided and what it left as it was.
 
     The studies of ``base`` have the same numbers in both.
     """
-    report_kind = np.full(len(intake.reports), REPORT_KIND, np.uint8)
+    report_kind = np.full(len(ingested.reports), REPORT_KIND, np.uint8)
     parts = [
         (
             table.surrogate[chosen],
@@ -123,19 +123,19 @@ def columns_of_intake(intake: Intake, base: Base | None) -> LedgerColumns:
             table.reason[chosen],
             table.study[chosen],
         )
-        for table, kind in ((intake.files, intake.files.kind), (intake.reports, report_kind))
+        for table, kind in ((ingested.files, ingested.files.kind), (ingested.reports, report_kind))
         for chosen in [table.reason != CARRIED]
     ]
-    if base is not None and intake.scope is not None:
-        kept, known = ~intake.scope.is_decided, base.known
+    if base is not None and ingested.scope is not None:
+        kept, known = ~ingested.scope.is_decided, base.known
         parts.append((known.surrogate[kept], known.kind[kept], known.reason[kept], known.study[kept]))
     surrogate, kind_, reason, study = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return LedgerColumns(surrogate, kind_, reason, study, intake.files.studies.keys)
+    return LedgerColumns(surrogate, kind_, reason, study, ingested.files.studies.keys)
 
 
-def is_unchanged(base: Base, intake: Intake) -> bool:
+def is_unchanged(base: Base, ingested: Ingested) -> bool:
     """Tell whether every input ended as the version before says."""
-    now, before = columns_of_intake(intake, base), base.known
+    now, before = ledger_columns(ingested, base), base.known
     order, former = np.argsort(now.surrogate, kind="stable"), np.argsort(before.surrogate, kind="stable")
     return np.array_equal(now.surrogate[order], before.surrogate[former]) and np.array_equal(
         now.reason[order], before.reason[former]
@@ -168,7 +168,7 @@ def write_ledger(output: Path, path: str, columns: LedgerColumns) -> LedgerEntry
 
 
 def write_private_ledger(
-    place: Workplace, plan_digest: str, intake: Intake, inputs: InputsConfig, base: Base | None = None
+    workspace: Workspace, plan_digest: str, ingested: Ingested, inputs: InputsConfig, base: Base | None = None
 ) -> None:
     """Write one JSON line for each input: surrogate, path or place, sample key, outcome, content.
 
@@ -179,7 +179,9 @@ def write_private_ledger(
     Raises:
         StorageError: It cannot be written.
     """
-    write_atomic(place.private_ledger(plan_digest), _lines(intake, inputs, base), replace=True, mode=0o600)
+    write_atomic(
+        workspace.private_ledger(plan_digest), _lines(ingested, inputs, base), replace=True, mode=0o600
+    )
 
 
 def encode_entry(entry: Mapping[str, Any]) -> bytes:
@@ -187,10 +189,10 @@ def encode_entry(entry: Mapping[str, Any]) -> bytes:
     return json.dumps(entry, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def _lines(intake: Intake, inputs: InputsConfig, base: Base | None) -> Iterator[bytes]:
-    files, reports, studies = intake.files, intake.reports, intake.files.studies
-    if base is not None and intake.scope is not None:
-        for entry in base.known.entries(np.flatnonzero(~intake.scope.is_decided).tolist()):
+def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Iterator[bytes]:
+    files, reports, studies = ingested.files, ingested.reports, ingested.files.studies
+    if base is not None and ingested.scope is not None:
+        for entry in base.known.entries(np.flatnonzero(~ingested.scope.is_decided).tolist()):
             yield encode_entry(entry)
 
     def line(
@@ -208,11 +210,11 @@ def _lines(intake: Intake, inputs: InputsConfig, base: Base | None) -> Iterator[
             }
         )
 
-    sizes = np.fromiter((file.num_bytes for file in intake.discovered), np.int64, len(intake.discovered))
+    sizes = np.fromiter((file.num_bytes for file in ingested.discovered), np.int64, len(ingested.discovered))
     identities = file_identity(files.digest, sizes[files.source])
     for number, source_file in enumerate(files.source.tolist()):
         if files.reason[number] != CARRIED:
-            path = str(intake.discovered[source_file].path(inputs.roots).absolute())
+            path = str(ingested.discovered[source_file].path(inputs.roots).absolute())
             code, study = int(files.reason[number]), int(files.study[number])
             kind = INPUT_KINDS[int(files.kind[number])]
             yield line(files.surrogate[number], code, study, kind, {"path": path}, int(identities[number]))
@@ -327,7 +329,7 @@ class NewVersion:
 class NewestVersion:
     """The newest version of a dataset, open for a change that takes in no input: removal or compaction."""
 
-    place: Workplace
+    workspace: Workspace
     base: Base
     uploader: Uploader | None
 
@@ -362,7 +364,7 @@ class NewestVersion:
             page=base.page,
             extra={**base.extra, "next_shards": base.next_shards, **extra},
         )
-        return write_version(self.place.output, new, progress, self.uploader)
+        return write_version(self.workspace.output, new, progress, self.uploader)
 
 
 @contextmanager
@@ -373,11 +375,11 @@ def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
         ConfigError: The folders are no dataset and its private folder, or another job works there.
         StorageError: Something cannot be read or written.
     """
-    with locked_workplace(output, private) as place:
-        base = Base.open(place, load(LocalStore(place.output)))
-        with uploader_of(place) as uploader:
-            yield NewestVersion(place=place, base=base, uploader=uploader)
-        place.remove_work()
+    with locked_workspace(output, private) as workspace:
+        base = Base.open(workspace, load(LocalStore(workspace.output)))
+        with uploader_of(workspace) as uploader:
+            yield NewestVersion(workspace=workspace, base=base, uploader=uploader)
+        workspace.remove_work()
 
 
 def write_version(

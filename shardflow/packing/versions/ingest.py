@@ -29,8 +29,8 @@ from shardflow.packing.versions.scope import (
     Scope,
     make_scope,
     quarantined_rows,
-    recognise_files,
-    recognise_reports,
+    recognize_files,
+    recognize_reports,
 )
 from shardflow.packing.workspace import write_plainly
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardflow.packing.progress import Progress
     from shardflow.packing.sources.layouts.base import Layout
     from shardflow.packing.versions.base import Base, KnownInputs
-    from shardflow.packing.workspace import RecordedOutcomes, Workplace
+    from shardflow.packing.workspace import CrashLog, Workspace
 
 _FILES_OF_STUDY: Final = 4
 _MAX_STUDIES: Final = 32
@@ -55,7 +55,7 @@ def representatives(surrogates: NDArray[np.bytes_]) -> NDArray[np.int64]:
     return np.argsort(surrogates, kind="stable")[:_FILES_OF_STUDY].astype(np.int64)
 
 
-def unfound_kin(
+def missing_siblings(
     known: KnownInputs, studies: StudyTable, scope: Scope, is_found: NDArray[np.bool_]
 ) -> list[int]:
     """Return known files, of patients with a study to pack, that are read with it and were not found.
@@ -83,7 +83,7 @@ def unfound_kin(
     return [row for row in chosen if not is_found[row]]
 
 
-class Kin:
+class Siblings:
     """Knows which files to read with a study besides its own.
 
     Args:
@@ -118,7 +118,7 @@ ReadHeaders = Callable[[Sequence[DiscoveredFile], StudyTable], "FileTable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Intake:
+class Ingested:
     """The inputs of a job, before anything is packed."""
 
     discovered: Sequence[DiscoveredFile]
@@ -137,15 +137,15 @@ class Ingest:
     inputs: InputsConfig
     layout: Layout
     key: SecretKey
-    place: Workplace
+    workspace: Workspace
     progress: Progress
 
-    def everything(self, discovered: Sequence[DiscoveredFile]) -> Intake:
+    def everything(self, discovered: Sequence[DiscoveredFile]) -> Ingested:
         """Take in everything for a first version."""
         files = self.read_headers(discovered, StudyTable())
-        return Intake(discovered=discovered, files=files, reports=self._link(files.studies))
+        return Ingested(discovered=discovered, files=files, reports=self._link(files.studies))
 
-    def more(self, mode: GrowMode, base: Base, discovered: Sequence[DiscoveredFile]) -> Intake:
+    def more(self, mode: GrowMode, base: Base, discovered: Sequence[DiscoveredFile]) -> Ingested:
         """Take in what a next version is made of.
 
         Args:
@@ -157,33 +157,33 @@ class Ingest:
         found = list(discovered)
         if mode == "retry":
             found += _recall(known, np.flatnonzero(_files_to_retry(base)).tolist(), inputs)
-        kin: list[int] = []
+        siblings: list[int] = []
         while True:
             studies = StudyTable(dict(zip(known.keys, known.patients, strict=True)))
             for sample_key in known.keys:
                 studies.add(sample_key, "", 0)
             files = self.read_headers(found, studies)
             reports = self._link(files.studies)
-            found_files = recognise_files(known, self.key, files, found, inputs.roots)
-            found_reports = recognise_reports(known, self.key, reports, inputs.reports or Path())
-            if kin:
+            found_files = recognize_files(known, self.key, files, found, inputs.roots)
+            found_reports = recognize_reports(known, self.key, reports, inputs.reports or Path())
+            if siblings:
                 # They are read with others' reports; nothing is decided about them, whatever they hold now.
-                of_kin = slice(len(found) - len(kin), len(found))
-                found_files.row[of_kin], found_files.replaced[of_kin] = kin, NEW
+                of_siblings = slice(len(found) - len(siblings), len(found))
+                found_files.row[of_siblings], found_files.replaced[of_siblings] = siblings, NEW
             scope = make_scope(mode, base, files, reports, found_files, found_reports)
             # A study is packed whole or not at all: its other files are fetched from where they lay.
             if len(scope.missing):
                 found += _recall(known, scope.missing.tolist(), inputs)
                 continue
-            if not kin and (len(reports) or files.attachments):
+            if not siblings and (len(reports) or files.attachments):
                 is_found = np.zeros(len(known), np.bool_)
                 is_found[found_files.row[found_files.row != NEW]] = True
-                kin = unfound_kin(known, files.studies, scope, is_found)
-                if kin:
-                    found += _recall(known, kin, inputs)
+                siblings = missing_siblings(known, files.studies, scope, is_found)
+                if siblings:
+                    found += _recall(known, siblings, inputs)
                     continue
-            scope = replace(scope, num_known=scope.num_known - len(kin))
-            return Intake(discovered=found, files=files, reports=reports, scope=scope)
+            scope = replace(scope, num_known=scope.num_known - len(siblings))
+            return Ingested(discovered=found, files=files, reports=reports, scope=scope)
 
     def _link(self, studies: StudyTable) -> ReportTable:
         if self.inputs.reports is None:
@@ -194,27 +194,27 @@ class Ingest:
             self.layout.reports(),
             studies,
             self.key,
-            self.place.reports,
+            self.workspace.reports,
             several=layout.reports_of_one_study,
             copies=layout.report_of_several_studies == "copy",
         )
 
 
-def lift_deaths(base: Base, recorded: RecordedOutcomes, place: Workplace) -> None:
+def clear_crash_log(base: Base, crash_log: CrashLog, workspace: Workspace) -> None:
     """Forget the recorded deaths of what a `retry` tries again: once, so that a stopped one does not.
 
     Raises:
         StorageError: Something cannot be written.
     """
     mark = base.manifest.dataset_id.encode("ascii")
-    if place.retry_mark.exists() and place.retry_mark.read_bytes() == mark:
+    if workspace.retry_mark.exists() and workspace.retry_mark.read_bytes() == mark:
         return
     known = base.known
     rows = quarantined_rows(known)
     studies = known.study[rows & (known.study != NO_STUDY)]
     names = {known.keys[study] for study in np.unique(studies).tolist()}
-    recorded.lift(names | {name.decode("ascii") for name in known.surrogate[rows].tolist()})
-    write_plainly(place.retry_mark, mark)
+    crash_log.lift(names | {name.decode("ascii") for name in known.surrogate[rows].tolist()})
+    write_plainly(workspace.retry_mark, mark)
 
 
 def _files_to_retry(base: Base) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -25,7 +25,7 @@ from shardflow.packing.progress import SilentProgress
 from shardflow.packing.studies.privacy import counts_without
 from shardflow.packing.versions.base import sample_entries
 from shardflow.packing.versions.files import encode_entry, open_newest
-from shardflow.packing.workspace import RecordedOutcomes
+from shardflow.packing.workspace import CrashLog
 from shardflow.storage import LocalStore
 from shardflow.storage.local import write_atomic
 
@@ -112,9 +112,9 @@ def remove(
             "a sample key must match [a-z0-9]{1,64}, got another text; take it from the ledger."
         )
     with open_newest(output, private) as newest:
-        place, base, uploader = newest.place, newest.base, newest.uploader
+        workspace, base, uploader = newest.workspace, newest.base, newest.uploader
         manifest = base.manifest
-        key = SecretKey.load(key_file or place.private / "secret.key")
+        key = SecretKey.load(key_file or workspace.private / "secret.key")
         if key.key_id != manifest.key_id:
             raise ConfigError(
                 "the secret key must be the one that the dataset was packed with, got another one; "
@@ -130,7 +130,7 @@ def remove(
             uploader.finish()
             uploader.erase_unnamed()
         # Once more after a kill: what an earlier, unfinished job left here may be of the removed studies.
-        RecordedOutcomes(place.recorded_outcomes).lift(removed.studies)
+        CrashLog(workspace.crash_log).lift(removed.studies)
         return RemovalSummary(
             status="removed" if is_new else "nothing_new",
             dataset_id=manifest.dataset_id,
@@ -158,7 +158,7 @@ def _resolve(base: Base, key: SecretKey, withdrawn: Withdrawn) -> tuple[_Removed
 
 
 def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Manifest:
-    place, base, manifest = newest.place, newest.base, newest.base.manifest
+    workspace, base, manifest = newest.workspace, newest.base, newest.base.manifest
     kept = [
         entry
         for entry in sample_entries(base.samples, {n: n for n in range(len(manifest.shards))})
@@ -171,7 +171,7 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
         )
     facts = [manifest.dataset_id, sorted(removed.studies), sorted(removed.patients)]
     plan_digest = hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
-    write_atomic(place.private_ledger(plan_digest), _forget(base, removed), replace=True, mode=0o600)
+    write_atomic(workspace.private_ledger(plan_digest), _forget(base, removed), replace=True, mode=0o600)
     reason = base.known.reason.copy()
     reason[_is_removed(base, removed)] = reason_code(Reason.CONSENT_WITHDRAWN)
     return newest.replace(
@@ -187,7 +187,7 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
 
 def _deidentification(newest: NewestVersion, removed: _Removed) -> dict[str, Any]:
     base, manifest, uploader = newest.base, newest.base.manifest, newest.uploader
-    store = LocalStore(newest.place.output) if uploader is None else uploader.store(manifest)
+    store = LocalStore(newest.workspace.output) if uploader is None else uploader.store(manifest)
     keys = base.samples.column("sample_key").tolist()
     rows = [row for row, key in enumerate(keys) if key.decode("ascii") in removed.studies]
     recorded: Any = manifest.extra.get("deidentification", {})

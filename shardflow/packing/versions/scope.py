@@ -46,7 +46,7 @@ _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
 
 @dataclass(frozen=True, slots=True)
-class Recognised:
+class Recognized:
     """What is known of the found inputs of one kind."""
 
     row: NDArray[np.int64]
@@ -55,13 +55,13 @@ class Recognised:
     """``(n,)``: row whose name and place a new input took, or -1."""
 
 
-def recognise_files(
+def recognize_files(
     known: KnownInputs,
     key: SecretKey,
     files: FileTable,
     discovered: Sequence[DiscoveredFile],
     roots: Sequence[Path],
-) -> Recognised:
+) -> Recognized:
     """Recognise files, and give new ones a surrogate that no other input has."""
     sizes = np.fromiter((file.num_bytes for file in discovered), np.int64, len(discovered))
     identity = file_identity(files.digest, sizes[files.source])
@@ -80,7 +80,7 @@ def recognise_files(
     return _name(known, key, "input", files.surrogate, _Found(row, named, identity, path))
 
 
-def recognise_reports(known: KnownInputs, key: SecretKey, reports: ReportTable, source: Path) -> Recognised:
+def recognize_reports(known: KnownInputs, key: SecretKey, reports: ReportTable, source: Path) -> Recognized:
     """Recognise reports, and give new ones a surrogate that no other input has."""
     rows = np.flatnonzero(known.is_report)
     identity = ranked(reports.identity)
@@ -103,7 +103,7 @@ class _Found:
 
 def _name(
     known: KnownInputs, key: SecretKey, kind: str, surrogate: NDArray[np.bytes_], found: _Found
-) -> Recognised:
+) -> Recognized:
     """Write the final surrogates; find the known inputs whose place holds something else now."""
     row, replaced = found.row, np.full(len(found.row), -1, np.int64)
     is_matched = np.zeros(len(known), np.bool_)
@@ -124,7 +124,7 @@ def _name(
         surrogate[number] = name.encode("ascii")
         taken.add(surrogate[number])
     surrogate[row != NEW] = known.surrogate[row[row != NEW]]
-    return Recognised(row, replaced)
+    return Recognized(row, replaced)
 
 
 def _find(
@@ -178,8 +178,8 @@ def make_scope(
     base: Base,
     files: FileTable,
     reports: ReportTable,
-    found_files: Recognised,
-    found_reports: Recognised,
+    found_files: Recognized,
+    found_reports: Recognized,
 ) -> Scope:
     """Decide what the job decides; everything else in the tables becomes `CARRIED`.
 
@@ -195,8 +195,8 @@ class _Scoping:
         base: Base,
         files: FileTable,
         reports: ReportTable,
-        found_files: Recognised,
-        found_reports: Recognised,
+        found_files: Recognized,
+        found_reports: Recognized,
     ) -> None:
         self._is_append = mode == "append"
         self._known = base.known

@@ -1,8 +1,7 @@
-"""Which images does this sentence speak of? From findings of a report to the slices that show them.
+"""Alignment of report findings with the slices that show them, by weighted rules.
 
-Rules with weights, each answer with its confidence and its evidence. Plain JSON objects in and out:
-``study.json``, ``report.json`` and ``annotations.json`` become ``alignment.json``
-(docs/format.md, section 4).
+Each answer has a confidence and its evidence. Inputs and output are plain JSON objects: ``study.json``,
+``report.json`` and ``annotations.json`` become ``alignment.json`` (docs/format.md, section 4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a report's findings to the slices that show them."""
+"""Alignment of one study: collects the evidence of all rules and combines it for each finding."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""The weights of the rules, as configuration with a digest.
+"""Evidence that a finding is seen on some slices of one series: weights of the rules, and their combination.
 
-The defaults are the published starting points (docs/alignment.md) where generated studies gave no reason to
-change them; `benchmarks/alignment` measures them on studies that no weight was chosen with.
+The default weights are the published starting points (docs/reports.md) where generated studies gave no
+reason to change them; `benchmarks/alignment` measures them on studies that no weight was chosen with.
 
-A piece of evidence: that a finding is seen on some slices of one series.
-
-What several pieces of evidence about one series say together.
-
-Independent evidence that agrees (its slices overlap) is combined by noisy-or; where it names other slices the
-strongest alone counts, and less. Evidence of one family is one source: the same mention, or the same drawing,
-is not counted twice.
+Independent evidence that agrees (its slices overlap) is combined by noisy-or; where it names other slices,
+only the strongest counts, and less. Evidence of one family is one source: the same mention, or the same
+drawing, is not counted twice.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ Share = Annotated[float, Bounds(0, 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentRules:
-    """What each kind of evidence is worth, and what lowers it."""
+    """Weights of the kinds of evidence, and of what lowers them."""
 
     threshold: Share = 0.7
     """Entity samples are made of what lies strictly above."""
@@ -108,13 +104,13 @@ class Evidence:
     weights: Mapping[int, float]
     """Slice to weight; the highest is 1 where the finding is seen best."""
     confidence: float
-    """That the slices of the highest weight show it, from this evidence alone."""
+    """Confidence that the slices of the highest weight show it, from this evidence alone."""
     is_region: bool = False
     """Whether the slices are those of a region that the finding is somewhere in."""
     modifiers: tuple[str, ...] = ()
-    """What lowered the confidence."""
+    """Modifiers that lowered the confidence."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What it rests on, as JSON."""
+    """Its source, as JSON."""
 
     @property
     def is_pointed(self) -> bool:

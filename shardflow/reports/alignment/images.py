@@ -1,7 +1,7 @@
-"""The images of a study as reports speak of them: series and image numbers, planes, views.
+"""Images of a study as reports refer to them: series and image numbers, planes and views.
 
-Reads ``study.json`` (docs/format.md, section 4). Numbers are those of the source (SeriesNumber,
-InstanceNumber, of a multi-frame image the frame's), never places in a list.
+They come from ``study.json`` (docs/format.md, section 4). Numbers are those of the source (SeriesNumber,
+InstanceNumber, of a multi-frame image the frame's), never positions in a list.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SeriesFacts:
 
     @property
     def num_slices(self) -> int:
-        """How many slices it has."""
+        """Number of its slices."""
         return len(self.numbers)
 
     def slices_of(self, first: int, last: int) -> tuple[int, ...]:

@@ -1,12 +1,9 @@
-"""Which findings and marked regions speak of the same thing: concepts, anatomy, sides, sizes.
+"""Comparison of findings and marked regions (concept, anatomy, side, size), and rule E7: anatomical levels.
 
 Names are compared through the lexicon of `shardflow.reports`: equal, or one a kind (or part) of the other.
-
-E7: where in a scanned body part such anatomy usually lies. Never enough by itself.
-
-The table ``levels.csv`` gives shares of the scanned height, from the head's side down: rough places for
-whole examinations of a body part. The best linear rules of this kind miss by 6 mm and more, so the weight
-is capped.
+The table ``levels.csv`` gives shares of the scanned height, from the head's side down: rough places for whole
+examinations of a body part. The best linear rules of this kind miss by 6 mm and more, so the weight is
+capped, and this evidence is never enough by itself.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _SAME_MM = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a report says of one finding."""
+    """A finding as the report describes it."""
 
     entity: int
     """Its place in ``report.json``."""
@@ -61,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """What the words of a label name."""
+    """The concepts that a label names."""
 
     findings: frozenset[str]
     anatomy: frozenset[str]

@@ -1,17 +1,11 @@
-"""Which finding a mention of an image belongs to: the nearest one in its clause.
+"""Rules E1, E2 and E6: images that the report names, and projection images where it names none.
 
-A mention in parentheses belongs to what stands in them, else to what stands to the left; a mention that
-*shows* something to what follows. A clause without a finding looks at its sentence, a sentence without one
-at the sole finding of the sentence before.
-
-Words around a mention that narrow down what it means: planes, contrast, views, totals, defaults.
-
-E1 and E2: the images that the report names, found by their numbers.
-
-A number that fits several places (two series of one number, an image whose series is left open) is worth its
-share of one. Nothing is found by a place in a list.
-
-E6: studies of projection images, where a finding is on a picture of the whole.
+A mention belongs to the nearest finding of its clause. A mention in parentheses belongs to what stands in
+them, else to what stands to the left; a mention that *shows* something to what follows. A clause without a
+finding takes the one of its sentence, a sentence without one the only finding of the sentence before. Words
+around the mention narrow it down: planes, contrast, views, totals. Images are found by their numbers, never
+by their position in a list; if several fit (two series of one number, a mention without series), each has a
+share of the weight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which drawings of ``annotations.json`` are of one thing: several readers, several series.
+"""Rules E3, E4 and E5: regions that people or models marked on the images (``annotations.json``).
 
-E3, E4 and E5: what people or models have marked on the images (``annotations.json``).
+Drawings of one lesion by several readers or in several series are grouped first.
 """
 
 from __future__ import annotations

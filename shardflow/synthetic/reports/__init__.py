@@ -1,4 +1,4 @@
-"""Templated reports: text in which every finding, mention and distractor is known by its span."""
+"""Templated reports, in which the span of every finding, mention and distractor is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole reports: sections, style, what is said of which lesion, and what of earlier studies."""
+"""Composition of a whole report: its sections and style, which lesions it describes, and how."""
 
 from __future__ import annotations
 

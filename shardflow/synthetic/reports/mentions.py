@@ -1,9 +1,7 @@
-"""A text under construction that remembers where everything stands.
+"""Report text with marks, and the ways in which reports name images.
 
-A sentence is a list of pieces: plain strings, and marks, whose place in the final text becomes the truth.
+A sentence is a list of pieces: plain strings, and marks, whose span in the final text becomes the truth.
 Offsets count characters from 0; the text is ASCII, so they are bytes too.
-
-Ways in which reports name images, and which instances each of them means.
 """
 
 from __future__ import annotations
@@ -156,7 +154,7 @@ class Sighting:
 
     @property
     def best(self) -> Appearance:
-        """Where most of it is seen; the first of equals."""
+        """The instance that shows most of it; the first of equals."""
         return max(self.appearances, key=lambda item: (item.num_pixels, -item.item.instance_number))
 
     @property

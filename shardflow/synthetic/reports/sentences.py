@@ -1,7 +1,4 @@
-"""What generated reports are made of: names of findings, places and sentences around them.
-
-Sentences of generated reports, each with the marks that make its truth.
-"""
+"""Sentences of generated reports: names of findings, places, and the marks that make the truth."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "splenic cyst": ("cyst", "splenic cyst"),
     "white matter lesion": ("white matter lesion", "white matter focus", "T2 hyperintense focus"),
 }
-"""How a lesion is called; the truth keeps the label."""
+"""Names of a lesion in reports; the truth keeps the label."""
 
 ABSENT_FINDINGS: dict[Region, tuple[str, ...]] = {
     "chest": (

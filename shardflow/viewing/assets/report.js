@@ -11,7 +11,7 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// What stands behind the names of evidence: docs/alignment.md.
+// What stands behind the names of evidence: docs/reports.md.
 const EVIDENCE = {
   E1: "series and image named", E2: "image named, series left open", E3: "region marked as this finding",
   E4: "region marked in this place", E5: "outline of the organ", E6: "view of the whole part",

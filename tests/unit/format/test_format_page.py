@@ -26,7 +26,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 def _dump(name: str) -> bytes:
     """Read a hex dump of the page."""
-    match = re.search(rf"^```hex {name}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    match = re.search(rf'^```hex title="{name}"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
     if match is None:
         pytest.fail(f"docs/format.md has no hex dump {name}")
     data = bytearray()
@@ -36,7 +36,7 @@ def _dump(name: str) -> bytes:
         offset, _, rest = line.partition("  ")
         while len(data) < int(offset, 16):
             data += data[-16:]
-        data += bytes.fromhex(rest[:47])
+        data += bytes.fromhex(rest[:35])
     return bytes(data)
 
 

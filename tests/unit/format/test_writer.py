@@ -101,7 +101,7 @@ def test_the_loader_streams_it(tmp_path: Path) -> None:
         Dataset.open(tmp_path / "d"),
         split="train",
         seed=1,
-        spec=BatchSpec(micro_batch_size=4, micro_batches_per_step=1),
+        batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1),
     )
     keys = [key for batch in loader for key in batch.keys if key is not None]
     assert sorted(keys) == sorted(f"k{number}" for number in range(12))
@@ -226,7 +226,7 @@ def test_a_failed_manifest_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> str:
         raise StorageError("no space")
 
-    monkeypatch.setattr("shardflow.format.manifest.commit", fail)
+    monkeypatch.setattr("shardflow.format.writer.commit", fail)
     with pytest.raises(StorageError, match="no space"):
         write(tmp_path / "d")
     assert not list((tmp_path / "d").iterdir())

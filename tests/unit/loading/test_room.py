@@ -20,7 +20,7 @@ def test_a_micro_batch_larger_than_the_machine_is_an_error_of_configuration(tmp_
     url = make_dataset(tmp_path / "a", num_samples=2)
     view = ImageView(num_slices=10**6, rows=10**4, columns=10**4)
     spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=1)
-    loader = Loader(Dataset.open(url), split="train", spec=spec, seed=1, config=LoaderConfig(view=view))
+    loader = Loader(Dataset.open(url), split="train", batch=spec, seed=1, config=LoaderConfig(view=view))
     with pytest.raises(
         ConfigError, match=r"image int16 \[2, 1000000, 10000, 10000\] must fit into the .* GB"
     ):

@@ -20,7 +20,7 @@ from shardflow.monitoring.tuner_numbers import (
     default_settings,
     measure_window,
 )
-from shardflow.telemetry import KnobLimit, Move
+from shardflow.telemetry import Move, TunableLimit
 from shardflow.telemetry.intervals import setting_text
 from tests.tuner_system import Job, Settings, System
 
@@ -290,7 +290,7 @@ def test_observing_proposes_and_changes_nothing() -> None:
 def test_settings_without_limits_are_never_touched() -> None:
     job, moves = JOBS["decode"], list[Move]()
     system = System(job, start(1, 1), seed=3)
-    limits = {"loader.num_threads": KnobLimit(least=1, most=1)}
+    limits = {"loader.num_threads": TunableLimit(least=1, most=1)}
     tuner = Tuner(system.values, limits, report=moves.append)
     assert all(tuner.step(system.step(), number) is None for number in range(2 * SETTLE_STEPS))
     assert [move.kind for move in moves] == ["settle"]
@@ -299,7 +299,7 @@ def test_settings_without_limits_are_never_touched() -> None:
 def test_a_larger_share_of_the_disk_is_granted_while_the_store_is_read() -> None:
     job, moves = JOBS["storage"], list[Move]()
     system = System(job, start(1, 8), seed=3)
-    limits = {"cache.max_bytes": KnobLimit(least=0, most=300)}
+    limits = {"cache.max_bytes": TunableLimit(least=0, most=300)}
     tuner = Tuner({**system.values, "cache.max_bytes": 200}, limits, report=moves.append)
     changes = [tuner.step(system.step(), number) for number in range(SETTLE_STEPS)]
     found = [change for change in changes if change is not None]

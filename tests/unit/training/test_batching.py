@@ -54,7 +54,7 @@ def test_settings_become_a_batch_spec(tiny: TinyInput) -> None:
     assert (spec.budget.max_tokens, spec.budget.cost.max_text_tokens, spec.tail) == (60, 24, "mask")
     assert spec.lanes >= 1
     assert spec_of(config_of(tiny, *BUDGET, "batch.lanes=3"), select(dataset, "train")).lanes == 3
-    loader = Loader(dataset, split="train", spec=spec, seed=3, world=World())
+    loader = Loader(dataset, split="train", batch=spec, seed=3, world=World())
     assert loader.num_steps >= 1
 
 
@@ -67,7 +67,7 @@ def test_budgets_are_filled_by_counts_of_the_runs_tokenizer(tiny: TinyInput) -> 
     spec = spec_of(config, select(dataset, "train"))
     assert spec.budget is not None
     assert spec.budget.cost.tokenizer == counter.digest
-    assert Loader(dataset, split="train", spec=spec, seed=3).summary().num_dropped >= 0
+    assert Loader(dataset, split="train", batch=spec, seed=3).summary().num_dropped >= 0
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_run_under_a_budget_is_as_long_as_its_epochs_and_goes_on_after_a_stop(
     settings = (*BUDGET, "batch.lanes=2", "run.num_epochs=3")
     dataset = Dataset.open(tiny.dataset)
     spec = spec_of(tiny_config(tiny, tmp_path, *settings), select(dataset, "train"))
-    loader = Loader(dataset, split="train", spec=spec, seed=3)
+    loader = Loader(dataset, split="train", batch=spec, seed=3)
     lengths = [loader.num_steps_in(epoch) for epoch in range(3)]
     whole = train(tiny_config(tiny, tmp_path / "whole", *settings, "data.eval_split=val"))
     assert whole.global_step == whole.num_steps == sum(lengths)

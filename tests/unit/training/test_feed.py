@@ -44,7 +44,7 @@ def open_loader(tiny: TinyInput, per_step: int = 2, prefetch_bytes: int = 1 << 2
     return Loader(
         Dataset.open(tiny.dataset),
         split="train",
-        spec=BatchSpec(micro_batch_size=2, micro_batches_per_step=per_step),
+        batch=BatchSpec(micro_batch_size=2, micro_batches_per_step=per_step),
         seed=1,
         config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16), prefetch_bytes=prefetch_bytes),
     )
@@ -164,9 +164,9 @@ def test_settings_change_between_steps_under_a_feed_that_is_one_ahead(tiny: Tiny
             one = Noting()
             list(step_inputs(feed, 2, one))
             found += [entry.keys for entry in one.taken]
-            loader.knobs.set("loader.num_threads", 1 + step % 2)
+            loader.tunables.set("loader.num_threads", 1 + step % 2)
             if step in (0, 2):
-                loader.knobs.set("loader.execution", ("process", "", "threads")[step])
+                loader.tunables.set("loader.execution", ("process", "", "threads")[step])
             handed_over.append(feed.apply_pending())
             if step < loader.num_steps - 1:
                 assert loader.position.step == step + 1

@@ -23,7 +23,7 @@ def batches(tiny: TinyInput) -> list[Batch]:
     loader = Loader(
         Dataset.open(tiny.dataset),
         split="val",
-        spec=BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask"),
+        batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask"),
         seed=1,
         config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),
     )
@@ -70,7 +70,7 @@ def test_on_a_cpu_images_are_not_copied_and_their_memory_stays(
     loader = Loader(
         Dataset.open(tiny.dataset),
         split="train",
-        spec=BatchSpec(micro_batch_size=4, micro_batches_per_step=1),
+        batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1),
         seed=1,
         config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16), prefetch_bytes=1),
     )

@@ -53,7 +53,7 @@ def trainer(**settings: object) -> Trainer:
 
 
 def data(tiny: TinyInput) -> ShardDataModule:
-    return ShardDataModule(tiny.dataset, spec=SPEC, config=CONFIG, eval_split="val")
+    return ShardDataModule(tiny.dataset, batch=SPEC, config=CONFIG, eval_split="val")
 
 
 def test_every_validation_sees_every_sample_once_and_in_the_same_order(tiny: TinyInput) -> None:

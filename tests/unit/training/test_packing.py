@@ -98,7 +98,7 @@ def batches(tiny: TinyInput, split: str = "val") -> list[Batch]:
     loader = Loader(
         Dataset.open(tiny.dataset),
         split=split,
-        spec=BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask"),
+        batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask"),
         seed=1,
         config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),
     )

@@ -239,7 +239,9 @@ def test_a_plan_fills_budgets_by_the_counts(dataset: Dataset, tokenizer: Path) -
     )
     # A tokenizer of 300 tokens makes more of a report than one in four bytes.
     assert plan.num_steps > estimated.num_steps
-    loader = Loader(dataset, split="train", spec=spec, seed=3, config=LoaderConfig(text=False, num_threads=1))
+    loader = Loader(
+        dataset, split="train", batch=spec, seed=3, config=LoaderConfig(text=False, num_threads=1)
+    )
     state = loader.state_dict()
     assert len(json.dumps(state)) < 1024
     assert LoaderState.from_json(json.loads(json.dumps(state))).spec == spec

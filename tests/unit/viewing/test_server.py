@@ -191,7 +191,7 @@ def test_study_slices_and_masks(viewer: Viewer) -> None:
     assert get(viewer, "/api/samples/99")[0] == 400
 
 
-def stretch(viewer: Viewer, path: str) -> tuple[dict[str, str], Any]:
+def excerpt(viewer: Viewer, path: str) -> tuple[dict[str, str], Any]:
     status, headers, body = get(viewer, path)
     assert status == 200, body
     shape = (int(headers["X-Channels"]), int(headers["X-Columns"]), 2)
@@ -199,18 +199,18 @@ def stretch(viewer: Viewer, path: str) -> tuple[dict[str, str], Any]:
 
 
 def test_a_stretch_of_a_recording_in_its_unit(viewer: Viewer) -> None:
-    headers, found = stretch(viewer, f"/api/samples/0/waveforms/0/0?start=50&count={ECG_HZ}&columns=1000")
+    headers, found = excerpt(viewer, f"/api/samples/0/waveforms/0/0?start=50&count={ECG_HZ}&columns=1000")
     assert found.shape == (len(LEADS), ECG_HZ, 2)
     assert headers["X-Per-Column"] == "1"
     assert (found[0, :50] == 0.5).all()
     assert (found[0, 50:] == -0.5).all()
     assert not found[1:].any()
     # The last samples: as many as there are.
-    assert stretch(viewer, "/api/samples/0/waveforms/0/0?start=1990&count=500")[1].shape[1] == 10
+    assert excerpt(viewer, "/api/samples/0/waveforms/0/0?start=1990&count=500")[1].shape[1] == 10
 
 
 def test_a_long_recording_is_condensed_to_what_each_column_reaches(viewer: Viewer) -> None:
-    headers, found = stretch(viewer, "/api/samples/0/waveforms/1/0?columns=900")
+    headers, found = excerpt(viewer, "/api/samples/0/waveforms/1/0?columns=900")
     assert headers["X-Per-Column"] == str(3600 * RESP_HZ // 900)
     assert found.shape == (1, 900, 2)
     # Stored up to 100 either way, a gain of -0.5 and an offset of 1: a column holds a whole breath.
@@ -218,7 +218,7 @@ def test_a_long_recording_is_condensed_to_what_each_column_reaches(viewer: Viewe
     assert found[0, 10:, 1].min() >= 50.0
     assert (found[0, :2, 0] < found[0, :2, 1]).all()
     # No sample for ten seconds is no number, and nothing near it is drawn down to what stands there.
-    _, near = stretch(viewer, f"/api/samples/0/waveforms/1/0?start=0&count={30 * RESP_HZ}&columns=1000")
+    _, near = excerpt(viewer, f"/api/samples/0/waveforms/1/0?start=0&count={30 * RESP_HZ}&columns=1000")
     assert np.isnan(near[0, 10 * RESP_HZ : 20 * RESP_HZ]).all()
     assert np.nanmax(np.abs(near)) <= 51.0
 
@@ -245,7 +245,7 @@ def test_documents_are_text(viewer: Viewer) -> None:
 
 
 def test_a_recording_that_is_too_large_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardflow.viewing.studies.MOST_BYTES", 1000)
+    monkeypatch.setattr("shardflow.viewing.studies.MAX_BYTES", 1000)
     with Viewer(Dataset.open(folder)) as viewer:
         status, _, body = get(viewer, "/api/samples/0/waveforms/0/0")
     assert (status, b"at most" in body) == (400, True)
@@ -403,3 +403,46 @@ def test_the_end_leaves_alone_what_takes_too_long(folder: Path, monkeypatch: pyt
             answer.result(DEADLINE_S)
     left.join(DEADLINE_S)
     assert not left.is_alive()
+
+
+def _connect(viewer: Viewer) -> socket.socket:
+    host, port = urlsplit(viewer.url).netloc.split(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
+def test_half_open_connections_are_bounded_and_keep_nobody_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.viewing.server._MAX_CONNECTIONS", 4)
+    before = set(_request_threads())
+    with Viewer(Dataset.open(folder)) as viewer:
+        slow = [_connect(viewer) for _ in range(12)]
+        for connection in slow[:8]:
+            assert not connection.recv(1)  # closed by the server
+        assert get(viewer, "/")[0] == 200
+        limit_s = time.monotonic() + DEADLINE_S
+        while len(set(_request_threads()) - before) > 4 and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        assert len(set(_request_threads()) - before) <= 4
+        for connection in slow:
+            connection.close()
+
+
+def test_a_connection_too_many_is_closed_if_all_are_being_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.viewing.server._MAX_CONNECTIONS", 1)
+    viewer, held = _held(folder, monkeypatch)
+    with viewer, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(get, viewer, "/")
+        assert held.is_asked.wait(DEADLINE_S)
+        with _connect(viewer) as connection:
+            assert not connection.recv(1)
+        held.may_answer.set()
+        assert answer.result(DEADLINE_S)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/?" + "&".join(f"a{n}=1" for n in range(21)), "ftp://[a/"])
+def test_an_address_that_cannot_be_parsed_is_a_bad_request(folder: Path, path: str) -> None:
+    with Viewer(Dataset.open(folder)) as viewer:
+        assert get(viewer, path)[0] == 400

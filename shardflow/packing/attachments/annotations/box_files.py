@@ -1,20 +1,15 @@
-"""Tables of boxes: a row a box, with the image it lies in.
+"""Readers of annotation files that name images: box tables (CSV), COCO (JSON) and LIDC-IDRI (XML).
 
-Columns are found by the names that public tables use; an image is named by its SOP Instance UID, or by what
-the layout calls it, with or without a folder and a suffix.
+Tables have one box per row; their columns are found by the names that public tables use. An image is named by
+its SOP Instance UID or by its name in the layout, with or without a folder and a suffix.
 
-JSON of COCO: boxes, polygons and run lengths, with the image each lies in.
+In LIDC-IDRI, up to four readers drew independently. A nodule's number is a reader's own: outlines of one
+nodule by several readers share nothing but their place, so these regions have no tracking key. An edge map is
+the border outside of a nodule, in whole pixels. ``inclusion`` FALSE cuts the inside of another outline out. A
+map of one point is a nodule below 3 mm, or not a nodule.
 
-Source: cocodataset.org, "Data format"; run lengths go down the columns, as its reference code has them.
-
-XML of LIDC-IDRI: what up to four readers drew, each by itself.
-
-A nodule's number is a reader's own: what several readers drew of one nodule has nothing in common but its
-place, so these regions have no tracking key. An edge map is the border outside of a nodule, in whole pixels.
-``inclusion`` FALSE cuts the inside of another outline out. A map of one point is a nodule below 3 mm, or
-something that is none.
-
-Source: LIDC-IDRI, "LIDC XML file documentation" of The Cancer Imaging Archive.
+Source: cocodataset.org, "Data format" (run lengths go down the columns, as its reference code has them);
+"LIDC XML file documentation" of The Cancer Imaging Archive.
 """
 
 from __future__ import annotations
@@ -33,7 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.reasons import Reason, source_error
-from shardflow.packing.attachments.annotations.book import OpenRegion, RegionBook, RegionFacts, unite_outlines
+from shardflow.packing.attachments.annotations.region_writer import (
+    OpenRegion,
+    RegionFacts,
+    RegionWriter,
+    unite_outlines,
+)
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target, Targets
 from shardflow.packing.sources.attachments import AttachmentItem
 
@@ -57,7 +57,7 @@ _MAX_FIELD: Final = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Columns:
-    """Which column of a table is what."""
+    """Columns of a table, by role."""
 
     image: str
     study: str
@@ -91,20 +91,20 @@ def describe_boxes(path: Path, limits: AnnotationLimits) -> list[AttachmentItem]
     ]
 
 
-def read_boxes(path: Path, items: Sequence[int], targets: Targets, book: RegionBook) -> None:
+def read_boxes(path: Path, items: Sequence[int], targets: Targets, writer: RegionWriter) -> None:
     """Read the rows of some images into regions, one a row.
 
     Args:
         path: The file.
         items: Numbers of the images, as `describe_boxes` counts them.
         targets: The stored series of their study.
-        book: Takes the regions.
+        writer: Takes the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     wanted, numbers = set(items), dict[str, int]()
-    for columns, row in _rows(path, book.limits):
+    for columns, row in _rows(path, writer.limits):
         image = row[columns.image]
         if numbers.setdefault(image, len(numbers)) not in wanted:
             continue
@@ -115,22 +115,22 @@ def read_boxes(path: Path, items: Sequence[int], targets: Targets, book: RegionB
         box = _numbers(cells)
         frame = _numbers([row[columns.frame]]) if columns.frame else None
         if box is None:
-            book.dangling("DEGENERATE")
+            writer.dangling("DEGENERATE")
             continue
         if columns.has_size:
             box = [box[0], box[1], box[0] + box[2], box[1] + box[3]]
         places = find_image(targets, image, () if frame is None else (int(frame[0]),))
         if not places:
-            book.dangling("IMAGE_NOT_PACKED")
+            writer.dangling("IMAGE_NOT_PACKED")
             continue
         label = row[columns.label] if columns.label else ""
-        region = book.open(RegionFacts(kind="box", source="csv", label=label))
+        region = writer.open(RegionFacts(kind="box", source="csv", label=label))
         for target, index in places:
             region.add_box(target, index, box)
 
 
 def image_names(name: str) -> tuple[str, ...]:
-    """What an image may be called that a table names: as it stands, without folders, without its suffixes."""
+    """Return the names under which a table may list an image: in full, without folders, without suffixes."""
     base = name.replace("\\", "/").rpartition("/")[2]
     stems = [base]
     for suffix in (".gz", ".dcm", ".dicom", ".jpg", ".jpeg", ".png", ".nii"):
@@ -220,19 +220,19 @@ def describe_coco(path: Path, limits: AnnotationLimits) -> list[AttachmentItem]:
     return items
 
 
-def read_coco(path: Path, items: Sequence[int], targets: Targets, book: RegionBook) -> None:
+def read_coco(path: Path, items: Sequence[int], targets: Targets, writer: RegionWriter) -> None:
     """Read the annotations of some images into regions, one each.
 
     Args:
         path: The file.
         items: Places of the images in the file's list.
         targets: The stored series of their study.
-        book: Takes the regions.
+        writer: Takes the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
-    images, annotations, categories = _load(path, book.limits)
+    images, annotations, categories = _load(path, writer.limits)
     names = {str(one.get("id")): str(one.get("name", "")) for one in categories}
     chosen = {str(images[item].get("id")): images[item] for item in items if item < len(images)}
     for annotation in annotations:
@@ -241,11 +241,11 @@ def read_coco(path: Path, items: Sequence[int], targets: Targets, book: RegionBo
             continue
         places = next(filter(None, (find_image(targets, name) for name in _names_of(image))), [])
         if not places:
-            book.dangling("IMAGE_NOT_PACKED")
+            writer.dangling("IMAGE_NOT_PACKED")
             continue
         drawn = annotation.get("segmentation")
         kind = "contour" if isinstance(drawn, list) and drawn else "segmentation" if drawn else "box"
-        region = book.open(
+        region = writer.open(
             RegionFacts(
                 kind=kind,  # type: ignore[arg-type] # three of the kinds
                 source="coco",
@@ -254,29 +254,29 @@ def read_coco(path: Path, items: Sequence[int], targets: Targets, book: RegionBo
             )
         )
         for target, index in places:
-            _draw(annotation, region, target, index, book)
+            _draw(annotation, region, target, index, writer)
 
 
 def _draw(
-    annotation: Mapping[str, Any], region: OpenRegion, target: Target, index: int, book: RegionBook
+    annotation: Mapping[str, Any], region: OpenRegion, target: Target, index: int, writer: RegionWriter
 ) -> None:
     drawn = annotation.get("segmentation")
     if isinstance(drawn, list) and drawn:
         outlines = [outline for outline in map(_outline, drawn) if outline is not None]
-        book.dangling("DEGENERATE", len(drawn) - len(outlines))
+        writer.dangling("DEGENERATE", len(drawn) - len(outlines))
         if outlines:
             # Parts of one region: where two overlap, both are of it.
             region.add_outlines(target, index, outlines, unite_outlines(outlines, *target.shape))
     elif isinstance(drawn, dict):
         mask = unpack_runs(drawn.get("counts"), drawn.get("size"), target.shape)
         if mask is None:
-            book.dangling("GRID_MISMATCH")
+            writer.dangling("GRID_MISMATCH")
         else:
             region.add_mask(target, index, mask)
     else:
         box = _finite(annotation.get("bbox"))
         if box is None or len(box) != 4:
-            book.dangling("DEGENERATE")
+            writer.dangling("DEGENERATE")
         else:
             x, y, width, height = box
             region.add_box(target, index, (x, y, x + width, y + height))
@@ -390,22 +390,22 @@ def describe_lidc(path: Path, limits: AnnotationLimits) -> AttachmentItem:
     )
 
 
-def read_lidc(path: Path, targets: Targets, book: RegionBook) -> None:
+def read_lidc(path: Path, targets: Targets, writer: RegionWriter) -> None:
     """Read an XML into regions: a nodule of a reader each, or a place that a reader found to be none.
 
     Args:
         path: The file.
         targets: The stored series of its study.
-        book: Takes the regions.
+        writer: Takes the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
-    root = _parse(path, book.limits)
+    root = _parse(path, writer.limits)
     for reader, session in enumerate(root.iter("readingSession")):
         for name, tag in (("nodule", "unblindedReadNodule"), ("", "nonNodule")):
             for drawn in session.iter(tag):
-                region = book.open(
+                region = writer.open(
                     RegionFacts(
                         kind="contour" if name else "point",
                         source="lidc-xml",
@@ -414,10 +414,10 @@ def read_lidc(path: Path, targets: Targets, book: RegionBook) -> None:
                         flags=() if name else ("non_nodule",),
                     )
                 )
-                _read_drawing(drawn, region, targets, book)
+                _read_drawing(drawn, region, targets, writer)
 
 
-def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, book: RegionBook) -> None:
+def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, writer: RegionWriter) -> None:
     kept: dict[tuple[int, int], list[Floats]] = defaultdict(list)
     holes: dict[tuple[int, int], list[Floats]] = defaultdict(list)
     series: dict[int, Target] = {}
@@ -425,10 +425,10 @@ def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, book:
         points = np.array([*_points(roi)], np.float64).reshape(-1, 2) + 0.5
         places = targets.find(_text(roi.find("imageSOP_UID")))
         if not places:
-            book.dangling("IMAGE_NOT_PACKED")
+            writer.dangling("IMAGE_NOT_PACKED")
             continue
         if not len(points):
-            book.dangling("DEGENERATE")
+            writer.dangling("DEGENERATE")
             continue
         is_hole = _text(roi.find("inclusion")).upper() == "FALSE"
         for target, index in places:
@@ -441,7 +441,7 @@ def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, book:
         target, index = series[place[0]], place[1]
         if not kept[place]:
             # A hole in nothing: the reader excluded what no outline of the same nodule holds.
-            book.dangling("DEGENERATE", len(holes[place]))
+            writer.dangling("DEGENERATE", len(holes[place]))
             continue
         inside, cut = (
             unite_outlines(outlines, *target.shape, is_border_outside=True)

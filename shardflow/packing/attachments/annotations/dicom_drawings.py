@@ -1,24 +1,13 @@
-"""Key object selections: images that somebody marked, with the reason as a code.
+"""Readers of drawings in DICOM objects: key object selections, presentation states, structure sets and SR.
 
-Source: DICOM PS3.16, TID 2010 and CID 7010.
+Of typed texts and layer names only a word of the lexicon is kept. The tree of a structured report is read
+whatever its template: a container with coordinates, with references to images or segments and with numbers is
+a group of measurements. Vendors deviate from the template (TID 1500), and what highdicom refuses to parse (it
+is strict, by design) still has coordinates; see docs/adr/0132.
 
-Graphic annotations of presentation states: what somebody drew on an image to show it.
-
-Texts and the names of layers are what that somebody typed; of a text only a word of the lexicon is kept.
-
-Source: DICOM PS3.3, C.10.4 (Displayed Area), C.10.5 (Graphic Annotation) and C.10.6 (Spatial Transformation).
-
-Structure sets of radiotherapy: contours in space, filled in the slices that they lie in.
-
-Source: DICOM PS3.3, C.8.8.5 (Structure Set), C.8.8.6 (ROI Contour) and C.8.8.8 (RT ROI Observations).
-
-Structured reports of measurements (TID 1500 and its relatives): regions, points, numbers.
-
-The tree is read as it stands, whatever its template: a container with coordinates, with references to images
-or segments and with numbers is a group of measurements. Reports of makers deviate from the template, and what
-highdicom refuses to parse (it is strict, by design) still has coordinates; see docs/adr/0134.
-
-Source: DICOM PS3.16, TID 1410, 1411, 1500 and 1501; PS3.3, C.18.6 and C.18.9 (coordinates).
+Source: DICOM PS3.16, TID 1410, 1411, 1500, 1501 and 2010, CID 7010; PS3.3, C.8.8.5 (Structure Set), C.8.8.6
+(ROI Contour), C.8.8.8 (RT ROI Observations), C.10.4 (Displayed Area), C.10.5 (Graphic Annotation), C.10.6
+(Spatial Transformation), C.18.6 and C.18.9 (coordinates).
 """
 
 from __future__ import annotations
@@ -30,7 +19,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardflow.packing.attachments.annotations.book import Dangling, OpenRegion, RegionBook, RegionFacts
 from shardflow.packing.attachments.annotations.dicom_objects import (
     Group,
     Node,
@@ -57,33 +45,39 @@ from shardflow.packing.attachments.annotations.geometry import (
     place_points,
     store_outlines,
 )
+from shardflow.packing.attachments.annotations.region_writer import (
+    Dangling,
+    OpenRegion,
+    RegionFacts,
+    RegionWriter,
+)
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target, Targets
 from shardflow.packing.attachments.annotations.vocabulary import allow_code, allow_unit, side_of_code
 from shardflow.packing.sources.attachments import AttachmentItem
 
 
-def read_key_objects(path: Path, targets: Targets, book: RegionBook) -> None:
+def read_key_objects(path: Path, targets: Targets, writer: RegionWriter) -> None:
     """Read a selection into one region, whose slices are the marked images.
 
     Args:
         path: The file.
         targets: The stored series of its study.
-        book: Takes the region.
+        writer: Takes the region.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     with parsing():
-        dataset = open_object(path, book.limits)
+        dataset = open_object(path, writer.limits)
         title = code_of(dataset, "ConceptNameCodeSequence")
-        region = book.open(RegionFacts(kind="key_image", source="ko", code=title))
-        for node in walk(dataset, book.limits):
+        region = writer.open(RegionFacts(kind="key_image", source="ko", code=title))
+        for node in walk(dataset, writer.limits):
             if node.value_type != "IMAGE":
                 continue
             for uid, frames in references_of(items_of(node.item, "ReferencedSOPSequence")):
                 places = targets.find(uid, frames)
                 if not places:
-                    book.dangling("IMAGE_NOT_PACKED")
+                    writer.dangling("IMAGE_NOT_PACKED")
                 for target, index in places:
                     region.add_slice(target, index)
 
@@ -99,19 +93,19 @@ _COMPOUND: Final = {
 """Compound graphics that can be drawn, as simple ones; rulers, arrows and axes of others are left out."""
 
 
-def read_presentation_state(path: Path, targets: Targets, book: RegionBook) -> None:
+def read_presentation_state(path: Path, targets: Targets, writer: RegionWriter) -> None:
     """Read a presentation state into regions, one a graphic.
 
     Args:
         path: The file.
         targets: The stored series of its study.
-        book: Takes the regions.
+        writer: Takes the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     with parsing():
-        dataset = open_object(path, book.limits)
+        dataset = open_object(path, writer.limits)
         everything = [
             reference
             for one in items_of(dataset, "ReferencedSeriesSequence")
@@ -122,27 +116,27 @@ def read_presentation_state(path: Path, targets: Targets, book: RegionBook) -> N
             named = references_of(items_of(annotation, "ReferencedImageSequence")) or everything
             places = [place for uid, frames in named for place in targets.find(uid, frames)]
             if not places:
-                book.dangling("IMAGE_NOT_PACKED" if named else "NO_REFERENCE")
+                writer.dangling("IMAGE_NOT_PACKED" if named else "NO_REFERENCE")
                 continue
             label = _label(annotation)
             for graphic in items_of(annotation, "GraphicObjectSequence"):
                 kind = text_of(graphic, "GraphicType")
                 units = text_of(graphic, "GraphicAnnotationUnits")
                 points = numbers_of(graphic, "GraphicData")
-                _add(dataset, kind, points, units, turn, places, label, book)
+                _add(dataset, kind, points, units, turn, places, label, writer)
             for graphic in items_of(annotation, "CompoundGraphicSequence"):
                 kind = _COMPOUND.get(text_of(graphic, "CompoundGraphicType"), "")
                 units = text_of(graphic, "CompoundGraphicUnits")
-                _add(dataset, kind, numbers_of(graphic, "GraphicData"), units, turn, places, label, book)
+                _add(dataset, kind, numbers_of(graphic, "GraphicData"), units, turn, places, label, writer)
             for text in items_of(annotation, "TextObjectSequence"):
                 units = text_of(text, "AnchorPointAnnotationUnits")
                 point = numbers_of(text, "AnchorPoint", 2)
                 if point is not None:
-                    _add(dataset, "POINT", point, units, turn, places, label, book)
+                    _add(dataset, "POINT", point, units, turn, places, label, writer)
 
 
 def _label(annotation: Any) -> str:
-    """First text of an annotation; the book lets only words of the lexicon pass."""
+    """First text of an annotation; the writer lets only words of the lexicon pass."""
     texts = (text_of(one, "UnformattedTextValue") for one in items_of(annotation, "TextObjectSequence"))
     return next((text for text in texts if text), "")
 
@@ -155,24 +149,24 @@ def _add(
     turn: int,
     places: Sequence[Place],
     label: str,
-    book: RegionBook,
+    writer: RegionWriter,
 ) -> None:
     """Add one graphic to all images that it is drawn on."""
     if not kind or numbers is None or len(numbers) < 2 or len(numbers) % 2:
-        book.dangling("UNSUPPORTED_SHAPE" if not kind else "DEGENERATE")
+        writer.dangling("UNSUPPORTED_SHAPE" if not kind else "DEGENERATE")
         return
     if units not in ("DISPLAY", "PIXEL"):
-        book.dangling("UNSUPPORTED_SHAPE")
+        writer.dangling("UNSUPPORTED_SHAPE")
         return
     is_point = kind == "POINT"
-    region = book.open(RegionFacts(kind="point" if is_point else "graphic", source="gsps", label=label))
+    region = writer.open(RegionFacts(kind="point" if is_point else "graphic", source="gsps", label=label))
     by_slice: BySlice = defaultdict(list)
     for target, index in places:
         points = numbers.reshape(-1, 2)
         if units == "DISPLAY":
             area = _displayed_area(dataset, target.instances[index][0], target)
             points = _from_display(points, area, is_turned=turn in (90, 270))
-        add_shape(region, kind, points.ravel(), target, index, book, by_slice)
+        add_shape(region, kind, points.ravel(), target, index, writer, by_slice)
     store_outlines(region, by_slice)
 
 
@@ -215,19 +209,19 @@ def describe_structure_set(path: Path, limits: AnnotationLimits) -> AttachmentIt
         return object_item(dataset, instances, [text_of(one, "SeriesInstanceUID") for one in series])
 
 
-def read_structure_set(path: Path, targets: Targets, book: RegionBook) -> None:
+def read_structure_set(path: Path, targets: Targets, writer: RegionWriter) -> None:
     """Read a structure set into regions, one a ROI.
 
     Args:
         path: The file.
         targets: The stored series of its study.
-        book: Takes the regions.
+        writer: Takes the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     with parsing():
-        dataset = open_object(path, book.limits)
+        dataset = open_object(path, writer.limits)
         rois = {number_of(one, "ROINumber"): one for one in items_of(dataset, "StructureSetROISequence")}
         observed = {
             number_of(one, "ReferencedROINumber"): one
@@ -241,8 +235,8 @@ def read_structure_set(path: Path, targets: Targets, book: RegionBook) -> None:
             in_space = targets.of_frame(text_of(roi, "ReferencedFrameOfReferenceUID") or frame)
             drawn_on = [target for target in in_space if target in series]
             outlines = items_of(contours, "ContourSequence")
-            region = book.open(_facts(roi, observed.get(number), outlines))
-            _read_contours(outlines, region, targets, drawn_on or in_space, book)
+            region = writer.open(_facts(roi, observed.get(number), outlines))
+            _read_contours(outlines, region, targets, drawn_on or in_space, writer)
 
 
 def _referenced_series(dataset: Any) -> Iterator[Any]:
@@ -268,7 +262,7 @@ def _read_contours(
     region: OpenRegion,
     targets: Targets,
     in_space: Sequence[Target],
-    book: RegionBook,
+    writer: RegionWriter,
 ) -> None:
     """Gather the outlines of each slice, because one may be a hole in another; then store them."""
     closed: dict[tuple[int, int], tuple[Target, list[tuple[float, Floats]]]] = {}
@@ -276,12 +270,12 @@ def _read_contours(
         kind = text_of(contour, "ContourGeometricType")
         data = numbers_of(contour, "ContourData")
         if kind not in _CLOSED | _OPEN:
-            book.dangling("UNSUPPORTED_SHAPE")
+            writer.dangling("UNSUPPORTED_SHAPE")
         elif data is None or len(data) % 3 or len(data) < (9 if kind in _CLOSED else 3):
-            book.dangling("DEGENERATE")
+            writer.dangling("DEGENERATE")
         else:
             points = data.reshape(-1, 3)
-            book.count_points(len(points))
+            writer.count_points(len(points))
             references = references_of(items_of(contour, "ContourImageSequence"))
             named = [place for uid, frames in references for place in targets.find(uid, frames)]
             places: Sequence[Placed] | Dangling
@@ -291,7 +285,7 @@ def _read_contours(
                 places = place_outline(points, in_space, named)
             if isinstance(places, str):
                 is_missing = references and not named
-                book.dangling("IMAGE_NOT_PACKED" if is_missing else places)
+                writer.dangling("IMAGE_NOT_PACKED" if is_missing else places)
                 continue
             if references and not named:
                 region.flags.add("by_position")
@@ -338,25 +332,25 @@ def describe_report_object(path: Path, limits: AnnotationLimits) -> AttachmentIt
         return object_item(dataset, instances, [text_of(one, "SeriesInstanceUID") for one in series])
 
 
-def read_structured_report(path: Path, targets: Targets, book: RegionBook) -> None:
+def read_structured_report(path: Path, targets: Targets, writer: RegionWriter) -> None:
     """Read a report into regions, one a group of measurements.
 
     Args:
         path: The file.
         targets: The stored series of its study.
-        book: Takes the regions.
+        writer: Takes the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     with parsing():
-        dataset = open_object(path, book.limits)
-        for group in groups_of(dataset, book.limits):
+        dataset = open_object(path, writer.limits)
+        for group in groups_of(dataset, writer.limits):
             shapes = [node for node in group.nodes if node.value_type in _SHAPES]
             images = [node for node in group.nodes if node.value_type == "IMAGE" and not _is_of_shape(node)]
             numbers = [node for node in group.nodes if node.value_type == "NUM"]
             if shapes or (images and numbers):
-                _read_group(dataset, group, shapes, images, numbers, targets, book)
+                _read_group(dataset, group, shapes, images, numbers, targets, writer)
 
 
 def _is_of_shape(node: Node) -> bool:
@@ -370,7 +364,7 @@ def _read_group(
     images: list[Node],
     numbers: list[Node],
     targets: Targets,
-    book: RegionBook,
+    writer: RegionWriter,
 ) -> None:
     measured = [fact for fact in (_measurement(node) for node in numbers) if fact is not None]
     is_segment = any(
@@ -378,7 +372,7 @@ def _read_group(
         and number_of(items_of(node.item, "ReferencedSOPSequence")[0], "ReferencedSegmentNumber") is not None
         for node in images
     )
-    region = book.open(
+    region = writer.open(
         RegionFacts(
             kind=_kind(shapes),
             source="sr-tid1500",
@@ -397,24 +391,24 @@ def _read_group(
         kind = text_of(node.item, "GraphicType")
         points = numbers_of(node.item, "GraphicData")
         if points is None:
-            book.dangling("DEGENERATE")
+            writer.dangling("DEGENERATE")
         elif node.value_type == "SCOORD3D":
             frame = text_of(node.item, "ReferencedFrameOfReferenceUID")
-            add_shape_in_space(region, kind, points, targets.of_frame(frame), book, by_slice)
+            add_shape_in_space(region, kind, points, targets.of_frame(frame), writer, by_slice)
         else:
             references = references_of(images_under(dataset, node))
             places = [place for uid, frames in references for place in targets.find(uid, frames)]
             if not places:
-                book.dangling("IMAGE_NOT_PACKED" if references else "NO_REFERENCE")
+                writer.dangling("IMAGE_NOT_PACKED" if references else "NO_REFERENCE")
             for target, index in places:
-                add_shape(region, kind, points, target, index, book, by_slice)
+                add_shape(region, kind, points, target, index, writer, by_slice)
     if not shapes:
-        _add_images(region, images, targets, book)
+        _add_images(region, images, targets, writer)
     store_outlines(region, by_slice)
 
 
 def _kind(shapes: list[Node]) -> Any:
-    """What a group draws; numbers alone, or of a line, are a measurement."""
+    """Return the kind of region of a group; numbers alone, or of a line, are a measurement."""
     types = {text_of(node.item, "GraphicType") for node in shapes}
     if types and types <= {"MULTIPOINT", "POINT"}:
         return "point"
@@ -422,14 +416,14 @@ def _kind(shapes: list[Node]) -> Any:
     return "measurement" if is_line else "contour"
 
 
-def _add_images(region: OpenRegion, images: list[Node], targets: Targets, book: RegionBook) -> None:
+def _add_images(region: OpenRegion, images: list[Node], targets: Targets, writer: RegionWriter) -> None:
     """Name the slices that a group speaks of without drawing in them."""
     for node in images:
         for uid, frames in references_of(items_of(node.item, "ReferencedSOPSequence")):
             places = targets.find(uid, frames)
             is_segment = node.concept is not None and node.concept.value == "121191"
             if not places and not is_segment:
-                book.dangling("IMAGE_NOT_PACKED")
+                writer.dangling("IMAGE_NOT_PACKED")
             for target, index in places:
                 region.add_slice(target, index)
 

@@ -1,12 +1,9 @@
-"""DICOM objects that are no images, read within bounds and in silence.
+"""Bounded access to DICOM objects that are not images, and to the tree of a structured report.
 
-pydicom parses the file; nothing that it says about values (warnings, errors) leaves. Sequences stay unparsed
-values until they are touched, and long lists of numbers are taken as bytes.
-
-The tree of a structured report, walked without recursion and within bounds.
-
-Only what stands directly in the file is a node. A relationship by reference, which could make a circle of the
-tree, is followed one step, from a coordinate to its image.
+pydicom parses the file; its warnings and errors, which may quote values, are suppressed. Sequences stay
+unparsed until they are used, and long lists of numbers are taken as bytes. The tree is walked without
+recursion. Only direct content items are nodes; a relationship by reference, which could make the tree a
+cycle, is followed one step, from a coordinate to its image.
 
 Source: DICOM PS3.3, C.17.3 (SR Document Content).
 """

@@ -1,8 +1,8 @@
-"""DICOM segmentations: binary, fractional and labelled, on any grid, with frames in any order.
+"""Reader of DICOM segmentations: binary, fractional and label maps, on any grid, with frames in any order.
 
-highdicom reads the stored frames one by one (bit-packed, compressed, or not); which frame says what about
-which slice is found here, from the positions of the frames. Where they have none (radiographs), or lie in
-another frame of reference, the images that they name decide.
+highdicom reads the stored frames one by one (bit-packed, compressed, or not); this module matches frames with
+slices by their positions. Where frames have no position (radiographs) or another frame of reference, the
+images that they reference decide.
 
 Source: DICOM PS3.3, C.8.20 (Segmentation) and C.7.6.16 (Multi-frame Functional Groups).
 """
@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.reasons import Reason, source_error
-from shardflow.packing.attachments.annotations.book import OpenRegion, RegionBook, RegionFacts
 from shardflow.packing.attachments.annotations.dicom_objects import (
     check_inflated,
     code_of,
@@ -34,6 +33,7 @@ from shardflow.packing.attachments.annotations.dicom_objects import (
     text_of,
 )
 from shardflow.packing.attachments.annotations.geometry import PlaneStack
+from shardflow.packing.attachments.annotations.region_writer import OpenRegion, RegionFacts, RegionWriter
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Plane, Target, Targets
 from shardflow.packing.attachments.annotations.vocabulary import side_of_code
 from shardflow.packing.sources.attachments import AttachmentItem
@@ -51,7 +51,7 @@ _SHIFTED: Final = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Frame:
-    """What the headers say of one frame."""
+    """One frame as the headers describe it."""
 
     index: int
     segment: int | None
@@ -80,20 +80,20 @@ def describe_segmentation(path: Path, limits: AnnotationLimits) -> AttachmentIte
         return object_item(dataset, instances, [text_of(one, "SeriesInstanceUID") for one in series])
 
 
-def read_segmentation(path: Path, targets: Targets, book: RegionBook) -> None:
+def read_segmentation(path: Path, targets: Targets, writer: RegionWriter) -> None:
     """Read a segmentation into regions, one a segment.
 
     Args:
         path: The file.
         targets: The stored series of its study.
-        book: Takes the regions.
+        writer: Takes the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE, LIMIT_EXCEEDED, DECODE_FAILED or
             UNSUPPORTED_TRANSFER_SYNTAX.
     """
     with parsing():
-        _check_size(path, book.limits)
+        _check_size(path, writer.limits)
         import highdicom
 
         try:
@@ -109,8 +109,8 @@ def read_segmentation(path: Path, targets: Targets, book: RegionBook) -> None:
             return pixels
 
         # Frames that no functional group speaks of: those of slides in tiles, whose order tells their place.
-        book.dangling("UNSUPPORTED_SHAPE", max(0, int(dataset.number_of_frames) - len(frames)))
-        _Segmentation(dataset, book, stored).read(frames, targets)
+        writer.dangling("UNSUPPORTED_SHAPE", max(0, int(dataset.number_of_frames) - len(frames)))
+        _Segmentation(dataset, writer, stored).read(frames, targets)
 
 
 def _check_size(path: Path, limits: AnnotationLimits) -> None:
@@ -178,8 +178,8 @@ def _plane(own: Any, shared: Any, measures: Any) -> Plane | None:
 class _Segmentation:
     """One segmentation on its way into the regions of its segments."""
 
-    def __init__(self, dataset: Any, book: RegionBook, stored: Frames) -> None:
-        self._book = book
+    def __init__(self, dataset: Any, writer: RegionWriter, stored: Frames) -> None:
+        self._writer = writer
         self._stored = stored
         self._shape = (int(dataset.Rows), int(dataset.Columns))
         self._full = int(number_of(dataset, "MaximumFractionalValue") or 255)
@@ -195,7 +195,7 @@ class _Segmentation:
             if number is not None and not (
                 text_of(dataset, "SegmentationType") == "LABELMAP" and number == 0
             ):
-                self._regions[int(number)] = book.open(_facts(segment, is_fractional=self._is_fractional))
+                self._regions[int(number)] = writer.open(_facts(segment, is_fractional=self._is_fractional))
 
     def read(self, frames: Sequence[_Frame], targets: Targets) -> None:
         """Place every frame; what has no place is counted."""
@@ -247,15 +247,15 @@ class _Segmentation:
         places = [place for uid, frames in frame.references for place in targets.find(uid, frames)]
         if not places:
             if frame.references:
-                self._book.dangling("IMAGE_NOT_PACKED")
+                self._writer.dangling("IMAGE_NOT_PACKED")
             elif frame.plane is None:
-                self._book.dangling("NO_REFERENCE")
+                self._writer.dangling("NO_REFERENCE")
             else:
-                self._book.dangling("OUTSIDE" if is_in_space else "FRAME_OF_REFERENCE_UNKNOWN")
+                self._writer.dangling("OUTSIDE" if is_in_space else "FRAME_OF_REFERENCE_UNKNOWN")
             return
         for target, index in places:
             if target.shape != self._shape:
-                self._book.dangling("GRID_MISMATCH")
+                self._writer.dangling("GRID_MISMATCH")
             else:
                 self._add(frame.segment, target, index, self._stored(frame.index))
 

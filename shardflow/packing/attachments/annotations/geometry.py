@@ -1,14 +1,10 @@
-"""Points in space, found in the slices of a series: what contours and 3D coordinates share.
-
-Shapes that DICOM draws with a few points: in the pixels of an image, and in space.
-
-Source: DICOM PS3.3, C.18.6.1.2 (SCOORD), C.18.9.1.2 (SCOORD3D) and C.10.5.1.2 (graphic types).
-
-A stack of labelled planes, read at the pixels of a stored slice.
+"""Geometry of annotations: shapes of few points, points in space, and label volumes sampled at slices.
 
 Each pixel of a slice takes the label of the plane that is nearest to its centre along the planes' normal, and
-there of the nearest pixel; beyond the planes, and beyond half their pitch, there is nothing. On the grid that
-the labels were drawn on this copies them, turned and flipped as need be.
+there of the nearest pixel; beyond the planes, and beyond half their pitch, there is none. On the grid that
+the labels were drawn on this copies them, turned and flipped as needed.
+
+Source: DICOM PS3.3, C.18.6.1.2 (SCOORD), C.18.9.1.2 (SCOORD3D) and C.10.5.1.2 (graphic types).
 """
 
 from __future__ import annotations
@@ -20,7 +16,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.packing.attachments.annotations.book import Dangling, OpenRegion, RegionBook, ellipse_outline
+from shardflow.packing.attachments.annotations.region_writer import (
+    Dangling,
+    OpenRegion,
+    RegionWriter,
+    ellipse_outline,
+)
 from shardflow.packing.attachments.annotations.targets import Floats, Plane, Target
 
 Placed = tuple[Target, int, Floats, float]
@@ -151,7 +152,7 @@ def add_shape(
     numbers: Floats,
     target: Target,
     index: int,
-    book: RegionBook,
+    writer: RegionWriter,
     by_slice: BySlice,
 ) -> None:
     """Add a shape in the pixels of one slice.
@@ -162,12 +163,12 @@ def add_shape(
         numbers: x, y, x, y, ...; pixel coordinates, edges.
         target: The series.
         index: Of the slice.
-        book: Counts.
+        writer: Counts.
         by_slice: Outlines so far.
     """
     drawn = None if len(numbers) % 2 else drawn_shape(kind, numbers.reshape(-1, 2))
     if drawn is None:
-        book.dangling("UNSUPPORTED_SHAPE" if len(numbers) else "DEGENERATE")
+        writer.dangling("UNSUPPORTED_SHAPE" if len(numbers) else "DEGENERATE")
         return
     points, is_closed = drawn
     if is_closed:
@@ -181,7 +182,7 @@ def add_shape_in_space(
     kind: str,
     numbers: Floats,
     targets: Sequence[Target],
-    book: RegionBook,
+    writer: RegionWriter,
     by_slice: BySlice,
 ) -> None:
     """Add a shape in space to the slices that it lies in; as `add_shape`, with x, y, z in mm, LPS.
@@ -191,19 +192,19 @@ def add_shape_in_space(
         kind: As there, and ``ELLIPSOID``.
         numbers: x, y, z, x, y, z, ...
         targets: Series of the frame of reference of the numbers.
-        book: As there.
+        writer: As there.
         by_slice: As there.
     """
     points = numbers.reshape(-1, 3) if len(numbers) % 3 == 0 else numbers[:0].reshape(0, 3)
     if not targets:
-        book.dangling("FRAME_OF_REFERENCE_UNKNOWN")
+        writer.dangling("FRAME_OF_REFERENCE_UNKNOWN")
         return
     if kind == "ELLIPSOID" and len(points) == 6:
-        _add_ellipsoid(points, targets, book, by_slice)
+        _add_ellipsoid(points, targets, writer, by_slice)
         return
     drawn = drawn_shape(kind, points) if len(points) else None
     if drawn is None:
-        book.dangling("UNSUPPORTED_SHAPE" if len(points) else "DEGENERATE")
+        writer.dangling("UNSUPPORTED_SHAPE" if len(points) else "DEGENERATE")
         return
     outline, is_closed = drawn
     if not is_closed:
@@ -211,11 +212,11 @@ def add_shape_in_space(
         for target, index, pixels, _ in places:
             region.add_open(target, index, pixels)
         if not places:
-            book.dangling("OUTSIDE")
+            writer.dangling("OUTSIDE")
         return
     found = place_outline(outline, targets)
     if isinstance(found, str):
-        book.dangling(found)
+        writer.dangling(found)
         return
     for target, index, pixels, height_mm in found:
         by_slice.setdefault((target.number, index), []).append((target, height_mm, pixels))
@@ -229,14 +230,16 @@ def store_outlines(region: OpenRegion, by_slice: BySlice) -> None:
         region.add_outlines(target, index, nearest_plane(outlines, target.thickness_mm))
 
 
-def _add_ellipsoid(points: Floats, targets: Sequence[Target], book: RegionBook, by_slice: BySlice) -> None:
+def _add_ellipsoid(
+    points: Floats, targets: Sequence[Target], writer: RegionWriter, by_slice: BySlice
+) -> None:
     """Cut an ellipsoid, given by the ends of its three axes, with every slice."""
     ends = points.reshape(3, 2, 3)
     centre = ends.mean(axis=(0, 1))
     axes = (ends[:, 1] - ends[:, 0]) / 2
     lengths = np.linalg.norm(axes, axis=1)
     if lengths.min() <= 0:
-        book.dangling("DEGENERATE")
+        writer.dangling("DEGENERATE")
         return
     # The unit sphere in coordinates along the axes: x such that |shrink @ (x - centre)| = 1.
     shrink = axes / (lengths**2)[:, None]
@@ -248,7 +251,7 @@ def _add_ellipsoid(points: Floats, targets: Sequence[Target], book: RegionBook, 
                 is_met = True
                 by_slice.setdefault((target.number, index), []).append((target, 0.0, section))
     if not is_met:
-        book.dangling("OUTSIDE")
+        writer.dangling("OUTSIDE")
 
 
 def _section(target: Target, index: int, centre: Floats, shrink: Floats) -> Floats | None:
@@ -278,7 +281,7 @@ Plate = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Where the pixels of one slice lie in a stack of planes."""
+    """Pixels of one slice, located in a stack of planes."""
 
     shape: tuple[int, int]
     """Rows and columns of a plane."""
@@ -350,7 +353,7 @@ class PlaneStack:
         return len(self._along)
 
     def reach_mm(self, target: Target, *, is_source: bool) -> float:
-        """How far a plane reaches to each side.
+        """Return the distance that a plane reaches to each side.
 
         Args:
             target: The series whose slices are to be read.

@@ -1,4 +1,4 @@
-"""The kinds of annotation files, as packing knows attachments; see `shardflow.packing.sources.attachments`.
+"""Attachment kinds of annotation files; see `shardflow.packing.sources.attachments`.
 
 The readers, and with them pydicom and highdicom, are imported when the first file of a kind is read.
 """
@@ -33,7 +33,7 @@ class AnnotationKind:
     describer: str
     """``module:function`` of this package: ``(path, limits)`` to an item, or to several."""
     reader: str
-    """``module:function``: ``(path, targets, book)``; of files with several items ``(path, items, ...)``."""
+    """``module:function``: ``(path, targets, writer)``; ``(path, items, ...)`` if it has several items."""
     recogniser: str = ""
     """``module:function``: ``(path, head)``; none for DICOM objects."""
     has_items: bool = False
@@ -54,10 +54,10 @@ class AnnotationKind:
         Raises:
             SourceError: As the reader says; or the reason is ANNOTATION_WITHOUT_PLACE through ``reasons``.
         """
-        from shardflow.packing.attachments.annotations.book import RegionBook
+        from shardflow.packing.attachments.annotations.region_writer import RegionWriter
         from shardflow.packing.attachments.annotations.targets import Targets
 
-        book = RegionBook(
+        writer = RegionWriter(
             vocabulary=_vocabulary(),
             surrogate=study.surrogate,
             first_region=study.num("annotations", "rois"),
@@ -66,10 +66,10 @@ class AnnotationKind:
         targets = Targets([target_of(series) for series in study.series])
         read = _function(self.reader)
         if self.has_items:
-            read(path, items, targets, book)
+            read(path, items, targets, writer)
         else:
-            read(path, targets, book)
-        part, fields = book.finish()
+            read(path, targets, writer)
+        part, fields = writer.finish()
         reasons = {} if part["rois"] else dict.fromkeys(items, Reason.ANNOTATION_WITHOUT_PLACE)
         return Attached(fields=fields, parts={"annotations": part}, reasons=reasons)
 

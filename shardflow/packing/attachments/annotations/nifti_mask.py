@@ -1,8 +1,8 @@
-"""NIfTI volumes of labels: each number above 0 is a region, placed in space by the affine.
+"""Reader of NIfTI label volumes: each number above 0 is a region, placed in space by the affine.
 
-The reader of NIfTI images takes care of the file's own axes and signs (RAS) and gives planes in LPS.
-Whether a volume holds labels or an image, its bytes do not tell: its name does, and whose it is as well, by
-what is left of the name without the word for a mask, or by the name of its folder.
+The reader of NIfTI images handles the file's axes and signs (RAS) and returns planes in LPS. The bytes do not
+tell labels from an image: the file name does, and it names the image as well, by what remains without the
+word for a mask, or by the name of its folder.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.reasons import Reason, source_error
-from shardflow.packing.attachments.annotations.book import OpenRegion, RegionBook, RegionFacts
 from shardflow.packing.attachments.annotations.box_files import image_names
 from shardflow.packing.attachments.annotations.geometry import PlaneStack
+from shardflow.packing.attachments.annotations.region_writer import OpenRegion, RegionFacts, RegionWriter
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Plane, Target, Targets
 from shardflow.packing.sources.attachments import AttachmentItem
 from shardflow.packing.sources.dicom.elements import HeaderLimits
@@ -57,28 +57,28 @@ def describe_label_volume(path: Path, limits: AnnotationLimits) -> AttachmentIte
     )
 
 
-def read_label_volume(path: Path, targets: Targets, book: RegionBook) -> None:
+def read_label_volume(path: Path, targets: Targets, writer: RegionWriter) -> None:
     """Read a volume of labels into regions, one a label.
 
     Args:
         path: ``.nii`` or ``.nii.gz``.
         targets: The stored series of its study.
-        book: Takes the regions. A volume of fractions (not whole numbers, at most 1) is one region.
+        writer: Takes the regions. A volume of fractions (not whole numbers, at most 1) is one region.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE, INVALID_IMAGE_DESCRIPTION, PIXEL_DATA_TRUNCATED,
             DECODE_FAILED or LIMIT_EXCEEDED.
     """
-    limits = _header_limits(book.limits)
+    limits = _header_limits(writer.limits)
     header = read_nifti(path, _PLACEMENT, limits=limits)
     planes = _planes(header)
     num_voxels = header.image.num_frames * header.image.rows * header.image.columns
-    if num_voxels > book.limits.max_voxels:
+    if num_voxels > writer.limits.max_voxels:
         raise source_error(Reason.LIMIT_EXCEEDED, f"{num_voxels} voxels declared")
     volume, is_fractional = _labels(path, header, limits)
     in_space = [target for target in targets if target.affine_lps is not None]
     if planes is None or len(planes) != len(volume) or not in_space:
-        _copy(volume, targets, book, is_fractional=is_fractional)
+        _copy(volume, targets, writer, is_fractional=is_fractional)
         return
     stack = PlaneStack(planes, (header.image.rows, header.image.columns), header.planes[0].slice_thickness)
     regions: dict[int, OpenRegion] = {}
@@ -90,9 +90,9 @@ def read_label_volume(path: Path, targets: Targets, book: RegionBook) -> None:
             footprint = stack.footprint(target.plane(index), target.shape, reach)
             if footprint is not None:
                 is_met = True
-                _add(footprint.read(plates.get), target, index, regions, book, is_fractional=is_fractional)
+                _add(footprint.read(plates.get), target, index, regions, writer, is_fractional=is_fractional)
     if not is_met:
-        book.dangling("OUTSIDE", len(volume))
+        writer.dangling("OUTSIDE", len(volume))
 
 
 def _header_limits(limits: AnnotationLimits) -> HeaderLimits:
@@ -148,7 +148,9 @@ def _labels(path: Path, header: InstanceHeader, limits: HeaderLimits) -> tuple[l
     return whole, is_fractional
 
 
-def _copy(volume: Sequence[NDArray[Any]], targets: Targets, book: RegionBook, *, is_fractional: bool) -> None:
+def _copy(
+    volume: Sequence[NDArray[Any]], targets: Targets, writer: RegionWriter, *, is_fractional: bool
+) -> None:
     """Take a volume without a place for the only series that has its shape."""
     same = [
         target
@@ -156,11 +158,11 @@ def _copy(volume: Sequence[NDArray[Any]], targets: Targets, book: RegionBook, *,
         if target.num_slices == len(volume) and target.shape == volume[0].shape and target.affine_lps is None
     ]
     if len(same) != 1:
-        book.dangling("GRID_MISMATCH", len(volume))
+        writer.dangling("GRID_MISMATCH", len(volume))
         return
     regions: dict[int, OpenRegion] = {}
     for index, labels in enumerate(volume):
-        _add(labels, same[0], index, regions, book, is_fractional=is_fractional)
+        _add(labels, same[0], index, regions, writer, is_fractional=is_fractional)
 
 
 def _add(
@@ -168,7 +170,7 @@ def _add(
     target: Target,
     index: int,
     regions: dict[int, OpenRegion],
-    book: RegionBook,
+    writer: RegionWriter,
     *,
     is_fractional: bool,
 ) -> None:
@@ -177,7 +179,7 @@ def _add(
         if number not in regions:
             if len(regions) >= _MAX_LABELS:
                 raise source_error(Reason.LIMIT_EXCEEDED, f"more than {_MAX_LABELS} labels")
-            regions[number] = book.open(
+            regions[number] = writer.open(
                 RegionFacts(kind="segmentation", source="nifti", value=number, is_fractional=is_fractional)
             )
         mask = labels if is_fractional else (labels == number).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Clinical records: facts of FHIR, C-CDA, HL7v2 and mapped files, by lists of what may leave."""
+"""Clinical records: facts of FHIR, C-CDA, HL7v2 and mapped files, by lists of what may be published."""
 
 from __future__ import annotations
 

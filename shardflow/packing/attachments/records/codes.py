@@ -1,13 +1,10 @@
-"""Code systems whose codes may leave, and what their codes look like.
+"""Code systems and units that may be published, and how to validate their codes.
 
-A list and not a filter: a code of a system that is not here does not leave, nor one that is not built as its
-system builds them. LOINC and SNOMED CT have check digits, so that a number of a patient does not pass for a
-code.
-
-Units of measurement that may leave: expressions of UCUM, and what laboratories write beside it.
-
-What stands in braces is an annotation for people and is taken off; an expression whose atoms are not all
-known is no unit, and its number does not leave either: it would mean something else.
+These are allowlists: a code of an unlisted system is dropped, and so is one that is not built as its system
+builds them. LOINC and SNOMED CT have check digits, so that a patient number does not pass for a code. Units
+are expressions of UCUM and the usual spellings of laboratories. An annotation in braces is removed; an
+expression with unknown atoms is no unit, and its number is dropped as well, because it would mean something
+else.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The FHIR resources of one file, with those that they refer to: its own, and those of a bulk export.
+"""Facts of FHIR resources, by a list of kinds and elements; what is not listed is ignored.
 
-A bulk export has a file a type (``Patient.ndjson``, ``Observation.001.ndjson``). What links an observation
-with a study is then in the files of patients, studies and orders beside it.
-
-Facts of FHIR resources, by a list of kinds and elements: what is not on it does not exist here.
-
-Names, identifiers, contacts, narratives, extensions, references and notes of people are on no list.
+Names, identifiers, contacts, narratives, extensions, references and notes about people are on no list. A bulk
+export has one file per type (``Patient.ndjson``, ``Observation.001.ndjson``); the files of patients, studies
+and orders beside a file link its resources with a study.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from shardflow.packing.sources.documents.fhir import (
 )
 
 if TYPE_CHECKING:
-    from shardflow.packing.attachments.records.scribe import Fact, Scribe
+    from shardflow.packing.attachments.records.record_filter import Fact, RecordFilter
 
 _LINKING: Final = ("ImagingStudy", "Patient", "ServiceRequest")
 _SEPARATORS: Final = str.maketrans("_-", "..")
@@ -150,7 +147,7 @@ _SOURCE: Final = "fhir"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """What is taken of one type of resources."""
+    """The elements that are read of one type of resource."""
 
     name: str
     codes: Sequence[str] = ("code",)
@@ -255,48 +252,48 @@ _MAX_PARTS: Final = 64
 _PERIOD_UNITS: Final = frozenset({"s", "min", "h", "d", "wk", "mo", "a"})
 
 
-def write_resource(resource: Resource, index: FhirIndex, scribe: Scribe) -> None:
+def write_resource(resource: Resource, index: FhirIndex, record_filter: RecordFilter) -> None:
     """Add the fact of a resource; one whose type is not on the list is counted."""
     name = as_text(resource.get("resourceType"))
     if name == "Patient":
-        scribe.add(_SOURCE, "patient", {"sex": scribe.sex(as_text(resource.get("gender")))})
+        record_filter.add(_SOURCE, "patient", {"sex": record_filter.sex(as_text(resource.get("gender")))})
         return
     kind = FHIR_KINDS.get(name)
     if kind is None:
-        scribe.left_out["KIND_NOT_ON_LIST"] += 1
+        record_filter.left_out["KIND_NOT_ON_LIST"] += 1
         return
     if as_text(resource.get("status")) == "entered-in-error":
-        scribe.left_out["ENTERED_IN_ERROR"] += 1
+        record_filter.left_out["ENTERED_IN_ERROR"] += 1
         return
     fact: Fact = {
-        "codes": scribe.codes(_coded(resource, kind.codes, index)),
-        "status": scribe.status(as_text(resource.get("status"))),
-        "when": _moment(resource, kind.start, "start", scribe),
-        "end": _moment(resource, kind.end, "end", scribe) if kind.end else None,
+        "codes": record_filter.codes(_coded(resource, kind.codes, index)),
+        "status": record_filter.status(as_text(resource.get("status"))),
+        "when": _moment(resource, kind.start, "start", record_filter),
+        "end": _moment(resource, kind.end, "end", record_filter) if kind.end else None,
     }
     for said, element in kind.concepts.items():
-        fact[said] = scribe.codes(_coded(resource, (element,), index))
+        fact[said] = record_filter.codes(_coded(resource, (element,), index))
     for said, element in kind.counts.items():
-        fact[said] = (scribe.quantity(resource.get(element), "1") or {}).get("number")
+        fact[said] = (record_filter.quantity(resource.get(element), "1") or {}).get("number")
     match kind.name:
         case "observation":
-            fact |= _value(resource, scribe, kind.name)
+            fact |= _value(resource, record_filter, kind.name)
             fact["components"] = [
                 part
                 for one in list(objects(resource.get("component")))[:_MAX_PARTS]
-                if (part := _component(one, scribe))
+                if (part := _component(one, record_filter))
             ]
-            fact["reference_range"] = _reference_range(resource, scribe)
+            fact["reference_range"] = _reference_range(resource, record_filter)
         case "medication":
-            fact["dosage"] = _dosage(resource, scribe)
+            fact["dosage"] = _dosage(resource, record_filter)
         case "imaging_study":
-            fact["modality"] = scribe.codes(_modalities(resource))
+            fact["modality"] = record_filter.codes(_modalities(resource))
         case _:
             pass
     text = "\n\n".join(_texts(resource, kind, index))
     if text:
-        fact |= {"document": scribe.document(text, kind.name), "line": None}
-    scribe.add(_SOURCE, kind.name, fact)
+        fact |= {"document": record_filter.document(text, kind.name), "line": None}
+    record_filter.add(_SOURCE, kind.name, fact)
 
 
 def _coded(resource: Resource, elements: Sequence[str], index: FhirIndex) -> Iterator[tuple[str, str, str]]:
@@ -322,86 +319,92 @@ def _coded(resource: Resource, elements: Sequence[str], index: FhirIndex) -> Ite
                 yield from _coded(medication, ("code",), index)
 
 
-def _moment(resource: Resource, elements: Sequence[str], side: str, scribe: Scribe) -> dict[str, Any] | None:
+def _moment(
+    resource: Resource, elements: Sequence[str], side: str, record_filter: RecordFilter
+) -> dict[str, Any] | None:
     for element in elements:
         value = resource.get(element)
         text = as_text(value.get(side)) if isinstance(value, dict) else as_text(value)
         if text and (side == "start" or isinstance(value, dict) or element.startswith("abatement")):
-            return scribe.when(text)
+            return record_filter.when(text)
     return None
 
 
-def _value(resource: Resource, scribe: Scribe, kind: str) -> Fact:
+def _value(resource: Resource, record_filter: RecordFilter, kind: str) -> Fact:
     """The value of an observation or of a part of one."""
     if isinstance(quantity := resource.get("valueQuantity"), dict):
-        return {"value": _quantity(quantity, scribe)}
+        return {"value": _quantity(quantity, record_filter)}
     if isinstance(concept := resource.get("valueCodeableConcept"), dict):
         if not concept.get("coding"):
-            return scribe.note(as_text(concept.get("text")), kind)
+            return record_filter.note(as_text(concept.get("text")), kind)
         return {
-            "value": _wrapped("codes", scribe.codes(_coded(resource, ("valueCodeableConcept",), FhirIndex())))
+            "value": _wrapped(
+                "codes", record_filter.codes(_coded(resource, ("valueCodeableConcept",), FhirIndex()))
+            )
         }
     for name in ("valueInteger", "valueDecimal"):
         if isinstance(number := resource.get(name), int | float):
-            return {"value": scribe.quantity(number, "1")}
+            return {"value": record_filter.quantity(number, "1")}
     if isinstance(flag := resource.get("valueBoolean"), bool):
         return {"value": {"flag": flag}}
     if isinstance(interval := resource.get("valueRange"), dict):
-        return {"value": _interval(interval, scribe)}
+        return {"value": _interval(interval, record_filter)}
     if isinstance(ratio := resource.get("valueRatio"), dict):
-        parts = [_quantity(ratio.get(name), scribe) for name in ("numerator", "denominator")]
+        parts = [_quantity(ratio.get(name), record_filter) for name in ("numerator", "denominator")]
         return {"value": {"numerator": parts[0], "denominator": parts[1]}} if all(parts) else {}
     if text := as_text(resource.get("valueDateTime")):
-        return {"value": _wrapped("when", scribe.when(text))}
+        return {"value": _wrapped("when", record_filter.when(text))}
     if text := as_text(resource.get("valueString")):
         # A number that somebody wrote as a text is one.
-        quantity = scribe.quantity(text, "1")
-        return {"value": quantity} if quantity is not None else scribe.note(text, kind)
+        quantity = record_filter.quantity(text, "1")
+        return {"value": quantity} if quantity is not None else record_filter.note(text, kind)
     return {}
 
 
-def _component(part: Resource, scribe: Scribe) -> Fact:
+def _component(part: Resource, record_filter: RecordFilter) -> Fact:
     said = {
-        "codes": scribe.codes(_coded(part, ("code",), FhirIndex())),
-        "interpretation": scribe.codes(_coded(part, ("interpretation",), FhirIndex())),
-        **_value(part, scribe, "observation"),
+        "codes": record_filter.codes(_coded(part, ("code",), FhirIndex())),
+        "interpretation": record_filter.codes(_coded(part, ("interpretation",), FhirIndex())),
+        **_value(part, record_filter, "observation"),
     }
     kept = {name: value for name, value in said.items() if value not in (None, [], {})}
     return kept if "codes" in kept else {}
 
 
-def _quantity(value: Any, scribe: Scribe) -> dict[str, Any] | None:
+def _quantity(value: Any, record_filter: RecordFilter) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         return None
     code, unit = as_text(value.get("code")), as_text(value.get("unit"))
-    return scribe.quantity(value.get("value"), code or unit, as_text(value.get("comparator")))
+    return record_filter.quantity(value.get("value"), code or unit, as_text(value.get("comparator")))
 
 
-def _interval(value: Resource, scribe: Scribe) -> dict[str, Any] | None:
-    ends = {name: _quantity(value.get(name), scribe) for name in ("low", "high")}
+def _interval(value: Resource, record_filter: RecordFilter) -> dict[str, Any] | None:
+    ends = {name: _quantity(value.get(name), record_filter) for name in ("low", "high")}
     return {name: end for name, end in ends.items() if end} or None
 
 
-def _reference_range(resource: Resource, scribe: Scribe) -> list[dict[str, Any]]:
-    ranges = [_interval(one, scribe) for one in objects(resource.get("referenceRange"))]
+def _reference_range(resource: Resource, record_filter: RecordFilter) -> list[dict[str, Any]]:
+    ranges = [_interval(one, record_filter) for one in objects(resource.get("referenceRange"))]
     return [one for one in ranges[:_MAX_PARTS] if one]
 
 
-def _dosage(resource: Resource, scribe: Scribe) -> list[dict[str, Any]]:
+def _dosage(resource: Resource, record_filter: RecordFilter) -> list[dict[str, Any]]:
     """Doses, routes and rhythms; instructions in words are not on the list."""
     found = []
     for one in [*objects(resource.get("dosageInstruction")), *objects(resource.get("dosage"))][:_MAX_PARTS]:
-        dose = [_quantity(part.get("doseQuantity"), scribe) for part in objects(one.get("doseAndRate"))]
-        dose.append(_quantity(one.get("doseQuantity") or one.get("dose"), scribe))
+        dose = [
+            _quantity(part.get("doseQuantity"), record_filter) for part in objects(one.get("doseAndRate"))
+        ]
+        dose.append(_quantity(one.get("doseQuantity") or one.get("dose"), record_filter))
         said: Fact = {
             "dose": next((each for each in dose if each), None),
-            "route": scribe.codes(_coded(one, ("route",), FhirIndex())),
+            "route": record_filter.codes(_coded(one, ("route",), FhirIndex())),
         }
         for timing in objects(one.get("timing")):
             for repeat in objects(timing.get("repeat")):
-                said["frequency"] = scribe.number(repeat.get("frequency"))
+                said["frequency"] = record_filter.number(repeat.get("frequency"))
                 unit = as_text(repeat.get("periodUnit"))
-                period = scribe.number(repeat.get("period"))
+                period = record_filter.number(repeat.get("period"))
                 if unit in _PERIOD_UNITS and period is not None:
                     said["period"] = {"number": period, "unit": unit}
         if isinstance(one.get("asNeededBoolean"), bool):

@@ -1,7 +1,6 @@
-"""Facts of HL7v2 messages: orders, results, diagnoses, allergies, procedures; their texts as one document.
+"""Facts of HL7v2 messages: orders, results, diagnoses, allergies and procedures; their texts as one document.
 
-Of PID there is the sex, of NK1, GT1, IN1 and all the others nothing: fields that are not named here are not
-read.
+Of PID only the sex is used; NK1, GT1, IN1 and all fields that are not named here are not read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from shardflow.packing.sources.documents.facts import join_sections
 from shardflow.packing.sources.documents.hl7 import section_of, status_of
 
 if TYPE_CHECKING:
-    from shardflow.packing.attachments.records.scribe import Fact, Scribe
+    from shardflow.packing.attachments.records.record_filter import Fact, RecordFilter
     from shardflow.packing.sources.documents.hl7 import Message, Segment
 
 _SOURCE: Final = "hl7v2"
@@ -29,21 +28,24 @@ _CODE_PLACES: Final = (0, 3)
 """Components of a coded element at which a code begins: it, its text and its system; and an alternate one."""
 
 
-def write_message(message: Message, scribe: Scribe) -> None:
+def write_message(message: Message, record_filter: RecordFilter) -> None:
     """Add what a message says of its patient, beside its orders."""
     for segment in message.of("PID"):
-        scribe.add(_SOURCE, "patient", {"sex": scribe.sex(segment.get(8))})
+        record_filter.add(_SOURCE, "patient", {"sex": record_filter.sex(segment.get(8))})
     for name, kind, code, when in (
         ("DG1", "condition", 3, 5),
         ("AL1", "allergy", 3, 6),
         ("PR1", "procedure", 3, 5),
     ):
         for segment in message.of(name):
-            fact = {"codes": scribe.codes(_codes(segment, code)), "when": scribe.when(segment.get(when))}
-            scribe.add(_SOURCE, kind, fact)
+            fact = {
+                "codes": record_filter.codes(_codes(segment, code)),
+                "when": record_filter.when(segment.get(when)),
+            }
+            record_filter.add(_SOURCE, kind, fact)
 
 
-def write_group(group: Sequence[Segment], scribe: Scribe) -> None:
+def write_group(group: Sequence[Segment], record_filter: RecordFilter) -> None:
     """Add one order with its results."""
     order = next((segment for segment in group if segment.name == "OBR"), None)
     taken = order.get(7) if order is not None else ""
@@ -53,7 +55,7 @@ def write_group(group: Sequence[Segment], scribe: Scribe) -> None:
             continue
         status = status_of(segment.get(11))
         if status in _GONE:
-            scribe.left_out["WITHDRAWN_RESULT"] += 1
+            record_filter.left_out["WITHDRAWN_RESULT"] += 1
             continue
         kind = segment.get(2).upper()
         if kind in _TEXT:
@@ -61,27 +63,27 @@ def write_group(group: Sequence[Segment], scribe: Scribe) -> None:
             sections += [] if section is None else [section]
             continue
         fact: Fact = {
-            "codes": scribe.codes(_codes(segment, 3)),
-            "interpretation": scribe.codes(_flags(segment)),
-            "reference_range": _reference_range(segment, scribe),
+            "codes": record_filter.codes(_codes(segment, 3)),
+            "interpretation": record_filter.codes(_flags(segment)),
+            "reference_range": _reference_range(segment, record_filter),
             "status": _STATUS.get(status),
-            "value": _value(segment, kind, scribe),
-            "when": scribe.when(segment.get(14) or taken),
+            "value": _value(segment, kind, record_filter),
+            "when": record_filter.when(segment.get(14) or taken),
         }
         if fact["codes"] and fact["value"]:
-            scribe.add(_SOURCE, "observation", fact)
+            record_filter.add(_SOURCE, "observation", fact)
         else:
-            scribe.left_out["EMPTY_RECORD"] += 1
-    document = scribe.document(join_sections(sections), "report")
+            record_filter.left_out["EMPTY_RECORD"] += 1
+    document = record_filter.document(join_sections(sections), "report")
     if order is not None:
-        scribe.add(
+        record_filter.add(
             _SOURCE,
             "report",
             {
-                "codes": scribe.codes(_codes(order, 4)),
+                "codes": record_filter.codes(_codes(order, 4)),
                 "document": document,
                 "status": _STATUS.get(status_of(order.get(25))),
-                "when": scribe.when(taken),
+                "when": record_filter.when(taken),
             },
         )
 
@@ -100,26 +102,26 @@ def _flags(segment: Segment) -> Iterator[tuple[str, str, str]]:
         yield "HL70078", parts[0].strip(), ""
 
 
-def _value(segment: Segment, kind: str, scribe: Scribe) -> dict[str, Any] | None:
+def _value(segment: Segment, kind: str, record_filter: RecordFilter) -> dict[str, Any] | None:
     unit = segment.get(6)
     if kind == "SN":
         numbers = [segment.get(5, place) for place in (1, 2)]
-        return scribe.quantity(numbers[1], unit, numbers[0]) if numbers[1] else None
+        return record_filter.quantity(numbers[1], unit, numbers[0]) if numbers[1] else None
     if kind in _NUMERIC:
-        return scribe.quantity(segment.get(5), unit)
+        return record_filter.quantity(segment.get(5), unit)
     if kind in _CODED:
-        coded = scribe.codes(_codes(segment, 5))
+        coded = record_filter.codes(_codes(segment, 5))
         return {"codes": coded} if coded else None
     return None
 
 
-def _reference_range(segment: Segment, scribe: Scribe) -> list[dict[str, Any]]:
+def _reference_range(segment: Segment, record_filter: RecordFilter) -> list[dict[str, Any]]:
     match = _RANGE.fullmatch(segment.get(7))
     if match is None:
         return []
     comparator, first, second = match.groups()
     unit = segment.get(6)
-    low, high = scribe.quantity(first, unit), scribe.quantity(second or "", unit)
+    low, high = record_filter.quantity(first, unit), record_filter.quantity(second or "", unit)
     if comparator is not None:
         side = "high" if comparator[0] == "<" else "low"
         return [{side: low}] if low else []

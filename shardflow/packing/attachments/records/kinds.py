@@ -1,4 +1,4 @@
-"""The kinds of attachments that hold clinical records: FHIR, C-CDA, HL7v2, and what mappings describe."""
+"""Attachment kinds of clinical records: FHIR, C-CDA, HL7v2, and files that mappings describe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardflow.packing.attachments.records.mapping import (
     mapped_facts,
     write_mapped,
 )
-from shardflow.packing.attachments.records.scribe import Scribe
+from shardflow.packing.attachments.records.record_filter import RecordFilter
 from shardflow.packing.sources.attachments import Attached, AttachmentItem, AttachmentKind, StudyContext
 from shardflow.packing.sources.documents.bounded import (
     iter_json_lines,
@@ -47,7 +47,7 @@ _VERSION: Final = 1
 _SHOWN_SOPS: Final = 16
 _MAX_ITEMS: Final = 1 << 20
 
-Write = Callable[[Scribe], None]
+Write = Callable[[RecordFilter], None]
 
 
 def record_kinds(settings: RecordsConfig) -> tuple[AttachmentKind, ...]:
@@ -58,7 +58,7 @@ def record_kinds(settings: RecordsConfig) -> tuple[AttachmentKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """What the kinds share."""
+    """Shared part of the kinds."""
 
     settings: RecordsConfig
 
@@ -72,27 +72,29 @@ class _Records:
 
     def _attach(self, study: StudyContext, people: People, write: Write) -> Attached:
         """Write records, and make fields and parts of them."""
-        scribe = Scribe(
+        record_filter = RecordFilter(
             study,
             people,
             free_text=self.settings.free_text,
             max_days=self.settings.max_days,
             first_document=study.num(_PART, _DOCUMENTS),
         )
-        write(scribe)
+        write(record_filter)
         first = study.num(_PART, _DOCUMENTS)
         left_out = [
-            {"count": count, "reason": reason} for reason, count in sorted(scribe.left_out.items()) if count
+            {"count": count, "reason": reason}
+            for reason, count in sorted(record_filter.left_out.items())
+            if count
         ]
         parts: dict[str, Sequence[Any]] = {
-            "facts": scribe.facts,
-            _DOCUMENTS: scribe.document_rows,
+            "facts": record_filter.facts,
+            _DOCUMENTS: record_filter.document_rows,
             "left_out": left_out,
         }
         return Attached(
             fields={
                 f"document.{number:03d}.txt": text
-                for number, text in enumerate(scribe.documents, start=first)
+                for number, text in enumerate(record_filter.documents, start=first)
             },
             parts={_PART: {name: rows for name, rows in parts.items() if rows}},
         )
@@ -133,12 +135,12 @@ class _Fhir(_Records):
             for resource in chosen:
                 people.merge(resources.index.facts(resource).people.values())
 
-            def write(scribe: Scribe) -> None:
+            def write(record_filter: RecordFilter) -> None:
                 patient = next(filter(None, map(resources.index.patient, chosen)), None)
                 if patient is not None:
-                    write_resource(patient, resources.index, scribe)
+                    write_resource(patient, resources.index, record_filter)
                 for resource in chosen:
-                    write_resource(resource, resources.index, scribe)
+                    write_resource(resource, resources.index, record_filter)
 
             return self._attach(study, people, write)
 
@@ -164,7 +166,9 @@ class _Cda(_Records):
     def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:  # noqa: ARG002 - one
         with _as_attachment():
             root = parse_xml(read_bounded(path))
-            return self._attach(study, cda_facts(root).people, lambda scribe: write_document(root, scribe))
+            return self._attach(
+                study, cda_facts(root).people, lambda record_filter: write_document(root, record_filter)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +200,13 @@ class _Hl7(_Records):
             for message, _ in chosen:
                 people.merge(message_people(message).values())
 
-            def write(scribe: Scribe) -> None:
+            def write(record_filter: RecordFilter) -> None:
                 written: set[int] = set()
                 for message, group in chosen:
                     if id(message) not in written:
                         written.add(id(message))
-                        write_message(message, scribe)
-                    write_group(group, scribe)
+                        write_message(message, record_filter)
+                    write_group(group, record_filter)
 
             return self._attach(study, people, write)
 
@@ -257,9 +261,9 @@ class _Mapped(_Records):
             for root, record in chosen:
                 people.merge(mapped_facts(record, root, self.mapping).people.values())
 
-            def write(scribe: Scribe) -> None:
+            def write(record_filter: RecordFilter) -> None:
                 for root, record in chosen:
-                    write_mapped(record, root, self.mapping, scribe)
+                    write_mapped(record, root, self.mapping, record_filter)
 
             return self._attach(study, people, write)
 

@@ -1,9 +1,7 @@
-"""XML and JSON of one's own: a mapping says where in them facts lie, and nothing else is read.
+"""Settings of clinical records, and mappings: which facts of one's own XML and JSON files are read.
 
-Paths are names joined by ``/``; in XML ``@name`` at the end is an attribute. Lists are walked through. A
-field has a type, and a value that is not of it does not leave.
-
-Settings of clinical records.
+Paths are names joined by ``/``; ``@name`` at the end is an attribute in XML. Lists are iterated. A field has
+a type, and a value of another type is dropped.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError
 from shardflow.packing.attachments.records.codes import system_name
-from shardflow.packing.attachments.records.scribe import FreeText
+from shardflow.packing.attachments.records.record_filter import FreeText
 from shardflow.packing.sources.documents.bounded import XmlNode
 from shardflow.packing.sources.documents.facts import DocumentFacts, parse_moment, uid_of
 
 if TYPE_CHECKING:
-    from shardflow.packing.attachments.records.scribe import Fact, Scribe
+    from shardflow.packing.attachments.records.record_filter import Fact, RecordFilter
 
 Node: TypeAlias = Any
-"""What a path walks through: an `XmlNode`, or a value of JSON."""
+"""A node that paths descend through: an `XmlNode`, or a value of JSON."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _KIND: Final = re.compile(r"[a-z0-9-]{1,20}")
@@ -39,14 +37,14 @@ class FieldMapping:
     """One field of a record."""
 
     path: str
-    """Where it lies, below the record."""
+    """Its path below the record."""
     type: Literal["choice", "code", "date", "flag", "number", "text"] = "number"
     """``text`` becomes a scrubbed document; ``choice`` leaves as one of ``choices``."""
     unit: str = "1"
     """Of a ``number``, where ``unit_path`` does not say it."""
     unit_path: str = ""
     system: str = ""
-    """Code system of a ``code``: its URI, OID or name (docs/records.md)."""
+    """Code system of a ``code``: its URI, OID or name (docs/attachments.md)."""
     choices: tuple[str, ...] = ()
     """Values that may leave as they are."""
 
@@ -54,7 +52,7 @@ class FieldMapping:
         check_fields(self)
         if self.type == "code" and system_name(self.system) is None:
             raise ConfigError(
-                f"system must be a code system of docs/records.md, got {self.system!r}; name one of them."
+                f"system must be a code system of docs/attachments.md, got {self.system!r}; name one of them."
             )
         if self.type == "choice" and not all(_WORD.fullmatch(choice) for choice in self.choices):
             raise ConfigError("choices must be short words, got another value; list what the field may say.")
@@ -62,10 +60,10 @@ class FieldMapping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordMapping:
-    """How one kind of files is read."""
+    """Mapping of one kind of files."""
 
     name: str
-    """What the kind is called; ``[a-z0-9-]``."""
+    """Name of the kind; ``[a-z0-9-]``."""
     format: Literal["json", "json-lines", "xml"]
     root: str
     """Name of the root element, or of a key that every file has near its beginning; others are not of it."""
@@ -118,7 +116,7 @@ def mapped_facts(record: Node, root: Node, mapping: RecordMapping) -> DocumentFa
     return facts
 
 
-def write_mapped(record: Node, root: Node, mapping: RecordMapping, scribe: Scribe) -> None:
+def write_mapped(record: Node, root: Node, mapping: RecordMapping, record_filter: RecordFilter) -> None:
     """Add the fact of a record."""
     said: Fact = {}
     texts: list[str] = []
@@ -127,26 +125,28 @@ def write_mapped(record: Node, root: Node, mapping: RecordMapping, scribe: Scrib
         if one.type == "text":
             texts += found
         elif found:
-            said[name] = _value(found, record, root, one, scribe)
-    said["document"] = scribe.document("\n\n".join(texts), mapping.name) if texts else None
+            said[name] = _value(found, record, root, one, record_filter)
+    said["document"] = record_filter.document("\n\n".join(texts), mapping.name) if texts else None
     time = next(iter(_texts(record, root, mapping.time)), "")
-    said["when"] = scribe.when(time)
-    scribe.add(f"mapped-{mapping.name}", "record", said)
+    said["when"] = record_filter.when(time)
+    record_filter.add(f"mapped-{mapping.name}", "record", said)
 
 
-def _value(found: Sequence[str], record: Node, root: Node, one: FieldMapping, scribe: Scribe) -> Any:
+def _value(
+    found: Sequence[str], record: Node, root: Node, one: FieldMapping, record_filter: RecordFilter
+) -> Any:
     if one.type == "code":
-        return scribe.codes((one.system, text, "") for text in found)
+        return record_filter.codes((one.system, text, "") for text in found)
     if one.type == "date":
-        return scribe.when(found[0])
+        return record_filter.when(found[0])
     if one.type == "flag":
         return {"false": False, "0": False, "true": True, "1": True}.get(found[0].lower())
     if one.type == "choice":
         if found[0] not in one.choices:
-            scribe.left_out["NOT_A_CHOICE"] += 1
+            record_filter.left_out["NOT_A_CHOICE"] += 1
         return found[0] if found[0] in one.choices else None
     unit = next(iter(_texts(record, root, one.unit_path)), "") or one.unit
-    quantities = [scribe.quantity(text, unit) for text in found]
+    quantities = [record_filter.quantity(text, unit) for text in found]
     kept = [quantity for quantity in quantities if quantity is not None]
     return kept[0] if len(kept) == 1 else kept
 
@@ -197,7 +197,7 @@ def _text(value: Node) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordsConfig:
-    """What of clinical documents is packed."""
+    """Settings of clinical records."""
 
     free_text: FreeText = "scrub"
     """``scrub``: narrative and other free text becomes ``document.NNN.txt``, scrubbed as reports are.

@@ -1,4 +1,4 @@
-"""Waveforms: EDF and BDF, WFDB, DICOM. Integers as the device stored them, with rates, gains and units."""
+"""Waveforms of EDF, BDF, WFDB and DICOM: integers as the device stored them, with rates, gains and units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DICOM waveforms (PS3.3 C.10.9): ECG, haemodynamics, EEG, respiration. Voice is never taken."""
+"""Reader of DICOM waveforms (PS3.3 C.10.9): ECG, hemodynamics, EEG and respiration; voice is never read."""
 
 from __future__ import annotations
 

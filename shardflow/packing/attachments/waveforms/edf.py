@@ -1,7 +1,7 @@
-"""EDF, EDF+, BDF and BDF+ (edfplus.info; biosemi.com for 24 bits): sleep, EEG, long ECG.
+"""Reader of EDF, EDF+, BDF and BDF+ (edfplus.info; biosemi.com for 24 bits): sleep, EEG and long ECG.
 
-The header holds the patient's name and the technician's remarks. Of it only numbers leave, and what
-`shardflow.packing.attachments.waveforms.recording` lets pass.
+The header holds the patient's name and the technician's remarks. Only its numbers are published, and the
+words that `shardflow.packing.attachments.waveforms.recording` allows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kinds of attachments that are waveforms."""
+"""Attachment kinds of waveforms."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Words of a recording's header that may leave: names of channels, units, filters, kinds of events.
+"""Recording as stored: integers of the device, their scaling, and the header words that may be published.
 
-All of them are free text in EDF and WFDB, so the list is closed: what is not on it is stored as null, and
-counted by whoever asks.
-
-A recording as it is stored: integers as the device made them, and what turns them into units.
+Channel names, units, filters and events are free text in EDF and WFDB, so their lists are closed: a word that
+is not listed is stored as null, and the caller counts it.
 """
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ class Channel:
     """None where the recording is not calibrated."""
     offset: float
     code: Mapping[str, str] | None = None
-    """What is measured, as ``scheme`` and ``value``."""
+    """The measured quantity, as ``scheme`` and ``value``."""
     invalid_value: int | None = None
     """Stored where there is no sample."""
     filters: str | None = None
@@ -165,7 +163,7 @@ class SampleArray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """What one file, or one header with its files, holds."""
+    """The content of one file, or of one header with its files."""
 
     source: str
     arrays: Sequence[SampleArray]

@@ -1,7 +1,7 @@
-"""WFDB records (physionet.org/physiotools/wag): a text header, files of samples, files of annotations.
+"""Reader of WFDB records (physionet.org/physiotools/wag): a text header with its sample and annotation files.
 
-The header is what is found; the other files are read with it. Their names come out of the header, so they
-must be plain names of files in its folder.
+Packing finds the header, and the other files are read with it. Their names come from the header, so they must
+be plain file names in its folder.
 """
 
 from __future__ import annotations

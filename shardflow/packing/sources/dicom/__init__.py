@@ -1,7 +1,8 @@
-"""DICOM images: the only part of shardflow that imports pydicom and imagecodecs.
+"""DICOM images: headers, grouping into stacks, and decoding.
 
-The data's way: `discover` lists files, `headers` reads the facts, `series` groups and orders them with
-`geometry`, `pixels` decodes slices in modality units, `attributes` reads the technical attributes of a stack.
+Data flow: `discover` lists files, `headers` reads the facts, `stacks` groups and orders them with `geometry`,
+`pixels` decodes slices in modality units, `attributes` reads the technical attributes of a stack. pydicom and
+imagecodecs are imported only below this package, by the attachments and by the generator.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The full set of technical attributes: read once per stack, not once per file.
+"""Readers of DICOM attributes by keyword: technical attributes once per stack, and values that name people.
 
-Reads by keyword, decides nothing: which attributes are worth reading and which values may leave is the
-business of `shardflow.packing.deid.allowlist`.
-
-What a header says about people, wherever it stands in it: also in the items of sequences.
-
-Nothing of this leaves: the values are looked for in report texts, to be taken out of them.
+They decide nothing: `shardflow.packing.deid.allowlist` chooses which technical values may be published.
+Values that name people are collected from the whole header, sequences included; they are never published,
+only removed from report texts.
 """
 
 from __future__ import annotations

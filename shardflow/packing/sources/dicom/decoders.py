@@ -1,14 +1,12 @@
-"""What an encoded frame says about itself: checked before a codec allocates by it.
+"""Decoders of encoded frames: a fixed order for every transfer syntax, and a check before each.
+
+imagecodecs comes first: it is as fast as any, releases the GIL, reads 12-bit JPEG and holds no GPL code. It
+is registered as a plugin of pydicom's decoder interface, so that pydicom's handling of signs, planes and
+color applies. Pillow and pydicom's RLE decoder follow where it fails. The order does not depend on what is
+installed: decoders differ by 1-3 levels on lossy JPEG, and a dataset must not depend on a machine. What the
+frame declares is compared with the header before a codec allocates memory for it.
 
 Source: ISO/IEC 10918-1 (JPEG) B.2.2, ISO/IEC 14495-1 (JPEG-LS) C.2, ISO/IEC 15444-1 (JPEG 2000) A.5.1.
-
-Decode one encoded frame: an explicit order of decoders for every transfer syntax.
-
-imagecodecs comes first everywhere: it is the fastest or as fast as any, releases the GIL, reads 12-bit JPEG,
-and holds no GPL code. It is registered as a plugin of pydicom's decoder interface, so pydicom's own handling
-of signs, planes and colour applies. Pillow and pydicom's RLE decoder are tried where it fails. The order is
-fixed, never "what happens to be installed": decoders differ by 1-3 levels on lossy JPEG, and a dataset must
-not depend on a machine.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ def read_jpeg2000_header(data: bytes) -> CodestreamHeader | None:
 
 
 def _skip_boxes(data: bytes) -> int | None:
-    """Where the codestream box begins; None where a box has no proper length (other parsers hang there)."""
+    """Return the start of the codestream box; None if a box has no proper length (other parsers hang)."""
     position = 0
     while True:
         length, kind = struct.unpack_from(">I4s", data, position)
@@ -127,7 +125,7 @@ DECODER_ORDER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LOSSY_JPEG | _JPEG_2000, ("imagecodecs", "pillow")),
     **dict.fromkeys(_LOSSLESS_JPEG | _JPEG_LS | _HTJ2K, ("imagecodecs",)),
 }
-"""Which decoders are tried, in this order, for each encapsulated transfer syntax."""
+"""Decoders of each encapsulated transfer syntax, in the order in which they are tried."""
 
 DECODER_DEPENDENCIES = dict.fromkeys(DECODER_ORDER, ("imagecodecs>=2025.3.30",))
 """Part of pydicom's plugin interface."""

@@ -1,4 +1,4 @@
-"""The image description of one instance: shape, bits, colour; checked before anyone trusts it."""
+"""Image description of one instance: shape, bits and color, validated before anything else uses it."""
 
 from __future__ import annotations
 

@@ -1,21 +1,11 @@
-"""The DICOM UIDs that packing knows: which objects are images, which encodings can be read.
+"""Tables of the DICOM standard: UIDs of image classes and encodings, tags of attributes, sequences of people.
 
-Both lists fail closed: an object or an encoding that is not here is not packed, with a reason.
+The lists of classes and encodings fail closed: what is missing is not packed, with a reason. The tags that
+packing itself needs are listed here because pydicom's dictionary loads all of pydicom: a third of a second
+and 30 MB in every process. Other keywords, such as those of a site's own rules, are looked up there.
 
-Source: DICOM PS3.4 annex B (storage SOP classes) and PS3.6 annex A (UIDs), edition 2024b.
-
-Tags and value representations of attributes, by keyword.
-
-Those that packing itself asks for stand here, because pydicom's dictionary comes with all of pydicom: a
-third of a second and 30 MB in every process of every job. Any other keyword (a site's own rules may name
-one) is looked up there.
-
-Source: DICOM PS3.6, chapter 6 (registry of data elements), edition 2024b.
-
-Tags of the sequences in which people may be named: all of the registry, but those that repeat a frame.
-
-Source: DICOM PS3.6, chapter 6 (registry of data elements), edition 2024b. Stands here and not in pydicom's
-dictionary for the reason given in `shardflow.packing.sources.dicom.dictionary`.
+Source: DICOM PS3.4 annex B (storage SOP classes) and PS3.6 chapter 6 and annex A (registry of data elements,
+UIDs), edition 2024b.
 """
 
 from __future__ import annotations

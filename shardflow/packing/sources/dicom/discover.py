@@ -1,8 +1,8 @@
-"""Find every file below the input folders; owns the walk, judges no content.
+"""Discovery of input files: walks the input folders and does not look into the files.
 
-Nothing is skipped in silence: an entry that cannot be read as a file comes back with the reason in
-``problem``, so that inputs = packed + skipped + quarantined holds from the first line. The list is sorted by
-root and relative path, so every process that walks the same tree sees the same list.
+Nothing is skipped silently: an entry that cannot be read as a file is returned with the reason in
+``problem``, so that inputs = packed + skipped + quarantined holds from the beginning. The list is sorted by
+root and relative path, so every process that walks the same tree gets the same list.
 """
 
 from __future__ import annotations

@@ -1,24 +1,12 @@
-"""Bounds on one input, checked against what it declares, before anything is allocated.
+"""Bounded parser of DICOM data elements: walks a file up to its pixel data, plain, deflated or in gzip.
 
-They are counts, never clocks, so the same file has the same outcome on every machine.
-
-Walk the data elements of a DICOM dataset; owns tags, lengths and nesting, knows no meaning.
+A walk keeps only the requested values and skips everything else by its length, which makes the header pass
+several times faster than a full parse; it also finds the pixel data, so native pixels are never searched for
+again. Values stay raw bytes: no third-party parser sees them, so none can quote one. Limits are counts and
+sizes, never times, so the same file has the same outcome on every machine. Files named ``*.dcm.gz`` are
+inflated once into memory, and everything that reads DICOM reads that descriptor.
 
 Source: DICOM PS3.5, section 7 (data elements, sequences of items).
-
-Files named ``*.dcm.gz``: DICOM in gzip, as some collections are handed out; inflated once, with a bound.
-
-What comes out is a descriptor of the inflated bytes, which lie in memory under no name, so everything that
-reads DICOM reads these files too.
-
-Read the data elements of a DICOM file up to its pixel data.
-
-A walk keeps only the values that are asked for and skips everything else by its length, which is what makes
-the header pass several times faster than a full parse; it also learns where the pixel data lies, so native
-pixels are never parsed for again. Values stay raw bytes: no third-party parser sees them, so none can quote
-one.
-
-The walk is bounded: in bytes before the pixel data, in what a deflated file inflates to, and in depth.
 """
 
 from __future__ import annotations
@@ -45,7 +33,7 @@ from shardflow.packing.sources.dicom.dictionary import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeaderLimits:
-    """What one file may ask for; above it the outcome is LIMIT_EXCEEDED."""
+    """Limits on one file; above them the outcome is LIMIT_EXCEEDED."""
 
     max_frame_pixels: int = 1 << 28
     """Rows times columns of one frame."""
@@ -130,7 +118,7 @@ class FileElements(Elements):
     """None: encapsulated."""
     flags: tuple[str, ...] = ()
     problem: str | None = None
-    """Why the walk ended early; what was read before that place is there."""
+    """Reason for which the walk ended early; what was read before that place is kept."""
 
 
 class Walk:

@@ -1,8 +1,8 @@
-"""Where the slices of a stack lie in space: order, spacing, affine, and what is odd about them.
+"""Geometry of a stack: order, spacing and affine of its slices, and irregularities as flags.
 
-Only positions count. (0018,0088) *Spacing Between Slices* and (0018,0050) *Slice Thickness* are what a
-protocol says, not where slices are (a real series in the tests states 2.0 mm and lies 7 mm apart); a single
-slice has nothing else.
+Only positions count. (0018,0088) *Spacing Between Slices* and (0018,0050) *Slice Thickness* state what a
+protocol asked for, not where slices are (a real series in the tests states 2.0 mm and has slices 7 mm apart);
+only a single slice has to rely on them.
 
 Source: DICOM PS3.3, C.7.6.2.1.1 (image position, image orientation).
 """
@@ -138,7 +138,7 @@ def describe_geometry(
 
 
 def _judge_gaps(gaps: Sequence[float], spacing: float) -> tuple[int, bool]:
-    """How many slices are missing from a regular grid, and whether other gaps differ from the median."""
+    """Count slices missing from a regular grid, and tell whether other gaps differ from the median."""
     num_missing, is_irregular = 0, False
     for gap in gaps:
         ratio = gap / spacing

@@ -1,11 +1,8 @@
-"""The header pass: the few facts of a DICOM file that packing plans with.
+"""Header pass: reads the few facts of a DICOM file that packing plans with, and drops everything else.
 
-Owns what is taken out of a file; everything else is dropped at this door. A header is plain, small and
-picklable: one per file crosses from the process that reads to the process that plans.
-
-Headers as JSON: how a plan keeps them between its two passes.
-
-Exact: floats survive, tuples come back as tuples.
+A header is plain, small and picklable: one per file crosses from the reading process to the planning one.
+Its JSON form, in which a plan keeps headers between the two passes, is exact: floats survive, and tuples are
+restored as tuples.
 """
 
 from __future__ import annotations
@@ -117,7 +114,7 @@ class InstanceHeader:
     num_bytes: int
     """Size of the file."""
     flags: tuple[str, ...]
-    """What was odd and could be put right; docs/dicom.md lists the codes."""
+    """Irregularities that were corrected; docs/dicom.md lists the codes."""
     accession_number: str = ""
     """This and the next two link attachments with the study."""
     study_date: str = ""

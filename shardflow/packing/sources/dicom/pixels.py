@@ -1,25 +1,16 @@
-"""What the slices of a stack look like once decoded: dtype, unit, polarity. A pure function of headers.
+"""Pixels in modality units: the form of a stack's slices, their conversion, and the display range.
 
-All slices of a stack must look alike, and packing wants to know how before it decodes one; so the form
+All slices of a stack must have the same form, and packing needs it before it decodes one. The form therefore
 follows from what the headers declare, never from the pixels that happen to be there.
 
-Source: DICOM PS3.3, C.11.1 (modality LUT, rescale type), C.7.6.3.1.2 (photometric interpretation).
-
-From stored values to slices in modality units.
-
 Order of operations: stored values -> padding found -> modality LUT or slope and intercept -> range check ->
-MONOCHROME1 mirrored -> padding filled. No window is applied: `display` says what a viewer should show, the
-values stay.
+MONOCHROME1 mirrored -> padding filled. No window is applied; the display range says what a viewer, or a first
+model, should map to black and white. CT has a fixed wide window, since Hounsfield units mean the same
+everywhere. Projections bring their own window. Everything else, MR above all, has no absolute scale and takes
+percentiles over the whole stack (per slice they would flicker).
 
-Source: DICOM PS3.3, C.11.1 (modality LUT), C.7.5.1.1.2 (pixel padding), C.7.6.3.1.2 (MONOCHROME1).
-
-What a viewer, or a first model, should map to black and white; in modality units, per stack.
-
-CT has a fixed wide window: Hounsfield units mean the same everywhere. Projections bring their own window.
-Everything else, MR above all, has no absolute scale and takes percentiles over the whole stack (per slice
-they would flicker).
-
-Source: DICOM PS3.3, C.11.2 (VOI LUT).
+Source: DICOM PS3.3, C.11.1 (modality LUT, rescale type), C.7.6.3.1.2 (photometric interpretation),
+C.7.5.1.1.2 (pixel padding), C.11.2 (VOI LUT).
 """
 
 from __future__ import annotations
@@ -42,7 +33,7 @@ from shardflow.packing.sources.dicom.stacks import Stack, Study
 from shardflow.packing.sources.dicom.stored import LookupTable, iter_stored, read_modality_lut
 
 AIR_HU = -1024
-"""What padding of a CT becomes."""
+"""Value of padding in a CT."""
 
 _QUANTITATIVE = frozenset({"CT", "MR", "NM", "PT"})
 """Modalities whose values are measurements: never mirrored."""
@@ -57,7 +48,7 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceForm:
-    """What all slices of a stack look like."""
+    """Form that all slices of a stack share."""
 
     dtype: str
     """NumPy name: uint8, int16, uint16, int32 or float32."""
@@ -66,7 +57,7 @@ class SliceForm:
     mirror: float | None = None
     """MONOCHROME1 of a display image: each value v becomes ``mirror - v``, so that larger is brighter."""
     fill: float = 0.0
-    """What padding becomes, the same in every slice."""
+    """Value of padding, the same in every slice."""
 
     @property
     def range(self) -> tuple[int, int] | None:
@@ -75,7 +66,7 @@ class SliceForm:
 
 
 class _Fact(NamedTuple):
-    """What the form depends on; 300 slices usually share one."""
+    """The header facts that decide the form; 300 slices usually share one."""
 
     image: ImageDescription
     modality: str
@@ -294,7 +285,7 @@ def _to_modality(
 
 
 def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
-    """Where a slice holds data; None where it is all data."""
+    """Return the mask of valid pixels, or None if all are."""
     if padding is None:
         return None
     low, high = padding
@@ -303,7 +294,7 @@ def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
 
 
 def _finite(stored: Array) -> Array | None:
-    """Where floating point values are numbers; what is none lies outside the image."""
+    """Return the mask of finite values; the others lie outside the image."""
     finite = np.isfinite(stored)
     return None if finite.all() else finite
 

@@ -1,17 +1,14 @@
-"""Diffusion weighting of a classic image: b-value and direction, also where only private elements have them.
-
-The values tell images at one position apart and go no further: into no dataset, no message. A private element
-counts where its block has the creator that the maker documents, so another maker's element is never read.
-
-Source: DICOM PS3.3, C.8.13.5.9 (standard attributes); the makers' conformance statements: SIEMENS MR HEADER,
-GEMS_PARM_01 and GEMS_ACQU_01, Philips Imaging DD 001 and Philips MR Imaging DD 001.
-
-What may differ from frame to frame: place, spacing, rescale, window, phase.
+"""Facts that may differ from frame to frame: position, spacing, rescale, window, phase, diffusion weighting.
 
 An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the shared
-groups, or (wrongly, but often) at its root; the nearest statement wins.
+groups, or (wrongly, but often) at its root; the most specific statement wins. The b-value and direction of a
+classic image tell images at one position apart and go no further: into no dataset, no message. A private
+element counts only where its block has the creator that the vendor documents, so another vendor's element is
+never read.
 
-Source: DICOM PS3.3, C.7.6.16 (multi-frame functional groups), C.7.6.2 (image plane), C.11.1 (modality LUT).
+Source: DICOM PS3.3, C.7.6.16 (multi-frame functional groups), C.7.6.2 (image plane), C.11.1 (modality LUT),
+C.8.13.5.9 (diffusion); the conformance statements of the vendors: SIEMENS MR HEADER, GEMS_PARM_01 and
+GEMS_ACQU_01, Philips Imaging DD 001 and Philips MR Imaging DD 001.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ DIFFUSION_TAGS: Final = frozenset(
     | {tag for tag, _ in (_SIEMENS, _GE_NUMBERS, _PHILIPS, _PHILIPS_MR)}
     | {*_GE_DIRECTION, *_PHILIPS_DIRECTION}
 )
-"""What `read_diffusion` looks at."""
+"""Tags that `read_diffusion` uses."""
 
 _GE_OFFSET: Final = 1_000_000_000
 """Newer GE software adds it to the b-value."""
@@ -207,7 +204,7 @@ def read_rescale_types(root: Elements) -> set[str]:
 
 
 def _nearest(root: Elements, groups: Sequence[Elements], group: int, tag: int) -> Elements:
-    """Where a tag of a functional group is stated: in the first of the levels that does, else at the root."""
+    """Return the level that states a tag of a functional group: the first one that does, else the root."""
     for level in groups:
         for item in level.items(group)[:1]:
             if tag in item.values:

@@ -1,13 +1,9 @@
-"""Split one series into stacks and order the slices of each.
+"""Stacks and studies: groups headers by patient, study and series, and splits each series into stacks.
 
 A stack is what can be one array: slices of one shape, one orientation and one spacing, each at its own
-position. File names never count, and (0020,0013) *Instance Number* only where positions are absent: it rises
-with position in some series and falls in others.
-
-From headers to studies: patient > study > series > stack of slices.
-
-Pure: no file is read here. The result depends on the set of headers alone, not on their order and not on file
-    names.
+position. File names never count, and (0020,0013) *Instance Number* counts only where positions are absent: it
+rises with position in some series and falls in others. No file is read; the result depends on the set of
+headers alone, not on their order.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ _MISSING_NUMBER = 1 << 62
 
 
 class StackKind(StrEnum):
-    """What a stack is good for; the order is the order of preference for the primary series."""
+    """Kind of a stack; the order is the order of preference for the primary series."""
 
     VOLUME = "volume"
     """Four or more parallel slices at known positions."""
@@ -66,7 +62,7 @@ class SliceRef:
 
     @property
     def number(self) -> int | None:
-        """What a report calls the image: *Instance Number*, or the 1-based frame of a multi-frame file."""
+        """Number of the image in reports: *Instance Number*, or the 1-based frame of a multi-frame file."""
         return self.frame + 1 if self.instance.image.num_frames > 1 else self.instance.instance_number
 
     @property
@@ -388,7 +384,7 @@ def _build_study(instances: Sequence[InstanceHeader]) -> Study:
 
 
 def _preference(header: InstanceHeader) -> tuple[str, bool, int, int, str, int]:
-    """Which of several files with one identifier is kept: the smallest; its place decides between equals."""
+    """Order of preference among files with one identifier: the smallest, then by place."""
     return (
         header.sop_instance_uid,
         not header.is_native,

@@ -1,21 +1,14 @@
-"""Lookup tables of a file: its modality LUT and its palette. Read only where a header says there is one.
+"""Stored values of frames: finds the bytes of each frame, reads native ones, and decodes the others.
+
+Every fragment of an encapsulated file is checked against the size of the file, so a truncated file is found
+here and not by a codec that returns half an image. A color frame becomes 8-bit RGB. Monochrome frames keep
+the integers that were stored, without the bits above ``high_bit`` (they may hold an overlay) and with the
+sign extended; `pixels` gives the integers their meaning. Lookup tables (modality LUT, palette) are read only
+where the header states one.
 
 Source: DICOM PS3.3, C.11.1.1 (modality LUT), C.7.6.3.1.5 and C.7.6.3.1.6 (palette), C.7.9.2 (segmented
-    palette).
-
-Which bytes of an encapsulated file make up which frame.
-
-Reads item headers only; every fragment is checked against the size of the file, so a truncated file is found
-here and not by a codec that returns half an image.
-
-Source: DICOM PS3.5, A.4 (encapsulation), and PS3.3, C.7.6.3.1.8 (extended offset table: one fragment a frame,
-which the one-to-one rule below covers).
-
-Frames of one file as stored values: native ones straight from the file, others through a decoder.
-
-Owns bytes to arrays, and colour: a colour frame leaves as 8-bit RGB. Monochrome frames leave as the integers
-that were stored, without the bits above ``high_bit`` (they may hold an overlay) and with the sign extended;
-what the integers mean is the business of `pixels`.
+palette), C.7.6.3.1.8 (extended offset table: one fragment a frame, which the one-to-one rule below covers);
+PS3.5, A.4 (encapsulation).
 """
 
 from __future__ import annotations
@@ -149,7 +142,7 @@ _TAIL_BYTES = 10
 
 
 class Fragment(NamedTuple):
-    """Where one fragment's bytes lie in the file."""
+    """Byte range of one fragment in the file."""
 
     offset: int
     num_bytes: int

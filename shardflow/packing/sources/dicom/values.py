@@ -1,8 +1,7 @@
-"""Silence around third-party parsers: their warnings, logs and errors quote the values of the file.
+"""Conversion of raw element values, and isolation of third-party parsers.
 
-Whether a file that pydicom has parsed was cut: pydicom itself takes what is there and says nothing.
-
-Raw element values to typed ones. A value that does not parse becomes None: no message ever quotes it.
+A value that does not parse becomes None, and no message quotes it. Warnings, logs and errors of pydicom quote
+values of the file, so they are suppressed. pydicom reads truncated files without complaint; `is_whole` tells.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Reports and records in the formats of clinical systems: DICOM SR, C-CDA, FHIR, HL7v2.
+"""Reports and records in the formats of clinical systems: DICOM SR, C-CDA, FHIR and HL7v2.
 
-Owns how such a file is read within bounds, which form it has, whom it names and where its report text lies.
-What of it may leave is not decided here (`shardflow.packing.attachments.records`, `shardflow.packing.deid`).
+The readers recognize the format within bounds and extract the identifiers, the people named and the report
+text. What may be published is decided by `shardflow.packing.attachments.records` and
+`shardflow.packing.deid`.
 """
 
 from __future__ import annotations

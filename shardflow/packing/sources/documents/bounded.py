@@ -1,9 +1,8 @@
-"""Read XML and JSON that strangers wrote: no entities, no document types, bounds on size, depth and number.
+"""Bounded parsing of untrusted XML and JSON, and recognition of document formats.
 
-A document type is refused by the parser itself and not by looking for its letters, so that no encoding hides
-it; without one there are no entities but the five of XML, and nothing is ever fetched.
-
-Which form a document has, by what it begins with.
+Limits hold for size, depth and number of nodes. XML with a document type is refused by the parser itself
+rather than by searching for its letters, so that no encoding hides it; without one there are no entities but
+the five of XML, and nothing is ever fetched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""C-CDA and other documents of the HL7 Clinical Document Architecture: links, people, narrative.
+"""Reader of C-CDA and other HL7 Clinical Document Architecture documents: links, people and narrative text.
 
 Sources: HL7 CDA R2, C-CDA R2.1, and DICOM PS3.20 for imaging reports.
 """

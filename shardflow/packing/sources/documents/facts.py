@@ -1,11 +1,8 @@
-"""Whom a document names and which study it belongs to. All of it identifies people and never leaves.
+"""Records that all document readers return: the people and study of a document, its report, its sections.
 
-What a reader finds where it looks for reports.
-
-Section headings for coded sections, spelled as `shardflow.reports` knows them.
-
-Codes are those of imaging reports: LOINC document sections, and DCM section headings (DICOM PS3.16, CID 7001)
-with the concepts below them (CID 7002).
+People and links identify patients and are never published. Coded sections get headings as
+`shardflow.reports` spells them; the codes are those of imaging reports: LOINC document sections, and DCM
+section headings (DICOM PS3.16, CID 7001) with the concepts below them (CID 7002).
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ _MIN_LETTERS: Final = 2
 
 
 class People:
-    """What a document says of people, by DICOM keyword, as `shardflow.packing.deid.known_values` looks for it."""
+    """People named by a document, by DICOM keyword; `shardflow.packing.deid.known_values` finds them in texts."""
 
     __slots__ = ("_values",)
 
@@ -98,7 +95,7 @@ class DocumentFacts:
     patient_ids: list[str] = field(default_factory=list, repr=False)
     """Surest first: medical record numbers before others."""
     time: datetime | None = field(default=None, repr=False)
-    """When it happened, for windows of time; without a zone as it was written, else in UTC."""
+    """Time of the event, for time windows; in UTC, or as written if it has no zone."""
     people: People = field(default_factory=People, repr=False)
 
 

@@ -1,10 +1,8 @@
-"""FHIR resources (DSTU2 to R5): where they lie in a file, whom they name, which study they speak of.
+"""Reader of FHIR resources (DSTU2 to R5): their place in a file, people, study links and report text.
 
-Read as they come, without validation: exports of real systems seldom pass one.
-
-Reports in FHIR: the presented form and the conclusion of a DiagnosticReport.
-
-The generated narrative (``text.div``) is not read: it repeats header data, and is not what the doctor wrote.
+Resources are read without validation: exports of real systems seldom pass one. The text of a DiagnosticReport
+is its presented form and conclusion; the generated narrative (``text.div``) repeats header data, is not what
+the doctor wrote, and is not read.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from shardflow.packing.sources.documents.facts import (
 Resource: TypeAlias = Mapping[str, Any]
 
 _INDEXED: Final = frozenset({"Binary", "Encounter", "ImagingStudy", "Patient", "Procedure", "ServiceRequest"})
-"""What others refer to; of every file only these stay in memory."""
+"""Resources that others refer to; only these of every file stay in memory."""
 _ACCESSION: Final = "ACSN"
 _SOCIAL: Final = frozenset({"DL", "PPN", "SB", "SS"})
 _RECORD_NUMBER: Final = "MR"
@@ -53,7 +51,7 @@ _TIMES: Final = (
     "date",
     "created",
 )
-"""When something happened; the surest first."""
+"""Elements that state the time of an event, the most reliable first."""
 _SUBJECTS: Final = ("subject", "patient")
 _MAX_NESTING: Final = 4
 """Bundles inside bundles."""

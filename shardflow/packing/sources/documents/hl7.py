@@ -1,11 +1,9 @@
-"""HL7 version 2 messages: segments, fields, escapes.
+"""Reader of HL7 version 2 messages: syntax, people and study links, and the texts of ORU^R01 reports.
 
-Owns the syntax alone (HL7 v2.5.1, chapter 2). Read as it is met and not as it should be: any line end, lines
-that were broken inside a field, segments that were put on one line, several messages in a file.
+The parser is lenient, as real messages require: any line end, lines broken inside a field, segments put on
+one line, several messages in a file. A report is the text of the OBX segments below one OBR.
 
-Whom an HL7v2 message names, and which study it speaks of (HL7 v2.5.1, chapters 3, 4 and 7).
-
-Reports in HL7v2 messages ORU^R01: the texts of the OBX segments below each OBR.
+Source: HL7 v2.5.1, chapters 2 (syntax), 3, 4 and 7.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ _SEGMENT: Final = re.compile(r"[A-Z][A-Z0-9]{2}(?=[^\w\s]|$)")
 _INLINE: Final = re.compile(
     r"(?:(?<=[ \t])|(?<=\|))(?=(?:MSH|PID|PV1|ORC|OBR|NTE|NK1|ZDS)\|)|(?<=[ \t|])(?=OBX\|\d)"
 )
-"""Where a segment begins on the line of another; its separator would be escaped inside a field."""
+"""Start of a segment on the line of another; inside a field its separator would be escaped."""
 _NOT_DATA: Final = frozenset({"BHS", "BTS", "FHS", "FTS"})
 _ESCAPE: Final = re.compile(r"\\([EFHNRST]|X[0-9A-Fa-f]*|[CMZ][0-9A-Za-z]*|\.[a-z]{2} ?[+-]?\d*)\\")
-"""What is none of them, such as the path of a file, stays as it is."""
+"""Anything else, such as the path of a file, stays as it is."""
 _MAX_BLANK_LINES: Final = 20
 _DEFAULT_SEPARATORS: Final = "|^~\\&"
 

@@ -1,7 +1,7 @@
-"""Reports of clinical systems: a file or a folder, each file read as what its content is.
+"""Reader of a file or folder of clinical documents: each file is read by the format of its content.
 
-The reader of tables (`shardflow.packing.sources.reports`) has the same records; these carry accession numbers and
-patients as well, because such documents seldom name the study itself.
+The records are those of the table reader (`shardflow.packing.sources.reports`), with accession numbers and
+patients in addition, because such documents seldom name the study itself.
 """
 
 from __future__ import annotations

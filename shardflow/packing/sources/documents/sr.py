@@ -1,7 +1,8 @@
-"""Reports in DICOM structured reports: the texts of the content tree under their section headings.
+"""Reader of DICOM structured reports: the texts of the content tree under their section headings.
 
-Source: DICOM PS3.3, C.17.3 (content items) and C.18 (value types). Measurement reports without any text are
-no reports; what they measure is read as annotations.
+Measurement reports without any text are not reports; their measurements are read as annotations.
+
+Source: DICOM PS3.3, C.17.3 (content items) and C.18 (value types).
 """
 
 from __future__ import annotations

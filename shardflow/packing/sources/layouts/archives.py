@@ -1,26 +1,7 @@
-"""Kind ``chexpert``: CheXpert and CheXpert Plus.
+"""Layouts of public collections: ``mimic-cxr``, ``chexpert``, ``ct-rate``, ``openi`` and ``padchest``.
 
-``train/patient00001/study1/view1_frontal.jpg`` (or ``.png``, ``.dcm``); ``train.csv`` or the table of
-CheXpert Plus as ``layout.table``; the latter as ``inputs.reports``, too: it has the texts.
-
-Kind ``ct-rate``: CT-RATE, NIfTI volumes named ``train_1_a_1.nii.gz``: patient, scan, reconstruction.
-
-The table of reports is ``inputs.reports``; the metadata table is ``layout.table``. The headers of the first
-release were blank, and the table has spacing, slope and intercept (``volume_facts = "table"``); the headers
-of the fixed release have them (``"header"``). One of the two is taken: nothing is rescaled twice.
-
-Kind ``mimic-cxr``: MIMIC-CXR and MIMIC-CXR-JPG.
-
-``files/p10/p10000032/s50414267/<dicom_id>.dcm`` (or ``.dcm.gz``, ``.jpg``); reports at
-``files/p10/p10000032/s50414267.txt``; ``cxr-record-list.csv`` or the metadata table of the JPG version as
-``layout.table``; ``mimic-cxr-2.0.0-split.csv`` as ``layout.split_table``. Tables may be ``.csv.gz``.
-
-Kind ``openi``: the Indiana chest X-rays of Open-i. ``inputs.reports`` is the folder of XML reports.
-
-A report names its images (``parentImage``), several of them; there are no patients, so every study is one
-of its own.
-
-Kind ``padchest``: PadChest, 16-bit PNG and one table, which is ``layout.table`` and ``inputs.reports``.
+Each expects the folders and tables as the collection is distributed; the class says which, and
+docs/layouts.md describes each with its recipe.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Tables of a layout: CSV or Parquet, read row by row, by roles instead of column names.
+"""Base of all layouts: settings, the interface, tables by role, and the parts that most layouts share.
 
-Settings of the layout: how the inputs of a job are laid out in folders and tables.
-
-What every layout answers, and what most of them share: roots, splits, forms by file ending.
+Tables are CSV or Parquet and are read row by row; a role such as ``study`` stands for the name of a column,
+which settings can change.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple, Protocol
 
 from shardflow.config import check_fields
 from shardflow.errors import ConfigError
@@ -24,6 +23,9 @@ from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.documents.reports import iter_document_reports
 from shardflow.packing.sources.placement import ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport, ReportFormat, ReportRecord, iter_reports
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _MAX_FIELD_BYTES: Final = 1 << 24
 _BATCH_ROWS: Final = 1 << 14
@@ -146,11 +148,37 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-LayoutKind: TypeAlias = Literal[
-    "headers", "folder", "manifest", "mimic-cxr", "chexpert", "openi", "padchest", "ct-rate", "lidc", "rsna"
-]
-"""``headers``: DICOM headers say whose an image is. ``folder``: paths do, by a pattern. ``manifest``: a table
-does. The others are collections as their owners hand them out; docs/layouts.md describes each."""
+LAYOUT_KINDS: Final = (
+    "headers",
+    "folder",
+    "manifest",
+    "mimic-cxr",
+    "chexpert",
+    "openi",
+    "padchest",
+    "ct-rate",
+    "lidc",
+    "rsna",
+)
+"""``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a pattern.
+``manifest``: a table does. The others are public collections in the form in which their owners distribute
+them; docs/layouts.md describes each."""
+
+LAYOUTS_GROUP: Final = "shardflow.layouts"
+"""Group of entry points by which installed packages offer further layouts: the name of an entry point is the
+kind, and it refers to a callable that takes `LayoutInputs` and the names of the splits and returns a
+`Layout`."""
+
+
+def offered_layouts() -> dict[str, EntryPoint]:
+    """Return the layouts of installed packages by kind; they do not replace built-in ones."""
+    # Slow to import, and of no use to a job with a built-in layout.
+    from importlib.metadata import entry_points
+
+    return {
+        entry.name: entry for entry in entry_points(group=LAYOUTS_GROUP) if entry.name not in LAYOUT_KINDS
+    }
+
 
 _GROUPS = frozenset({"patient", "study", "series", "number", "split"})
 _PATHS = ("table", "split_table")
@@ -158,14 +186,14 @@ _PATHS = ("table", "split_table")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutConfig:
-    """Whose an input is, and which report goes with it."""
+    """Settings of a layout: how the study and the report of an input are found."""
 
-    kind: LayoutKind = "headers"
-    """How the inputs are laid out."""
+    kind: str = "headers"
+    """Layout of the inputs: one of `LAYOUT_KINDS`, or a layout of an installed package."""
     table: Path | None = None
     """CSV (``.csv``, ``.csv.gz``) or Parquet table of the images; which kinds have one: docs/layouts.md."""
     columns: dict[str, str] = field(default_factory=dict)
-    """What the columns of ``table`` are called, by role, where a kind's own names do not fit."""
+    """Names of the columns of ``table`` by role, if they differ from the kind's own."""
     report_columns: dict[str, str] = field(default_factory=dict)
     """The same for the table of ``inputs.reports``."""
     pattern: str = ""
@@ -183,22 +211,25 @@ class LayoutConfig:
     split_table: Path | None = None
     """Table of the official splits: a column ``split`` and one of patients."""
     split_columns: dict[str, str] = field(default_factory=dict)
-    """What its columns are called: roles ``patient`` and ``split``."""
+    """Names of its columns: roles ``patient`` and ``split``."""
     split_names: dict[str, str] = field(default_factory=dict)
     """Split of this dataset for names in tables, paths and patterns, such as ``valid = "val"``."""
     volume_facts: Literal["header", "table"] = "header"
-    """Where spacing, slope and intercept of NIfTI volumes come from; never from both."""
+    """Source of spacing, slope and intercept of NIfTI volumes; never both."""
     missing_files: Literal["quarantine", "ignore"] = "quarantine"
-    """What becomes of rows whose file is not there: inputs that are quarantined, or no inputs (a part of a
+    """Treatment of rows whose file does not exist: quarantined inputs, or no inputs (if only a part of a
     collection was fetched)."""
     report_of_several_studies: Literal["quarantine", "copy"] = "quarantine"
-    """What becomes of a report that names several studies: none of them has it, or each has a copy."""
+    """Treatment of a report that names several studies: none of them gets it, or each gets a copy."""
     reports_of_one_study: Literal["quarantine", "append"] = "quarantine"
-    """What becomes of several different reports of one study: quarantined with it, or the final one is taken
+    """Treatment of several different reports of one study: quarantined with it, or the final one is taken
     with all addenda behind it, and preliminary ones are left out."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.kind not in LAYOUT_KINDS and self.kind not in (offered := offered_layouts()):
+            known = ", ".join(map(repr, [*LAYOUT_KINDS, *sorted(offered)]))
+            raise ConfigError(f"kind must be one of {known}, got {self.kind!r}; correct it.")
         if self.kind == "folder":
             self._check_pattern()
         elif self.pattern:
@@ -251,15 +282,15 @@ class LayoutInputs(Protocol):
 
     @property
     def reports(self) -> Path | None:
-        """Where the reports are."""
+        """File or folder of the reports."""
 
     @property
     def reports_format(self) -> ReportFormat | Literal["documents"]:
-        """How they are read, where the layout does not say it."""
+        """Format of the reports, unless the layout decides it."""
 
     @property
     def layout(self) -> LayoutConfig:
-        """What the layout is."""
+        """Settings of the layout."""
 
 
 class Layout(Protocol):
@@ -271,7 +302,7 @@ class Layout(Protocol):
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
         """Say whose image a file is, or why it is none; None where its DICOM header says everything."""
 
-    def study_beside(self, file: DiscoveredFile) -> str:
+    def study_of_attachment(self, file: DiscoveredFile) -> str:
         """Return the study in whose place a file lies that is no image; ``""`` where its place names none."""
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
@@ -279,7 +310,7 @@ class Layout(Protocol):
 
 
 class PlacedLayout:
-    """What layouts share that say whose an image is.
+    """Base of the layouts that place images themselves.
 
     Args:
         inputs: The settings.
@@ -308,7 +339,7 @@ class PlacedLayout:
             return self._complete(placed) if isinstance(placed, Placement) else placed
         return self.reason_of_other(path)
 
-    def study_beside(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
+    def study_of_attachment(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
         """Return the study in whose place a file lies; see `Layout`."""
         return ""
 
@@ -321,7 +352,7 @@ class PlacedLayout:
         return iter(())
 
     def reason_of_other(self, path: Path) -> Reason:
-        """Why a file is no image."""
+        """Return the reason for which a file is not an image."""
         is_table = path.name.lower().endswith((".csv", ".csv.gz", ".parquet"))
         return Reason.LAYOUT_FILE if is_table or path.resolve() in self._own_files else Reason.NOT_IMAGE
 
@@ -355,7 +386,7 @@ class PlacedLayout:
         return split
 
     def split_columns(self) -> Mapping[str, str]:
-        """What the split table calls its columns, by default."""
+        """Return the default column names of the split table."""
         return {"patient": "patient", "split": "split"}
 
     def patient_name(self, text: str) -> str:

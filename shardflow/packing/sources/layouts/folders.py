@@ -1,7 +1,4 @@
-"""Kind ``folder``: the path of a file says whose image it is.
-
-Layouts of DICOM trees without reports: kinds ``headers``, ``lidc`` and ``rsna``.
-"""
+"""Layouts without image tables: ``folder`` (a pattern over paths), ``headers``, ``lidc`` and ``rsna``."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class Folder(PlacedLayout):
             is_patient_study=self.settings.is_patient_study,
         )
 
-    def study_beside(self, file: DiscoveredFile) -> str:
+    def study_of_attachment(self, file: DiscoveredFile) -> str:
         """Return what the pattern calls the study, where it fits the path of a file that is no image too."""
         match = self._pattern.fullmatch(self.relative_path(file.path(self._roots)))
         return "" if match is None else self._study(match)
@@ -84,7 +81,7 @@ class Headers:
         """Leave it to the header."""
         return Placement(attributes={}, is_patient_study=True) if self._is_patient_study else None
 
-    def study_beside(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - paths say nothing
+    def study_of_attachment(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - paths say nothing
         """Return nothing: only headers name studies."""
         return ""
 

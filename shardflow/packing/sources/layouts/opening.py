@@ -1,16 +1,22 @@
-"""Registry of layouts: the name in a recipe, and the class that reads such an input."""
+"""Registry of layouts: maps the kind in a recipe to the class that reads such an input.
+
+Installed packages add layouts as entry points of the group ``shardflow.layouts``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
+from shardflow.errors import ConfigError
 from shardflow.packing.sources.layouts.archives import Chexpert, CtRate, MimicCxr, OpenI, PadChest
-from shardflow.packing.sources.layouts.base import Layout, LayoutInputs
+from shardflow.packing.sources.layouts.base import LAYOUTS_GROUP, Layout, LayoutInputs, offered_layouts
 from shardflow.packing.sources.layouts.folders import Folder, Headers, Lidc, Rsna
 from shardflow.packing.sources.layouts.table_layout import Manifest
 
-_LAYOUTS: Final[dict[str, Callable[[LayoutInputs, Sequence[str]], Layout]]] = {
+LayoutFactory: TypeAlias = Callable[[LayoutInputs, Sequence[str]], Layout]
+
+_LAYOUTS: Final[dict[str, LayoutFactory]] = {
     "chexpert": Chexpert,
     "ct-rate": CtRate,
     "folder": Folder,
@@ -32,6 +38,19 @@ def open_layout(inputs: LayoutInputs, splits: Sequence[str]) -> Layout:
         splits: Names of the dataset's splits.
 
     Raises:
-        ConfigError: A table is missing, damaged or contradicts itself, or a setting does not fit.
+        ConfigError: A table is missing, damaged or contradicts itself, a setting does not fit, or the layout
+            of another package cannot be imported.
     """
-    return _LAYOUTS[inputs.layout.kind](inputs, splits)
+    kind = inputs.layout.kind
+    return (_LAYOUTS.get(kind) or _load(kind))(inputs, splits)
+
+
+def _load(kind: str) -> LayoutFactory:
+    try:
+        factory: LayoutFactory = offered_layouts()[kind].load()
+    except Exception as error:
+        raise ConfigError(
+            f"layout {kind!r} (entry point group {LAYOUTS_GROUP}) must be importable, got "
+            f"{type(error).__name__}; repair or remove the package that offers it."
+        ) from error
+    return factory

@@ -1,7 +1,4 @@
-"""Layouts whose images are listed in a table, one row an image.
-
-Kind ``manifest``: one table lists all images, whatever their folders look like.
-"""
+"""Layouts with one table row per image or study: their base, and the kind ``manifest`` for own tables."""
 
 from __future__ import annotations
 
@@ -304,7 +301,7 @@ class Manifest(TableLayout):
 
 
 class _Join:
-    """Which studies a row of the reports names."""
+    """Lookup of the studies that a row of the reports names."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

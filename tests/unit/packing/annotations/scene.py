@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from shardflow.format.codecs import decode_array
 from shardflow.format.keys import parse_mask_field
-from shardflow.packing.attachments.annotations.book import RegionBook
+from shardflow.packing.attachments.annotations.region_writer import RegionWriter
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Target, Targets
 from shardflow.packing.attachments.annotations.vocabulary import Vocabulary
 
-__all__ = ["FRAME", "SERIES", "Result", "affine_of", "make_target", "new_book", "read", "sop_uid"]
+__all__ = ["FRAME", "SERIES", "Result", "affine_of", "make_target", "new_writer", "read", "sop_uid"]
 
 SERIES = "1.2.826.0.1.3680043.8.498.77"
 FRAME = "1.2.826.0.1.3680043.8.498.88"
@@ -56,9 +56,9 @@ def make_target(
     )
 
 
-def new_book(limits: AnnotationLimits | None = None) -> RegionBook:
-    """Make a book whose surrogates can be told from what they stand for."""
-    return RegionBook(
+def new_writer(limits: AnnotationLimits | None = None) -> RegionWriter:
+    """Make a writer whose surrogates can be told from what they stand for."""
+    return RegionWriter(
         vocabulary=Vocabulary(),
         surrogate=lambda kind, value: f"{kind}{len(value)}",
         limits=limits or AnnotationLimits(),
@@ -68,8 +68,8 @@ def new_book(limits: AnnotationLimits | None = None) -> RegionBook:
 class Result:
     """What a reader said."""
 
-    def __init__(self, book: RegionBook, targets: Sequence[Target]) -> None:
-        part, self.fields = book.finish()
+    def __init__(self, writer: RegionWriter, targets: Sequence[Target]) -> None:
+        part, self.fields = writer.finish()
         self.rois: list[dict[str, Any]] = part["rois"]
         self.dangling = {one["reason"]: one["count"] for one in part["dangling"]}
         self._targets = {target.number: target for target in targets}
@@ -88,11 +88,11 @@ class Result:
 
 
 def read(
-    reader: Callable[[Targets, RegionBook], None],
+    reader: Callable[[Targets, RegionWriter], None],
     *targets: Target,
     limits: AnnotationLimits | None = None,
 ) -> Result:
     """Run a reader over series."""
-    book = new_book(limits)
-    reader(Targets(targets), book)
-    return Result(book, targets)
+    writer = new_writer(limits)
+    reader(Targets(targets), writer)
+    return Result(writer, targets)

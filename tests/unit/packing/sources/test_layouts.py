@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -14,9 +14,15 @@ from shardflow.format.reasons import Reason
 from shardflow.packing import PackConfig
 from shardflow.packing.config import InputsConfig
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
-from shardflow.packing.sources.layouts.base import Layout, LayoutConfig, LayoutKind
+from shardflow.packing.sources.layouts.base import (
+    LAYOUT_KINDS,
+    LAYOUTS_GROUP,
+    Layout,
+    LayoutConfig,
+    PlacedLayout,
+)
 from shardflow.packing.sources.layouts.opening import open_layout
-from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.placement import ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport
 from tests.layout_trees import write_table
 
@@ -29,18 +35,17 @@ RECIPES = sorted(
     for path in (REPOSITORY / "pipelines" / "recipes").glob("pack_*.toml")
     if path.name != "pack_corpus.toml"
 )
-KINDS = get_args(LayoutKind)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_whole(recipe: Path) -> None:
-    assert load_config(PackConfig, recipe).inputs.layout.kind in KINDS
+    assert load_config(PackConfig, recipe).inputs.layout.kind in LAYOUT_KINDS
 
 
 def test_every_kind_has_a_recipe_and_a_row_on_the_page() -> None:
-    assert {load_config(PackConfig, recipe).inputs.layout.kind for recipe in RECIPES} == set(KINDS)
+    assert {load_config(PackConfig, recipe).inputs.layout.kind for recipe in RECIPES} == set(LAYOUT_KINDS)
     page = (REPOSITORY / "docs" / "layouts.md").read_text(encoding="utf-8")
-    assert all(f"| `{kind}`" in page for kind in KINDS)
+    assert all(f"| `{kind}`" in page for kind in LAYOUT_KINDS)
     assert all(recipe.name in page for recipe in RECIPES)
 
 
@@ -70,6 +75,44 @@ def test_mistaken_settings_are_named(settings: dict[str, str], expected: str) ->
         LayoutConfig(**settings)  # type: ignore[arg-type]
 
 
+class WardLayout(PlacedLayout):
+    """A layout of another package: ``WARD/PATIENT/STUDY/FILE``."""
+
+    def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
+        """Read the names of the folders."""
+        _, patient, study, name = path.split("/")
+        return Placement(form=form, patient=patient, study=study, instance=name, attributes={})
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, *offered: EntryPoint) -> None:
+    def entry_points(*, group: str) -> tuple[EntryPoint, ...]:
+        assert group == LAYOUTS_GROUP
+        return offered
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+
+
+def test_installed_packages_offer_further_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _offer(monkeypatch, EntryPoint("ward", f"{__name__}:WardLayout", LAYOUTS_GROUP))
+    monkeypatch.setattr(EntryPoint, "load", lambda _: WardLayout)
+    placed = _open("ward", tmp_path).place(_file("w7/p1/s2/a.png"))
+    assert isinstance(placed, Placement)
+    assert (placed.patient, placed.study) == ("p1", "s2")
+    with pytest.raises(ConfigError, match=r"kind must be one of 'headers', .*, 'ward', got 'wart'"):
+        LayoutConfig(kind="wart")
+
+
+def test_a_layout_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _offer(monkeypatch, EntryPoint("ward", "no_such_module_here:Layout", LAYOUTS_GROUP))
+    with pytest.raises(ConfigError, match=r"'ward' .* must be importable, got ModuleNotFoundError"):
+        _open("ward", tmp_path)
+
+
+def test_installed_packages_replace_no_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _offer(monkeypatch, EntryPoint("rsna", "no_such_module_here:Layout", LAYOUTS_GROUP))
+    _open("rsna", tmp_path)
+
+
 def test_a_placement_comes_back_from_json() -> None:
     placement = Placement(
         form="nifti",
@@ -84,7 +127,7 @@ def test_a_placement_comes_back_from_json() -> None:
     assert "041Y" not in repr(placement)
 
 
-def _open(kind: LayoutKind, folder: Path, **settings: object) -> Layout:
+def _open(kind: str, folder: Path, **settings: object) -> Layout:
     reports = folder / "reports"
     reports.mkdir(exist_ok=True)
     layout = LayoutConfig(kind=kind, **settings)  # type: ignore[arg-type]
@@ -119,7 +162,7 @@ def _file(path: str) -> DiscoveredFile:
     ],
 )
 def test_paths_say_whose_a_file_is(
-    tmp_path: Path, kind: LayoutKind, path: str, expected: tuple[str, ...] | Reason
+    tmp_path: Path, kind: str, path: str, expected: tuple[str, ...] | Reason
 ) -> None:
     placed = _open(kind, tmp_path).place(_file(path))
     if isinstance(placed, Placement):

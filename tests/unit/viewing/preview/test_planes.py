@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -92,3 +94,14 @@ def test_sizes_and_lengths() -> None:
     assert pixel_spacing({"pixel_spacing_mm": [0.5, 1]}) == (0.5, 1.0)
     for absurd in (None, [0, 1], [-1, 1], [1, 100]):
         assert pixel_spacing({"pixel_spacing_mm": absurd}) is None
+
+
+def test_a_thumbnail_loads_no_server_and_no_pages() -> None:
+    code = "import sys, shardflow.viewing.planes\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = done.stdout.split()
+    ours = {name for name in loaded if name.startswith("shardflow.viewing.")}
+    assert ours == {"shardflow.viewing.planes"}
+    assert "http.server" not in loaded

@@ -1,7 +1,6 @@
 """What is odd in the real files at hand: one test for each fact that their README names.
 
-`docs/dicom.md` lists the oddities with their tests; those that are about single values are in the other
-modules of this folder.
+Facts about single values are in the other modules of this folder; `docs/dicom.md` states the rules.
 """
 
 from __future__ import annotations
