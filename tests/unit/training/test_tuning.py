@@ -23,7 +23,7 @@ from shardflow.monitoring.tuner import Change, Tuner
 from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers, read_tuned, tuned_text
 from shardflow.sampling import BatchSpec
 from shardflow.storage.local import is_temporary_name
-from shardflow.telemetry import TunableLimit, Move
+from shardflow.telemetry import Move, TunableLimit
 from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.run import train
 from shardflow.training.tuning import Tuning, capped, common_limits
@@ -301,6 +301,13 @@ def test_caps_of_the_configuration_lie_within_those_of_the_machine() -> None:
 
 
 def test_limits_are_those_that_all_ranks_have() -> None:
-    one = {"a": TunableLimit(least=1, most=9), "b": TunableLimit(choices=("x", "y")), "c": TunableLimit(most=1)}
+    one = {
+        "a": TunableLimit(least=1, most=9),
+        "b": TunableLimit(choices=("x", "y")),
+        "c": TunableLimit(most=1),
+    }
     other = {"a": TunableLimit(least=2, most=5), "b": TunableLimit(choices=("y", "z"))}
-    assert common_limits([one, other]) == {"a": TunableLimit(least=2, most=5), "b": TunableLimit(choices=("y",))}
+    assert common_limits([one, other]) == {
+        "a": TunableLimit(least=2, most=5),
+        "b": TunableLimit(choices=("y",)),
+    }
