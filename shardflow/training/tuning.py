@@ -29,7 +29,7 @@ from shardflow.monitoring.tuner_numbers import (
 )
 from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
-from shardflow.telemetry import Interval, TunableLimit, Move
+from shardflow.telemetry import Interval, Move, TunableLimit
 from shardflow.telemetry.process import available_bytes, num_processors
 from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.distributed import Ranks
