@@ -152,16 +152,16 @@ class PrefetchPlanner:
     def report(self, epoch: int, step: int, next_step: int) -> None:
         """Report the progress of the reads to the caches."""
         for one in self._cached:
-            one.cache.outlook.report(one.run, epoch, step, next_step)
+            one.cache.forecast.report(one.run, epoch, step, next_step)
 
     def rest(self) -> None:
         """Report to the caches that this process reads nothing until its next report."""
         for one in self._cached:
-            one.cache.outlook.rest(one.run)
+            one.cache.forecast.rest(one.run)
 
     def fill(self, plan: EpochPlan, first_step: int, reads: StreamReads) -> None:
         """Fill the tables of this epoch and the next, as far ahead as they reach, until the stream ends."""
-        mine = [one for one in self._cached if one.cache.outlook.begin_filling(one.run)]
+        mine = [one for one in self._cached if one.cache.forecast.begin_filling(one.run)]
         try:
             for epoch, first in ((plan.epoch, first_step), (plan.epoch + 1, 0)):
                 unfilled = [one for one in mine if not one.run.table.has_epoch(epoch)]
@@ -169,7 +169,7 @@ class PrefetchPlanner:
                     return
         finally:
             for one in mine:
-                one.cache.outlook.end_filling(one.run)
+                one.cache.forecast.end_filling(one.run)
 
     def _fill_epoch(
         self, plan: EpochPlan, first_step: int, unfilled: list[_CachedDataset], reads: StreamReads
@@ -610,7 +610,7 @@ def _join(selection: Selection, world: World, run_id: str) -> tuple[_CachedDatas
                 continue
             same = [other.manifest.dataset_id == space for other in selection.datasets]
             cache = dataset.store.cache
-            run = cache.outlook.join(space, digest, dataset.studies.num_samples)
+            run = cache.forecast.join(space, digest, dataset.studies.num_samples)
             components = tuple(np.flatnonzero(same).tolist())
             found[space] = _CachedDataset(cache, run, components)
     return tuple(found.values())
@@ -618,7 +618,7 @@ def _join(selection: Selection, world: World, run_id: str) -> tuple[_CachedDatas
 
 def _leave(cached: tuple[_CachedDataset, ...]) -> None:
     for one in cached:
-        one.cache.outlook.leave(one.run)
+        one.cache.forecast.leave(one.run)
 
 
 def _micros_of_node(schedule: RankSchedule, world: World) -> NDArray[np.bool_]:
@@ -631,6 +631,6 @@ def _micros_of_node(schedule: RankSchedule, world: World) -> NDArray[np.bool_]:
     node = world.rank // size
     for rank in range(node * size, min((node + 1) * size, world.world_size)):
         for micro in schedule.micros(rank):
-            if not schedule.is_filler(micro):
+            if not schedule.is_padding(micro):
                 is_here[micro] = True
     return is_here

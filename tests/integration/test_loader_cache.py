@@ -314,13 +314,13 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
     dataset = Dataset.open(url, cache=config)
     source = loader(dataset, SPECS[kind], world=world)
     assert isinstance(dataset.store, CachedStore)
-    outlook = dataset.store.cache.outlook
+    outlook = dataset.store.cache.forecast
     iterator = iter(source)
     next(iterator)
     (cached,) = source._runtime.planner._cached
     assert eventually(lambda: cached.run.table.has_epoch(0) and cached.run.table.has_epoch(1))
     schedule = RankSchedule(4, 4, lanes=SPECS[kind].lanes, ranks_per_node=2)
-    micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_filler(micro)]
+    micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_padding(micro)]
     plans = [select(dataset, "train").plan(SPECS[kind], seed=SEED, epoch=epoch) for epoch in (0, 1)]
     uses: dict[int, list[int]] = {}
     for epoch, plan in enumerate(plans):
