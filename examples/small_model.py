@@ -10,7 +10,7 @@ from torch import nn
 
 from shardflow.loading import Batch, ImageView, LoaderConfig
 from shardflow.sampling import BatchSpec
-from shardflow.training.config import ImageSettings, ModelSettings
+from shardflow.training.config import ImageConfig, ModelConfig
 from shardflow.training.inputs import make_inputs
 from shardflow.training.models.reference import build_model
 from shardflow.training.sequences import weighted_token_loss
@@ -30,7 +30,7 @@ class SummedLoss(nn.Module):
     def __init__(self, tokenizer: Path) -> None:
         super().__init__()
         self.reports = build_model(
-            ModelSettings(
+            ModelConfig(
                 language="llama",
                 vision_width=32,
                 vision_layers=1,
@@ -38,7 +38,7 @@ class SummedLoss(nn.Module):
                 language_layers=1,
                 dropout=0.0,
             ),
-            ImageSettings(num_slices=SLICES, rows=SIDE, columns=SIDE),
+            ImageConfig(num_slices=SLICES, rows=SIDE, columns=SIDE),
             vocab_size=ReportTokenizer.load(tokenizer).vocab_size,
             max_tokens=MAX_TOKENS,
             seed=1,

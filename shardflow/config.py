@@ -51,6 +51,8 @@ _SIZE_FACTORS: Final = {
     "KB": 1000,
     "kiB": 1024,
 }
+_NO_TEXT = {int: "a number", float: "a number", Path: "a pathlib.Path"}  # as a caller's slip
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,6 @@ def parse_byte_size(text: str) -> int:
             f"a size must be a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, got {text!r}."
         )
     return int(float(match[1]) * _SIZE_FACTORS[match[2] or "B"])
-
-
-_NO_TEXT = {int: "a number", float: "a number", Path: "a pathlib.Path"}  # as a caller's slip
 
 
 def check_fields(config: object) -> None:
@@ -147,8 +146,6 @@ def _bound_text(number: float | None) -> str:
 
 
 # ---- reading -------------------------------------------------------------------------------------
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)

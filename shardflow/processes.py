@@ -27,6 +27,7 @@ from typing import Final
 
 _EXIT_TIMEOUT_S: Final = 10.0
 _KNOWN: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def wait_for_at_exit(thread: threading.Thread) -> threading.Thread:
@@ -71,9 +72,6 @@ def _wait() -> None:
 # Finalizers run at exit from the newest to the oldest: those that end the threads come before this one, and
 # so do the stores', which wake up whoever waits for a request.
 weakref.finalize(_KNOWN, _wait)
-
-
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def measure(
         parts = prepare_run(config, ranks, checkpoints, first, None, StopRequest(), stack)
         blocks = Blocks(parts, config, interval_s)
         trial_s = blocks.run(10, is_measured=False)
-        agreed = ranks.gather_numbers([block_s / trial_s], WAIT)
+        agreed = ranks.all_gather_numbers([block_s / trial_s], WAIT)
         num_steps = max(4, int(agreed[0, 0]))
         step_s: dict[bool, list[float]] = {False: [], True: []}
         for number in range(num_pairs):

@@ -29,7 +29,7 @@ from torch import nn
 from shardflow import __version__
 from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.checkpoint.saving import CheckpointSaver
-from shardflow.training.config import OptimizerSettings
+from shardflow.training.config import OptimizerConfig
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 from shardflow.training.step import build_optimizer
 
@@ -43,7 +43,7 @@ def measure(ranks: Ranks, folder: Path, num_parameters: int, repeats: int) -> di
     """Write checkpoints of one model size beside steps and in their way."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(max(1, num_parameters // WIDTH**2))]
     model = nn.Sequential(*layers).to(ranks.device)
-    optimizer = build_optimizer(model, OptimizerSettings())
+    optimizer = build_optimizer(model, OptimizerConfig())
     inputs = torch.randn(64, WIDTH, device=ranks.device)
     checkpoints = CheckpointFolder(folder, keep_last=1)
     saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=False)
@@ -68,7 +68,7 @@ def measure(ranks: Ranks, folder: Path, num_parameters: int, repeats: int) -> di
         saver.begin(2 * repeat, facts=None, state=lambda _: {})
         while True:
             busy_step_s.append(step())
-            done = saver.advance(ranks.gather_numbers([saver.stage], WAIT)[:, 0].tolist())
+            done = saver.advance(ranks.all_gather_numbers([saver.stage], WAIT)[:, 0].tolist())
             if done is not None:
                 break
         stalls_s.append(done.stall_s)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from shardflow import __version__
-from shardflow.monitoring.lines import METRICS_FILE, EventTail
+from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
 from tests.distributed.launcher import Job, job
 from tests.tiny_runs import make_tiny_input, write_config
 
@@ -38,7 +38,7 @@ DEADLINE_S = 300.0
 
 
 def lines_of(run: Path, event: str) -> list[dict[str, Any]]:
-    lines = EventTail(run).read() if (run / METRICS_FILE).is_file() else ()
+    lines = MetricsTail(run).read() if (run / METRICS_FILE).is_file() else ()
     return [line.values for line in lines if line.event == event]
 
 

@@ -208,7 +208,7 @@ def main(arguments: Sequence[str]) -> None:
             if ranks.rank == 0:
                 with (folder / "found.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found.to_json()) + "\n")
-            ranks.meet("end of a run", WAIT)
+            ranks.barrier("end of a run", WAIT)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardflow.training.config import TrainConfig
-    from shardflow.training.headspace import Headspace, HeadspaceRound
+    from shardflow.training.headroom import Headroom, HeadroomRound
 
 DESCRIPTION: Final = """\
 Handles the same samples (primary series and report) in several ways, in turns:
@@ -185,29 +185,29 @@ def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
             "data.dataset=DATASET."
         )
     # Torch takes seconds to import; a wrong setting is reported before that.
-    from shardflow.training.headspace import HeadspaceOptions, measure_headspace
+    from shardflow.training.headroom import HeadroomOptions, measure_headroom
 
-    options = HeadspaceOptions(num_rounds=arguments.repeats, num_steps=arguments.steps)
+    options = HeadroomOptions(num_rounds=arguments.repeats, num_steps=arguments.steps)
     busy = os.getloadavg()[0]
     is_first = os.environ.get("RANK", "0") == "0"
     with step_progress("measuring") if is_first else nullcontext() as progress:
-        headspace = measure_headspace(config, options, progress)
-    if headspace is None:
+        headroom = measure_headroom(config, options, progress)
+    if headroom is None:
         return None
-    facts = describe_job(headspace, config, busy)
+    facts = describe_job(headroom, config, busy)
     return {**facts, "advice": advise_job(facts)}
 
 
-def describe_job(headspace: Headspace, config: TrainConfig, busy: float) -> dict[str, Any]:
+def describe_job(headroom: Headroom, config: TrainConfig, busy: float) -> dict[str, Any]:
     """Turn the rounds of a job's ceilings into rates and shares."""
-    results = {name: _steps(rounds) for name, rounds in headspace.rounds.items()}
+    results = {name: _steps(rounds) for name, rounds in headroom.rounds.items()}
     rates: dict[str, float] = {name: one["steps_per_s"] for name, one in results.items()}
     lower = "loader" if rates["loader"] < rates["compute"] else "compute"
-    together = headspace.rounds["together"]
+    together = headroom.rounds["together"]
     waited = sum(one.data_wait_s for one in together) / sum(one.seconds for one in together)
     return {
-        "device": headspace.device,
-        "ranks": headspace.world_size,
+        "device": headroom.device,
+        "ranks": headroom.world_size,
         "precision": config.run.precision,
         "micro_batches_per_step": config.batch.micro_batches_per_step,
         "execution": config.loader.execution,
@@ -216,10 +216,10 @@ def describe_job(headspace: Headspace, config: TrainConfig, busy: float) -> dict
         "processors": os.cpu_count(),
         "load_before": round(busy, 2),
         "repeats": len(together),
-        "replayed_micro_batches": headspace.num_replayed,
-        "replayed_bytes": headspace.replayed_bytes,
-        "stages": {name: round(seconds, 6) for name, seconds in headspace.stages.items() if seconds},
-        "tiers": _tier_shares(headspace.tier_bytes) if config.cache.is_on else {},
+        "replayed_micro_batches": headroom.num_replayed,
+        "replayed_bytes": headroom.replayed_bytes,
+        "stages": {name: round(seconds, 6) for name, seconds in headroom.stages.items() if seconds},
+        "tiers": _tier_shares(headroom.tier_bytes) if config.cache.is_on else {},
         "results": results,
         "lower_ceiling": lower,
         "share_of_lower": round(rates["together"] / rates[lower], 4),
@@ -233,7 +233,7 @@ def describe_job(headspace: Headspace, config: TrainConfig, busy: float) -> dict
     }
 
 
-def _steps(rounds: Sequence[HeadspaceRound]) -> dict[str, Any]:
+def _steps(rounds: Sequence[HeadroomRound]) -> dict[str, Any]:
     step_s = [one.seconds / one.num_steps for one in rounds]
     median = statistics.median(step_s)
     samples = sum(one.num_samples for one in rounds) / sum(one.num_steps for one in rounds)

@@ -1,4 +1,4 @@
-"""``shardflow doctor``: what is wrong, or useless, with a training job before it starts."""
+"""``shardflow doctor``: checks the environment of a training job before it starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from shardflow.cli.common import add_json, counted, positive_number, show_lines, write_json
 from shardflow.config import load_config
 from shardflow.training import TrainConfig
-from shardflow.training.doctor import Finding, examine, look_around
+from shardflow.training.doctor import Finding, examine, inspect_environment
 
 DESCRIPTION = """\
 Looks at the environment of a training job, on the machine and in the container where it will run: variables
@@ -58,8 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; 0, or 1 where something is wrong."""
     config = load_config(TrainConfig, arguments.config) if arguments.config else None
-    around = look_around(config, num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
-    findings = examine(around, allowed=arguments.allow)
+    environment = inspect_environment(
+        config, num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node
+    )
+    findings = examine(environment, allowed=arguments.allow)
     counts = Counter(finding.level for finding in findings)
     if arguments.json:
         for finding in findings:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardflow.cli.common import add_json, counted, show_lines, show_table, write_json
 from shardflow.monitoring.goodput import goodput_of
-from shardflow.monitoring.lines import EventTail, damage_note
+from shardflow.monitoring.lines import MetricsTail, damage_note
 
 DESCRIPTION = """\
 Splits the time of a training run, over all its starts, into steps that count, waiting for data, checkpoints,
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    tail = EventTail(arguments.folder)
+    tail = MetricsTail(arguments.folder)
     found = goodput_of(tail.read())
     values = {**found.to_json(), "damaged_lines": tail.num_damaged}
     if arguments.json:

@@ -1,4 +1,4 @@
-"""``shardflow info``: what a dataset holds, from its manifest, its samples table and some of its indexes."""
+"""The command ``shardflow info``: contents of a dataset, from its manifest, samples table and some indexes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from shardflow.cli.common import (
     add_dataset,
@@ -22,8 +19,12 @@ from shardflow.cli.common import (
     show_table,
     write_json,
 )
-from shardflow.format import Dataset
-from shardflow.format.manifest import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from shardflow.format import Dataset
 
 DESCRIPTION = """\
 Samples, shards, bytes, splits, identity, fields and facts of a dataset. Nothing of a sample is read; to check
@@ -74,6 +75,10 @@ def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: A term cannot be read, or no sample is left.
     """
+    import numpy as np
+
+    from shardflow.format.manifest import FORMAT_VERSION
+
     manifest, samples = dataset.manifest, dataset.samples
     files = manifest.files()
     rows = _subset_rows(dataset, subset) if subset else slice(None)
@@ -113,7 +118,9 @@ def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _subset_rows(dataset: Dataset, terms: Sequence[str]) -> NDArray[np.int64]:
-    # Only here is the loader needed, which takes a moment to import.
+    # The loader takes a moment to import, and only subsets need it.
+    import numpy as np
+
     from shardflow.loading.selection import choose_rows
 
     held = "+".join(name for name, span in dataset.splits.items() if span)
@@ -123,9 +130,9 @@ def _subset_rows(dataset: Dataset, terms: Sequence[str]) -> NDArray[np.int64]:
 def _subset(dataset: Dataset, rows: NDArray[np.int64]) -> dict[str, Any]:
     return {
         "samples": len(rows),
-        "bytes": int(dataset.samples.column("num_bytes")[rows].sum(dtype=np.int64)),
+        "bytes": int(dataset.samples.column("num_bytes")[rows].sum(dtype="int64")),
         "splits": {
-            split: int(np.count_nonzero((rows >= span.start) & (rows < span.stop)))
+            split: int(((rows >= span.start) & (rows < span.stop)).sum())
             for split, span in dataset.splits.items()
         },
     }
@@ -133,6 +140,8 @@ def _subset(dataset: Dataset, rows: NDArray[np.int64]) -> dict[str, Any]:
 
 def _fields(dataset: Dataset) -> dict[str, Any]:
     """Count the fields, and their kinds in at most `_MAX_INDEXES_READ` shards."""
+    import numpy as np
+
     num_shards = len(dataset.manifest.shards)
     read = sorted({number * num_shards // _MAX_INDEXES_READ for number in range(_MAX_INDEXES_READ)})
     kinds: Counter[str] = Counter()
@@ -154,13 +163,15 @@ def _kind(name: str) -> str:
 
 
 def _spread(values: np.ndarray[Any, Any]) -> dict[str, int]:
+    import numpy as np
+
     if not len(values):
         return {"min": 0, "median": 0, "max": 0}
     return {"min": int(values.min()), "median": int(np.median(values)), "max": int(values.max())}
 
 
 def _total(values: np.ndarray[Any, Any]) -> dict[str, int]:
-    return {"total": int(values.sum(dtype=np.int64))}
+    return {"total": int(values.sum(dtype="int64"))}
 
 
 def _show(facts: dict[str, Any]) -> None:

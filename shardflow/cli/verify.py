@@ -1,9 +1,10 @@
-"""``shardflow verify``: read every byte of a dataset again, and say where each file's first damage lies."""
+"""The command ``shardflow verify``: checks every byte of a dataset and names the first damage of each file."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from shardflow.cli.common import (
     add_dataset,
@@ -16,7 +17,9 @@ from shardflow.cli.common import (
     step_progress,
     write_json,
 )
-from shardflow.format import Damage, VerifyReport, verify
+
+if TYPE_CHECKING:
+    from shardflow.format import Damage, VerifyReport
 
 DESCRIPTION = """\
 Reads the whole dataset: the manifest against its own digest, every file against the manifest, every field
@@ -51,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; 0 where nothing is damaged, else 1."""
+    from shardflow.format import verify
+
     url = existing_dataset(arguments.dataset)
     with step_progress("verifying shards") as progress:
         report = verify(url, num_threads=arguments.threads, progress=progress)

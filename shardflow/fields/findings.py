@@ -49,7 +49,7 @@ class EntityNames:
         )
 
 
-class EntitySlots:
+class FindingArrays:
     """The entities of a selection's micro-batches. Safe for many threads.
 
     Args:
@@ -62,7 +62,7 @@ class EntitySlots:
         self._codes = [self._codes_of(dataset) for dataset in samples.datasets]
 
     @classmethod
-    def of(cls, samples: Samples) -> EntitySlots | None:
+    def of(cls, samples: Samples) -> FindingArrays | None:
         """Return those of a selection; None where no part of it is an entity view."""
         has_entities = any(isinstance(dataset, EntityDataset) for dataset in samples.datasets)
         return cls(samples) if has_entities else None

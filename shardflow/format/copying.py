@@ -40,6 +40,7 @@ SidecarKind: TypeAlias = Literal["view", "tokens"]
 SIDECAR_FOLDERS: Final[dict[str, SidecarKind]] = {"views": "view", "tokens": "tokens"}
 _MANIFESTS: Final[dict[SidecarKind, str]] = {"view": MANIFEST_NAME, "tokens": "manifest.json"}
 _NUM_PARTS: Final = 4
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,9 +220,6 @@ def _is_sidecar(root: str, name: str, owner: str) -> bool:
     return True
 
 
-Progress = Callable[[int, int], None]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedSidecar:
     """An entity view or stored tokens that came along."""
@@ -285,7 +283,7 @@ def copy_dataset(
     numbers = versions(source)[-1:] if newest_only else versions(source)
     manifests = {number: load(source, number) for number in numbers or [1]}
     _check_target(manifests, target)
-    beside = _find_beside(source, target, list(manifests.values())) if with_sidecars else _Beside()
+    beside = _find_beside(source, target, list(manifests.values())) if with_sidecars else _Sidecars()
     source = located(source, manifests.values())
     files = {entry.path: entry for manifest in manifests.values() for entry in manifest.files()}
     files |= {entry.path: entry for entries in beside.tables for entry in entries}
@@ -383,7 +381,7 @@ def _checked(store: ByteStore, entry: FileEntry, where: str) -> Iterator[memoryv
 
 
 @dataclass(slots=True)
-class _Beside:
+class _Sidecars:
     """What lies beside the source: sidecars to copy, the tables of each, and what is left behind."""
 
     sidecars: list[Sidecar] = field(default_factory=list)
@@ -403,18 +401,18 @@ class _Beside:
         )
 
 
-def _find_beside(source: ByteStore, target: ByteStore, manifests: Sequence[Manifest]) -> _Beside:
+def _find_beside(source: ByteStore, target: ByteStore, manifests: Sequence[Manifest]) -> _Sidecars:
     """Find the sidecars of some versions, before the first byte is copied."""
     try:
         folders = find_sidecars(source)
     except NoListingError:
         note = "entity views and stored tokens were not looked for: SRC cannot list its files"
-        return _Beside(notes=[note])
+        return _Sidecars(notes=[note])
     sidecars = owned_sidecars(source, folders, manifests)
     owners = {sidecar.folder.owner for sidecar in sidecars} | {manifest.dataset_id for manifest in manifests}
     for sidecar in sidecars:
         _check_sidecar_of_target(target, sidecar)
-    return _Beside(
+    return _Sidecars(
         sidecars=sidecars,
         tables=[sidecar.tables(source) for sidecar in sidecars],
         notes=[

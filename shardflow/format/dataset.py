@@ -31,6 +31,10 @@ from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 
+# Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
+# rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
+_MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
+
 
 class DatasetBlocks:
     """From a path to the blocks of the file; rows of the samples table are their units.
@@ -109,11 +113,6 @@ class DatasetBlocks:
                     high = middle
             bounds.append(low)
         return range(*bounds)
-
-
-# Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
-# rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
-_MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
 
 
 class Dataset:

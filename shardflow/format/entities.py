@@ -39,6 +39,15 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
 _STUDIES: Final = "full_study"
 _MAX_CONTEXT: Final = 1000
 _NUM_PARTS: Final = 4
+TABLE_KIND: Final = "entities"
+ASSERTIONS: Final = ("present", "uncertain")
+"""What a report may say of an entity that has a row."""
+LATERALITIES: Final = ("", "L", "R", "B")
+_PLACES: Final = ("study", "entity", "series", "centre", "text_start", "span_start", "span_bytes")
+_CODES: Final = ("label", "anatomy", "assertion", "laterality")
+ENTITY_COLUMNS: Final = (*_PLACES, *_CODES, "confidence")
+"""Columns of a row beside those of the samples table."""
+_FLAT: Final = ("first_slice", "slices", "slice_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,17 +210,6 @@ def view_digests(store: ByteStore, manifests: Iterable[Manifest]) -> set[str]:
         if len(parts) == _NUM_PARTS and parts[-1] == MANIFEST_NAME and parts[2] in versions:
             found.add(load_entity_manifest(store, versions[parts[2]], parts[1]).digest)
     return found
-
-
-TABLE_KIND: Final = "entities"
-ASSERTIONS: Final = ("present", "uncertain")
-"""What a report may say of an entity that has a row."""
-LATERALITIES: Final = ("", "L", "R", "B")
-_PLACES: Final = ("study", "entity", "series", "centre", "text_start", "span_start", "span_bytes")
-_CODES: Final = ("label", "anatomy", "assertion", "laterality")
-ENTITY_COLUMNS: Final = (*_PLACES, *_CODES, "confidence")
-"""Columns of a row beside those of the samples table."""
-_FLAT: Final = ("first_slice", "slices", "slice_weights")
 
 
 def entity_key(study_key: str, entity: int, series: int) -> str:

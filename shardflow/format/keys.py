@@ -25,6 +25,18 @@ _ENCODER: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure
 _PLAIN: Final = frozenset({str, int, bool, type(None)})
 
 Json: TypeAlias = "bool | int | str | Sequence[Json] | Mapping[str, Json] | None"
+STUDY_FIELD = "study.json"
+REPORT_FIELD = "report.txt"
+ANNOTATIONS_FIELD = "annotations.json"
+REPORT_JSON_FIELD = "report.json"
+SAMPLE_KEY_PATTERN = re.compile(r"[a-z0-9]{1,64}", re.ASCII)
+FIELD_PATTERN = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*", re.ASCII)
+SPLIT_PATTERN = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
+SHARD_NAME_PATTERN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
+_SLICE = re.compile(r"s(\d{3,6})\.i(\d{4,8})\.([a-z0-9]+)", re.ASCII)
+_MASK = re.compile(r"(s\d{3,6})\.m(\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
+_VARIANT = re.compile(r"(s\d{3,6})\.v(\d{2,4})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
+_SMALL = re.compile(r"(s\d{3,6})\.small\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
 
 
 def canonical_json(value: Json) -> bytes:
@@ -83,21 +95,6 @@ def _refuse_floats(value: Json) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _refuse_floats(item)
-
-
-STUDY_FIELD = "study.json"
-REPORT_FIELD = "report.txt"
-ANNOTATIONS_FIELD = "annotations.json"
-REPORT_JSON_FIELD = "report.json"
-
-SAMPLE_KEY_PATTERN = re.compile(r"[a-z0-9]{1,64}", re.ASCII)
-FIELD_PATTERN = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*", re.ASCII)
-SPLIT_PATTERN = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
-SHARD_NAME_PATTERN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
-_SLICE = re.compile(r"s(\d{3,6})\.i(\d{4,8})\.([a-z0-9]+)", re.ASCII)
-_MASK = re.compile(r"(s\d{3,6})\.m(\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
-_VARIANT = re.compile(r"(s\d{3,6})\.v(\d{2,4})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
-_SMALL = re.compile(r"(s\d{3,6})\.small\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ FIRST_PREV = "0" * 64
 _KIND = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
 _REASON = re.compile(r"[A-Z0-9_]{1,64}", re.ASCII)
 _ROW_KEYS = {"hash", "input", "kind", "outcome", "prev", "reason", "sample_key"}
+KIND: Final = "line-outcomes"
+FORMAT_VERSION: Final = 1
+_PIECE_ROWS: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,11 +196,6 @@ def _check_line(chain: LedgerChain, body: dict[str, Any], line: bytes) -> str | 
         return None
     chain.head = stated if isinstance(stated, str) else chain.head
     return "a line whose hash or link to the line before is another"
-
-
-KIND: Final = "line-outcomes"
-FORMAT_VERSION: Final = 1
-_PIECE_ROWS: Final = 1 << 20
 
 
 class LineOutcomes:

@@ -30,6 +30,13 @@ from shardflow.format.reasons import OutcomeCounts
 from shardflow.storage import ByteStore, check_object_path
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+FORMAT = "shardflow"
+FORMAT_VERSION = 1
+_PAGE = "page"
+_LINES = "line_outcomes"
+# A copy may hold the newest version alone, so the first numbers may be missing.
+_MAX_MISSING_VERSIONS = 8
+_PATH = re.compile(r"manifest-(\d{6})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,15 +140,6 @@ def check_digest(value: object, name: str) -> None:
     """
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise ManifestError(f"{name} must be 64 hexadecimal digits, got another value.")
-
-
-FORMAT = "shardflow"
-FORMAT_VERSION = 1
-_PAGE = "page"
-_LINES = "line_outcomes"
-# A copy may hold the newest version alone, so the first numbers may be missing.
-_MAX_MISSING_VERSIONS = 8
-_PATH = re.compile(r"manifest-(\d{6})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,6 +45,9 @@ PREFIX = struct.Struct("<8sII")
 TRAILER = struct.Struct("<I8s")
 # Object, Unicode, date and boolean columns have no one byte layout that every reader knows.
 _DTYPE = re.compile(r"<[iu][248]|\|[iu]1|<f[248]|\|S[1-9][0-9]{0,3}", re.ASCII)
+_KINDS = "iufS"
+# Above this mean length a copy for each span costs less than a number for each row.
+_LONG_SPAN_ROWS = 32
 
 
 class TableDamageError(ChecksumError):
@@ -186,11 +189,6 @@ def _parse_columns(entries: list[dict[str, Any]]) -> dict[str, Column]:
     if len(columns) != len(entries):
         raise ValueError
     return columns
-
-
-_KINDS = "iufS"
-# Above this mean length a copy for each span costs less than a number for each row.
-_LONG_SPAN_ROWS = 32
 
 
 def encode_table(columns: Mapping[str, NDArray[Any]], meta: Mapping[str, Json]) -> bytes:

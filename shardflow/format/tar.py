@@ -34,6 +34,7 @@ _AFTER_CHECKSUM = (
 )
 _CONSTANT_SUM = sum(_BEFORE_SIZE) + sum(_AFTER_SIZE) + sum(b" " * 8) + sum(_AFTER_CHECKSUM)
 _PADDING = tuple(bytes(-count % BLOCK_NUM_BYTES) for count in range(BLOCK_NUM_BYTES))
+WINDOW_NUM_BYTES = 4 * 1024 * 1024
 
 
 def member_header(name: str, num_bytes: int) -> bytes:
@@ -129,9 +130,6 @@ class TarWriter:
         """Write the end of the archive: two zero blocks and nothing more."""
         self._fileobj.write(END_OF_ARCHIVE)
         self.num_bytes += len(END_OF_ARCHIVE)
-
-
-WINDOW_NUM_BYTES = 4 * 1024 * 1024
 
 
 class HashedStream:

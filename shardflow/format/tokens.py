@@ -37,6 +37,7 @@ _COUNTS_KIND: Final = "token-counts"
 _IDS_KIND: Final = "token-ids"
 DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 """SHA-256 in hexadecimal digits."""
+_MAX_OPEN_TABLES: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,9 +267,6 @@ def _meta(kind: str, tokenizer: str, dataset_id: str) -> dict[str, Json]:
         "dataset_id": dataset_id,
         "tokenizer": tokenizer,
     }
-
-
-_MAX_OPEN_TABLES: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

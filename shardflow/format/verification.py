@@ -228,7 +228,7 @@ class _Plan:
 
 
 def _plan_files(
-    store: ByteStore, manifests: Mapping[int, Manifest], all_versions: list[int], beside: _Beside
+    store: ByteStore, manifests: Mapping[int, Manifest], all_versions: list[int], beside: _Sidecars
 ) -> _Plan:
     """List what to check, from the good manifests and, where one is damaged, from the names of files."""
     plan = _Plan([manifest_path(version) for version in all_versions])
@@ -378,7 +378,7 @@ def _check_page(store: ByteStore, expected: ExpectedFile, _: Iterable[Manifest])
 
 
 @dataclass(slots=True)
-class _Beside:
+class _Sidecars:
     """The entity views and stored tokens of a dataset whose manifests can be trusted, and notes on others.
 
     A sidecar is damage where it would be read and is wrong: a table of other bytes, or one of another version
@@ -420,9 +420,9 @@ class _Beside:
         return found
 
 
-def _find_beside(store: ByteStore, manifests: Mapping[int, Manifest]) -> _Beside:
+def _find_beside(store: ByteStore, manifests: Mapping[int, Manifest]) -> _Sidecars:
     """Find what lies beside a dataset, and check the manifests of it; no table is read."""
-    beside = _Beside()
+    beside = _Sidecars()
     try:
         folders = find_sidecars(store)
     except NoListingError:

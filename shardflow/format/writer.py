@@ -121,7 +121,7 @@ class ShardWriter:
         self._keys: set[str] = set()
         self._is_open = True
         self.dataset_id: str | None = None
-        with storing("making the folder of a dataset"):
+        with naming_os_errors("making the folder of a dataset"):
             self._root.mkdir(parents=True, exist_ok=True)
             if any(self._root.iterdir()):
                 raise ConfigError(
@@ -317,7 +317,7 @@ class _OpenShard:
         self._path = root / "shards" / f"{self._name}.tar"
         self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         self.num_bytes = 0
-        with storing("writing a shard"):
+        with naming_os_errors("writing a shard"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._temporary.open("xb", buffering=0)
         self._sha256 = hashlib.sha256()
@@ -357,7 +357,7 @@ class _OpenShard:
         self._buffer.append(END_OF_ARCHIVE)
         self.num_bytes += len(END_OF_ARCHIVE)
         self._flush()
-        with storing("writing a shard"):
+        with naming_os_errors("writing a shard"):
             os.fsync(self._file.fileno())
             self._file.close()
             self._temporary.replace(self._path)
@@ -395,7 +395,7 @@ class _OpenShard:
         self._buffer.clear()
         self._num_buffered = 0
         self._sha256.update(data)
-        with storing("writing a shard"):
+        with naming_os_errors("writing a shard"):
             while data:
                 data = data[self._file.write(data) :]
 
@@ -512,7 +512,7 @@ def link_shard(source: Path, entry: str, root: Path, name: str) -> FileEntry:
         ChecksumError: The index is damaged.
     """
     tar, target = source / "shards" / f"{entry}.tar", root / "shards" / f"{name}.tar"
-    with storing("putting a shard into its place"):
+    with naming_os_errors("putting a shard into its place"):
         target.parent.mkdir(exist_ok=True)
         if not (target.exists() and target.samefile(tar)):
             target.unlink(missing_ok=True)
@@ -618,7 +618,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 @contextmanager
-def storing(action: str) -> Iterator[None]:
+def naming_os_errors(action: str) -> Iterator[None]:
     """Turn errors of the operating system into `StorageError`, without a path: some name people."""
     try:
         yield

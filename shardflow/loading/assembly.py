@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import SampleError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.findings import EntitySlots
+from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 from shardflow.fields.raw import FieldsView
 from shardflow.fields.slots import SlotAssembler, SlotRequest
@@ -25,7 +25,7 @@ from shardflow.fields.views import ArraySpec, DrawKey, SliceFacts, View
 from shardflow.loading.batch import Batch, BatchLayout, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
-from shardflow.loading.prefetch import ReadProgress
+from shardflow.loading.prefetch import StreamReads
 from shardflow.loading.selection import Selection
 from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.sampling.micro_batches import PADDING_ROW
@@ -113,9 +113,9 @@ class BatchSource:
     """Slots that a checkpoint says are masked; they are not read."""
     transform: Transform | None = None
     """What the user wants done to each sample."""
-    entities: EntitySlots | None = None
+    entities: FindingArrays | None = None
     """What slots of entities get, where some samples are."""
-    watch: ReadProgress | None = None
+    reads: StreamReads | None = None
     """Follows the reads for a cache that is told the future."""
 
     def num_threads(self, config: LoaderConfig) -> int:
@@ -130,8 +130,8 @@ class BatchSource:
     def open(self, number: int) -> MicroBatchTask:
         """Open this rank's micro-batch ``number`` of the epoch, counted over steps."""
         step, slot = divmod(number, self.schedule.num_micro_batches_per_rank)
-        if self.watch is not None:
-            self.watch.opened(number)
+        if self.reads is not None:
+            self.reads.opened(number)
         with self.counters.timed("plan"):
             return MicroBatchTask(self, step, slot)
 
@@ -251,9 +251,9 @@ class MicroBatchTask:
 
     def finish(self) -> Batch:
         """Blank what holds no sample and make the batch."""
-        if self._source.watch is not None:
+        if self._source.reads is not None:
             per_rank = self._source.schedule.num_micro_batches_per_rank
-            self._source.watch.finished(self._step * per_rank + self._slot)
+            self._source.reads.finished(self._step * per_rank + self._slot)
         view, text = self._source.config.view, self._source.config.text
         blank = sorted({*np.flatnonzero(~self._is_sample).tolist(), *self._bad})
         for slot in blank:

@@ -7,13 +7,15 @@ text, and its arrays are rebuilt there without copying.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.errors import StateError
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.text import text_of
@@ -279,6 +281,68 @@ class Batch:
     def __repr__(self) -> str:
         names = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in self._arrays.items())
         return f"Batch(epoch {self.epoch}, step {self.step}, micro {self.micro}: {names})"
+
+
+class BatchStream(Iterator[Batch], ABC):
+    """Micro-batches of a rank in order, made ahead by threads or processes.
+
+    Its end, an error and `close` end what makes them.
+
+    Args:
+        num_batches: How many there are.
+    """
+
+    def __init__(self, num_batches: int) -> None:
+        self._num_left = num_batches
+        self._is_closed = False
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch.
+
+        Raises:
+            WaitTimeoutError: It was not ready in time; the message names what it waits for.
+            SampleError: A sample is bad, and the loader is configured to raise.
+            LoaderProcessError: The loader process that makes it died.
+            StateError: The stream was closed, or ended with an error, before its last micro-batch.
+            ShardflowError: A shard cannot be read, or the stream was started in another process.
+        """
+        try:
+            batch = self._take() if self._num_left and not self._is_closed else None
+        except BaseException:
+            self.close()
+            raise
+        if batch is None:
+            self.close()
+            if self._num_left:
+                # StopIteration here would look like the end of the epoch.
+                raise StateError(
+                    f"an iteration must go on to its end, got {self._num_left} micro-batches left of one "
+                    "that was closed or ended with an error; call iter() again."
+                )
+            raise StopIteration
+        self._num_left -= 1
+        return batch
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin before the first micro-batch is requested."""
+
+    @abstractmethod
+    def describe_activity(self) -> str:
+        """Describe the shard, tier and stage of what is being made, from any thread; empty if nothing is."""
+
+    def close(self) -> None:
+        """End the threads or the iteration of the processes; the stream yields nothing more."""
+        self._is_closed = True
+        self._end()
+
+    @abstractmethod
+    def _take(self) -> Batch | None:
+        """Wait for the next micro-batch; None if the stream is being closed."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End what makes the micro-batches; may be called more than once."""
 
 
 def _view(buffer: NDArray[np.uint8], dtype: np.dtype[Any], shape: Sequence[int], offset: int) -> NDArray[Any]:

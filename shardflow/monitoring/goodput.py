@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.monitoring.lines import EventTail, MetricsLine
+from shardflow.monitoring.lines import MetricsLine, MetricsTail
 
 _SECONDS: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
 """Events that take a run's time, and the key that says how much."""
@@ -182,4 +182,4 @@ def measure_goodput(run: Path) -> Goodput:
         ConfigError: It holds no metrics.
         StorageError: They cannot be read.
     """
-    return goodput_of(EventTail(run).read())
+    return goodput_of(MetricsTail(run).read())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.monitoring.lines import EventTail, MetricsLine, open_metrics, parse_line, split_lines
+from shardflow.monitoring.lines import MetricsLine, MetricsTail, open_metrics, parse_line, split_lines
 from shardflow.telemetry import Interval, Move, Verdict
 
 CONFIG_FILE: Final = "resolved_config.toml"
@@ -194,7 +194,7 @@ class RunHistory:
         self.end: dict[str, Any] | None = None
         self.num_planned_steps = 0
         self.last_event_s = 0.0
-        self._tail = EventTail(run)
+        self._tail = MetricsTail(run)
         self._keep = keep
         self._on_line = on_line
 
@@ -222,7 +222,7 @@ class RunHistory:
 
     @property
     def is_of_another_run(self) -> bool:
-        """Whether a new run was begun in the folder, see `EventTail.is_of_another_run`."""
+        """Whether a new run was begun in the folder, see `MetricsTail.is_of_another_run`."""
         return self._tail.is_of_another_run()
 
     def _add(self, line: MetricsLine) -> None:

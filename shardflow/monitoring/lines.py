@@ -245,7 +245,7 @@ def _unreadable(error: OSError) -> StorageError:
 _HEAD_BYTES: Final = 256
 
 
-class EventTail:
+class MetricsTail:
     """Reads what was appended since it was read last.
 
     Args:

@@ -34,7 +34,7 @@ from typing import Any, Final, Protocol, Self, TypeGuard
 
 from shardflow.errors import ConfigError
 from shardflow.monitoring.history import read_settings
-from shardflow.monitoring.lines import EventTail, MetricsLine
+from shardflow.monitoring.lines import MetricsLine, MetricsTail
 from shardflow.monitoring.prometheus import MetricsServer, parse_address, require_prometheus
 from shardflow.storage import write_atomic
 from shardflow.telemetry import Interval, Verdict
@@ -227,7 +227,7 @@ class _Feeder(threading.Thread):
         self._folder, self._sink = run, sink
         self._names, self._ending, self._poll_s = names, ending, poll_s
         # Here and not in the thread: what is written after this is handed on.
-        self._tail = EventTail(run, from_end=True)
+        self._tail = MetricsTail(run, from_end=True)
 
     def run(self) -> None:
         try:

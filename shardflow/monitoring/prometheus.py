@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from shardflow._version import __version__
 from shardflow.errors import ConfigError, StorageError
-from shardflow.monitoring.lines import EventTail, check_holds_metrics
+from shardflow.monitoring.lines import MetricsTail, check_holds_metrics
 from shardflow.monitoring.meter import METRICS, STEP_BUCKETS_S, MetricsMeter, MetricValues
 
 _PATH: Final = "/metrics"
@@ -76,7 +76,7 @@ class RunCollector:
         self._begin()
 
     def _begin(self) -> None:
-        self._tail = EventTail(self._run)
+        self._tail = MetricsTail(self._run)
         self._meter = MetricsMeter()
         self._has_read = False
 

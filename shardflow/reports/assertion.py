@@ -74,12 +74,12 @@ def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
 
 
 Assertion = Literal["absent", "historical", "hypothetical", "present", "uncertain"]
-"""What a report says of a finding; the table in docs/reports.md has instances."""
+"""Assertion of a finding; the table in docs/reports.md has examples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cue:
-    """What a phrase does to the findings around it."""
+    """A phrase that changes the assertion of the findings around it."""
 
     effect: Assertion | Literal["none", "stop"]
     direction: Literal["backward", "both", "forward"]
@@ -88,7 +88,7 @@ class Cue:
 
 
 _REACH = 9
-"""How many words may stand between a cue and the first finding it speaks of."""
+"""Words allowed between a cue and its first finding."""
 _REACH_BACK = 12
 _LIST_WORDS = frozenset(("or", "nor", "and", "/", "&", "either", "also", ","))
 # Words behind a comma or an "and" that begin a statement of their own rather than the next item of a list.

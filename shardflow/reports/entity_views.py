@@ -48,7 +48,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltView:
-    """What a job made."""
+    """Result of a job."""
 
     name: str
     view_id: str
@@ -63,7 +63,7 @@ class BuiltView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What a process has to know."""
+    """Job description that each process receives."""
 
     url: str
     version: int

@@ -1,4 +1,4 @@
-"""Findings of a text: named by the lexicon, judged by the scope rules, and described by the words around them.
+"""Findings of a text: named by the lexicon, judged by scope rules, and described by the words around them.
 
 The description is the place of a finding, its side, size and severity.
 """

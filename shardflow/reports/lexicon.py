@@ -153,7 +153,7 @@ _IRREGULAR = {"axis": "axes", "body": "bodies", "foot": "feet", "hilum": "hila",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Concept:
-    """What several words name."""
+    """A finding or part of anatomy with all its names."""
 
     name: str
     kind: ConceptKind

@@ -54,7 +54,7 @@ _UNREAD: frozenset[SectionKind] = frozenset(("examination", "signature", "techni
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportContent:
-    """What a report says, as places in its text."""
+    """Content of a report, as spans of its text."""
 
     sections: tuple[Section, ...]
     entities: tuple[Entity, ...]

@@ -46,7 +46,7 @@ class Section:
     header: tuple[int, int]
     """The header with its colon; empty at the section's start where there is none."""
     exam: int = 0
-    """Which examination of the report it belongs to, from 0."""
+    """Number of its examination in the report, from 0."""
     part: str = ""
     """Anatomy that a sub-header of the findings names."""
 

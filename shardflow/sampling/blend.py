@@ -43,6 +43,12 @@ DIGEST_LENGTH = 8
 is told by the blend's own digest, which is kept whole."""
 
 _TEXT = re.compile(rf"(\d{{1,18}}):([0-9a-f]{{{DIGEST_LENGTH}}})")
+Int64Array = npt.NDArray[np.int64]
+_TIME_BITS = 31
+BLEND_SPLIT = "blend"
+"""What a state says in place of a split: the components name theirs, in the blend's digest."""
+_BLEND_VERSION = 1
+_KEPT_PASSES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +99,6 @@ def check_components(own: Sequence[ComponentState], expected: Sequence[Component
                 f"digest), got {saved.to_json()} in the loader state; its dataset, split, subset or draws "
                 f"were changed: set them back, or start a new run."
             )
-
-
-Int64Array = npt.NDArray[np.int64]
-
-_TIME_BITS = 31
 
 
 def draws_by_repeat(num_samples: int, repeat: float) -> int:
@@ -151,13 +152,6 @@ def _due_before(sizes: Int64Array, time: int) -> Int64Array:
     ends = -((-time * sizes) >> _TIME_BITS)
     found: Int64Array = np.minimum(ends >> 1, sizes)
     return found
-
-
-BLEND_SPLIT = "blend"
-"""What a state says in place of a split: the components name theirs, in the blend's digest."""
-
-_BLEND_VERSION = 1
-_KEPT_PASSES = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

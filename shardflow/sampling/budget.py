@@ -27,7 +27,7 @@ from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw, ImageBucket,
 from shardflow.sampling.permutation import check_ints
 
 Int64Array = npt.NDArray[np.int64]
-LengthArray = npt.NDArray[np.uint32 | np.int64]
+LengthArray = npt.NDArray[np.uint16 | np.uint32 | np.int64]
 
 # Bounds that keep a length below 2**36, so that no product leaves 64 bits.
 _RULE_BOUNDS = {
@@ -45,6 +45,13 @@ _LATER = ("tokenizer", "buckets", "tiles")
 _ESTIMATED_RATE = 250
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _WORD = 2**32
+SumArray = npt.NDArray[np.uint32]
+OverBudget = Literal["alone", "skip", "truncate"]
+OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
+_BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
+# How many smaller budgets are tried, on the way from the smallest that could do to the full one.
+_TRIES = 4
+_WORD_BITS = 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,17 +269,6 @@ def _column(facts: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any
     return column
 
 
-LengthArrayBudget = npt.NDArray[np.uint16 | np.uint32 | np.int64]
-SumArray = npt.NDArray[np.uint32]
-OverBudget = Literal["alone", "skip", "truncate"]
-OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
-
-_BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
-# How many smaller budgets are tried, on the way from the smallest that could do to the full one.
-_TRIES = 4
-_WORD_BITS = 63
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBudget:
     """How much a micro-batch may hold.
@@ -350,7 +346,7 @@ def cut_micro_batches(lengths: Int64Array, *, max_tokens: int, max_samples: int,
 
 
 def count_micro_batches(
-    lengths: LengthArrayBudget, starts: Int64Array, stops: Int64Array, budget: TokenBudget
+    lengths: LengthArray, starts: Int64Array, stops: Int64Array, budget: TokenBudget
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Count the micro-batches of many windows at once, and find the budget that fills them equally.
 
@@ -390,7 +386,7 @@ def count_micro_batches(
     return counts, tokens, samples
 
 
-def _sums(lengths: LengthArrayBudget) -> SumArray:
+def _sums(lengths: LengthArray) -> SumArray:
     """Return what lies before each sample, modulo 2**32: only differences of less than that are looked at."""
     before = np.zeros(len(lengths) + 1, np.uint32)
     # NumPy sums twice as fast in place as from one type to another.
@@ -410,7 +406,7 @@ def _scaled(number: int, part: Int64Array, whole: Int64Array) -> Int64Array:
 
 
 def _fill(
-    lengths: LengthArrayBudget,
+    lengths: LengthArray,
     before: SumArray | None,
     starts: Int64Array,
     stops: Int64Array,

@@ -5,7 +5,7 @@ The count of every window is known before the first step; what a window holds is
 Micro-batches under a token budget: equal costs meet in a step, whatever lanes they come from.
 
 In a round every lane gives equally many micro-batches. They are ranked by cost, lane by lane, and a step
-takes those of neighbouring ranks from all lanes; then the steps of the round are permuted. The pool is ranked
+takes those of neighbouring ranks from all lanes; then the steps of the round are permuted. The remainder is ranked
 as a whole. A rank opens the windows of its own lanes only.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import PlanError
-from shardflow.sampling.budget import LengthArrayBudget, TokenBudget, count_micro_batches, cut_micro_batches
+from shardflow.sampling.budget import LengthArray, TokenBudget, count_micro_batches, cut_micro_batches
 from shardflow.sampling.image_sizes import BucketDraw
-from shardflow.sampling.lanes import LaneWindows, Recent, Rounds, Weigh
+from shardflow.sampling.lanes import Interleave, LaneWindows, Recent, Weigh
 from shardflow.sampling.layout import SampleLayout
 from shardflow.sampling.micro_batches import PADDING_ROW, MicroBatch, MicroBatches, frozen
 from shardflow.sampling.permutation import shuffled, sums
@@ -88,7 +88,7 @@ class BudgetWindows:
         """Return what a window of a lane holds; the newest windows are kept."""
         return self._open.get((lane, window), lambda: self._materialise(lane, window))
 
-    def _lengths(self, lane: int, window: int) -> npt.NDArray[np.uint32 | np.int64]:
+    def _lengths(self, lane: int, window: int) -> LengthArray:
         """Return the lengths of a window's samples, ``(n,)`` int64, in the order of the lane."""
         return _lengths_of(self._layout, self._budget, self._windows.pieces(lane, window), self._draw)
 
@@ -106,7 +106,7 @@ class BudgetWindows:
         block = _BLOCK_BYTES // (
             2 * word.itemsize + (0 if self._budget.padded else np.dtype(np.uint32).itemsize)
         )
-        parts: list[LengthArrayBudget] = []
+        parts: list[LengthArray] = []
         num_skipped: list[int] = []
         num_held, first = 0, 0
         for number, (lane, window) in enumerate(places, start=1):
@@ -123,9 +123,7 @@ class BudgetWindows:
                 self._count_block(first, number, parts, num_skipped)
                 parts, num_skipped, num_held, first = [], [], 0, number
 
-    def _count_block(
-        self, first: int, last: int, parts: list[LengthArrayBudget], num_skipped: list[int]
-    ) -> None:
+    def _count_block(self, first: int, last: int, parts: list[LengthArray], num_skipped: list[int]) -> None:
         sizes = np.array([len(part) for part in parts], np.int64)
         stops = np.cumsum(sizes)
         starts = stops - sizes + np.array(num_skipped, np.int64)
@@ -205,7 +203,7 @@ def weigh_tokens(layout: SampleLayout, budget: TokenBudget) -> Weigh:
 
 def _lengths_of(
     layout: SampleLayout, budget: TokenBudget, pieces: list[tuple[int, int]], draw: BucketDraw | None = None
-) -> npt.NDArray[np.uint32 | np.int64]:
+) -> LengthArray:
     facts = {}
     for name in budget.cost.used_facts():
         column = layout.facts.get(name)
@@ -251,7 +249,7 @@ class BudgetMicroBatches(MicroBatches):
         self.num_micros = int(self._before[-1])
         mean = max(1, self.num_micros // max(1, windows.num_windows))
         per_step = spec.micro_batches_per_step
-        self.rounds = Rounds.of(per_lane, per_step, round_micros=mean)
+        self.interleave = Interleave.of(per_lane, per_step, round_micros=mean)
         full, rest = divmod(self.num_micros, per_step)
         self.num_padding_micros = per_step - rest if rest and spec.tail == "mask" else 0
         self.num_steps = full + bool(rest and spec.tail != "drop")
@@ -262,13 +260,13 @@ class BudgetMicroBatches(MicroBatches):
                 f"'mask', a smaller budget, or at most {max(1, self.num_micros)} micro_batches_per_step."
             )
         self._pool_bounds = self._cut_pool(mean)
-        self._orders: Recent[Int64Array] = Recent(2 * self.rounds.num_lanes + 8)
+        self._orders: Recent[Int64Array] = Recent(2 * self.interleave.num_lanes + 8)
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
         if number >= self.num_micros:
             if self._spec.tail == "mask":
-                return self.filler()
+                return self.padding_micro_batch()
             number %= self.num_micros
         window, place = self._find(number)
         rows = window.rows[int(window.starts[place]) : int(window.stops[place])]
@@ -291,10 +289,12 @@ class BudgetMicroBatches(MicroBatches):
 
     def _find(self, number: int) -> tuple[BudgetWindow, int]:
         step, micro = divmod(number, self._spec.micro_batches_per_step)
-        if step < self.rounds.num_lane_steps:
+        if step < self.interleave.num_lane_steps:
             lane, place = self._lane_place(step, micro)
         else:
-            lane, place = self._pool_place(number - self.rounds.num_common * self.rounds.num_lanes)
+            lane, place = self._remainder_place(
+                number - self.interleave.num_common * self.interleave.num_lanes
+            )
         return self._window(lane, place)
 
     def _window(self, lane: int, place: int) -> tuple[BudgetWindow, int]:
@@ -305,12 +305,12 @@ class BudgetMicroBatches(MicroBatches):
         return self._filled.open(lane, window), target - int(self._before[first + window])
 
     def _lane_place(self, step: int, micro: int) -> tuple[int, int]:
-        number, inside, num_steps = self.rounds.round_of(step)
+        number, inside, num_steps = self.interleave.round_of(step)
         key = derive(self._seed, "round-steps", self._epoch, number)
         order = self._orders.get(("steps", number), lambda: shuffled(num_steps, key))
         place = int(order[inside]) * self._spec.micro_batches_per_step + micro
-        rank, lane = divmod(place, self.rounds.num_lanes)
-        start, stop = self.rounds.bounds[number : number + 2].tolist()
+        rank, lane = divmod(place, self.interleave.num_lanes)
+        start, stop = self.interleave.bounds[number : number + 2].tolist()
         ranked = self._orders.get((lane, number), lambda: self._rank_lane(lane, start, stop))
         return lane, start + int(ranked[rank])
 
@@ -325,31 +325,33 @@ class BudgetMicroBatches(MicroBatches):
             place += size
         return np.argsort(costs, kind="stable")
 
-    # ---- the pool --------------------------------------------------------------------------------
+    # ---- the remainder --------------------------------------------------------------------------------
 
     def _cut_pool(self, round_micros: int) -> Int64Array:
-        """Return the cuts of the pool's rounds: whole steps each, but for the last."""
-        per_step, num_pooled = self._spec.micro_batches_per_step, self.rounds.num_pooled
-        num_steps = num_pooled // per_step
-        num_rounds = max(1, num_steps * per_step // (round_micros * self.rounds.num_lanes))
+        """Return the cuts of the remainder's rounds: whole steps each, but for the last."""
+        per_step, num_remainder = self._spec.micro_batches_per_step, self.interleave.num_remainder
+        num_steps = num_remainder // per_step
+        num_rounds = max(1, num_steps * per_step // (round_micros * self.interleave.num_lanes))
         numbers = np.arange(num_rounds, dtype=np.int64)
-        return np.append(numbers * num_steps // num_rounds * per_step, num_pooled)
+        return np.append(numbers * num_steps // num_rounds * per_step, num_remainder)
 
-    def _pool_place(self, number: int) -> tuple[int, int]:
+    def _remainder_place(self, number: int) -> tuple[int, int]:
         bounds = self._pool_bounds
         round_number = int(np.searchsorted(bounds[:-1], number, side="right")) - 1
         start, stop = bounds[round_number : round_number + 2].tolist()
-        order = self._orders.get(("pool", round_number), lambda: self._rank_pool(round_number, start, stop))
-        return self._pooled(int(order[number - start]))
+        order = self._orders.get(
+            ("pool", round_number), lambda: self._rank_remainder(round_number, start, stop)
+        )
+        return self._remainder_entry(int(order[number - start]))
 
-    def _pooled(self, entry: int) -> tuple[int, int]:
-        """Return lane and place of an entry of the pool, which has the end of one lane after the other's."""
-        before = self.rounds.pool_before
+    def _remainder_entry(self, entry: int) -> tuple[int, int]:
+        """Return lane and place of an entry of the remainder, which has the end of one lane after the other's."""
+        before = self.interleave.remainder_before
         lane = int(np.searchsorted(before, entry, side="right")) - 1
-        return lane, self.rounds.num_common + entry - int(before[lane])
+        return lane, self.interleave.num_common + entry - int(before[lane])
 
-    def _rank_pool(self, number: int, start: int, stop: int) -> Int64Array:
-        """Return the entries of a pool round: whole steps of equal cost rank, permuted, then the rest.
+    def _rank_remainder(self, number: int, start: int, stop: int) -> Int64Array:
+        """Return the entries of a round of the remainder: whole steps of equal cost rank, permuted, then the rest.
 
         The rest, which tail ``drop`` leaves out, is chosen before anything is ranked, so that no cost is
         more likely to be left out than another.
@@ -362,19 +364,19 @@ class BudgetMicroBatches(MicroBatches):
             return mixed
         whole, rest = mixed[: num_steps * per_step], mixed[num_steps * per_step :]
         costs = np.empty(len(whole), np.int64)
-        # Window by window: entries of one window are neighbours in the pool.
+        # Window by window: entries of one window are neighbours in the remainder.
         for at in np.argsort(whole, kind="stable").tolist():
-            window, place = self._window(*self._pooled(int(whole[at])))
+            window, place = self._window(*self._remainder_entry(int(whole[at])))
             costs[at] = window.costs[place]
         ranked = whole[np.argsort(costs, kind="stable")].reshape(num_steps, per_step)
         key = derive(self._seed, "pool-steps", self._epoch, number)
         return np.concatenate([ranked[shuffled(num_steps, key)].reshape(-1), rest])
 
     def _pool_order(self) -> Int64Array:
-        """Return all entries of the pool, the lanes side by side, so that a round opens few windows."""
+        """Return all entries of the remainder, the lanes side by side, so that a round opens few windows."""
 
         def compute() -> Int64Array:
-            before = self.rounds.pool_before
+            before = self.interleave.remainder_before
             depth = np.arange(before[-1]) - np.repeat(before[:-1], np.diff(before))
             return np.argsort(depth, kind="stable")
 

@@ -22,6 +22,11 @@ from shardflow.seeds import derive
 Int64Array = npt.NDArray[np.int64]
 
 _TILE_BOUNDS = {"rows": (1, 2**16), "columns": (1, 2**16), "max_tiles": (1, 2**10)}
+MAX_BUCKETS = 16
+"""So that a spec with buckets still leaves a loader's state under 1 KB."""
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+_UPPER = np.uint64(32)
+_BOUNDS = {"weight": (1, 2**16), "max_slices": (0, 2**17), "tokens_per_slice": (0, 2**17)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,14 +79,6 @@ class TileRule:
     def most_places(self) -> int:
         """Tiles of any image at most, the overview included."""
         return self.max_tiles + (self.max_tiles > 1)
-
-
-MAX_BUCKETS = 16
-"""So that a spec with buckets still leaves a loader's state under 1 KB."""
-
-_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
-_UPPER = np.uint64(32)
-_BOUNDS = {"weight": (1, 2**16), "max_slices": (0, 2**17), "tokens_per_slice": (0, 2**17)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Micro-batches of a fixed size from lanes: B neighbours of one lane's line, across its windows.
 
-What the lanes hold beyond their equal parts is pooled sample by sample, mixed, and dealt behind them, so an
+What the lanes hold beyond their equal parts is collected sample by sample, permuted, and appended, so an
 epoch has the same number of steps, and the same tail, as one without lanes.
 
 An epoch in lanes: what stands between the layout of the samples and the micro-batches of the steps.
@@ -11,7 +11,7 @@ An epoch in lanes: what stands between the layout of the samples and the micro-b
     windows   the epoch's walk through each lane             windows.LaneWindows
     micros    B neighbours of a lane                         lane_micros.LaneMicroBatches
               or a window filled to a budget                 budget_windows, budget_micros
-    rounds    steps take equally from all lanes              rounds.Rounds
+    rounds    steps take equally from all lanes              rounds.Interleave
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from shardflow.sampling.blend_lanes import BlendLanes, BlendLayout
 from shardflow.sampling.budget_batches import BudgetMicroBatches, BudgetWindows, weigh_tokens
-from shardflow.sampling.lanes import LaneMap, Lanes, LaneWindows, Rounds
+from shardflow.sampling.lanes import Interleave, LaneMap, Lanes, LaneWindows
 from shardflow.sampling.layout import SampleLayout
 from shardflow.sampling.micro_batches import EpochSlots, MicroBatch, MicroBatches, frozen, padding
 from shardflow.sampling.permutation import Permutation, sums
@@ -52,23 +52,25 @@ class LaneMicroBatches(MicroBatches):
         self, windows: LaneWindows, slots: EpochSlots, *, size: int, per_step: int, seed: int, epoch: int
     ) -> None:
         self._windows, self._slots, self._size = windows, slots, size
-        self.rounds = Rounds.of(windows.num_samples // size, per_step, round_micros=2**62)
-        self._num_main = self.rounds.num_common * self.rounds.num_lanes * size
-        left = windows.num_samples - self.rounds.num_common * size
-        self._pool_before = sums(left)
-        num_pooled = int(self._pool_before[-1])
-        self._pool = Permutation(num_pooled, derive(seed, "pool-order", epoch)) if num_pooled else None
+        self.interleave = Interleave.of(windows.num_samples // size, per_step, round_micros=2**62)
+        self._num_main = self.interleave.num_common * self.interleave.num_lanes * size
+        left = windows.num_samples - self.interleave.num_common * size
+        self._remainder_before = sums(left)
+        num_remainder = int(self._remainder_before[-1])
+        self._remainder = (
+            Permutation(num_remainder, derive(seed, "pool-order", epoch)) if num_remainder else None
+        )
 
     @property
-    def num_pooled_samples(self) -> int:
+    def num_remainder_samples(self) -> int:
         """Samples of the lanes' uneven ends."""
-        return int(self._pool_before[-1])
+        return int(self._remainder_before[-1])
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
         size = self._size
         if number * size < self._num_main:
-            place, lane = divmod(number, self.rounds.num_lanes)
+            place, lane = divmod(number, self.interleave.num_lanes)
             rows = self._windows.take(lane, np.arange(place * size, (place + 1) * size))
             return MicroBatch(*frozen(rows, np.ones(size, np.uint8)))
         rows, weights = padding((size,))
@@ -78,17 +80,17 @@ class LaneMicroBatches(MicroBatches):
         return MicroBatch(*frozen(rows, weights))
 
     def _rows(self, positions: Int64Array) -> Int64Array:
-        """Return the rows at some positions of the epoch's order, in the lanes or in the pool."""
+        """Return the rows at some positions of the epoch's order, in the lanes or in the remainder."""
         lane, place = np.empty_like(positions), np.empty_like(positions)
         main = positions < self._num_main
         micro, slot = np.divmod(positions[main], self._size)
-        lane[main] = micro % self.rounds.num_lanes
-        place[main] = micro // self.rounds.num_lanes * self._size + slot
-        if self._pool is not None and not main.all():
-            pooled = self._pool(positions[~main] - self._num_main)
-            lanes = np.searchsorted(self._pool_before, pooled, side="right") - 1
+        lane[main] = micro % self.interleave.num_lanes
+        place[main] = micro // self.interleave.num_lanes * self._size + slot
+        if self._remainder is not None and not main.all():
+            remaining = self._remainder(positions[~main] - self._num_main)
+            lanes = np.searchsorted(self._remainder_before, remaining, side="right") - 1
             lane[~main] = lanes
-            place[~main] = self.rounds.num_common * self._size + pooled - self._pool_before[lanes]
+            place[~main] = self.interleave.num_common * self._size + remaining - self._remainder_before[lanes]
         rows = np.empty_like(positions)
         for number in np.unique(lane).tolist():
             here = lane == number
@@ -125,7 +127,7 @@ class LaneSummary:
                 f"{self.lanes:,} of {self.num_chunks:,} chunks, {self.num_windows:,} windows of about "
                 f"{self.window_bytes:,} bytes"
             ),
-            "pooled": f"{self.pooled_share:.1%}, the lanes' uneven ends",
+            "remainder": f"{self.pooled_share:.1%}, the lanes' uneven ends",
             "shards open": f"{self.num_shards_open:,} of {self.num_shards:,}",
         }
 
@@ -223,16 +225,16 @@ class LanePlan:
     def summary(self) -> LaneSummary:
         """Return the numbers of the epoch."""
         if isinstance(self.micros, LaneMicroBatches):
-            num_pooled, of = self.micros.num_pooled_samples, self.slots.num_samples
+            num_remainder, of = self.micros.num_remainder_samples, self.slots.num_samples
         else:
-            num_pooled, of = self.micros.rounds.num_pooled, self.micros.num_micros
+            num_remainder, of = self.micros.interleave.num_remainder, self.micros.num_micros
         return LaneSummary(
             lanes=self.spec.lanes,
             window_bytes=self.spec.window_bytes,
             num_chunks=self.lanes.num_chunks,
             num_windows=self.windows.num_windows,
-            num_pooled=num_pooled,
-            pooled_share=num_pooled / max(1, of),
+            num_pooled=num_remainder,
+            pooled_share=num_remainder / max(1, of),
             num_shards=self.layout.num_shards,
             num_shards_open=self._num_shards_open(),
             num_over_budget=0 if self.filled is None else self.filled.num_over_budget,

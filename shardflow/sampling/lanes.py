@@ -17,12 +17,12 @@ Chunks follow each other in an order of the epoch. A window is what lies between
 multiples of the window size; samples are mixed inside a window. So a rank holds few shards open, and a cache
 knows which.
 
-Rounds: how steps take equally from all lanes, and what becomes of the lanes' uneven ends.
+Interleave: how steps take equally from all lanes, and what becomes of the lanes' uneven ends.
 
 A lane is a line of micro-batches. All lanes give their first T micro-batches to steps, equally many to each
-step as far as the numbers allow; what a lane has beyond T is *pooled*. The world size has no part in it.
+step as far as the numbers allow; what a lane has beyond T goes to the *remainder*. The world size has no part in it.
 
-How many lanes a population bears: as many as leave little for the pool, and fill micro-batches well.
+How many lanes a population bears: as many as leave little for the remainder, and fill micro-batches well.
 """
 
 from __future__ import annotations
@@ -43,6 +43,18 @@ from shardflow.sampling.spec import BatchSpec
 from shardflow.seeds import derive
 
 _Value = TypeVar("_Value")
+Int64Array = npt.NDArray[np.int64]
+Weigh = Callable[[int, int], Int64Array]
+"""Returns the weights of the rows ``[start, stop)`` of the table, such as their tokens."""
+CHUNKS_PER_LANE = 32
+"""A lane has about this many chunks or more, whose order is another one in each epoch."""
+MOST_LANES = 64
+"""Enough for 64 nodes to read shards of their own; more lanes only keep more windows open."""
+_REMAINDER_PARTS = 20  # at most one twentieth of the samples is in the remainder
+# A lane of fewer micro-batches under a budget pads more than 1 % of report-like lengths, and its longest ones
+# meet no equals.
+_MICRO_BATCHES_PER_LANE = 128
+_PROBED_ROWS = 2**16
 
 
 class Recent(Generic[_Value]):
@@ -69,14 +81,6 @@ class Recent(Generic[_Value]):
                     self._values.pop(oldest, None)
             self._values[key] = found
         return found
-
-
-Int64Array = npt.NDArray[np.int64]
-Weigh = Callable[[int, int], Int64Array]
-"""Returns the weights of the rows ``[start, stop)`` of the table, such as their tokens."""
-
-CHUNKS_PER_LANE = 32
-"""A lane has about this many chunks or more, whose order is another one in each epoch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -357,7 +361,7 @@ class LaneWindows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rounds:
+class Interleave:
     """The lanes' equal parts, cut into rounds in which micro-batches of equal cost rank meet.
 
     Always ``num_lane_steps * M == T * L``, and every round is whole steps.
@@ -370,11 +374,11 @@ class Rounds:
     """T, micro-batches that every lane gives."""
     bounds: Int64Array
     """``(R + 1,)`` int64: in round r each lane gives its micro-batches ``[bounds[r], bounds[r + 1])``."""
-    pool_before: Int64Array
-    """``(L + 1,)`` int64: how many micro-batches the lanes before each one leave to the pool."""
+    remainder_before: Int64Array
+    """``(L + 1,)`` int64: how many micro-batches the lanes before each one leave to the remainder."""
 
     @classmethod
-    def of(cls, num_micros: Int64Array, per_step: int, *, round_micros: int) -> Rounds:
+    def of(cls, num_micros: Int64Array, per_step: int, *, round_micros: int) -> Interleave:
         """Cut lanes into rounds.
 
         Args:
@@ -394,7 +398,7 @@ class Rounds:
             per_step=per_step,
             num_common=num_units * unit,
             bounds=unit * (numbers * num_units // num_rounds),
-            pool_before=sums(num_micros - num_units * unit),
+            remainder_before=sums(num_micros - num_units * unit),
         )
 
     @property
@@ -403,9 +407,9 @@ class Rounds:
         return self.num_common * self.num_lanes // self.per_step
 
     @property
-    def num_pooled(self) -> int:
-        """Micro-batches of the pool."""
-        return int(self.pool_before[-1])
+    def num_remainder(self) -> int:
+        """Micro-batches of the remainder."""
+        return int(self.remainder_before[-1])
 
     def round_of(self, step: int) -> tuple[int, int, int]:
         """Return the round of a lane step, the step's number in it, and the steps of the round."""
@@ -414,18 +418,8 @@ class Rounds:
         return number, step - int(steps[number]), int(steps[number + 1] - steps[number])
 
 
-MOST_LANES = 64
-"""Enough for 64 nodes to read shards of their own; more lanes only keep more windows open."""
-
-_POOL_PARTS = 20  # at most one twentieth of the samples is pooled
-# A lane of fewer micro-batches under a budget pads more than 1 % of report-like lengths, and its longest ones
-# meet no equals.
-_MICRO_BATCHES_PER_LANE = 128
-_PROBED_ROWS = 2**16
-
-
 def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
-    """Return the largest power of two, at most ``MOST_LANES``, at which 5 % or less is pooled; else 1.
+    """Return the largest power of two, at most ``MOST_LANES``, at which 5 % or less is in the remainder; else 1.
 
     Under a token budget a lane also has about 128 micro-batches or more: padding and balance need windows of
     that many. A function of the data and the sizes of a step, and never of the world; the size of a
@@ -442,8 +436,8 @@ def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
         num_lanes = min(num_lanes, 2 ** (most.bit_length() - 1))
     while num_lanes > 1:
         unit = size * (per_step // gcd(per_step, num_lanes))
-        num_pooled = layout.num_drawn - layout.num_drawn // num_lanes // unit * unit * num_lanes
-        if num_pooled * _POOL_PARTS <= layout.num_drawn:
+        num_remainder = layout.num_drawn - layout.num_drawn // num_lanes // unit * unit * num_lanes
+        if num_remainder * _REMAINDER_PARTS <= layout.num_drawn:
             break
         num_lanes //= 2
     return num_lanes

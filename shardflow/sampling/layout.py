@@ -37,6 +37,7 @@ BoolArray = npt.NDArray[np.bool_]
 _BLOCK_ROWS = 2**20
 _HALVES = (32, 16, 8, 4, 2, 1)
 _DIGEST_LABEL = b"shardflow-rows-1"
+AnyArray = npt.NDArray[Any]
 
 
 class RowSet:
@@ -199,9 +200,6 @@ def _moved(
         high = np.append(words[1:], np.uint64(0)) << np.uint64(64 - shift)
         words = (words >> np.uint64(shift)) | high
     return start, words[: -(-num_rows // 64)]
-
-
-AnyArray = npt.NDArray[Any]
 
 
 class Column(Protocol):

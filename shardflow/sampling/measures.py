@@ -24,6 +24,7 @@ Int64Array = npt.NDArray[np.int64]
 _MOST_SAMPLES = 1_000_000
 _BALANCED = 1.05
 _FULL_SHUFFLE_PARTS = 3  # two random places of an epoch are a third of it apart
+_MOST_STEPS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class PlanMeasures:
     num_nodes: int
     shards_per_node: float | None
     """Shards that a node reads in the epoch, mean over nodes. Where only a part was walked: those of its
-    lanes, without the pool's; None if nodes have no lanes of their own."""
+    lanes, without the remainder's; None if nodes have no lanes of their own."""
     num_shards: int
     bytes_per_node: float
     """Bytes of whole samples that a node reads in the epoch, mean over nodes; scaled up from steps."""
@@ -107,7 +108,7 @@ def _nodes(schedule: RankSchedule, per_step: int, ranks_per_node: int) -> Int64A
     nodes = np.zeros(per_step, np.int64)
     for rank in range(schedule.world_size):
         for micro in schedule.micros(rank):
-            if not schedule.is_filler(micro):
+            if not schedule.is_padding(micro):
                 nodes[micro] = rank // ranks_per_node
     return nodes
 
@@ -163,9 +164,6 @@ def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
         (ratios <= _BALANCED).mean(),
     )
     return {name: float(value) for name, value in zip(names, values, strict=True)}
-
-
-_MOST_STEPS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,23 @@ from shardflow.seeds import derive
 
 MAX_COUNTER = 2**63 - 1
 """Largest seed, epoch or step: what other languages too can hold in a signed 64-bit integer."""
+UInt64Array = npt.NDArray[np.uint64]
+MAX_SIZE = 2**48
+"""Largest domain: no radix exceeds 2**24, so a 40-bit hash times a radix fits into 64 bits."""
+# Over 400,000 keys of a domain of 100 numbers, four rounds tie neighbouring numbers together (chi-square 200
+# standard deviations off) and six still a little (3.7); eight do not, and domains here are larger than 4096.
+_NUM_ROUNDS = 8
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
+_MASK = 2**64 - 1
+# Four work arrays of this many words (256 KiB) stay in the second-level cache of a core.
+_BLOCK = 8192
+Int64Array = npt.NDArray[np.int64]
+_TABLE_SIZE = 4096
+"""Largest size that is a table, of 32 KiB; frozen, as it decides who orders a data set."""
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+# Up to this many positions Python integers (3.5 us each) beat the 110 NumPy calls of the network (60 us).
+_FEW = 12
 
 
 def checked_int(
@@ -93,21 +110,6 @@ def _as_int(value: object) -> int | None:
         return index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-UInt64Array = npt.NDArray[np.uint64]
-
-MAX_SIZE = 2**48
-"""Largest domain: no radix exceeds 2**24, so a 40-bit hash times a radix fits into 64 bits."""
-
-# Over 400,000 keys of a domain of 100 numbers, four rounds tie neighbouring numbers together (chi-square 200
-# standard deviations off) and six still a little (3.7); eight do not, and domains here are larger than 4096.
-_NUM_ROUNDS = 8
-_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
-_MULTIPLIER_2 = 0x94D049BB133111EB
-_MASK = 2**64 - 1
-# Four work arrays of this many words (256 KiB) stay in the second-level cache of a core.
-_BLOCK = 8192
 
 
 def mix_array(words: UInt64Array, scratch: UInt64Array) -> None:
@@ -184,16 +186,6 @@ def _below(radix: int, word: int) -> int:
     word = ((word ^ (word >> 30)) * _MULTIPLIER_1) & _MASK
     word = ((word ^ (word >> 27)) * _MULTIPLIER_2) & _MASK
     return (word >> 24) * radix >> 40
-
-
-Int64Array = npt.NDArray[np.int64]
-
-_TABLE_SIZE = 4096
-"""Largest size that is a table, of 32 KiB; frozen, as it decides who orders a data set."""
-
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
-# Up to this many positions Python integers (3.5 us each) beat the 110 NumPy calls of the network (60 us).
-_FEW = 12
 
 
 class Permutation:

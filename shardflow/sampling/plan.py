@@ -94,7 +94,7 @@ class RankSchedule:
     Args:
         micro_batches_per_step: M of the batch spec.
         world_size: W, the number of data-parallel ranks, 1 to M.
-        allow_fillers: False refuses a world size that does not divide M.
+        allow_padding: False refuses a world size that does not divide M.
         lanes: Lanes of the batch spec; 0 for none.
         ranks_per_node: Data-parallel ranks of a node, whose numbers follow each other; 0 for unknown.
 
@@ -103,13 +103,13 @@ class RankSchedule:
 
     Example:
         >>> schedule = RankSchedule(micro_batches_per_step=512, world_size=56)
-        >>> schedule.num_micro_batches_per_rank, schedule.num_fillers, round(schedule.efficiency, 3)
+        >>> schedule.num_micro_batches_per_rank, schedule.num_padding_micro_batches, round(schedule.efficiency, 3)
         (10, 48, 0.914)
     """
 
     micro_batches_per_step: int
     world_size: int
-    allow_fillers: bool = True
+    allow_padding: bool = True
     lanes: int = 0
     ranks_per_node: int = 0
 
@@ -124,7 +124,7 @@ class RankSchedule:
                 f"{self.world_size} ({where}); start at most {self.micro_batches_per_step} ranks, or begin a "
                 f"new run with micro_batches_per_step set to a multiple of {self.world_size}."
             )
-        if self.num_fillers and not self.allow_fillers:
+        if self.num_padding_micro_batches and not self.allow_padding:
             raise PlanError(
                 f"world_size must divide micro_batches_per_step ({self.micro_batches_per_step}), got "
                 f"{self.world_size} ({where}, fillers are refused); start {self._divisor_below()} ranks, or "
@@ -137,7 +137,7 @@ class RankSchedule:
         return -(-self.micro_batches_per_step // self.world_size)
 
     @property
-    def num_fillers(self) -> int:
+    def num_padding_micro_batches(self) -> int:
         """Fillers of a step, over all ranks."""
         return self.num_micro_batches_per_rank * self.world_size - self.micro_batches_per_step
 
@@ -176,8 +176,8 @@ class RankSchedule:
         node, local = divmod(rank, self.ranks_per_node)
         per_node, number = self.micro_batches_per_step // num_nodes, slot * self.ranks_per_node + local
         if number >= per_node:
-            fillers_per_node = self.num_fillers // num_nodes
-            return self.micro_batches_per_step + node * fillers_per_node + number - per_node
+            padding_per_node = self.num_padding_micro_batches // num_nodes
+            return self.micro_batches_per_step + node * padding_per_node + number - per_node
         group = gcd(self.micro_batches_per_step, self.lanes)
         row, column = divmod(number, group // num_nodes)
         return row * group + node * (group // num_nodes) + column
@@ -190,7 +190,7 @@ class RankSchedule:
         """
         return [self.micro(rank, slot) for slot in range(self.num_micro_batches_per_rank)]
 
-    def is_filler(self, micro: int) -> bool:
+    def is_padding(self, micro: int) -> bool:
         """Say whether a micro-batch that this schedule deals is a filler."""
         return micro >= self.micro_batches_per_step
 
@@ -289,7 +289,7 @@ class PlanSummary:
             world_size=schedule.world_size,
             num_micro_batches_per_rank_per_step=schedule.num_micro_batches_per_rank,
             num_micro_batches_per_rank=slots.num_steps * schedule.num_micro_batches_per_rank,
-            num_fillers_per_step=schedule.num_fillers,
+            num_fillers_per_step=schedule.num_padding_micro_batches,
             efficiency=schedule.efficiency,
             lanes=lanes,
             max_tokens=0 if spec.budget is None else spec.budget.max_tokens,
@@ -320,7 +320,7 @@ class PlanSummary:
                 f"{self.world_size:,}, each runs {self.num_micro_batches_per_rank_per_step:,} micro-batches "
                 f"a step, {self.num_micro_batches_per_rank:,} in the epoch"
             ),
-            "efficiency": f"{self.efficiency:.1%}{self._filler_note()}",
+            "efficiency": f"{self.efficiency:.1%}{self._padding_note()}",
             **(self.lanes.lines() if self.lanes is not None else {}),
         }
         if self.max_tokens and self.lanes is not None and self.lanes.num_over_budget:
@@ -339,7 +339,7 @@ class PlanSummary:
             return f"{what}: {self.num_padding_slots:,}"
         return "the samples fill every step"
 
-    def _filler_note(self) -> str:
+    def _padding_note(self) -> str:
         if not self.num_fillers_per_step:
             return ""
         return (
@@ -422,7 +422,7 @@ class EpochPlan:
             self._micros = FixedMicroBatches(order, slots, size=self.spec.micro_batch_size)
         else:
             self._slots, self._micros = lane_plan.slots, lane_plan.micros
-        self._filler = self._micros.filler()
+        self._padding = self._micros.padding_micro_batch()
         self.num_samples, self.num_steps = self._slots.num_samples, self._slots.num_steps
 
     @property
@@ -463,7 +463,7 @@ class EpochPlan:
         step = self._checked_step(step)
         micro = checked_int("micro", micro, low=0, high=2 * per_step - 1, where="epoch plan", error=PlanError)
         if micro >= per_step:
-            return self._filler
+            return self._padding
         found = self._micros.micro_batch(step * per_step + micro)
         if isinstance(self.population, range):
             return found

@@ -20,6 +20,27 @@ from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int
 from shardflow.sampling.plan import DEFAULT_VIEW, plan_id
 from shardflow.sampling.spec import BatchSpec
 
+STATE_VERSION = 2
+"""Version 2 says which subset or blend is run; version 1, which knew neither, is still read.
+
+Raised when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
+# As they are spelled in JSON; "batch" holds the spec.
+_COUNTERS = ("manifest_version", "seed", "epoch", "step")
+_NAMES = ("split", "view")
+_DIGESTS = ("dataset_id", "plan_id")
+_KEYS_1 = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
+_KEYS = {1: _KEYS_1, STATE_VERSION: (*_KEYS_1, "subset", "components")}
+# Printable ASCII without quotation mark and backslash: a byte a character in JSON, so that a state stays
+# below 1 KB.
+_NAME = re.compile(r"[ !#-\[\]-~]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_REMEDIES = {
+    "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
+    "manifest_version": "open the manifest version that it was saved with, or start a new run",
+    "subset": "set the split and terms of the subset back, or start a new run",
+    "plan_id": "resume with the shardflow that saved it, since this one plans another order",
+}
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
@@ -64,31 +85,6 @@ class Position:
         if num_consumed == total:
             return cls(epoch + 1, 0)
         return cls(epoch, num_consumed // num_micro_batches_per_rank)
-
-
-STATE_VERSION = 2
-"""Version 2 says which subset or blend is run; version 1, which knew neither, is still read.
-
-Raised when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
-
-# As they are spelled in JSON; "batch" holds the spec.
-_COUNTERS = ("manifest_version", "seed", "epoch", "step")
-_NAMES = ("split", "view")
-_DIGESTS = ("dataset_id", "plan_id")
-_KEYS_1 = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
-_KEYS = {1: _KEYS_1, STATE_VERSION: (*_KEYS_1, "subset", "components")}
-
-# Printable ASCII without quotation mark and backslash: a byte a character in JSON, so that a state stays
-# below 1 KB.
-_NAME = re.compile(r"[ !#-\[\]-~]{1,64}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-_REMEDIES = {
-    "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
-    "manifest_version": "open the manifest version that it was saved with, or start a new run",
-    "subset": "set the split and terms of the subset back, or start a new run",
-    "plan_id": "resume with the shardflow that saved it, since this one plans another order",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,6 +46,17 @@ _KEYS: Final = {
     "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token",
 }
+ENDPOINTS_VARIABLE: Final = "SHARDFLOW_ENDPOINTS"
+"""Environment variable: endpoints separated by commas, such as ``s3://,https://pacs.local:8443``."""
+_S3_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_CLOUD_SCHEMES: Final = frozenset({"s3", "gs", "az"})
+_METADATA_NAMES: Final = frozenset({"metadata", "metadata.google.internal", "instance-data"})
+READ_ONLY_SCHEMES: Final = frozenset({"http", "https"})
+REMOTE_SCHEMES: Final = frozenset({"s3", "gs", "az"}) | READ_ONLY_SCHEMES
+# The one fact of the process that a fork must not lose: the client's threads do not cross it, and a call that
+# waits for them never returns.
+_owner_pid: list[int] = []
 
 
 def profile_settings() -> dict[str, str]:
@@ -94,15 +105,6 @@ def _section(variable: str, usual: str, name: str) -> Mapping[str, str]:
             f"the file of {variable} must be a readable file of profiles, got {type(error).__name__}."
         ) from None
     return dict(parser[name]) if parser.has_section(name) else {}
-
-
-ENDPOINTS_VARIABLE: Final = "SHARDFLOW_ENDPOINTS"
-"""Environment variable: endpoints separated by commas, such as ``s3://,https://pacs.local:8443``."""
-
-_S3_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
-_CLOUD_SCHEMES: Final = frozenset({"s3", "gs", "az"})
-_METADATA_NAMES: Final = frozenset({"metadata", "metadata.google.internal", "instance-data"})
 
 
 def endpoint_of(url: str) -> str:
@@ -184,14 +186,6 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
             return []
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return [mapped or address]
-
-
-READ_ONLY_SCHEMES: Final = frozenset({"http", "https"})
-REMOTE_SCHEMES: Final = frozenset({"s3", "gs", "az"}) | READ_ONLY_SCHEMES
-
-# The one fact of the process that a fork must not lose: the client's threads do not cross it, and a call that
-# waits for them never returns.
-_owner_pid: list[int] = []
 
 
 def check_remote_url(url: str) -> str:

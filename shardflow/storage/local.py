@@ -33,6 +33,11 @@ from shardflow.errors import AlreadyExistsError, NotFoundError, ShortReadError, 
 from shardflow.storage.store import ByteRange, check_object_path, check_ranges, sized
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+# Between two fields of a shard lie a tar header and padding, at most 1,023 bytes: reading over them into a
+# scratch buffer is cheaper than another system call, and far cheaper on a parallel file system.
+_MAX_GAP_BYTES = 4096
+# The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
+_MAX_BUFFERS = 1022
 
 
 def is_temporary_name(name: str) -> bool:
@@ -151,13 +156,6 @@ def _exists(path: Path) -> AlreadyExistsError:
     return AlreadyExistsError(
         f"{path.name} must be new, got a file that stands already; files are written once."
     )
-
-
-# Between two fields of a shard lie a tar header and padding, at most 1,023 bytes: reading over them into a
-# scratch buffer is cheaper than another system call, and far cheaper on a parallel file system.
-_MAX_GAP_BYTES = 4096
-# The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
-_MAX_BUFFERS = 1022
 
 
 class _Descriptor:

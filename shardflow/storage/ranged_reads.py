@@ -46,6 +46,18 @@ if TYPE_CHECKING:
 _IN_A_ROW: Final = 4
 _MAX_DOUBLINGS: Final = 4
 _RANDOM: Final = secrets.SystemRandom()
+_Value = TypeVar("_Value")
+_QUANTILE: Final = 0.95
+_WINDOW: Final = 256
+_ENOUGH: Final = 24
+_RENEWED_EVERY: Final = 16
+# The distribution's own edge is not lateness: a request may take as long again.
+_PATIENCE: Final = 2.0
+_MIN_DELAY_S: Final = 0.02
+_MAX_SAVED: Final = 8.0
+_MAX_VERSIONS_KEPT: Final = 1 << 16
+# An answer of another kind than asked for may be the error page of something between; it does not come twice.
+_FEW_ATTEMPTS: Final = 3
 
 
 class Admission:
@@ -140,18 +152,6 @@ class Admission:
                 turn.set_result(None)
 
 
-_Value = TypeVar("_Value")
-
-_QUANTILE: Final = 0.95
-_WINDOW: Final = 256
-_ENOUGH: Final = 24
-_RENEWED_EVERY: Final = 16
-# The distribution's own edge is not lateness: a request may take as long again.
-_PATIENCE: Final = 2.0
-_MIN_DELAY_S: Final = 0.02
-_MAX_SAVED: Final = 8.0
-
-
 class Hedging:
     """Belongs to one event loop; not for several threads.
 
@@ -228,11 +228,6 @@ async def _first_good(tasks: list[asyncio.Task[_Value]]) -> _Value:
         good = [task for task in done if task.exception() is None]
         if good or not pending:
             return (good or list(done))[0].result()
-
-
-_MAX_VERSIONS_KEPT: Final = 1 << 16
-# An answer of another kind than asked for may be the error page of something between; it does not come twice.
-_FEW_ATTEMPTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)

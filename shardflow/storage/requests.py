@@ -44,6 +44,23 @@ _Value = TypeVar("_Value")
 _RANDOM: Final = secrets.SystemRandom()
 # A retry costs as much as so many good requests earn.
 _COST: Final = 10
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_PASSING: Final = {"408", "425", "429", "500", "502", "503", "504"}
+_REFUSALS: Final = {"429", "503"}
+# What the client says of an answer whose head does not fit the request: "Requested 0..10, got 5..15".
+_OTHER_ANSWER: Final = re.compile(
+    r"Requested \d+\.\.\d+, got|CONTENT_RANGE|Content-Range|MissingContentLength"
+)
+# An error page of something between may come once or twice; a server without ranges answers so for ever.
+_FEW_ATTEMPTS: Final = 3
+# The client builds no request for an endpoint of plain HTTP that the environment names for a cloud.
+_PLAIN_HTTP: Final = "builder error"
+# Asked for the role of the machine, as the last place where credentials may be found.
+_METADATA_SERVERS: Final = ("169.254.169.254", "metadata.google.internal")
+_NO_SUCH_RANGE: Final = "416"
+_NOT_IMPLEMENTED: Final = "501"
+_LENGTH_REQUIRED: Final = "411"
+_READING: Final = "reading"
 
 
 class PassingFaultError(StorageError):
@@ -298,25 +315,6 @@ class RemoteCounts:
     num_hedges: int
     num_pauses: int
     """How often the store was left alone because it was overloaded."""
-
-
-_STATUS: Final = re.compile(r"status code: (\d{3})")
-_PASSING: Final = {"408", "425", "429", "500", "502", "503", "504"}
-_REFUSALS: Final = {"429", "503"}
-# What the client says of an answer whose head does not fit the request: "Requested 0..10, got 5..15".
-_OTHER_ANSWER: Final = re.compile(
-    r"Requested \d+\.\.\d+, got|CONTENT_RANGE|Content-Range|MissingContentLength"
-)
-# An error page of something between may come once or twice; a server without ranges answers so for ever.
-_FEW_ATTEMPTS: Final = 3
-# The client builds no request for an endpoint of plain HTTP that the environment names for a cloud.
-_PLAIN_HTTP: Final = "builder error"
-# Asked for the role of the machine, as the last place where credentials may be found.
-_METADATA_SERVERS: Final = ("169.254.169.254", "metadata.google.internal")
-_NO_SUCH_RANGE: Final = "416"
-_NOT_IMPLEMENTED: Final = "501"
-_LENGTH_REQUIRED: Final = "411"
-_READING: Final = "reading"
 
 
 class LengthRequiredError(StorageError):

@@ -26,7 +26,7 @@ from shardflow.synthetic.options import Region
 from shardflow.synthetic.study import Block, Encoding, Recipe, StudyDraft, spacing_for
 
 LENGTH_MM: dict[Region, float] = {"chest": 280.0, "abdomen": 250.0, "head": 150.0, "spine": 100.0}
-"""How far stacks of a region reach."""
+"""Length of the stacks of a region."""
 FOCUS_MM: dict[Region, Vector] = {
     "chest": (0.0, 6.0, 90.0),
     "abdomen": (0.0, 6.0, -60.0),
@@ -382,7 +382,7 @@ def _add_localizer(draft: StudyDraft) -> None:
 
 
 def _reach_mm(draft: StudyDraft, orientation: str) -> float:
-    """How far a stack reaches along its normal."""
+    """Return the extent of a stack along its normal."""
     region, anatomy = draft.patient.region, draft.anatomy
     if orientation == "axial":
         return LENGTH_MM[region] if region != "spine" else 200.0

@@ -61,7 +61,7 @@ Settings: {settings}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthSummary:
-    """What was generated, in numbers."""
+    """Counts of what was generated."""
 
     num_studies: int = 0
     num_patients: int = 0
@@ -85,7 +85,7 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """What one study adds to the files beside the images."""
+    """Rows that one study adds to the tables and the truth."""
 
     report_row: tuple[str, str]
     annotation_rows: list[tuple[object, ...]]

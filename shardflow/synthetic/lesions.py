@@ -26,7 +26,7 @@ _MARGIN_MM = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LesionKind:
-    """What grows in an organ."""
+    """A kind of lesion of an organ."""
 
     label: str
     organ: str

@@ -15,7 +15,7 @@ from shardflow.synthetic.draws import Draws
 
 ModalityChoice = Literal["CT", "MR", "CR", "DX", "mixed"]
 MODALITIES: tuple[ModalityChoice, ...] = ("CT", "MR", "CR", "DX", "mixed")
-"""What studies are made of; ``mixed`` deals all of them."""
+"""Modality of the studies; ``mixed`` uses all of them."""
 
 PATHOLOGIES: dict[str, str] = {
     "duplicates": "an instance stands twice, byte for byte, under two file names",
@@ -53,12 +53,12 @@ REPORT_ODDITIES: dict[str, str] = {
     "overcall": "something is thought possible on an image that shows nothing",
     "wrong-image": "the image that is named is another one, or there is none of the number",
 }
-"""What reports get wrong or leave out beyond their usual styles; nothing of it happens unasked."""
+"""Errors and omissions of reports beyond their usual styles, all off by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthOptions:
-    """What to generate. Equal options give equal bytes."""
+    """Options of the generator. Equal options give equal bytes."""
 
     num_studies: int
     seed: int

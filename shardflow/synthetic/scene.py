@@ -225,7 +225,7 @@ def _inner(vector: Vector, arrays: tuple[_Array, _Array, _Array]) -> _Array:
 
 
 def _missed(columns: _Array, edge_pixels: float) -> _Array:
-    """Which conics surely cover nothing, anywhere on the plane; asked before the rest is computed."""
+    """Return the conics that surely cover nothing on the plane; computed before the rest."""
     a, b, d, e, f, g = columns
     determinant = a * d - b * b
     is_closed = determinant > _FLAT * a * d
@@ -237,7 +237,7 @@ def _missed(columns: _Array, edge_pixels: float) -> _Array:
 
 
 def _sharpness(conic: Conic, edge_pixels: float) -> float:
-    """How steeply coverage falls with the conic's value, so that an edge is ``edge_pixels`` wide."""
+    """Return the slope of coverage over the conic's value that makes an edge ``edge_pixels`` wide."""
     bend = max(conic.a, conic.d)
     return 0.5 / (edge_pixels * math.sqrt(bend)) if bend > _FLAT else 1e6
 
@@ -268,7 +268,7 @@ def rectangle_of(conic: Conic, edge_pixels: float, whole: Rectangle) -> Rectangl
 
 
 def _interval(square: float, linear: float, constant: float, level: float) -> tuple[float, float]:
-    """Where ``square x2 + 2 linear x + constant <= level``; an empty interval where nowhere."""
+    """Solve ``square x2 + 2 linear x + constant <= level``; an empty interval if there is no solution."""
     middle = -linear / square
     room = level - (constant + linear * middle)
     if room <= 0:

@@ -18,7 +18,7 @@ Syntax = Literal["explicit-little", "implicit-little", "explicit-big", "deflated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """How values become stored integers: ``value = stored * slope + intercept``."""
+    """Encoding of values as stored integers: ``value = stored * slope + intercept``."""
 
     bits_stored: int
     """Of 16 allocated."""
@@ -50,7 +50,7 @@ class SlicePlan:
 
     plane: Plane
     stack: int
-    """Which stack of its series it belongs to, from 0."""
+    """Number of its stack in the series, from 0."""
     grid_index: int
     """Place in its stack, from 0, counting lost slices."""
     contrast: str
@@ -105,7 +105,7 @@ class StudyPlan:
     region: Region
     anatomy: Anatomy
     origin: Vector
-    """Where the body's own origin lies in this study's frame of reference, mm."""
+    """Position of the body's origin in this study's frame of reference, mm."""
     lesions: tuple[Lesion, ...]
     resolved: tuple[Lesion, ...]
     """There in the patient's study before, and gone now."""
@@ -140,7 +140,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What a series is, before its numbers are drawn."""
+    """A series before its numbers are drawn."""
 
     kind: SeriesKind
     name: str

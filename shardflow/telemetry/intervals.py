@@ -23,6 +23,9 @@ from typing import Any, Final, Literal, Protocol, Self
 _MOST: Final = 1e18
 """Numbers beyond it are nothing that was measured, and do not fit where numbers are kept."""
 _MOST_WHOLE: Final = 10**18
+MoveKind = Literal["propose", "try", "keep", "revert", "settle", "resume"]
+"""``propose``: only observing, nothing was changed. ``resume``: settled before, and looking again."""
+_MIB: Final = 1 << 20
 
 
 def number_of(value: object) -> float:
@@ -247,10 +250,6 @@ _PARTS: Final[Mapping[str, Callable[[Any], object]]] = {
 """Fields of an interval that hold something by its name."""
 
 
-MoveKind = Literal["propose", "try", "keep", "revert", "settle", "resume"]
-"""``propose``: only observing, nothing was changed. ``resume``: settled before, and looking again."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
     """One thing to do."""
@@ -358,9 +357,6 @@ def _text_of(value: Mapping[str, Any], name: str, default: str | None = None) ->
     if not isinstance(found, str):
         raise TypeError("a text must be one")
     return found
-
-
-_MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,14 @@ _USES: Final = (
     ),
 )
 """Of cgroup v2 and of v1: limit, use, and what of the use the kernel gives up when asked."""
+_PROC: Final = Path("/proc")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PERIOD_S: Final = 0.02
+_HELD_S: Final = 1e-3
+"""A wait for the interpreter that is longer found it held; a shorter one is the timer's."""
+_LOOKS: Final = 5
+"""Looks at processor times for one call of `take`."""
+_JOIN_S: Final = 5.0
 
 
 def num_processors() -> float:
@@ -93,10 +101,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-_PROC: Final = Path("/proc")
-_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def processor_s(pid: int, *, proc: Path = _PROC) -> float:
@@ -168,14 +172,6 @@ def _read_process(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
-
-
-_PERIOD_S: Final = 0.02
-_HELD_S: Final = 1e-3
-"""A wait for the interpreter that is longer found it held; a shorter one is the timer's."""
-_LOOKS: Final = 5
-"""Looks at processor times for one call of `take`."""
-_JOIN_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

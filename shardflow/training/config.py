@@ -29,7 +29,7 @@ Share = Annotated[float, Bounds(0.0, 1.0)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataSettings:
+class DataConfig:
     """What is trained on."""
 
     dataset: Place
@@ -85,7 +85,7 @@ _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})x([1-9]\d{0,4})(?:\*([1-9]\d{0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImageSettings:
+class ImageConfig:
     """The view of a study that the model sees: K slices of its primary series, resized."""
 
     num_slices: Count = 8
@@ -171,7 +171,7 @@ class ImageSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextSettings:
+class TextConfig:
     """How reports become tokens."""
 
     tokenizer: Path
@@ -192,7 +192,7 @@ _OF_BUDGET = {"text_tokens", "max_samples", "over_budget", "image_tokens_per_sli
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSettings:
+class BatchConfig:
     """The batch spec of the epoch plan; a part of the run's identity."""
 
     micro_batch_size: Count | None = None
@@ -241,7 +241,7 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSettings:
+class ModelConfig:
     """A small model built from these numbers, or one of transformers from a folder; nothing is downloaded."""
 
     path: Path | None = None
@@ -277,7 +277,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoraSettings:
+class LoraConfig:
     """Adapters of low rank beside frozen weights, by peft; the checkpoints hold the adapters alone."""
 
     rank: CountOrZero = 0
@@ -290,7 +290,7 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.rank == 0 and replace(self, rank=1) != LoraSettings(rank=1):
+        if self.rank == 0 and replace(self, rank=1) != LoraConfig(rank=1):
             raise ConfigError(
                 "lora.alpha, lora.dropout and lora.targets must come with lora.rank, got one without; remove "
                 "it, or set a rank."
@@ -298,7 +298,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSettings:
+class OptimizerConfig:
     """AdamW, linear warm-up, cosine decay."""
 
     learning_rate: Annotated[float, Bounds(0.0)] = 3e-4
@@ -332,7 +332,7 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelSettings:
+class ParallelConfig:
     """How several ranks hold one model; changes memory and traffic, never what is trained."""
 
     strategy: Literal["ddp", "fsdp2"] = "ddp"
@@ -355,7 +355,7 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AugmentSettings:
+class AugmentConfig:
     """What training images get, within what their modality allows; evaluation images get none of it.
 
     Each number is drawn anew for each sample of each epoch, keyed by seed, epoch, step, micro-batch and slot.
@@ -386,7 +386,7 @@ class AugmentSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderSettings:
+class DataLoadingConfig:
     """How bytes become batches; none of it changes what is trained."""
 
     execution: Literal["threads", "process", "workers"] = "threads"
@@ -407,7 +407,7 @@ class LoaderSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimeoutSettings:
+class TimeoutConfig:
     """How long ranks wait for one another, in seconds."""
 
     startup_s: Seconds = 600.0
@@ -433,7 +433,7 @@ class TimeoutSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MonitorSettings:
+class MonitorConfig:
     """What a run measures of itself, see docs/monitoring.md; changes nothing that is trained."""
 
     interval_s: SecondsOrZero = 5.0
@@ -457,7 +457,7 @@ class MonitorSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TuneSettings:
+class TuneConfig:
     """Finds settings of loader and cache while the run goes on; none of it changes what is trained."""
 
     mode: Literal["off", "observe", "on"] = "observe"
@@ -484,7 +484,7 @@ class TuneSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSettings:
+class RunConfig:
     """The run itself: where it writes, how long it goes, on what it runs."""
 
     output: Path
@@ -528,21 +528,21 @@ class RunSettings:
 class TrainConfig:
     """Everything that ``shardflow train`` is told."""
 
-    data: DataSettings
-    batch: BatchSettings
-    text: TextSettings
-    run: RunSettings
-    image: ImageSettings = field(default_factory=ImageSettings)
-    augment: AugmentSettings = field(default_factory=AugmentSettings)
-    model: ModelSettings = field(default_factory=ModelSettings)
-    lora: LoraSettings = field(default_factory=LoraSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    loader: LoaderSettings = field(default_factory=LoaderSettings)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    timeouts: TimeoutSettings = field(default_factory=TimeoutSettings)
+    data: DataConfig
+    batch: BatchConfig
+    text: TextConfig
+    run: RunConfig
+    image: ImageConfig = field(default_factory=ImageConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loader: DataLoadingConfig = field(default_factory=DataLoadingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
-    tune: TuneSettings = field(default_factory=TuneSettings)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
 
     def __post_init__(self) -> None:
         self._keep_folders_apart()

@@ -38,11 +38,11 @@ from shardflow.sampling.spec import Tail
 from shardflow.storage import CacheConfig, LocalStore
 from shardflow.telemetry import StageCounters
 from shardflow.training.config import (
-    AugmentSettings,
-    BatchSettings,
-    DataSettings,
-    ImageSettings,
-    TextSettings,
+    AugmentConfig,
+    BatchConfig,
+    DataConfig,
+    ImageConfig,
+    TextConfig,
 )
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.device.transfer import HostTransfer, open_transfer
@@ -87,7 +87,7 @@ class TrainingData:
 
 
 def open_data(
-    settings: DataSettings, saved: Mapping[str, Any] | None, *, cache: CacheConfig | None = None
+    settings: DataConfig, saved: Mapping[str, Any] | None, *, cache: CacheConfig | None = None
 ) -> TrainingData:
     """Open what a run trains on and is measured on.
 
@@ -126,7 +126,7 @@ def open_data(
     )
 
 
-def _check_manifest(settings: DataSettings) -> None:
+def _check_manifest(settings: DataConfig) -> None:
     """Tell a wrong setting from a damaged dataset: the second is no matter of settings."""
     found = versions(LocalStore(settings.dataset))
     if not found:
@@ -143,7 +143,7 @@ def _check_manifest(settings: DataSettings) -> None:
 
 
 def _open_blend(
-    settings: DataSettings, saved: Mapping[str, Any] | None, cache: CacheConfig | None
+    settings: DataConfig, saved: Mapping[str, Any] | None, cache: CacheConfig | None
 ) -> TrainingData:
     pinned = None
     if saved is not None:
@@ -156,9 +156,9 @@ def _open_blend(
 
 
 def batch_spec(
-    batch: BatchSettings,
-    image: ImageSettings,
-    text: TextSettings,
+    batch: BatchConfig,
+    image: ImageConfig,
+    text: TextConfig,
     selection: Selection,
     *,
     tail: Tail | None = None,
@@ -185,7 +185,7 @@ def batch_spec(
     return replace(spec, lanes=choose_lanes(selection.layout(spec), spec))
 
 
-def _budget(batch: BatchSettings, image: ImageSettings, text: TextSettings) -> TokenBudget | None:
+def _budget(batch: BatchConfig, image: ImageConfig, text: TextConfig) -> TokenBudget | None:
     if batch.max_tokens is None:
         return None
     return TokenBudget(
@@ -204,7 +204,7 @@ def _budget(batch: BatchSettings, image: ImageSettings, text: TextSettings) -> T
     )
 
 
-def _image_cost(image: ImageSettings, tokens: int) -> dict[str, Any]:
+def _image_cost(image: ImageConfig, tokens: int) -> dict[str, Any]:
     """Return what a sample's images cost, as the view takes them."""
     if not tokens:
         return {}
@@ -253,7 +253,7 @@ def mesh_world(mesh: DeviceMesh, data_dimensions: Sequence[str]) -> World:
     return World(rank=rank, world_size=world_size)
 
 
-def image_view(settings: ImageSettings, *, is_evaluation: bool = False) -> View:
+def image_view(settings: ImageConfig, *, is_evaluation: bool = False) -> View:
     """Return what the loader reads of each study.
 
     Args:
@@ -298,9 +298,9 @@ def open_inputs(
     device: torch.device,
     counters: StageCounters,
     *,
-    image: ImageSettings,
-    text: TextSettings,
-    augment: AugmentSettings,
+    image: ImageConfig,
+    text: TextConfig,
+    augment: AugmentConfig,
     packed: bool,
     pinned_bytes: int,
     seed: int,
@@ -330,8 +330,8 @@ def open_inputs(
 
 
 def sample_inputs(
-    image: ImageSettings,
-    augment: AugmentSettings,
+    image: ImageConfig,
+    augment: AugmentConfig,
     device: torch.device,
     *,
     packed: bool,
@@ -393,12 +393,12 @@ def sample_inputs(
     )
 
 
-def _transfer_size(settings: ImageSettings) -> tuple[int, int]:
+def _transfer_size(settings: ImageConfig) -> tuple[int, int]:
     """Rows and columns that images have on their way to the device."""
     return settings.transfer_rows or settings.rows, settings.transfer_columns or settings.columns
 
 
-def _prepares_images(image: ImageSettings, augment: AugmentSettings) -> bool:
+def _prepares_images(image: ImageConfig, augment: AugmentConfig) -> bool:
     """Whether images need more on the device than the model's own window."""
     return bool(
         augment.is_active
@@ -408,7 +408,7 @@ def _prepares_images(image: ImageSettings, augment: AugmentSettings) -> bool:
     )
 
 
-def _image_maker(image: ImageSettings, augment: AugmentSettings, *, seed: int) -> ImageMaker | None:
+def _image_maker(image: ImageConfig, augment: AugmentConfig, *, seed: int) -> ImageMaker | None:
     if not _prepares_images(image, augment):
         return None
     size = (image.rows, image.columns)

@@ -14,7 +14,7 @@ The ranks of a run: joining, meeting, and exchanging small facts.
 Owns the process groups and their timeouts. There are two groups: the *gradient group* (NCCL on GPUs, gloo
 on CPUs), on which nothing but the model's own collectives runs, and a gloo *control group* for everything
 else: meetings that name who is missing, and small JSON facts. Invariant: no unbounded work happens inside a
-collective; a rank prepares first (data, model, checkpoint), then meets the others at :meth:`Ranks.meet`,
+collective; a rank prepares first (data, model, checkpoint), then meets the others at :meth:`Ranks.barrier`,
 whose deadline names the missing ranks.
 
 How several ranks hold one model: whole on each (DDP), or in shares (FSDP2); and when they exchange.
@@ -48,8 +48,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
-from shardflow.training.config import ParallelSettings
-from shardflow.training.health.monitor import Unwatched, Watch
+from shardflow.training.config import ParallelConfig
+from shardflow.training.health.monitor import HealthMonitor, NoHealthMonitor
 from shardflow.training.nccl_variables import refuse_unknown_names
 
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -203,17 +203,17 @@ class Ranks:
     control: dist.ProcessGroup
     """Gloo group for meetings and small facts, on CPUs in any case."""
     timeouts: Timeouts
-    watch: Watch = field(default_factory=Unwatched)
+    health: HealthMonitor = field(default_factory=NoHealthMonitor)
     """Hears what this rank is at."""
 
-    def meet(self, phase: str, timeout: timedelta) -> None:
+    def barrier(self, phase: str, timeout: timedelta) -> None:
         """Wait until every rank has reached ``phase``.
 
         Raises:
             WaitTimeoutError: ranks are missing after ``timeout``; rank 0 names them.
         """
         try:
-            with self.watch.together(f"waiting for all ranks: {phase}"):
+            with self.health.together(f"waiting for all ranks: {phase}"):
                 dist.monitored_barrier(group=self.control, timeout=timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise WaitTimeoutError(self._describe_missing(phase, timeout, str(error))) from None
@@ -231,7 +231,7 @@ class Ranks:
             f"{timeout.total_seconds():g} s, got {found}; {remedy}."
         )
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """Give every rank the JSON value of every rank, in rank order.
 
         Raises:
@@ -247,11 +247,11 @@ class Ranks:
             for part, size in zip(self._gather(padded, self.timeouts.control), sizes, strict=True)
         ]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Give every rank the JSON value of rank 0; the others' ``value`` is ignored."""
-        return self.gather_json(value if self.rank == 0 else None)[0]
+        return self.all_gather_json(value if self.rank == 0 else None)[0]
 
-    def gather_numbers(self, values: Sequence[float], timeout: timedelta) -> torch.Tensor:
+    def all_gather_numbers(self, values: Sequence[float], timeout: timedelta) -> torch.Tensor:
         """Give every rank the numbers of every rank.
 
         A gather and not a sum: every rank then adds in the same order, and sees the largest as well as the
@@ -269,7 +269,7 @@ class Ranks:
         """Exchange tensors of one shape on the control group; every exchange on it comes through here."""
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         try:
-            with self.watch.together("exchanging facts with all ranks"):
+            with self.health.together("exchanging facts with all ranks"):
                 work = dist.all_gather(gathered, own, group=self.control, async_op=True)
                 if work is not None:
                     work.wait(timeout)
@@ -373,7 +373,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def shard(
-    model: nn.Module, ranks: Ranks, settings: ParallelSettings, *, compute: torch.dtype | None
+    model: nn.Module, ranks: Ranks, settings: ParallelConfig, *, compute: torch.dtype | None
 ) -> nn.Module:
     """Leave each rank its rows of every parameter; exchanges nothing yet.
 
@@ -408,13 +408,13 @@ def replicate(model: nn.Module, ranks: Ranks) -> DistributedDataParallel:
     )
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model without its wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextlib.contextmanager
-def held_back(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module) -> Iterator[None]:
     """Run backwards whose gradients stay on the rank until one outside the block."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():

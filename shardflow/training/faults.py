@@ -1,15 +1,13 @@
-"""The starts of a run, and when to stop starting: a run that fails at the same place again needs a person.
+"""Crash-loop guard of a run, and its health monitor, which names the rank that broke an exchange.
 
-``starts.jsonl`` in the run folder has a line when a start begins, with the step of the checkpoint it goes on
-from, and one when it ends as it should. A start without an end was killed or failed; after so many of them in
-a row from one checkpoint another one is refused. Starts that were stopped by a signal, or refused for a
-setting, do not count. Only rank 0 writes, while it holds the run's lock.
+``starts.jsonl`` in the run folder gets a line when a start begins, with the step of the checkpoint it resumes
+from, and one when it ends normally. A start without an end was killed or failed; after a number of them in a
+row from one checkpoint another one is refused, because it needs a person. Starts that a signal stopped or
+that a setting refused do not count. Only rank 0 writes, while it holds the run's lock.
 
-Puts the watch over a run, and turns a broken exchange into the sentence of who broke it.
-
-When a rank dies, the others meet it as a torn connection somewhere in a backward pass; when one hangs, they
-wait. Either way the watch knows which rank it is. Here the ranks' sides are introduced to each other, and the
-error that follows from another rank's fault becomes a :class:`RankLostError` with that fault's sentence.
+When a rank dies, the others see a broken connection somewhere in a backward pass; when one hangs, they wait.
+`monitor_health` connects the monitor processes of all ranks, and turns the error that follows from another
+rank's fault into a `RankLostError` with that fault's sentence.
 """
 
 from __future__ import annotations
@@ -38,27 +36,31 @@ from shardflow.errors import (
 from shardflow.logs import EventLog, describe_exception, read_events
 from shardflow.training.distributed import Ranks
 from shardflow.training.health.heartbeat import FAULTS_FILE, HEALTH_FOLDER, Fault
-from shardflow.training.health.monitor import RankWatch
+from shardflow.training.health.monitor import RankHealthMonitor
 
 REFUSALS: Final = (ConfigError, NoProgressError, PlanError, StateError)
-"""Errors that every new start meets again, until a person changes something."""
+"""Errors that recur at every start until a person changes something."""
 STARTS_FILE: Final = "starts.jsonl"
+
+_STEP: Final = re.compile(r"step-(\d{8,})")
+_NAMED_WITHIN_S: Final = 3.0
+"""A connection breaks at once; which rank is gone is known a moment later."""
+_LOOPBACK: Final = "127.0.0.1"
+_START_S: Final = 20.0
 
 _LOGGER = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step-(\d{8,})")
 
-
-def check_progress(run: Path, checkpoint: str | None, *, max_failed_starts: int) -> None:
-    """Refuse a start where the last ones came to nothing.
+def refuse_crash_loop(run: Path, checkpoint: str | None, *, max_failed_starts: int) -> None:
+    """Refuse a start if the last ones reached no new checkpoint.
 
     Args:
         run: The run folder.
-        checkpoint: The checkpoint to go on from; None for a fresh start.
-        max_failed_starts: So many in a row from one checkpoint are enough; 0 for no limit.
+        checkpoint: The checkpoint to resume from; None for a fresh start.
+        max_failed_starts: Limit of failed starts in a row from one checkpoint; 0 for none.
 
     Raises:
-        NoProgressError: There were as many; the message has the last fault that the watch saw.
+        NoProgressError: The limit is reached; the message has the last fault that the health monitor saw.
     """
     step, failed = _step_of(checkpoint), 0
     for event in read_events(run / STARTS_FILE) if (run / STARTS_FILE).is_file() else ():
@@ -67,18 +69,18 @@ def check_progress(run: Path, checkpoint: str | None, *, max_failed_starts: int)
     if not max_failed_starts or failed < max_failed_starts:
         return
     raise NoProgressError(
-        f"a run must get to a next checkpoint, got {failed} starts from step {step} that did not (limit "
-        f"run.max_failed_starts={max_failed_starts}; {_last_fault(run)}); find the cause, lower "
-        "run.checkpoint_every_steps if steps are lost to short-lived machines, and start once with --set "
+        f"The run was started {failed} times from step {step} without reaching a new checkpoint (limit "
+        f"run.max_failed_starts={max_failed_starts}; {_last_fault(run)}). Find the cause, lower "
+        "run.checkpoint_every_steps if machines do not live long enough, and start once with --set "
         "run.max_failed_starts=0."
     )
 
 
 @contextmanager
-def recorded(run: Path, checkpoint: str | None, *, attempt: int) -> Iterator[None]:
-    """Write down that a start begins, and, if the block ends as it should, that it ended.
+def record_start(run: Path, checkpoint: str | None, *, attempt: int) -> Iterator[None]:
+    """Record that a start begins and, if the block ends normally, that it ended.
 
-    An end that cannot be written is a warning: the start is over, and counts as one that failed.
+    If the end cannot be written, a warning is logged, and the start counts as failed.
 
     Raises:
         StorageError: The run folder cannot be written when the start begins.
@@ -110,92 +112,85 @@ def _last_fault(run: Path) -> str:
     path = run / HEALTH_FOLDER / FAULTS_FILE
     faults = list(read_events(path)) if path.is_file() else []
     if not faults:
-        return "the watch saw no fault"
+        return "the health monitor saw no fault"
     values = {name: value for name, value in faults[-1].items() if name not in {"event", "time_s"}}
     return f"last fault: {Fault.from_json(values).sentence()}"
 
 
-_NAMED_WITHIN_S: Final = 3.0
-"""A connection breaks at once; that its rank is gone is known a moment later."""
-_LOOPBACK: Final = "127.0.0.1"
-_START_S: Final = 20.0
-
-
 @contextmanager
-def watch_over(ranks: Ranks, run: Path, *, lost_s: float) -> Iterator[Ranks]:
-    """Watch the ranks for the length of the block.
+def monitor_health(ranks: Ranks, run: Path, *, lost_s: float) -> Iterator[Ranks]:
+    """Monitor the ranks for the duration of the block.
 
-    A process that torchrun did not start has no watch: there is nobody to tell, and a person may be
-    debugging.
+    A process that torchrun did not start is not monitored: it has no peers, and may be in a debugger.
 
     Args:
         ranks: The ranks, joined; ``timeouts.hang`` bounds what each does alone.
         run: The run folder, for stacks and the list of faults.
-        lost_s: How long nothing may be heard of another machine.
+        lost_s: Longest silence of another machine.
 
     Yields:
-        The same ranks, watched.
+        The same ranks with their monitor.
 
     Raises:
-        RankLostError: another rank ended or hangs, and the block met the consequence.
+        RankLostError: another rank ended or hangs, and an exchange of this one failed.
     """
     if "RANK" not in os.environ:
         yield ranks
         return
     if not hasattr(os, "memfd_create"):
-        _LOGGER.warning("ranks are watched on Linux only; a rank that hangs is not named here")
+        _LOGGER.warning("health is monitored on Linux only; a rank that hangs is not named here")
         yield ranks
         return
-    watch = _start(ranks, run, lost_s)
+    monitor = _start_monitor(ranks, run, lost_s)
     try:
-        yield replace(ranks, watch=watch)
+        yield replace(ranks, health=monitor)
     except (RuntimeError, WaitTimeoutError) as error:
-        fault = watch.fault_elsewhere(_NAMED_WITHIN_S)
+        fault = monitor.fault_elsewhere(_NAMED_WITHIN_S)
         if fault is None:
-            watch.bye("failed", text=describe_exception(error).splitlines()[0])
+            monitor.report_end("failed", text=describe_exception(error).splitlines()[0])
             raise
-        watch.bye("lost")
+        monitor.report_end("lost")
         raise RankLostError(fault.sentence(), is_refusal=fault.is_refusal) from None
     except ShardflowError as error:
-        watch.bye("failed", text=error.message, is_refusal=isinstance(error, REFUSALS))
+        monitor.report_end("failed", text=error.message, is_refusal=isinstance(error, REFUSALS))
         raise
     except BaseException as error:
-        watch.bye("failed", text=describe_exception(error).splitlines()[0])
+        monitor.report_end("failed", text=describe_exception(error).splitlines()[0])
         raise
     else:
-        watch.bye("finished")
+        monitor.report_end("finished")
     finally:
-        watch.close()
+        monitor.close()
 
 
-def _start(ranks: Ranks, run: Path, lost_s: float) -> RankWatch:
-    """Start this rank's side and introduce it to that of rank 0."""
-    hosts = ranks.gather_json(socket.gethostname())
-    # As little of the network as will do: a run on one machine listens on nothing else.
+def _start_monitor(ranks: Ranks, run: Path, lost_s: float) -> RankHealthMonitor:
+    """Start this rank's monitor process and connect it to that of rank 0."""
+    hosts = ranks.all_gather_json(socket.gethostname())
+    # A run on one machine listens on the loopback only.
     address = _LOOPBACK if len(set(hosts)) == 1 else os.environ["MASTER_ADDR"]
     listen = _resolve(address) if ranks.rank == 0 else ""
-    watch = RankWatch(
+    monitor = RankHealthMonitor(
         rank=ranks.rank,
         hang_s=ranks.timeouts.hang_s or 0.0,
         lost_s=lost_s,
         run=run,
         listen=listen,
-        token=ranks.from_first(secrets.token_hex(16)),
+        token=ranks.broadcast(secrets.token_hex(16)),
     )
-    # None where rank 0 listens nowhere: each rank is then watched by itself.
-    port = ranks.from_first(watch.hub_port(_START_S) if listen else None)
+    # None if rank 0 cannot listen: each rank is then monitored on its own.
+    port = ranks.broadcast(monitor.hub_port(_START_S) if listen else None)
     if ranks.rank > 0 and port is not None:
-        watch.report_to(address, port)
-    return watch
+        monitor.report_to(address, port)
+    return monitor
 
 
 def _resolve(address: str) -> str:
-    """Address to listen on; empty where the rendezvous' name leads nowhere on this machine."""
+    """Return the address to listen on; empty if the rendezvous name does not resolve on this machine."""
     try:
         return socket.gethostbyname(address)
     except OSError as error:
         _LOGGER.warning(
-            "the rendezvous address must resolve on its own machine, got %s; faults of other ranks are not "
+            "the rendezvous address does not resolve on its own machine (%s); faults of other ranks are not "
             "named",
             type(error).__name__,
         )

@@ -92,7 +92,7 @@ class StepReports:
         Raises:
             WaitTimeoutError: a rank did not report within ``timeout``, or is gone.
         """
-        by_rank = ranks.gather_numbers(own.encode(), timeout)
+        by_rank = ranks.all_gather_numbers(own.encode(), timeout)
         return cls(
             total=StepReport.decode(by_rank.sum(dim=0).tolist()),
             least=StepReport.decode(by_rank.amin(dim=0).tolist()),

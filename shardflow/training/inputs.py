@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardflow.fields.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch, Loader
 from shardflow.telemetry import StageCounters
-from shardflow.training.config import AugmentSettings
+from shardflow.training.config import AugmentConfig
 from shardflow.training.device.images import (
     ImageParameters,
     Place,
@@ -108,7 +108,7 @@ class ImageMaker:
     """Rows and columns of its result."""
     standardised: tuple[str, ...] = ()
     """Modalities whose images get their own mean and deviation in place of a window."""
-    augment: AugmentSettings | None = None
+    augment: AugmentConfig | None = None
     """None for an evaluation."""
     seed: int = 0
 

@@ -184,7 +184,7 @@ class LastGradient(LoopHook):
         self._last = None
 
     def on_backward(self, *, is_exchanged: bool) -> None:
-        """Watch the backward, if it ends with an exchange."""
+        """Time the backward, if it ends with an exchange."""
         if is_exchanged:
             asked = self._parameters if self._last is None else [self._last]
             self._handles = [
@@ -344,8 +344,8 @@ class RunMeasures(LoopHook):
         if self._rows is None or self._newest is None:
             return
         limit = self._ranks.timeouts.control
-        self._hosts = self._hosts or self._ranks.gather_json(socket.gethostname())
-        by_rank = self._ranks.gather_numbers(self._rows.take(), limit)
+        self._hosts = self._hosts or self._ranks.all_gather_json(socket.gethostname())
+        by_rank = self._ranks.all_gather_numbers(self._rows.take(), limit)
         before_s, self._began_s = self._began_s, time.perf_counter()
         if self._ranks.rank == 0:
             self._tell(

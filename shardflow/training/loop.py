@@ -36,7 +36,7 @@ from torch import nn
 from shardflow.errors import RanksDisagreeError
 from shardflow.loading import Batch, Loader
 from shardflow.training.checkpoint.saving import CheckpointSaver
-from shardflow.training.config import OptimizerSettings, RunSettings
+from shardflow.training.config import OptimizerConfig, RunConfig
 from shardflow.training.distributed import Ranks, StopRequest, settle
 from shardflow.training.hooks import LoopHook, LoopHooks, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.inputs import DeviceFeed, InputMaker, MicroFeed, MicroInputs, step_inputs
@@ -65,7 +65,7 @@ def agree(ranks: Ranks, phase: str, facts: Mapping[str, Any]) -> None:
         RanksDisagreeError: on every rank, naming each differing fact, its values and the ranks that hold
             them.
     """
-    problem = find_disagreement(ranks.gather_json(dict(facts)))
+    problem = find_disagreement(ranks.all_gather_json(dict(facts)))
     if problem is not None:
         raise RanksDisagreeError(
             f"all ranks must agree before {phase}, got {problem}; start every rank with the same "
@@ -140,7 +140,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            ranks.watch.enter(f"evaluation after {global_step} steps")
+            ranks.health.enter(f"evaluation after {global_step} steps")
             for batch in batches:
                 inputs = make_inputs(batch)
                 losses.append(float(compute_loss(model, inputs, autocast)))
@@ -148,7 +148,7 @@ def evaluate(
                 num_samples += inputs.num_samples
                 if len(losses) == next_look:
                     each_s = (time.perf_counter() - started) / next_look
-                    told = ranks.gather_numbers([is_stopping(), each_s], ranks.timeouts.control)
+                    told = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control)
                     if is_cut_off := bool(told[:, 0].any()):
                         break
                     # The slowest rank's pace, so that all look again after the same micro-batch.
@@ -158,9 +158,9 @@ def evaluate(
         settle(model)
     if is_cut_off:
         return None
-    ranks.meet("evaluation done", ranks.timeouts.control)
+    ranks.barrier("evaluation done", ranks.timeouts.control)
     own = [math.fsum(losses), num_tokens, num_samples]
-    sums = ranks.gather_numbers(own, ranks.timeouts.control).sum(dim=0).tolist()
+    sums = ranks.all_gather_numbers(own, ranks.timeouts.control).sum(dim=0).tolist()
     return EvaluationMetrics(
         global_step=global_step,
         epoch=epoch,
@@ -183,8 +183,8 @@ Outcome = Literal["finished", "stopped"]
 class RunParts:
     """What a run is made of; built once by ``shardflow.training.run``."""
 
-    run: RunSettings
-    optimization: OptimizerSettings
+    run: RunConfig
+    optimization: OptimizerConfig
     micro_batches_per_step: int
     """Over all ranks."""
     exchanges_each: bool
@@ -421,20 +421,20 @@ class _Phases(LoopHook):
 
     def on_data_wait(self) -> None:
         # The loader has a deadline of its own, so this phase has none.
-        self._ranks.watch.enter(f"{self._place}, waiting for data", describe=self._describe_wait)
+        self._ranks.health.enter(f"{self._place}, waiting for data", describe=self._describe_wait)
 
     def on_micro_batch(self, entry: LedgerMicroBatch, *, is_last: bool) -> None:
         # Gradients are exchanged in the last one: what it waits for may be another rank.
-        self._ranks.watch.enter(f"{self._place}, computing", self._limit_s, together=is_last)
+        self._ranks.health.enter(f"{self._place}, computing", self._limit_s, together=is_last)
 
     def on_look_ahead(self) -> None:
-        self._ranks.watch.enter(f"{self._place}, reading ahead", describe=self._describe_wait)
+        self._ranks.health.enter(f"{self._place}, reading ahead", describe=self._describe_wait)
 
     def on_look_ahead_end(self) -> None:
-        self._ranks.watch.enter(f"{self._place}, computing", self._limit_s, together=True)
+        self._ranks.health.enter(f"{self._place}, computing", self._limit_s, together=True)
 
     def on_loss(self) -> None:
-        self._ranks.watch.enter(f"{self._place}, updating the weights", self._limit_s)
+        self._ranks.health.enter(f"{self._place}, updating the weights", self._limit_s)
 
     def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
         self._is_first = False
@@ -524,7 +524,7 @@ class _Checkpoints(LoopHook):
         parts, global_step = self._parts, self._progress.global_step
         if self._saved_step == global_step:
             return
-        parts.ranks.watch.enter(f"checkpoint after {global_step} steps", parts.ranks.timeouts.control_s)
+        parts.ranks.health.enter(f"checkpoint after {global_step} steps", parts.ranks.timeouts.control_s)
         # Synced before the masks are exchanged, so no checkpoint counts a step whose lines could be lost.
         with parts.measures.timed("checkpoint"):
             parts.ledger.sync()
@@ -602,7 +602,7 @@ class _Evaluation(LoopHook):
         _LOGGER.info("evaluation after %d steps: loss %s", step, found.loss)
 
 
-def _run_length(run: RunSettings, steps_in: Callable[[int], int]) -> int:
+def _run_length(run: RunConfig, steps_in: Callable[[int], int]) -> int:
     """Global steps of the whole run; under a token budget epochs differ by a few steps."""
     if run.num_epochs is None and run.max_steps is not None:
         return run.max_steps

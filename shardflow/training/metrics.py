@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from shardflow.errors import StorageError
 from shardflow.logs import EventLog
-from shardflow.monitoring.lines import METRICS_FILE, EventTail
+from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
 from shardflow.storage.local import make_directories
 from shardflow.telemetry import Interval, Move, Verdict
 
@@ -33,7 +33,7 @@ CLOSE_S: Final = 60.0
 """How long the end of a run waits for the files at most."""
 
 
-class Board:
+class TensorBoardWriter:
     """Writes curves into a run folder, for rank 0.
 
     Args:
@@ -158,7 +158,7 @@ class MetricsWriter:
         self._attempt = attempt
         self.num_lost = 0
         self._is_losing = False
-        self._board = Board(run, start=start) if tensorboard else None
+        self._tensorboard = TensorBoardWriter(run, start=start) if tensorboard else None
 
     def write_step(self, metrics: StepMetrics) -> None:
         """Append one step."""
@@ -176,10 +176,10 @@ class MetricsWriter:
     def write_interval(self, interval: Interval) -> None:
         """Append what was measured over some steps; for people, seconds of each stage a step and rank."""
         self._append("interval", interval.to_json())
-        if self._board is not None:
+        if self._tensorboard is not None:
             share = interval.num_steps * interval.world_size
             for name, stage in interval.stages.items():
-                self._board.add(f"stage/{name}_s", stage.seconds / share, interval.global_step)
+                self._tensorboard.add(f"stage/{name}_s", stage.seconds / share, interval.global_step)
 
     def write_move(self, move: Move) -> None:
         """Append something that the tuner did."""
@@ -201,15 +201,15 @@ class MetricsWriter:
         """Flush and close both."""
         with suppress(OSError):  # some file systems say only here what they could not keep
             self._log.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def _write(self, event: str, values: Mapping[str, Any], global_step: int) -> None:
         self._append(event, values)
-        if self._board is not None:
+        if self._tensorboard is not None:
             for name, value in values.items():
                 if isinstance(value, float):
-                    self._board.add(f"{event}/{name}", value, global_step)
+                    self._tensorboard.add(f"{event}/{name}", value, global_step)
 
     def _append(self, event: str, values: Mapping[str, Any]) -> None:
         """Write a line, or leave it out; the run goes on."""
@@ -237,7 +237,7 @@ def read_metrics(run: Path, event: str = "step") -> list[dict[str, Any]]:
         event: ``"step"``, ``"interval"``, ``"evaluation"`` or ``"checkpoint"``.
     """
     lines: dict[int, dict[str, Any]] = {}
-    for line in EventTail(run).read() if (run / METRICS_FILE).is_file() else ():
+    for line in MetricsTail(run).read() if (run / METRICS_FILE).is_file() else ():
         if line.event == "attempt":
             # Steps are named by their number, intervals by that of their last one; all else by the number of
             # steps done before it.

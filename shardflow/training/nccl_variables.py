@@ -1,14 +1,16 @@
-"""Environment variables of NCCL and torch's process groups, as their own sources have them.
+"""Tables of the environment variables of NCCL and torch's process groups, taken from their sources.
 
-Sources. NCCL: docs/userguide/source/env.rst of NVIDIA/nccl at 0186f08 (2.32), with what older releases called
-a variable; ``_UNDOCUMENTED``: NCCL_PARAM lines of its src. torch: torch/csrc/distributed/c10d/
-ProcessGroupNCCL.hpp of pytorch/pytorch at 4c2f280. Not every name has a rule; a name that is not here is
-taken for a mistake.
+Sources. NCCL: docs/userguide/source/env.rst of NVIDIA/nccl at 0186f08 (2.32), with the old names of
+variables; ``_UNDOCUMENTED``: NCCL_PARAM lines of its src. torch: torch/csrc/distributed/c10d/
+ProcessGroupNCCL.hpp of pytorch/pytorch at 4c2f280. Not every name has a rule; a name that is not listed here
+is reported as a mistake.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -48,13 +50,13 @@ KNOWN: Final = frozenset(
     [f"NCCL_{name}" for name in f"{_NCCL} {_UNDOCUMENTED}".split()]
     + [f"TORCH_NCCL_{name}" for name in _TORCH.split()]
 )
-"""Names that do something today."""
+"""Names that have an effect today."""
 
 INVENTED: Final = {
     "NCCL_TIMEOUT": "timeouts.steady_s of the run; NCCL itself has no such variable",
     "TORCH_NCCL_BLOCKING_WAIT_TIMEOUT_MS": "timeouts.steady_s of the run; torch has no such variable",
 }
-"""Names that scripts hand on and that nothing reads, with what does what they seem to say."""
+"""Names found in many scripts that nothing reads, with the setting that does what they promise."""
 
 OLD_NAMES: Final = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -74,26 +76,26 @@ OLD_NAMES: Final = {
     "NCCL_TREE_THRESHOLD": "",
     "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
 }
-"""Old aliases, deprecated and removed names, with the name of today; empty where there is none."""
+"""Aliases, deprecated and removed names, each with its current name; empty where there is none."""
 
 DEBUGGING: Final = {
-    "NCCL_IB_DISABLE": "InfiniBand and RoCE are left unused",
-    "NCCL_P2P_DISABLE": "GPUs of a machine no longer reach each other's memory",
-    "NCCL_SHM_DISABLE": "GPUs of a machine talk over the network",
+    "NCCL_IB_DISABLE": "InfiniBand and RoCE stay unused",
+    "NCCL_P2P_DISABLE": "GPUs of a machine cannot access each other's memory",
+    "NCCL_SHM_DISABLE": "GPUs of a machine communicate over the network",
 }
-"""Switches that are good for finding a fault and slow a job down when they stay: 1 is a warning."""
+"""Debugging switches that slow a job down when they are left on: 1 is a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a variable takes."""
+    """The values that a variable accepts."""
 
-    minimum: int | None = None
+    minimum: int = 0
     maximum: int | None = None
     choices: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Say it in words."""
+        """Describe the range in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.maximum is None:
@@ -101,16 +103,12 @@ class Range:
         return f"an integer from {self.minimum} to {self.maximum}"
 
     def holds(self, text: str) -> bool:
-        """Whether a value is taken."""
+        """Return whether a value is accepted."""
         if self.choices:
             return text.upper() in self.choices
-        try:
-            value = int(text)
-        except ValueError:
+        if not re.fullmatch(r"-?\d+", text):
             return False
-        return (self.minimum is None or value >= self.minimum) and (
-            self.maximum is None or value <= self.maximum
-        )
+        return self.minimum <= int(text) <= (sys.maxsize if self.maximum is None else self.maximum)
 
 
 _SWITCHES: Final = """
@@ -124,7 +122,7 @@ RANGES: Final = {
     "NCCL_CGA_CLUSTER_SIZE": Range(0, 8),
     "NCCL_CROSS_NIC": Range(0, 2),
     "NCCL_DEBUG": Range(choices=("VERSION", "WARN", "ATTN", "INFO", "TRACE")),
-    # 0 is accepted by NCCL and means for ever: a dead link is then never noticed.
+    # NCCL accepts 0 as infinite: a dead link is then never detected.
     "NCCL_IB_TIMEOUT": Range(1, 31),
     "NCCL_IB_RETRY_CNT": Range(0, 7),
     "NCCL_IB_QPS_PER_CONNECTION": Range(1, 128),
@@ -143,7 +141,7 @@ RANGES: Final = {
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": Range(1),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": Range(0),
 }
-"""Of the variables whose values have a range in the sources above."""
+"""Value ranges, for the variables that have one in the sources above."""
 
 
 def unread_names(
@@ -153,7 +151,7 @@ def unread_names(
 
     Args:
         environment: Names of all variables.
-        allowed: Names that are left alone, such as a plugin's.
+        allowed: Names to ignore, such as a plugin's.
 
     Yields:
         The name, what must hold, what was found, and the fix.
@@ -166,16 +164,16 @@ def unread_names(
             yield name, "be unset: nothing reads it", "it set", f"use {INVENTED[name]}"
             continue
         near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
-        fix = f"unset it{f', or say {near[0]}' if near else ''}; --allow {name} where a plugin reads it"
-        yield name, "be a variable that NCCL or torch reads", "a name that neither knows", fix
+        fix = f"unset it{f', or use {near[0]}' if near else ''}; --allow {name} if a plugin reads it"
+        yield name, "be a variable that NCCL or torch reads", "a name unknown to both", fix
 
 
 def refuse_unknown_names(environment: Mapping[str, str]) -> None:
-    """Refuse to start with a variable that nothing reads.
+    """Refuse to start if a variable of NCCL or torch is set that nothing reads.
 
     Raises:
-        ConfigError: There is one; the message names the nearest real one. ``SHARDFLOW_ALLOW_VARIABLES`` lists
-            names, by commas, that are left alone.
+        ConfigError: There is one; the message suggests the closest real name. ``SHARDFLOW_ALLOW_VARIABLES``
+            is a comma-separated list of names to ignore.
     """
     allowed = environment.get("SHARDFLOW_ALLOW_VARIABLES", "").split(",")
     for name, must, found, fix in unread_names(environment, allowed):

@@ -37,12 +37,12 @@ from shardflow.config import dump_config
 from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
 from shardflow.loading import Loader, LoaderConfig, Selection, StoredTokens, World
 from shardflow.monitoring import check_outlets, open_outlets, read_settings
-from shardflow.monitoring.verdict.judging import VerdictWatch
+from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.storage import write_atomic
 from shardflow.training.checkpoint.files import STATE_FILE, Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import AugmentSettings, ImageSettings, RunSettings, TrainConfig
+from shardflow.training.config import AugmentConfig, ImageConfig, RunConfig, TrainConfig
 from shardflow.training.data import batch_spec, image_view, open_data, open_inputs, sample_inputs
 from shardflow.training.distributed import (
     Ranks,
@@ -55,7 +55,7 @@ from shardflow.training.distributed import (
     replicate,
     shard,
 )
-from shardflow.training.faults import check_progress, recorded, watch_over
+from shardflow.training.faults import monitor_health, record_start, refuse_crash_loop
 from shardflow.training.health.heartbeat import HEALTH_FOLDER
 from shardflow.training.interval import CacheUse, open_measures
 from shardflow.training.ledger import LedgerWriter, next_attempt
@@ -93,7 +93,7 @@ class StartDecision:
         return cls(attempt=value["attempt"], checkpoint=value["checkpoint"], damaged=tuple(value["damaged"]))
 
 
-def decide_start(run: RunSettings, folder: CheckpointFolder) -> StartDecision:
+def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
     """Find where the run starts; only on rank 0, which holds the lock, before anybody waits in a collective.
 
     Newer checkpoints that are damaged are set aside, so that they are never taken for the run's newest.
@@ -179,7 +179,7 @@ def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
 
 def _chosen_later() -> dict[str, Any]:
     """Return the defaults of settings that are younger than the first checkpoints."""
-    image, augment = asdict(ImageSettings()), asdict(AugmentSettings())
+    image, augment = asdict(ImageConfig()), asdict(AugmentConfig())
     younger = [
         name for name in image if name not in {"num_slices", "rows", "columns", "slice_choice", "dtype"}
     ]
@@ -300,7 +300,7 @@ def prepare_run(
     metrics = _open_metrics(config, ranks, decision.attempt, start, stack)
     autocast = None if is_sharded else compute  # a sharded model gathers its layers in that type
 
-    ranks.meet("prepared", ranks.timeouts.startup)
+    ranks.barrier("prepared", ranks.timeouts.startup)
     wrapped = model if is_sharded else replicate(model, ranks)
     saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded)
     stack.callback(saver.close)
@@ -328,7 +328,7 @@ def prepare_run(
     )
     stack.callback(close_measures)
     if metrics is not None:
-        judge = VerdictWatch(metrics.write_verdict, config=read_settings(config.run.output))
+        judge = VerdictReporter(metrics.write_verdict, config=read_settings(config.run.output))
         measures.listeners.append(judge)
     open_tuning = partial(
         Tuning,
@@ -489,7 +489,7 @@ def train(
         prefer_determinism()
     with (
         join_ranks(config.run.device, timeouts, traces=config.run.output / HEALTH_FOLDER) as joined,
-        watch_over(joined, config.run.output, lost_s=config.timeouts.lost_s) as ranks,
+        monitor_health(joined, config.run.output, lost_s=config.timeouts.lost_s) as ranks,
     ):
         return train_on(ranks, config, on_step=on_step, stop=stop)
 
@@ -506,9 +506,9 @@ def train_on(
     stop = stop or StopRequest()
     with ExitStack() as stack:
         checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=config.run.keep_last)
-        ranks.watch.enter("choosing a checkpoint", ranks.timeouts.startup_s)
+        ranks.health.enter("choosing a checkpoint", ranks.timeouts.startup_s)
         decision = _decide(config, ranks, checkpoints, stack)
-        ranks.watch.enter("preparing", ranks.timeouts.startup_s)
+        ranks.health.enter("preparing", ranks.timeouts.startup_s)
         checkpoint = read_checkpoint(Path(decision.checkpoint)) if decision.checkpoint else None
         progress = _progress(checkpoint)
         parts = prepare_run(config, ranks, checkpoints, decision, checkpoint, stop, stack)
@@ -547,14 +547,14 @@ def _decide(
             checkpoints.remove_unfinished()
             run = config.run
             decision = decide_start(run, checkpoints)
-            check_progress(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
-            stack.enter_context(recorded(run.output, decision.checkpoint, attempt=decision.attempt))
+            refuse_crash_loop(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
+            stack.enter_context(record_start(run.output, decision.checkpoint, attempt=decision.attempt))
             told["decision"] = decision.to_json()
         except _REFUSALS as error:
             told[type(error).__name__] = error.message
     # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.
-    ranks.meet("choosing a checkpoint", ranks.timeouts.startup)
-    told = ranks.from_first(told)
+    ranks.barrier("choosing a checkpoint", ranks.timeouts.startup)
+    told = ranks.broadcast(told)
     for kind in _REFUSALS:
         if kind.__name__ in told:
             raise kind(told[kind.__name__])

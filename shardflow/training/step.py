@@ -30,14 +30,14 @@ from torch import nn
 
 from shardflow.errors import TrainingError
 from shardflow.seeds import derive
-from shardflow.training.config import OptimizerSettings
-from shardflow.training.distributed import bare, gather_whole, held_back
+from shardflow.training.config import OptimizerConfig
+from shardflow.training.distributed import gather_whole, no_sync, unwrap
 from shardflow.training.hooks import LoopHook
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.sequences import weighted_token_loss
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
     """Build AdamW; matrices decay, vectors (biases, norms, the start embedding) do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -52,7 +52,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     )
 
 
-def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> float:
+def learning_rate(settings: OptimizerConfig, step: int, num_steps: int) -> float:
     """Compute the learning rate of a step: linear warm-up, then a cosine down to the final share.
 
     Args:
@@ -61,7 +61,7 @@ def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> flo
         num_steps: Steps of the whole run.
 
     Example:
-        >>> settings = OptimizerSettings(learning_rate=1.0, warmup_steps=2, final_learning_rate_share=0.1)
+        >>> settings = OptimizerConfig(learning_rate=1.0, warmup_steps=2, final_learning_rate_share=0.1)
         >>> [round(learning_rate(settings, step, 6), 3) for step in range(6)]
         [0.5, 1.0, 1.0, 0.868, 0.55, 0.232]
     """
@@ -133,7 +133,7 @@ def accumulate_gradients(
     for slot, (micro, inputs) in enumerate(micro_batches):
         seed_micro_batch(seed, epoch, step, micro)
         is_exchanged = exchange_each or slot == num_micro_batches - 1
-        with contextlib.nullcontext() if is_exchanged else held_back(model):
+        with contextlib.nullcontext() if is_exchanged else no_sync(model):
             hooks.on_forward()
             loss = compute_loss(model, inputs, autocast)
             hooks.on_backward(is_exchanged=is_exchanged)
@@ -177,7 +177,7 @@ def warm_up(model: nn.Module, inputs: MicroInputs, *, autocast: torch.dtype | No
         torch.autograd.backward(compute_loss(model, inputs, autocast))
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
-    idle = [name for name, p in bare(model).named_parameters() if p.requires_grad and p.grad is None]
+    idle = [name for name, p in unwrap(model).named_parameters() if p.requires_grad and p.grad is None]
     if idle:
         raise TrainingError(
             f"every parameter must take part in every step, got {len(idle)} without a gradient, {idle[0]} "
@@ -226,7 +226,7 @@ class Updates:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        settings: OptimizerSettings,
+        settings: OptimizerConfig,
         *,
         is_scaled: bool = False,
     ) -> None:

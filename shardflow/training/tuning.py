@@ -31,7 +31,7 @@ from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
 from shardflow.telemetry import Interval, Move, TunableLimit
 from shardflow.telemetry.process import available_bytes, num_processors
-from shardflow.training.config import LoaderSettings, TuneSettings
+from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.distributed import Ranks
 from shardflow.training.hooks import LoopHook, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.metrics import MetricsWriter, StepMetrics
@@ -65,7 +65,7 @@ class Tuning(LoopHook):
 
     def __init__(
         self,
-        settings: TuneSettings,
+        settings: TuneConfig,
         ranks: Ranks,
         loader: Loader,
         metrics: MetricsWriter | None,
@@ -76,7 +76,7 @@ class Tuning(LoopHook):
         self._tune, self._ranks, self._loader, self._metrics = settings, ranks, loader, metrics
         self._file, self._given = run / TUNED_FILE, given
         self._place: StepPlace | None = None
-        self._tunables = loader.tunables
+        self._knobs = loader.tunables
         self._is_on = settings.mode == "on"
         self._num_sent = self._num_done = 0
         self._sent: tuple[int, float] = (0, 0.0)
@@ -84,16 +84,16 @@ class Tuning(LoopHook):
         self._gil_wait_share = 0.0
         for name, value in self._agreed_start().items():
             self._set(Change(setting=name, value=value))
-        own = {name: asdict(limit) for name, limit in self._tunables.limits().items()}
+        own = {name: asdict(limit) for name, limit in self._knobs.limits().items()}
         self._limits = common_limits(
-            [{name: _limit(one) for name, one in found.items()} for found in ranks.gather_json(own)]
+            [{name: _limit(one) for name, one in found.items()} for found in ranks.all_gather_json(own)]
         )
         self._names = sorted(self._limits)
         self.tuner: Tuner | None = None
         if ranks.rank == 0:
             self.tuner = Tuner(
-                self._tunables.values(),
-                capped(self._limits, self._tunables.values(), settings),
+                self._knobs.values(),
+                capped(self._limits, self._knobs.values(), settings),
                 report=self._report,
                 mode="on" if self._is_on else "observe",
                 rules=TunerRules(settle_steps=settings.settle_steps),
@@ -101,7 +101,7 @@ class Tuning(LoopHook):
 
     def settings(self) -> dict[str, int | str]:
         """Return this rank's settings as they are."""
-        return self._tunables.values()
+        return self._knobs.values()
 
     def on_step_begin(self, place: StepPlace) -> None:
         """Note the place, for messages."""
@@ -121,7 +121,7 @@ class Tuning(LoopHook):
     def on_boundary(self, feed: PendingFeed, *, is_last: bool) -> None:
         """Make the change that is due, if any."""
         if self.due is not None:  # processes may need a while to end
-            self._ranks.watch.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
+            self._ranks.health.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
         self.carry_out(feed, is_last=is_last)
 
     def _heard(self, first: StepReport) -> None:
@@ -188,13 +188,13 @@ class Tuning(LoopHook):
     # ---- inside ----------------------------------------------------------------------------------
 
     def _is_live(self, change: Change) -> bool:
-        limit = self._tunables.limits().get(change.setting)
+        limit = self._knobs.limits().get(change.setting)
         return limit is None or limit.is_live
 
     def _set(self, change: Change) -> None:
         """Set it here; a machine that lacks the room for it keeps what it has, and trains the same."""
         try:
-            self._tunables.set(change.setting, change.value)
+            self._knobs.set(change.setting, change.value)
         except (ShardflowError, OSError) as error:
             found = error.message if isinstance(error, ShardflowError) else type(error).__name__
             _LOGGER.warning("the tuner's choice is not for this rank: %s", found)
@@ -207,7 +207,7 @@ class Tuning(LoopHook):
                 told["settings"] = self._fitting(self._start())
             except ConfigError as error:
                 told["refusal"] = error.message
-        told = self._ranks.from_first(told)
+        told = self._ranks.broadcast(told)
         if "refusal" in told:
             raise ConfigError(told["refusal"])
         settings: dict[str, int | str] = told["settings"]
@@ -235,11 +235,11 @@ class Tuning(LoopHook):
         """
         fitting: dict[str, int | str] = {}
         for name, value in found.items():
-            limits = capped(self._tunables.limits(), self._tunables.values(), self._tune)
+            limits = capped(self._knobs.limits(), self._knobs.values(), self._tune)
             nearest = _clipped(value, limits[name]) if name in limits else None
             if nearest is None:
                 _LOGGER.info("a tuned setting is not for this run and is left out: %s", name)
-            elif nearest != self._tunables.values()[name]:
+            elif nearest != self._knobs.values()[name]:
                 self._set(Change(setting=name, value=nearest))
                 fitting[name] = nearest
         return fitting
@@ -271,17 +271,17 @@ class Tuning(LoopHook):
 
 def configurable(values: Values) -> dict[str, int | str]:
     """Return the settings without those of loader and cache that a configuration does not have."""
-    tables: dict[str, Any] = {"loader": LoaderSettings, "cache": CacheConfig}
+    tables: dict[str, Any] = {"loader": DataLoadingConfig, "cache": CacheConfig}
     known = {f"{table}.{one.name}" for table, kind in tables.items() for one in fields(kind)}
     return {
         name: value for name, value in values.items() if name in known or name.partition(".")[0] not in tables
     }
 
 
-def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
+def given_settings(loader: DataLoadingConfig, cache: CacheConfig) -> set[str]:
     """Return the names of the settings that differ from their default."""
     tables: dict[str, tuple[Any, Any]] = {
-        "loader": (loader, LoaderSettings()),
+        "loader": (loader, DataLoadingConfig()),
         "cache": (cache, CacheConfig()),
     }
     return {
@@ -292,9 +292,7 @@ def given_settings(loader: LoaderSettings, cache: CacheConfig) -> set[str]:
     }
 
 
-def capped(
-    limits: Mapping[str, TunableLimit], present: Values, tune: TuneSettings
-) -> dict[str, TunableLimit]:
+def capped(limits: Mapping[str, TunableLimit], present: Values, tune: TuneConfig) -> dict[str, TunableLimit]:
     """Return the limits within the caps of the configuration.
 
     Args:

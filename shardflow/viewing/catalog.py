@@ -24,7 +24,7 @@ _CLOSE_S: Final = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """What to look for; empty strings look for nothing."""
+    """Search terms; empty strings match everything."""
 
     split: str = ""
     modality: str = ""
@@ -33,7 +33,7 @@ class Query:
     concept: str = ""
     """A finding that the report speaks of."""
     assertion: str = ""
-    """How it speaks of it, such as ``present``."""
+    """Assertion of that finding, such as ``present``."""
 
 
 class Catalog:

@@ -20,7 +20,19 @@ from shardflow.format import Dataset, decode_array
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
 from shardflow.viewing.planes import Window, edge_letters, pixel_spacing, to_grey, to_size
 from shardflow.viewing.study import StudyView, read_study, slice_names
-from shardflow.viewing.typeface import Mark, Typeface, draw_legend, draw_lines, lay_out, tag
+from shardflow.viewing.typeface import (
+    FAINT,
+    INK,
+    LETTER,
+    PAPER,
+    RULE,
+    Mark,
+    Typeface,
+    draw_legend,
+    draw_lines,
+    lay_out,
+    tag,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -234,8 +246,7 @@ _TILE: Final = 232
 _GAP: Final = 8
 _WIDTH: Final = 3 * _MARGIN + _TEXT_WIDTH + _FACTS_WIDTH + 3 * (_TILE + _GAP)
 _MAX_LINES: Final = 90
-_PAPER, _INK, _FAINT, _LINE, _ALARM = "#ffffff", "#1b1f24", "#59636e", "#d1d9e0", "#c4320a"
-_LETTER, _OUTLINE, _BAR, _LOW_BAR = "#ffd75e", "#ffd75e", "#0072b2", "#a8b3bd"
+_OUTLINE, _BAR, _LOW_BAR = "#ffd75e", "#0072b2", "#a8b3bd"
 
 _RULES: Final[Mapping[str, str]] = {
     "E1": "series and image named",
@@ -285,15 +296,15 @@ def render_findings(view: FindingsView, *, window: Window | None = None, font: P
     text_height = 70 + len(lines) * body.line_height
     rows_height = max(1, len(view.rows)) * (_TILE + 22)
     size = (_WIDTH, top + max(text_height, rows_height) + 3 * small.line_height + _MARGIN)
-    sheet = Image.new("RGB", size, _PAPER)
+    sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
 
     title.draw(
-        draw, (_MARGIN, _MARGIN - 6), f"What the report says, and where  -  {view.study.place}", fill=_INK
+        draw, (_MARGIN, _MARGIN - 6), f"What the report says, and where  -  {view.study.place}", fill=INK
     )
-    small.draw(draw, (_MARGIN, _MARGIN + title.line_height), _summary(view), fill=_FAINT)
+    small.draw(draw, (_MARGIN, _MARGIN + title.line_height), _summary(view), fill=FAINT)
     if view.study.generated:
-        _badge(draw, body, view.study.generated, right=size[0] - _MARGIN, top=_MARGIN - 6)
+        body.draw_badge(draw, view.study.generated, right=size[0] - _MARGIN, top=_MARGIN - 6)
 
     legend = draw_legend(draw, small, (_MARGIN, top), _TEXT_WIDTH)
     shift = len(view.text) - len(view.text.lstrip("\n"))
@@ -310,16 +321,16 @@ def render_findings(view: FindingsView, *, window: Window | None = None, font: P
     )
     left = 2 * _MARGIN + _TEXT_WIDTH
     draw.line(
-        (left - _MARGIN // 2, top, left - _MARGIN // 2, size[1] - 3 * small.line_height), fill=_LINE, width=2
+        (left - _MARGIN // 2, top, left - _MARGIN // 2, size[1] - 3 * small.line_height), fill=RULE, width=2
     )
     if not view.rows:
-        body.draw(draw, (left, top), "No finding of this report is placed on an image.", fill=_FAINT)
+        body.draw(draw, (left, top), "No finding of this report is placed on an image.", fill=FAINT)
     for number, row in enumerate(view.rows, 1):
         y = top + (number - 1) * (_TILE + 22)
         _draw_facts(draw, view, row, number, (left, y), body, small)
         _draw_tiles(sheet, row, (left + _FACTS_WIDTH, y), window, small)
         if number < len(view.rows):
-            draw.line((left, y + _TILE + 10, size[0] - _MARGIN, y + _TILE + 10), fill=_LINE, width=1)
+            draw.line((left, y + _TILE + 10, size[0] - _MARGIN, y + _TILE + 10), fill=RULE, width=1)
     _draw_footer(draw, view, cut, small, (_MARGIN, size[1] - 2 * small.line_height - _MARGIN // 2))
     stream = io.BytesIO()
     sheet.save(stream, "PNG", optimize=False)
@@ -361,10 +372,10 @@ def _draw_facts(
     """Write beside the slices what is shown, how sure, and why."""
     x, y = place
     entity, entry = view.report["entities"][row.entity], row.entry
-    tag(draw, small, (x, y + 4), number, entity["assertion"])
+    tag(draw, small, (x, y + 4), number, Mark(entity["span"], entity["assertion"]).style.line)
     name = " ".join(view.text[slice(*entity["span"])].split())
     for line in body.wrap(name, _FACTS_WIDTH - 44)[:2]:
-        body.draw(draw, (x + 26, y), line, fill=_INK)
+        body.draw(draw, (x + 26, y), line, fill=INK)
         y += body.line_height
     about = ", ".join(
         part
@@ -376,7 +387,7 @@ def _draw_facts(
         if part
     )
     for line in small.wrap(about, _FACTS_WIDTH - 26)[:2] if about else ():
-        small.draw(draw, (x, y), line, fill=_FAINT)
+        small.draw(draw, (x, y), line, fill=FAINT)
         y += small.line_height
     y += 6
     _draw_confidence(draw, small, (x, y), entry["confidence"], view.threshold)
@@ -385,7 +396,7 @@ def _draw_facts(
         for part in small.wrap(line, _FACTS_WIDTH - 18)[:2]:
             if y > place[1] + _TILE - small.line_height:
                 return
-            small.draw(draw, (x, y), part, fill=_FAINT)
+            small.draw(draw, (x, y), part, fill=FAINT)
             y += small.line_height
 
 
@@ -415,8 +426,8 @@ def _draw_confidence(
     filled = x + round(width * confidence)
     draw.rectangle((x, y + 4, filled, y + 16), fill=_BAR if is_above else _LOW_BAR)
     tick = x + round(width * threshold)
-    draw.line((tick, y, tick, y + 20), fill=_INK, width=2)
-    small.draw(draw, (x + width + 8, y), f"{confidence:.2f}" + ("" if is_above else " (low)"), fill=_INK)
+    draw.line((tick, y, tick, y + 20), fill=INK, width=2)
+    small.draw(draw, (x + width + 8, y), f"{confidence:.2f}" + ("" if is_above else " (low)"), fill=INK)
 
 
 def _draw_tiles(
@@ -440,14 +451,13 @@ def _draw_tiles(
         stated = row.series.get("series_number")
         source = f"series {stated}" if stated is not None else f"#{row.entry['series']}"
         image = f"image {tile.number}" if tile.number is not None else f"#{tile.index}"
-        _outlined(draw, small, (x + 6, y + 3), f"{source}, {image}", "#ffffff")
-        _outlined(
-            draw, small, (x + 6, y + _TILE - small.line_height - 5), f"weight {tile.weight:.2f}", "#ffffff"
-        )
+        small.draw_outlined(draw, (x + 6, y + 3), f"{source}, {image}", "#ffffff")
+        bottom = y + _TILE - small.line_height - 5
+        small.draw_outlined(draw, (x + 6, bottom), f"weight {tile.weight:.2f}", "#ffffff")
         if letters.left:
-            _outlined(draw, small, (x + 5, y + _TILE / 2 - 9), letters.left, _LETTER)
+            small.draw_outlined(draw, (x + 5, y + _TILE / 2 - 9), letters.left, LETTER)
             right = small.width(letters.right)
-            _outlined(draw, small, (x + _TILE - right - 6, y + _TILE / 2 - 9), letters.right, _LETTER)
+            small.draw_outlined(draw, (x + _TILE - right - 6, y + _TILE / 2 - 9), letters.right, LETTER)
 
 
 def _tile_size(series: Mapping[str, Any]) -> tuple[int, int]:
@@ -491,15 +501,4 @@ def _draw_footer(
         notes.append("the dataset holds no alignment: made for this picture with the default rules")
     words += ["; ".join(notes)] if notes else []
     for number, line in enumerate(words):
-        small.draw(draw, (place[0], place[1] + number * small.line_height), line, fill=_FAINT)
-
-
-def _outlined(draw: ImageDraw, text: Typeface, place: tuple[float, float], line: str, colour: str) -> None:
-    style: dict[str, Any] = {"fill": colour, "stroke_width": 2, "stroke_fill": "#000000"}
-    text.draw(draw, place, line, **style)
-
-
-def _badge(draw: ImageDraw, text: Typeface, words: str, *, right: int, top: int) -> None:
-    width = text.width(words) + 28
-    draw.rounded_rectangle((right - width, top, right, top + text.line_height + 10), radius=8, fill=_ALARM)
-    text.draw(draw, (right - width + 14, top + 7), words, fill="#ffffff")
+        small.draw(draw, (place[0], place[1] + number * small.line_height), line, fill=FAINT)

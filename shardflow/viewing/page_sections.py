@@ -153,7 +153,7 @@ _HELD_BACK: Final = ("BURNED_IN_ANNOTATION", "FACE_RISK")
 
 
 class Treatment(StrEnum):
-    """What became of a category of information."""
+    """Treatment of a category of information."""
 
     REMOVED = "removed"
     REPLACED = "replaced"
@@ -176,10 +176,10 @@ class Statement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeidSummary:
-    """What was done to identifiers in a dataset."""
+    """De-identification of a dataset."""
 
     key_id: str | None
-    """Which secret key made the surrogates; not the key."""
+    """Identifier of the secret key that made the surrogates; not the key."""
     statements: tuple[Statement, ...]
     option_codes: tuple[tuple[str, str], ...] = ()
     """Code and meaning of each option of DICOM PS3.15, E.1, that was applied, such as ``("113100", ...)``."""
@@ -501,12 +501,13 @@ def gallery(facts: DatasetFacts, *, remedy: str) -> str:
 
 
 def _thumbnail(thumbnail: Thumbnail) -> str:
-    data = base64.b64encode(thumbnail.jpeg).decode("ascii")
+    picture = thumbnail.picture
+    data = base64.b64encode(picture.jpeg).decode("ascii")
     amount = "1 image" if thumbnail.num_slices == 1 else counted(thumbnail.num_slices, "slice")
     what = f"{escape(thumbnail.modality)} {amount}".strip()
     badge = f"<b>{thumbnail.generated}</b>" if thumbnail.generated else ""
     return (
-        f'<figure><div class=film><img width={thumbnail.width} height={thumbnail.height} alt="slice of '
+        f'<figure><div class=film><img width={picture.width} height={picture.height} alt="slice of '
         f'{thumbnail.place}" src="data:image/jpeg;base64,{data}"></div>'
         f"<figcaption><code>{thumbnail.place}</code> {what}{badge}</figcaption></figure>"
     )

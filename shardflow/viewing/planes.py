@@ -28,7 +28,7 @@ _MANY = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is shown black and what white, in the unit of the slices."""
+    """Values shown black and white, in the unit of the slices."""
 
     low: float
     high: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardflow.viewing.planes import (
     EdgeLetters,
@@ -20,7 +20,7 @@ from shardflow.viewing.planes import (
     to_size,
 )
 from shardflow.viewing.study import StudyView
-from shardflow.viewing.typeface import Typeface
+from shardflow.viewing.typeface import FAINT, INK, LETTER, PAPER, RULE, Typeface
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,14 +33,12 @@ _MONTAGE_HEIGHT: Final = 860
 _TEXT_WIDTH: Final = 560
 _MAX_TEXT_HEIGHT: Final = 1800
 _MAX_REPORT_CHARACTERS: Final = 20_000
-_PAPER, _INK, _FAINT, _LINE = "#ffffff", "#1b1f24", "#59636e", "#d1d9e0"
-_ALARM, _LETTER, _BAR = "#c4320a", "#ffd75e", "#ffffff"
-_STROKE: Final = 2
+_BAR = "#ffffff"
 _SMALL_TILE: Final = 150
 
 
 class _Grid(NamedTuple):
-    """How the tiles lie; pixels."""
+    """Grid of the tiles, in pixels."""
 
     columns: int
     rows: int
@@ -80,32 +78,32 @@ def render_study(view: StudyView, *, window: Window | None = None, font: Path | 
     content = max(montage_height, body.line_height * (len(lines) + 2))
     footer_top = top + content + 18
     size = (_MARGIN * 3 + _MONTAGE_WIDTH + _TEXT_WIDTH, footer_top + small.line_height * 2 + _MARGIN // 2)
-    sheet = Image.new("RGB", size, _PAPER)
+    sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
 
     y = _MARGIN
     for line in heading:
-        title.draw(draw, (_MARGIN, y), line, fill=_INK)
+        title.draw(draw, (_MARGIN, y), line, fill=INK)
         y += title.line_height
     for line in facts:
-        small.draw(draw, (_MARGIN, y), line, fill=_FAINT)
+        small.draw(draw, (_MARGIN, y), line, fill=FAINT)
         y += small.line_height
     if view.generated:
-        _badge(draw, body, view.generated, right=size[0] - _MARGIN, top=_MARGIN)
+        body.draw_badge(draw, view.generated, right=size[0] - _MARGIN, top=_MARGIN)
 
     draw.rectangle((_MARGIN, top, _MARGIN + _MONTAGE_WIDTH - 1, top + montage_height - 1), fill="#000000")
     _draw_tiles(sheet, view, window, grid, top, font)
 
     left = 2 * _MARGIN + _MONTAGE_WIDTH
-    draw.line((left - _MARGIN // 2, top, left - _MARGIN // 2, top + content), fill=_LINE, width=2)
-    small.draw(draw, (left, top), "REPORT", fill=_FAINT)
+    draw.line((left - _MARGIN // 2, top, left - _MARGIN // 2, top + content), fill=RULE, width=2)
+    small.draw(draw, (left, top), "REPORT", fill=FAINT)
     y = top + body.line_height + 4
     for line in lines:
-        body.draw(draw, (left, y), line, fill=_INK if view.report else _FAINT)
+        body.draw(draw, (left, y), line, fill=INK if view.report else FAINT)
         y += body.line_height
 
     for line in _footer(view, body):
-        small.draw(draw, (_MARGIN, footer_top), line, fill=_FAINT)
+        small.draw(draw, (_MARGIN, footer_top), line, fill=FAINT)
         footer_top += small.line_height
     stream = io.BytesIO()
     sheet.save(stream, "PNG", optimize=False)
@@ -215,10 +213,10 @@ def _draw_tiles(
         y = top + (place // grid.columns) * (grid.height + _GAP)
         picture = to_size(to_grey(pixels, window), grid.height, grid.width)
         sheet.paste(Image.fromarray(picture), (x, y))
-        _outlined(draw, text, (x + 5, y + 2), f"#{index}", "#ffffff")
+        text.draw_outlined(draw, (x + 5, y + 2), f"#{index}", "#ffffff")
         if index < len(numbers) and numbers[index] is not None and grid.width >= _SMALL_TILE:
             # Below, not beside: the letter of the upper edge needs the middle.
-            _outlined(draw, text, (x + 5, y + text.line_height), f"image {numbers[index]}", "#ffffff")
+            text.draw_outlined(draw, (x + 5, y + text.line_height), f"image {numbers[index]}", "#ffffff")
         _draw_letters(draw, text, letters, x, y, grid)
         if spacing:
             _draw_scale(draw, text, view.series["columns"] * spacing[1], x, y, grid)
@@ -235,7 +233,7 @@ def _draw_letters(draw: ImageDraw, text: Typeface, letters: EdgeLetters, x: int,
     )
     for letter, place in places:
         if letter:
-            _outlined(draw, text, place, letter, _LETTER)
+            text.draw_outlined(draw, place, letter, LETTER)
 
 
 def _draw_scale(draw: ImageDraw, text: Typeface, width_mm: float, x: int, y: int, grid: _Grid) -> None:
@@ -245,16 +243,4 @@ def _draw_scale(draw: ImageDraw, text: Typeface, width_mm: float, x: int, y: int
     left, bottom = x + 8, y + grid.height - 9
     draw.rectangle((left - 1, bottom - 4, left + length + 1, bottom + 1), fill="#000000")
     draw.rectangle((left, bottom - 3, left + length, bottom), fill=_BAR)
-    _outlined(draw, text, (left, bottom - 8 - text.line_height), f"{length_mm:g} mm", _BAR)
-
-
-def _outlined(draw: ImageDraw, text: Typeface, place: tuple[float, float], line: str, colour: str) -> None:
-    """Draw text that is legible on white and on black pixels."""
-    style: dict[str, Any] = {"fill": colour, "stroke_width": _STROKE, "stroke_fill": "#000000"}
-    text.draw(draw, place, line, **style)
-
-
-def _badge(draw: ImageDraw, text: Typeface, words: str, *, right: int, top: int) -> None:
-    width = text.width(words) + 28
-    draw.rounded_rectangle((right - width, top, right, top + text.line_height + 10), radius=8, fill=_ALARM)
-    text.draw(draw, (right - width + 14, top + 7), words, fill="#ffffff")
+    text.draw_outlined(draw, (left, bottom - 8 - text.line_height), f"{length_mm:g} mm", _BAR)

@@ -20,7 +20,7 @@ _MAX_BYTES: Final = 1 << 28
 
 
 class Inputs:
-    """What became of every input: read once, when the page asks first."""
+    """Outcomes of all inputs, read once on first use."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset

@@ -34,7 +34,7 @@ class StudyView:
     """Split and row in it, such as ``train:12``."""
     patient: dict[str, Any]
     series: dict[str, Any]
-    """What ``study.json`` says of the chosen series (docs/format.md, section 4)."""
+    """Description of the chosen series in ``study.json`` (docs/format.md, section 4)."""
     series_number: int
     """Of the chosen series in the sample, from 0."""
     num_series: int
@@ -44,7 +44,7 @@ class StudyView:
     indexes: tuple[int, ...]
     """Places of these slices along the normal, from 0."""
     generated: str
-    """What is to be called generated, or an empty string."""
+    """Label of generated content, or an empty string."""
 
 
 def find_row(dataset: Dataset, key: str) -> int:

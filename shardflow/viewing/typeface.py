@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from shardflow.errors import ConfigError
 
@@ -33,6 +33,9 @@ _SYSTEM_FONTS = (
     "/usr/share/fonts/truetype/droid/DroidSansFallbackFull.ttf",
 )
 _NO_CHARACTER = "\U0010fffe"
+PAPER, INK, FAINT, RULE, LETTER = "#ffffff", "#1b1f24", "#59636e", "#d1d9e0", "#ffd75e"
+"""Colors of the pictures: background, text, notes, lines, and letters on pixels."""
+_HEADER, _MENTION, _ALARM = "#0a3069", "#57606a", "#c4320a"
 
 
 def require_pillow() -> None:
@@ -114,6 +117,16 @@ class Typeface:
             draw.text((x, y + self.size), run, font=font, anchor="ls", **style)
             x += font.getlength(run)
 
+    def draw_outlined(self, draw: ImageDraw, place: tuple[float, float], text: str, color: str) -> None:
+        """Draw a line that is legible on white and on black pixels."""
+        self.draw(draw, place, text, fill=color, stroke_width=2, stroke_fill="#000000")
+
+    def draw_badge(self, draw: ImageDraw, text: str, *, right: int, top: int) -> None:
+        """Draw white text on a box of the color of warnings."""
+        left = right - self.width(text) - 28
+        draw.rounded_rectangle((left, top, right, top + self.line_height + 10), radius=8, fill=_ALARM)
+        self.draw(draw, (left + 14, top + 7), text, fill="#ffffff")
+
     def wrap(self, text: str, width: float) -> list[str]:
         """Break text into lines of at most a width in pixels; control characters become spaces."""
         lines: list[str] = []
@@ -176,26 +189,49 @@ def _words(text: str) -> Iterator[str]:
         yield word
 
 
-_INK, _HEADER, _FAINT = "#1b1f24", "#0a3069", "#59636e"
-_MENTION = "#57606a"
 _PIECE = re.compile(r"\S+[^\S\n]*|[^\S\n]+|\n")
 
 
-@dataclass(frozen=True, slots=True)
-class _Style:
+_Stroke: TypeAlias = "Callable[[ImageDraw, float, float, float, str], None]"
+
+
+def _dashes(length: int, gap: int) -> _Stroke:
+    """Return a stroke of dashes; without a gap it is solid."""
+
+    def stroke(draw: ImageDraw, left: float, right: float, y: float, color: str) -> None:
+        at = left
+        while at < right:
+            end = min(at + length - 1, right) if gap else right
+            draw.line((at, y, end, y), fill=color, width=3)
+            at = at + length + gap if gap else right
+
+    return stroke
+
+
+def _double(draw: ImageDraw, left: float, right: float, y: float, color: str) -> None:
+    draw.line((left, y - 1, right, y - 1), fill=color, width=1)
+    draw.line((left, y + 2, right, y + 2), fill=color, width=1)
+
+
+def _strike(draw: ImageDraw, left: float, right: float, y: float, color: str) -> None:
+    draw.line((left, y - 10, right, y - 10), fill=color, width=2)
+
+
+class _Style(NamedTuple):
     tint: str
     line: str
+    stroke: _Stroke
 
 
-# Okabe and Ito's colours, which people of any colour vision tell apart, with tints of them.
+# Okabe and Ito's colors, which people of any color vision tell apart, with tints of them.
 ASSERTIONS: Final[Mapping[str, _Style]] = {
-    "present": _Style("#cfe6f7", "#0072b2"),
-    "uncertain": _Style("#fce9c4", "#b87400"),
-    "absent": _Style("#e7eaee", "#59636e"),
-    "historical": _Style("#f3e0ec", "#a8527f"),
-    "hypothetical": _Style("#d3efe6", "#00795a"),
+    "present": _Style("#cfe6f7", "#0072b2", _dashes(1, 0)),
+    "uncertain": _Style("#fce9c4", "#b87400", _dashes(9, 6)),
+    "absent": _Style("#e7eaee", "#59636e", _strike),
+    "historical": _Style("#f3e0ec", "#a8527f", _dashes(3, 4)),
+    "hypothetical": _Style("#d3efe6", "#00795a", _double),
 }
-"""How findings are marked, by assertion."""
+"""Style of marked findings, by assertion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +250,11 @@ class Mark:
     assertion: str
     number: int | None = None
     """Of the finding's slices beside the report; None where there are none."""
+
+    @property
+    def style(self) -> _Style:
+        """Style of its assertion."""
+        return ASSERTIONS.get(self.assertion, ASSERTIONS["absent"])
 
 
 def lay_out(text: str, face: Typeface, width: float) -> list[Line]:
@@ -256,32 +297,25 @@ def draw_lines(
             for left, right in _within(face, line, span, x):
                 draw.rectangle((left - 2, y + 1, right + 1, y + face.size + 7), outline=_MENTION, width=1)
         for mark in marks:
-            style = ASSERTIONS.get(mark.assertion, ASSERTIONS["absent"])
             for left, right in _within(face, line, mark.span, x):
-                draw.rectangle((left - 1, y + 2, right, y + face.size + 6), fill=style.tint)
+                draw.rectangle((left - 1, y + 2, right, y + face.size + 6), fill=mark.style.tint)
         for text, fill, offset in _pieces(face, line, headers):
             face.draw(draw, (x + offset, y), text, fill=fill)
         for mark in marks:
             for left, right in _within(face, line, mark.span, x):
-                _LINES.get(mark.assertion, _strike)(
-                    draw,
-                    left,
-                    right,
-                    y + face.size + 5,
-                    ASSERTIONS.get(mark.assertion, ASSERTIONS["absent"]).line,
-                )
+                mark.style.stroke(draw, left, right, y + face.size + 5, mark.style.line)
                 if mark.number is not None and mark.span[1] <= line.start + len(line.text):
                     # Raised behind the last word, where it hides no letter.
-                    tag(draw, small, (right - 2, y - 9), mark.number, mark.assertion)
+                    tag(draw, small, (right - 2, y - 9), mark.number, mark.style.line)
         y += face.line_height
 
 
-def tag(draw: ImageDraw, face: Typeface, place: tuple[float, float], number: int, assertion: str) -> None:
+def tag(draw: ImageDraw, face: Typeface, place: tuple[float, float], number: int, color: str) -> None:
     """Draw the number of a finding in a disc whose upper left corner lies at a place."""
     words = str(number)
     size = face.size + 3
     x, y = place
-    draw.ellipse((x, y, x + size, y + size), fill=ASSERTIONS.get(assertion, ASSERTIONS["absent"]).line)
+    draw.ellipse((x, y, x + size, y + size), fill=color)
     face.draw(draw, (x + (size - face.width(words)) / 2, y - 1), words, fill="#ffffff")
 
 
@@ -293,19 +327,19 @@ def draw_legend(draw: ImageDraw, face: Typeface, place: tuple[int, int], width: 
         if x + wide > place[0] + width:
             x, y = place[0], y + face.line_height + 6
         draw.rectangle((x - 1, y + 2, x + wide, y + face.size + 6), fill=style.tint)
-        face.draw(draw, (x, y), name, fill=_INK)
-        _LINES[name](draw, x, x + wide, y + face.size + 5, style.line)
+        face.draw(draw, (x, y), name, fill=INK)
+        style.stroke(draw, x, x + wide, y + face.size + 5, style.line)
         x += round(wide) + 20
     words = "image named"
     if x + face.width(words) > place[0] + width:
         x, y = place[0], y + face.line_height + 6
     draw.rectangle((x - 3, y + 1, x + face.width(words) + 2, y + face.size + 7), outline=_MENTION, width=1)
-    face.draw(draw, (x, y), words, fill=_FAINT)
+    face.draw(draw, (x, y), words, fill=FAINT)
     return y - place[1] + face.line_height + 8
 
 
 def _within(face: Typeface, line: Line, span: tuple[int, int], x: int) -> Iterator[tuple[float, float]]:
-    """Give left and right of what a line holds of a span."""
+    """Yield left and right edge of the part of a span that is on a line."""
     first, last = (
         max(span[0], line.start) - line.start,
         min(span[1], line.start + len(line.text)) - line.start,
@@ -317,7 +351,7 @@ def _within(face: Typeface, line: Line, span: tuple[int, int], x: int) -> Iterat
 def _pieces(
     face: Typeface, line: Line, headers: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, str, float]]:
-    """Cut a line where headers begin and end: text, colour, pixels from the left."""
+    """Cut a line where headers begin and end: text, color, pixels from the left."""
     cuts = {0, len(line.text)}
     for first, last in headers:
         cuts.update(edge - line.start for edge in (first, last) if 0 < edge - line.start < len(line.text))
@@ -325,43 +359,4 @@ def _pieces(
     for first, last in pairwise(places):
         middle = line.start + first
         is_header = any(begin <= middle < end for begin, end in headers)
-        yield line.text[first:last], _HEADER if is_header else _INK, face.width(line.text[:first])
-
-
-def _solid(draw: ImageDraw, left: float, right: float, y: float, colour: str) -> None:
-    draw.line((left, y, right, y), fill=colour, width=3)
-
-
-def _dashed(draw: ImageDraw, left: float, right: float, y: float, colour: str) -> None:
-    _strokes(draw, left, right, y, colour, 9, 6)
-
-
-def _dotted(draw: ImageDraw, left: float, right: float, y: float, colour: str) -> None:
-    _strokes(draw, left, right, y, colour, 3, 4)
-
-
-def _double(draw: ImageDraw, left: float, right: float, y: float, colour: str) -> None:
-    draw.line((left, y - 1, right, y - 1), fill=colour, width=1)
-    draw.line((left, y + 2, right, y + 2), fill=colour, width=1)
-
-
-def _strike(draw: ImageDraw, left: float, right: float, y: float, colour: str) -> None:
-    draw.line((left, y - 10, right, y - 10), fill=colour, width=2)
-
-
-def _strokes(
-    draw: ImageDraw, left: float, right: float, y: float, colour: str, length: int, gap: int
-) -> None:
-    at = left
-    while at < right:
-        draw.line((at, y, min(at + length - 1, right), y), fill=colour, width=3)
-        at += length + gap
-
-
-_LINES: Final[Mapping[str, Callable[[Any, float, float, float, str], None]]] = {
-    "absent": _strike,
-    "historical": _dotted,
-    "hypothetical": _double,
-    "present": _solid,
-    "uncertain": _dashed,
-}
+        yield line.text[first:last], _HEADER if is_header else INK, face.width(line.text[:first])

@@ -24,7 +24,7 @@ DRAWERS = {"utils", "helpers", "misc", "manager", "core"}
 PLACES = {
     "pydicom": ("shardflow/packing/", "shardflow/synthetic/", "pipelines/demo/"),
     "imagecodecs": ("shardflow/packing/sources/dicom/", "shardflow/format/"),
-    "torch": ("shardflow/training/", "shardflow/loading/torch_dataset.py"),
+    "torch": ("shardflow/training/", "shardflow/loading/torch_dataset.py", "shardflow/cli/train.py"),
     "transformers": ("shardflow/training/", "pipelines/"),
     "pickle": (),
     "marshal": (),
@@ -32,8 +32,10 @@ PLACES = {
 }
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE_NAME = re.compile(r"(?:shardflow|pipelines)(?:\.[a-z_]\w*)+(?::[A-Za-z_]\w*)?")
-# Dotted names that are no modules: the group of entry points, and prefixes of metric names.
-_OTHER_NAMES = re.compile(r"shardflow\.(?:report_extractors|run|cache|stage|json)\b")
+# Dotted names that are no modules: groups of entry points, files, and prefixes of metric names.
+_OTHER_NAMES = re.compile(
+    r"shardflow\.(?:attachment_kinds|layouts|report_extractors|fish|zsh|json|run|cache|stage)\b"
+)
 
 
 def _modules() -> list[Path]:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shardflow.training import headspace
+from shardflow.training import headroom
 from shardflow.training import run as prepare
 from shardflow.training.inputs import DeviceFeed, FedMicroBatch
 from shardflow.training.ledger import read_ledger
@@ -126,9 +126,9 @@ def test_replayed_micro_batches_are_the_jobs_first_ones(
     first = [micro for step in read_ledger(config.run.output) for micro in step.micro_batches]
     taken: list[FedMicroBatch] = []
     fed_by: list[type[object]] = []
-    real_take = headspace.ReplayFeed.take
+    real_take = headroom.ReplayFeed.take
 
-    def take(feed: headspace.ReplayFeed) -> FedMicroBatch | None:
+    def take(feed: headroom.ReplayFeed) -> FedMicroBatch | None:
         fed = real_take(feed)
         assert fed is not None
         taken.append(fed)
@@ -140,10 +140,10 @@ def test_replayed_micro_batches_are_the_jobs_first_ones(
         fed_by.append(type(feed))
         real_step(loop, feed, epoch, step)
 
-    monkeypatch.setattr(headspace.ReplayFeed, "take", take)
+    monkeypatch.setattr(headroom.ReplayFeed, "take", take)
     monkeypatch.setattr(TrainingLoop, "run_step", run_step)
     before = _files(config.run.output)
-    found = headspace.measure_headspace(config, headspace.HeadspaceOptions(num_rounds=1, num_steps=2))
+    found = headroom.measure_headroom(config, headroom.HeadroomOptions(num_rounds=1, num_steps=2))
     assert found is not None
     assert [fed.entry for fed in taken[:8]] == first
     assert taken[16] is taken[0], "the held ones come again, and are copied once"
@@ -151,13 +151,13 @@ def test_replayed_micro_batches_are_the_jobs_first_ones(
     images = [fed.inputs.images_BKHW for fed in taken[:16]]
     assert not torch.equal(images[0], images[1])
     assert len({image.data_ptr() for image in images}) == 16
-    assert set(fed_by) == {DeviceFeed, headspace.ReplayFeed}, "real steps, by the loop of training"
+    assert set(fed_by) == {DeviceFeed, headroom.ReplayFeed}, "real steps, by the loop of training"
     assert _files(config.run.output) == before
 
 
 def test_epochs_that_end_within_a_round_go_on(tiny: TinyInput, tmp_path: Path) -> None:
     config = tiny_config(tiny, tmp_path / "run", "batch.micro_batches_per_step=13")
-    found = headspace.measure_headspace(config, headspace.HeadspaceOptions(num_rounds=1, num_steps=5))
+    found = headroom.measure_headroom(config, headroom.HeadroomOptions(num_rounds=1, num_steps=5))
     assert found is not None
     assert all(rounds[0].num_samples == 65 for rounds in found.rounds.values())
     assert not (tmp_path / "run").exists()
@@ -197,7 +197,7 @@ def test_ranks_measure_together_and_the_first_one_speaks(tiny: TinyInput, tmp_pa
         env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

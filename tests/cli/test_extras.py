@@ -65,7 +65,7 @@ def test_a_command_says_which_extra_it_needs(tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_a_package_of_no_extra_is_a_mistake_of_ours() -> None:
     assert extra_of(ModuleNotFoundError(name="pydicom.uid")) == "pack"
-    assert extra_of(ModuleNotFoundError(name="shardflow.nothing")) is None
+    assert extra_of(ModuleNotFoundError(name="nowhere.found")) is None
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(EXTRAS) <= set(project["optional-dependencies"])
 

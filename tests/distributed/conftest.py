@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.launcher import job
 from tests.tiny_runs import TinyInput, make_tiny_input
 
-SCENARIOS_TIMEOUT_S = 480
+SCENARIOS_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True, slots=True)

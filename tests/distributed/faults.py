@@ -2,8 +2,8 @@
 
 ``python -m tests.distributed.faults INPUT OUTPUT CASE...`` runs cases in turn. Ranks are forked from this
 process, which has imported everything, so that a start takes a second and not eight; each is the real job,
-with processes, gloo, watch and signals of its own. ``OUTPUT/CASE/`` holds the run, what each rank of each
-start wrote, and ``result.json``.
+with processes, gloo, health monitor and signals of its own. ``OUTPUT/CASE/`` holds the run, what each rank of
+each start wrote, and ``result.json``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tests.distributed.orphans import adopt_orphans, end_what_is_left
 from tests.tiny_runs import TinyInput, write_config
 
 NUM_STEPS = 12
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 MOST_STARTS = 6
-HANG_S = 5.0
-PREPARATION_S = 13.0
+HANG_S = 20.0
+PREPARATION_S = 32.0
 SETTINGS = {
     "run.max_steps": NUM_STEPS,
     "run.num_epochs": 4,
@@ -101,7 +101,7 @@ def kill_my_loader() -> None:
     """SIGKILL to the process that reads for this rank."""
     me = os.getpid()
     for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-        if b"watch.side" not in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"health.side" not in Path(f"/proc/{child}/cmdline").read_bytes():
             os.kill(int(child), signal.SIGKILL)
 
 
@@ -190,8 +190,8 @@ CASES: dict[str, Case] = {
         settings={"loader.execution": "process"},
     ),
     "long-preparation": Case(
-        hurt=at_call("shardflow.training.data.open_data", 1, prepare_long),
-        settings={"timeouts.steady_s": 10, "timeouts.hang_s": 9, "loader.wait_timeout_s": 8},
+        hurt=at_call("shardflow.training.run.open_data", 1, prepare_long),
+        settings={"timeouts.steady_s": 25, "timeouts.hang_s": HANG_S, "loader.wait_timeout_s": 15},
     ),
     "kill-while-execution-changes": Case(
         hurt=at_call(_BEGUN, 1, kill_myself), on_all=moving, settings={"tune.mode": "on"}
@@ -204,13 +204,13 @@ CASES: dict[str, Case] = {
     ),
     "read-that-never-ends": Case(
         hurt=at_call("shardflow.storage.local.LocalStore.read_ranges", 9, sleep_long),
-        settings={"loader.wait_timeout_s": 3},
+        settings={"loader.wait_timeout_s": 15},
     ),
 }
 """The rows that ``make test`` runs, behind the three undisturbed runs that they are compared with."""
 LONGER_CASES: dict[str, Case] = {
     "preparation-of-a-minute": Case(
-        hurt=at_call("shardflow.training.data.open_data", 1, partial(time.sleep, 60)),
+        hurt=at_call("shardflow.training.run.open_data", 1, partial(time.sleep, 60)),
         settings={"timeouts.steady_s": 5, "timeouts.hang_s": 4, "loader.wait_timeout_s": 3},
     ),
 }

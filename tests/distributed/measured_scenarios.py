@@ -20,7 +20,7 @@ from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers
 from shardflow.telemetry import Move, TunableLimit
 from shardflow.training import tuning as tuning_module
 from shardflow.training.distributed import Ranks
-from shardflow.training.headspace import HeadspaceOptions, measure_headspace_on
+from shardflow.training.headroom import HeadroomOptions, measure_headroom_on
 from shardflow.training.hooks import PendingFeed
 from shardflow.training.tuning import Tuning
 from tests.distributed.stage import WAIT, Result, Stage
@@ -99,7 +99,7 @@ def tuned_starts(stage: Stage) -> Result:
     if ranks.rank == 0:
         run.mkdir(parents=True)
         (run / TUNED_FILE).write_bytes(b"\x93\xf0\x00\xff" * 99)
-    ranks.meet("a damaged file", WAIT)
+    ranks.barrier("a damaged file", WAIT)
     summary = stage.train(ranks, "damaged", "tune.mode=on", "run.max_steps=2")
     said: list[str] = [summary.outcome if summary is not None else ""]
     for overrides in (
@@ -122,13 +122,13 @@ def verdicts(stage: Stage) -> Result:
     inputs = stage.output / "verdicts"
     if ranks.rank == 0:
         make_inputs(inputs, ["small"], num_samples=96)
-    ranks.meet("inputs", WAIT)
+    ranks.barrier("inputs", WAIT)
     rows: Result = {}
     for cause in ("slow rank", "slow collective"):
         for number in range(NUM_TRIES):
             found = try_scenario(ranks, inputs, cause, number)
             rows[cause] = found.to_json()
-            if ranks.from_first(is_right(found)):
+            if ranks.broadcast(is_right(found)):
                 break
     return rows
 
@@ -142,7 +142,7 @@ def ceilings(stage: Stage) -> Result:
     scratch.mkdir()
     config = stage.config("ceilings")
     with mock.patch.object(tempfile, "tempdir", str(scratch)):
-        found = measure_headspace_on(ranks, config, HeadspaceOptions(num_rounds=1, num_steps=2))
+        found = measure_headroom_on(ranks, config, HeadroomOptions(num_rounds=1, num_steps=2))
     return {
         "facts": describe_job(found, config, 0.0) if found is not None else None,
         "left": [path.name for path in (*scratch.iterdir(), config.run.output) if path.exists()],

@@ -34,4 +34,4 @@ class MovingTuner(Tuner):
 
 def moving(stack: ExitStack) -> None:
     """Let runs of this process, as long as the stack, be tuned by it; ``tune.mode`` is theirs to set."""
-    stack.enter_context(mock.patch("shardflow.monitoring.tuner.Tuner", MovingTuner))
+    stack.enter_context(mock.patch("shardflow.training.tuning.Tuner", MovingTuner))

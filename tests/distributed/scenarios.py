@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
 from shardflow.training import run as prepare
 from shardflow.training import step as step_module
-from shardflow.training.config import BatchSettings
+from shardflow.training.config import BatchConfig
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 from shardflow.training.inputs import make_inputs
 from shardflow.training.loop import agree, evaluate
@@ -71,7 +71,7 @@ def step_gradients(stage: Stage) -> Result:
                     position=(11, 0, step),
                     autocast=None,
                 )
-                num_tokens = float(ranks.gather_numbers([sums.num_tokens], WAIT)[:, 0].sum())
+                num_tokens = float(ranks.all_gather_numbers([sums.num_tokens], WAIT)[:, 0].sum())
                 tokens.append(num_tokens)
                 gradients = {
                     name: parameter.grad / num_tokens
@@ -114,7 +114,7 @@ def packed_sequences(stage: Stage) -> Result:
                     position=(11, 0, step),
                     autocast=None,
                 )
-                found.append(float(ranks.gather_numbers([sums.loss], WAIT).sum()))
+                found.append(float(ranks.all_gather_numbers([sums.loss], WAIT).sum()))
             pairs = zip(models[False].parameters(), models[True].parameters(), strict=True)
             gradients = [(one.grad, other.grad) for one, other in pairs]
             differences.append(
@@ -128,7 +128,7 @@ def packed_sequences(stage: Stage) -> Result:
                 model.zero_grad(set_to_none=True)
     for name, value in (("rows", "false"), ("packed", "true")):
         stage.train(ranks, name, f"batch.packed={value}", "model.dropout=0.0", "batch.micro_batch_size=2")
-    budget = BatchSettings(
+    budget = BatchConfig(
         max_tokens=60, max_samples=4, image_tokens_per_slice=1, packed=True, micro_batches_per_step=4
     )
     train_on(ranks, replace(stage.config("packed-budget"), batch=budget))
@@ -199,7 +199,7 @@ def elastic(stage: Stage) -> Result:
     for size, stop_after in ((4, 5), (2, 11), (3, 14), (1, None)):
         summary = stage.train(stage.first(size), "elastic", stop_after=stop_after)
         resumed.append(summary and summary.to_json())
-        stage.ranks.meet("next world size", WAIT)
+        stage.ranks.barrier("next world size", WAIT)
     return {"starts": resumed}
 
 
@@ -235,9 +235,9 @@ def exchange(stage: Stage) -> Result:
     """JSON of unequal sizes, and numbers, from every rank to every rank."""
     rank = stage.ranks.rank
     return {
-        "json": stage.ranks.gather_json({"rank": rank, "text": "\u00e9" * rank * 100, "nothing": None}),
-        "first": stage.ranks.from_first({"rank": rank}),
-        "numbers": stage.ranks.gather_numbers([rank, 0.1], WAIT).tolist(),
+        "json": stage.ranks.all_gather_json({"rank": rank, "text": "\u00e9" * rank * 100, "nothing": None}),
+        "first": stage.ranks.broadcast({"rank": rank}),
+        "numbers": stage.ranks.all_gather_numbers([rank, 0.1], WAIT).tolist(),
     }
 
 
@@ -249,7 +249,7 @@ def slow_preparation(stage: Stage) -> Result:
     ranks.enter_steady_state()
     if ranks.rank == 1:
         time.sleep(8)
-    ranks.meet("prepared", WAIT)
+    ranks.barrier("prepared", WAIT)
     numbers = torch.ones(1)
     dist.all_reduce(numbers, group=group)
     return {"sum": numbers.item()}
@@ -259,8 +259,8 @@ def silent_rank(stage: Stage) -> Result:
     """Rank 3 takes part in an exchange too late; leaves the groups broken."""
     late = timedelta(seconds=1)
     exchanges: dict[str, Callable[[Ranks], object]] = {
-        "numbers": lambda ranks: ranks.gather_numbers([1.0], late),
-        "json": lambda ranks: ranks.gather_json("facts"),
+        "numbers": lambda ranks: ranks.all_gather_numbers([1.0], late),
+        "json": lambda ranks: ranks.all_gather_json("facts"),
     }
     results: Result = {}
     for name, exchange in exchanges.items():
@@ -293,7 +293,7 @@ def missing_rank(stage: Stage) -> Result:
         until_others_gave_up(stage, "meet")
     else:
         try:
-            ranks.meet("checkpoint written", timedelta(seconds=1))
+            ranks.barrier("checkpoint written", timedelta(seconds=1))
         except ShardflowError as error:
             message = f"{type(error).__name__}: {error.message}"
         (stage.output / f"gave-up-meet-{ranks.rank}").touch()
@@ -337,7 +337,7 @@ def main() -> None:
             results[scenario.__name__]["elapsed_s"] = time.perf_counter() - started
             if scenario is not missing_rank:
                 # Those that had nothing to do wait for all that the others do.
-                ranks.meet(f"end of {scenario.__name__}", 2 * WAIT)
+                ranks.barrier(f"end of {scenario.__name__}", 2 * WAIT)
         (output / f"rank-{ranks.rank}.json").write_text(json.dumps(results), encoding="utf-8")
 
 

@@ -135,7 +135,7 @@ def run_task(ranks: Ranks, folder: Path, task: Task) -> None:
             if batch.slot == per_rank - 1:
                 agree(ranks, task, [batch.epoch, batch.step])
     left = source.position.state_dict()
-    assert ranks.gather_json(left) == [left] * ranks.world_size, f"states of {task.run} differ"
+    assert ranks.all_gather_json(left) == [left] * ranks.world_size, f"states of {task.run} differ"
     part = Part(world_size=ranks.world_size, length=length, micro_batches=received)
     name = f"{task.run}.{task.part}"
     (folder / f"{name}.rank-{ranks.rank}.json").write_text(json.dumps(asdict(part)), encoding="utf-8")
@@ -145,7 +145,7 @@ def run_task(ranks: Ranks, folder: Path, task: Task) -> None:
 
 def agree(ranks: Ranks, task: Task, place: list[float]) -> None:
     """Wait for all ranks at the end of a step, which must be the same one everywhere."""
-    places = ranks.gather_numbers(place, WAIT).tolist()
+    places = ranks.all_gather_numbers(place, WAIT).tolist()
     assert places == [place] * ranks.world_size, f"ranks of {task.run} are at {places}"
 
 
@@ -157,7 +157,7 @@ def main() -> None:
     with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
         for task in tasks:
             run_task(ranks, folder, task)
-            ranks.meet(f"end of {task.run}", WAIT)
+            ranks.barrier(f"end of {task.run}", WAIT)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from shardflow.errors import CheckpointError
 from shardflow.loading import Batch
 from shardflow.training.checkpoint.files import CheckpointFolder
-from shardflow.training.config import ParallelSettings
-from shardflow.training.distributed import Ranks, bare, gather_whole, replicate, shard
+from shardflow.training.config import ParallelConfig
+from shardflow.training.distributed import Ranks, gather_whole, replicate, shard, unwrap
 from shardflow.training.inputs import MicroInputs, make_inputs
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
@@ -42,16 +42,16 @@ def held_gradients(
             autocast=None,
             **options,
         )
-    num_tokens = float(ranks.gather_numbers([sums.num_tokens], WAIT)[:, 0].sum())
+    num_tokens = float(ranks.all_gather_numbers([sums.num_tokens], WAIT)[:, 0].sum())
     return {
         name: gather_whole(parameter.grad) / num_tokens
-        for name, parameter in bare(model).named_parameters()
+        for name, parameter in unwrap(model).named_parameters()
         if parameter.grad is not None
     }
 
 
 def sharded_model(stage: Stage, ranks: Ranks) -> torch.nn.Module:
-    return shard(exact_model(stage), ranks, ParallelSettings(), compute=None)
+    return shard(exact_model(stage), ranks, ParallelConfig(), compute=None)
 
 
 def without_slices_in(micros: set[int], batch: Batch, **arguments: Any) -> MicroInputs:
@@ -97,7 +97,7 @@ def chat_gradients(stage: Stage) -> Result:
     folder = stage.output / "llava"
     if stage.ranks.rank == 0:
         make_llava(folder, stage.tiny.tokenizer)
-    stage.ranks.meet("model saved", WAIT)
+    stage.ranks.barrier("model saved", WAIT)
     config = stage.config("unused", f"model.path={folder}", f"text.tokenizer={folder}")
     for size in (1, 2):
         ranks = stage.first(size)
@@ -110,7 +110,7 @@ def chat_gradients(stage: Stage) -> Result:
             held = (
                 replicate(model, ranks)
                 if strategy == "ddp"
-                else shard(model, ranks, ParallelSettings(), compute=None)
+                else shard(model, ranks, ParallelConfig(), compute=None)
             )
             gradients = held_gradients(stage, ranks, held, make)
             if ranks.rank == 0:
@@ -134,7 +134,7 @@ def strategies(stage: Stage) -> Result:
     for size, stop_after, settings in ((4, 3, SHARDED), (2, 6, WHOLE), (3, 9, SHARDED), (2, None, SHARDED)):
         summary = stage.train(stage.first(size), "strategies", *settings, stop_after=stop_after)
         resumed.append(summary and summary.to_json())
-        stage.ranks.meet("next strategy", WAIT)
+        stage.ranks.barrier("next strategy", WAIT)
     return {"outcomes": [summary and summary.to_json() for summary in outcomes], "starts": resumed}
 
 

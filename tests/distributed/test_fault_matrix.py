@@ -19,9 +19,9 @@ from tests.distributed.launcher import REPOSITORY, job_environment
 from tests.distributed.runs import differing_weights
 from tests.tiny_runs import make_tiny_input
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3300)]
 
-MATRIX_TIMEOUT_S = 500
+MATRIX_TIMEOUT_S = 3000
 SWEEP_TIMEOUT_S = 3600
 WHOLE = ("whole", "whole-4", "whole-bad")
 KILLED = -9

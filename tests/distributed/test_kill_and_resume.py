@@ -23,10 +23,10 @@ from tests.distributed.runs import committed_samples, differing_weights, newest_
 from tests.distributed.stage import NUM_EPOCHS
 from tests.tiny_runs import TinyInput, make_tiny_input, write_config
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
-START_TIMEOUT_S = 300.0
-RUN_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
+RUN_TIMEOUT_S = 600.0
 NUM_STEPS = 6 * NUM_EPOCHS
 
 

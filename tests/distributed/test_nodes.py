@@ -22,7 +22,7 @@ from shardflow.training.run import TrainSummary, train
 from tests.distributed.launcher import Job, job
 from tests.tiny_runs import TinyInput, make_tiny_input, write_config
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
 DEADLINE_S = 300.0
 

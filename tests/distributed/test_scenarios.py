@@ -14,7 +14,7 @@ from tests.distributed.runs import committed_samples, differing_weights, newest_
 from tests.distributed.stage import NUM_EPOCHS
 from tests.tiny_runs import NUM_VAL
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
 NUM_STEPS = 6 * NUM_EPOCHS
 

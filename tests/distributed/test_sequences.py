@@ -33,10 +33,10 @@ from tests.distributed.sequences import (
 )
 from tests.factories import make_dataset
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
-LAUNCH_TIMEOUT_S = 480
-SLOW_LAUNCH_TIMEOUT_S = 1200
+LAUNCH_TIMEOUT_S = 1800
+SLOW_LAUNCH_TIMEOUT_S = 3300
 NUM_SAMPLES = 150
 M = 8
 

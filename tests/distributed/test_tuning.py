@@ -8,7 +8,7 @@ from shardflow.monitoring.history import read_history
 from tests.distributed.conftest import Scenarios
 from tests.distributed.runs import committed_samples, differing_weights
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
 
 def test_ledger_and_weights_are_the_same_with_a_tuner_without_and_at_random(scenarios: Scenarios) -> None:

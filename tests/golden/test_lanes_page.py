@@ -295,7 +295,7 @@ def compare(layout: SampleLayout, spec: BatchSpec, seed: int, epoch: int) -> Non
         return
     plan = EpochPlan(layout.population, spec, seed=seed, epoch=epoch, layout=layout)
     assert plan.lane_plan is not None
-    rounds = plan.lane_plan.micros.rounds
+    rounds = plan.lane_plan.micros.interleave
     event(f"{spec.kind}: {min(2, len(rounds.bounds) - 1) if rounds.num_lane_steps else 'no'} rounds")
     assert plan.num_steps == len(expected)
     for step, micros in enumerate(expected):
@@ -339,5 +339,5 @@ def test_nodes_run_the_micro_batches_of_their_lanes(per_step: int, lanes: int, d
     for rank in range(world_size):
         node, place = divmod(rank, ranks_per_node)
         cards = [m for m in range(per_step) if m % group // (group // num_nodes) == node]
-        mine = [m for m in schedule.micros(rank) if not schedule.is_filler(m)]
+        mine = [m for m in schedule.micros(rank) if not schedule.is_padding(m)]
         assert mine == cards[place::ranks_per_node]

@@ -109,7 +109,7 @@ def planned_keys(
     for step in range(plan.num_steps):
         rows, weights = plan.step(step)
         for micro in schedule.micros(rank):
-            if schedule.is_filler(micro):
+            if schedule.is_padding(micro):
                 size = spec.micro_batch_size
                 yield epoch, step, micro, (None,) * size, (0.0,) * size
                 continue

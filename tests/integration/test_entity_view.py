@@ -586,8 +586,8 @@ def test_through_a_cache_the_same_comes_and_the_future_is_told(folder: Path, tmp
         for batch in Loader(source, batch=SPECS["lanes"], seed=SEED, config=config)
     ]
     assert batches[: len(batches) // 2] == batches[len(batches) // 2 :]
-    outlook = cached.datasets[1].cache.outlook  # type: ignore[union-attr]
-    spaces = {run.space for run in outlook._own}
+    forecast = cached.datasets[1].cache.forecast  # type: ignore[union-attr]
+    spaces = {run.space for run in forecast._own}
     assert spaces == set() or spaces == {cached.datasets[0].manifest.dataset_id}
 
 

@@ -125,7 +125,9 @@ def check_case(case: Case) -> None:
     for world_size in {1, case.spec.micro_batches_per_step, max(1, case.spec.micro_batches_per_step - 1)}:
         schedule = RankSchedule(case.spec.micro_batches_per_step, world_size, lanes=case.spec.lanes)
         dealt = [micro for rank in range(world_size) for micro in schedule.micros(rank)]
-        assert sorted(dealt) == list(range(case.spec.micro_batches_per_step + schedule.num_fillers))
+        assert sorted(dealt) == list(
+            range(case.spec.micro_batches_per_step + schedule.num_padding_micro_batches)
+        )
     # Another plan that comes from another epoch finds the same steps, backwards.
     try:
         other = plan_of(case, case.epoch + 3).for_epoch(case.epoch)

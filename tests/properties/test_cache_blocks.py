@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardflow.storage import ByteRange
 from shardflow.storage.cache.blocks import ObjectBlocks
-from shardflow.storage.cache.forecast import NEVER, UseTable, block_distances, uses_name
+from shardflow.storage.cache.forecast import NEVER, NextUseTable, block_distances, uses_name
 
 pytestmark = pytest.mark.fast
 
@@ -104,7 +104,7 @@ def test_a_whole_object_is_checked_by_its_digest() -> None:
 )
 def test_the_next_use_is_that_of_the_plan(epochs: list[list[list[int]]], data: st.DataObject) -> None:
     """Exact up to two uses of a unit in an epoch; of more, never too early."""
-    table = UseTable(10)
+    table = NextUseTable(10)
     for epoch, steps in enumerate(epochs):
         table.begin_epoch(epoch, len(steps))
         for step, units in enumerate(steps):

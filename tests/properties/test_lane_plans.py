@@ -160,7 +160,7 @@ def check_budget(plan: EpochPlan, budget: TokenBudget, steps: Steps, lengths: di
 
 
 def check_lanes(plan: EpochPlan, steps: Steps) -> None:
-    """Steps take equally from all lanes until the pool begins, micro-batch m from lane m mod gcd(M, L)."""
+    """Steps take equally from all lanes until the remainder begins, micro-batch m from lane m mod gcd(M, L)."""
     assert plan.lane_plan is not None
     lanes, per_step = plan.lane_plan.lanes, plan.spec.micro_batches_per_step
     assert isinstance(lanes, LaneMap)
@@ -170,7 +170,7 @@ def check_lanes(plan: EpochPlan, steps: Steps) -> None:
         for first, size in zip(lanes.first_row[chunks], lanes.num_samples[chunks], strict=True):
             lane_of_row.update(dict.fromkeys(range(int(first), int(first + size)), lane))
     assert sorted(lane_of_row) == list(plan.population)
-    num_lane_steps, group = plan.lane_plan.micros.rounds.num_lane_steps, gcd(per_step, lanes.num_lanes)
+    num_lane_steps, group = plan.lane_plan.micros.interleave.num_lane_steps, gcd(per_step, lanes.num_lanes)
     taken: Counter[int] = Counter()
     for step in steps[:num_lane_steps]:
         for micro, (rows, _) in enumerate(step):
@@ -201,9 +201,9 @@ def check_worlds(plan: EpochPlan, worlds: list[Ranks]) -> None:
         )
         dealt = [micro for rank in range(world_size) for micro in schedule.micros(rank)]
         assert len(dealt) == world_size * schedule.num_micro_batches_per_rank
-        assert sorted(dealt) == list(range(per_step + schedule.num_fillers))
+        assert sorted(dealt) == list(range(per_step + schedule.num_padding_micro_batches))
         for micro in dealt:
-            if schedule.is_filler(micro):
+            if schedule.is_padding(micro):
                 assert not plan.micro_batch(0, micro).weights.any()
         per_rank = schedule.num_micro_batches_per_rank
         for step in {0, plan.num_steps // 2}:
@@ -245,7 +245,7 @@ def check_epoch(epoch: LaneEpoch, worlds: list[Ranks]) -> None:
         return
     steps = all_steps(plan)
     assert plan.lane_plan is not None
-    rounds = plan.lane_plan.micros.rounds
+    rounds = plan.lane_plan.micros.interleave
     event(f"{epoch.spec.kind}, tail {epoch.spec.tail}, {'lanes' if rounds.num_lane_steps else 'pool only'}")
     check_numbers(
         plan, steps, {row for row, value in lengths.items() if budget and value > budget.max_tokens}

@@ -39,6 +39,8 @@ from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream, member_num_bytes
 from shardflow.storage import ByteStore, LocalStore, open_store
 
 _MAX_KEY_BYTES = 4096
+# A remote store answers a window of this with several requests side by side.
+_WINDOW_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,10 +151,6 @@ def _error(shard: str, member: TarMember, expected: str, found: str, option: str
         f"a member must have {expected}, got {found} ({shard}, member {member.number}); "
         f"write the shard again, or index it with {option}."
     )
-
-
-# A remote store answers a window of this with several requests side by side.
-_WINDOW_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

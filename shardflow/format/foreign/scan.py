@@ -36,6 +36,17 @@ _JPEG_GREY: Final = (8, 1)
 # Start of frame, all processes; between them lie DHT (c4), JPG (c8) and DAC (cc).
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
+FOREIGN_FIELD_PATTERN: Final = re.compile(r"[a-z0-9_@+-]+(\.[a-z0-9_@+-]+)*", re.ASCII)
+MAX_PATTERN_NAMES: Final = 1_000_000
+_MEMBER: Final = re.compile(rb"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
+_META: Final = re.compile(rb"__[^/]*__(/|\Z)")
+_BRACES: Final = re.compile(r"\{([^{}]*)\}")
+_RANGE: Final = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
+_ZERO_BLOCK: Final = bytes(BLOCK_NUM_BYTES)
+_REGULAR: Final = frozenset({0, ord("0"), ord("7")})
+_MAX_EXTENSION_BYTES: Final = 1 << 20
+_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_REFUSED: Final = {ord("1"): "a hard link", ord("2"): "a symbolic link", ord("S"): "a sparse file"}
 
 
 class ImageHeader(NamedTuple):
@@ -79,14 +90,6 @@ def _stated(head: bytes) -> ImageHeader | None:
         else:
             at += 2 + int(struct.unpack_from(">H", head, at + 2)[0])
     return None
-
-
-FOREIGN_FIELD_PATTERN: Final = re.compile(r"[a-z0-9_@+-]+(\.[a-z0-9_@+-]+)*", re.ASCII)
-MAX_PATTERN_NAMES: Final = 1_000_000
-_MEMBER: Final = re.compile(rb"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
-_META: Final = re.compile(rb"__[^/]*__(/|\Z)")
-_BRACES: Final = re.compile(r"\{([^{}]*)\}")
-_RANGE: Final = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
 
 
 def split_member(name: bytes) -> tuple[bytes, str] | None:
@@ -163,13 +166,6 @@ def _items(text: str) -> list[str]:
     is_padded = any(len(part) > 1 and part.startswith("0") for part in found.groups())
     width = max(map(len, found.groups())) if is_padded else 0
     return [str(number).zfill(width) for number in numbers]
-
-
-_ZERO_BLOCK: Final = bytes(BLOCK_NUM_BYTES)
-_REGULAR: Final = frozenset({0, ord("0"), ord("7")})
-_MAX_EXTENSION_BYTES: Final = 1 << 20
-_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_REFUSED: Final = {ord("1"): "a hard link", ord("2"): "a symbolic link", ord("S"): "a sparse file"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from shardflow.monitoring.verdict.intervals import Stretch
+from shardflow.monitoring.verdict.intervals import IntervalSummary
 from shardflow.telemetry import Advice
 from shardflow.telemetry.intervals import size_text
 
@@ -35,31 +35,31 @@ def faster(share: float, factor: float = math.inf) -> float:
     return round(min(_MOST_GAIN, 1.0 / left - 1.0), 2) if left > 0 else _MOST_GAIN
 
 
-def more_working_threads(stretch: Stretch, share: float) -> list[Advice]:
+def more_working_threads(summary: IntervalSummary, share: float) -> list[Advice]:
     """Threads that need a processor each."""
-    old = stretch.number("loader.num_threads")
-    if not old or stretch.wait >= 1.0:
+    old = summary.number("loader.num_threads")
+    if not old or summary.wait >= 1.0:
         return []
-    per_rank = int(stretch.cpus_free / max(1, stretch.ranks_per_node))
+    per_rank = int(summary.cpus_free / max(1, summary.ranks_per_node))
     # So many keep up with a loop that never waits.
     wanted = math.ceil(old / (1.0 - share)) if share < 1.0 else 2 * old
     new = min(wanted, old + per_rank, 2 * old)
     if new > old:
         return [_threads("Processors are free", old, new, _paced(share, new / old))]
-    missing = (wanted - old) * max(1, stretch.ranks_per_node)
+    missing = (wanted - old) * max(1, summary.ranks_per_node)
     return [
         Advice(
-            text=f"All {stretch.num_cpus} processors of the node are in use: about {missing} more are wanted "
+            text=f"All {summary.num_cpus} processors of the node are in use: about {missing} more are wanted "
             f"for loader.num_threads {old} -> {wanted}.",
             gain=_paced(share, wanted / old),
         )
     ]
 
 
-def more_reading_threads(stretch: Stretch, share: float) -> list[Advice]:
+def more_reading_threads(summary: IntervalSummary, share: float) -> list[Advice]:
     """Threads that mostly wait for a store or a disk."""
-    old = stretch.number("loader.num_threads")
-    most = _READS_PER_CPU * stretch.num_cpus // max(1, stretch.ranks_per_node)
+    old = summary.number("loader.num_threads")
+    most = _READS_PER_CPU * summary.num_cpus // max(1, summary.ranks_per_node)
     if not old or 2 * old > max(most, 2):
         return []
     return [_threads("Reads wait more than they work", old, 2 * old, _paced(share, 2.0))]
@@ -71,14 +71,14 @@ def _paced(share: float, factor: float) -> float:
     return round(1.0 / left - 1.0, 2)
 
 
-def more_cache(stretch: Stretch, share: float) -> list[Advice]:
+def more_cache(summary: IntervalSummary, share: float) -> list[Advice]:
     """Read further ahead, more at once, and keep more, where there is a cache."""
     found = []
-    if old := stretch.number("cache.read_ahead_bytes"):
+    if old := summary.number("cache.read_ahead_bytes"):
         found.append(
             byte_size_advice("Read further ahead", "cache.read_ahead_bytes", old, 2 * old, faster(share, 2.0))
         )
-    threads = stretch.number("cache.read_ahead_threads")
+    threads = summary.number("cache.read_ahead_threads")
     if threads and 2 * threads <= _MOST_READ_AHEAD_THREADS:
         found.append(
             Advice(
@@ -89,8 +89,8 @@ def more_cache(stretch: Stretch, share: float) -> list[Advice]:
                 gain=faster(share, 2.0),
             )
         )
-    bound = stretch.number("cache.max_bytes")
-    if bound and stretch.cache_disk_bytes >= _FULL_CACHE * bound:
+    bound = summary.number("cache.max_bytes")
+    if bound and summary.cache_disk_bytes >= _FULL_CACHE * bound:
         found.append(
             byte_size_advice(
                 "The cache on disk is full; give it more",
@@ -103,11 +103,11 @@ def more_cache(stretch: Stretch, share: float) -> list[Advice]:
     return found
 
 
-def fewer_pixels(stretch: Stretch, share: float) -> list[Advice]:
+def fewer_pixels(summary: IntervalSummary, share: float) -> list[Advice]:
     """Small versions of slices, where large ones are read to be made small."""
-    if stretch.word("image.resolution") != "full":
+    if summary.word("image.resolution") != "full":
         return []
-    rows = stretch.number("image.rows") or 0
+    rows = summary.number("image.rows") or 0
     return [
         Advice(
             text="Read small versions of the slices: image.resolution full -> small, of a dataset packed "
@@ -146,15 +146,15 @@ _BATCHES_AHEAD: Final = 4
 _MIB: Final = 1 << 20
 
 
-def for_storage(stretch: Stretch) -> list[Advice]:
+def for_storage(summary: IntervalSummary) -> list[Advice]:
     """Reads take too long: keep what was read, read more at once, read less."""
-    share = stretch.parts["storage"]
+    share = summary.parts["storage"]
     found = []
-    if stretch.number("cache.max_bytes") == 0 and stretch.number("cache.ram_bytes") == 0:
-        if stretch.tier != "local":
+    if summary.number("cache.max_bytes") == 0 and summary.number("cache.ram_bytes") == 0:
+        if summary.tier != "local":
             found.append(
                 Advice(
-                    text=f"Keep what was read from {stretch.tier} on a disk of the node (NVMe): set "
+                    text=f"Keep what was read from {summary.tier} on a disk of the node (NVMe): set "
                     "cache.directory (now none) and cache.max_bytes; from the second epoch on nothing is "
                     "read twice.",
                     setting="cache.directory",
@@ -163,20 +163,20 @@ def for_storage(stretch: Stretch) -> list[Advice]:
                 )
             )
     else:
-        found += more_cache(stretch, share)
-    found += more_reading_threads(stretch, share)
-    found += fewer_pixels(stretch, share)
-    if stretch.tier == "local" and not found:
+        found += more_cache(summary, share)
+    found += more_reading_threads(summary, share)
+    found += fewer_pixels(summary, share)
+    if summary.tier == "local" and not found:
         found.append(Advice(text="Move the dataset to a faster disk of the node.", gain=faster(share)))
     return found
 
 
-def for_decode(stretch: Stretch) -> list[Advice]:
+def for_decode(summary: IntervalSummary) -> list[Advice]:
     """Decoding takes too long: more threads where processors are free, fewer pixels, another codec."""
-    share = stretch.parts["decode"]
+    share = summary.parts["decode"]
     return [
-        *more_working_threads(stretch, share),
-        *fewer_pixels(stretch, share),
+        *more_working_threads(summary, share),
+        *fewer_pixels(summary, share),
         Advice(
             text="Or pack once more with a codec that decodes faster (codec of pack: b2nd is quick, npy "
             "needs no decoding and more bytes).",
@@ -185,12 +185,12 @@ def for_decode(stretch: Stretch) -> list[Advice]:
     ]
 
 
-def for_transform(stretch: Stretch) -> list[Advice]:
+def for_transform(summary: IntervalSummary) -> list[Advice]:
     """Resizing or the user's transform takes too long."""
-    share = stretch.parts["transform"]
-    own, user = stretch.seconds.get("transform", 0.0), stretch.seconds.get("user_transform", 0.0)
+    share = summary.parts["transform"]
+    own, user = summary.seconds.get("transform", 0.0), summary.seconds.get("user_transform", 0.0)
     found = []
-    execution = stretch.word("loader.execution")
+    execution = summary.word("loader.execution")
     if user > own and execution is not None and execution != "workers":
         found.append(
             Advice(
@@ -199,11 +199,11 @@ def for_transform(stretch: Stretch) -> list[Advice]:
                 setting="loader.execution",
                 old=execution,
                 new="workers",
-                gain=faster(share, float(max(1, stretch.number("loader.num_threads") or 1))),
+                gain=faster(share, float(max(1, summary.number("loader.num_threads") or 1))),
             )
         )
-    found += more_working_threads(stretch, share)
-    if own >= user and stretch.number("image.transfer_rows") == 0:
+    found += more_working_threads(summary, share)
+    if own >= user and summary.number("image.transfer_rows") == 0:
         found.append(
             Advice(
                 text="Let the device resize: set image.transfer_rows and image.transfer_columns (now 0, the "
@@ -217,29 +217,29 @@ def for_transform(stretch: Stretch) -> list[Advice]:
     return found
 
 
-def for_prefetch(stretch: Stretch) -> list[Advice]:
+def for_prefetch(summary: IntervalSummary) -> list[Advice]:
     """The loader's threads rest for lack of room while the loop waits."""
-    old = stretch.number("loader.prefetch_bytes")
+    old = summary.number("loader.prefetch_bytes")
     if not old:
         return []
-    threads = max(1, stretch.number("loader.num_threads") or 1)
-    new = max(2 * old, math.ceil(stretch.batch_bytes) * threads * _BATCHES_AHEAD)
+    threads = max(1, summary.number("loader.num_threads") or 1)
+    new = max(2 * old, math.ceil(summary.batch_bytes) * threads * _BATCHES_AHEAD)
     return [
         byte_size_advice(
             "Give the loader room to work ahead",
             "loader.prefetch_bytes",
             old,
             new,
-            faster(stretch.parts["prefetch"]),
+            faster(summary.parts["prefetch"]),
         )
     ]
 
 
-def for_transfer(stretch: Stretch) -> list[Advice]:
+def for_transfer(summary: IntervalSummary) -> list[Advice]:
     """Copies to the device take too long."""
-    share = stretch.parts["transfer"]
+    share = summary.parts["transfer"]
     found = []
-    if stretch.word("image.dtype") == "float32":
+    if summary.word("image.dtype") == "float32":
         found.append(
             Advice(
                 text="Send pixels as they are stored: image.dtype float32 -> int16 (CT) or uint8, a half or "
@@ -250,7 +250,7 @@ def for_transfer(stretch: Stretch) -> list[Advice]:
                 gain=faster(share, 2.0),
             )
         )
-    rows, sent = stretch.number("image.rows"), stretch.number("image.transfer_rows")
+    rows, sent = summary.number("image.rows"), summary.number("image.transfer_rows")
     if rows and sent and sent > rows:
         found.append(
             Advice(
@@ -261,16 +261,16 @@ def for_transfer(stretch: Stretch) -> list[Advice]:
                 gain=faster(share, (sent / rows) ** 2),
             )
         )
-    if old := stretch.number("loader.pinned_bytes"):
+    if old := summary.number("loader.pinned_bytes"):
         found.append(
             byte_size_advice("Give copies more room", "loader.pinned_bytes", old, 2 * old, faster(share, 1.5))
         )
     return found
 
 
-def for_tokens(stretch: Stretch) -> list[Advice]:
+def for_tokens(summary: IntervalSummary) -> list[Advice]:
     """Making tokens of reports takes the loop's time."""
-    if stretch.word("text.tokens") != "online":
+    if summary.word("text.tokens") != "online":
         return []
     return [
         Advice(
@@ -278,16 +278,16 @@ def for_tokens(stretch: Stretch) -> list[Advice]:
             setting="text.tokens",
             old="online",
             new="stored",
-            gain=faster(stretch.parts["tokenize"], 10.0),
+            gain=faster(summary.parts["tokenize"], 10.0),
         )
     ]
 
 
-def for_exchange(stretch: Stretch) -> list[Advice]:
+def for_exchange(summary: IntervalSummary) -> list[Advice]:
     """Gradients take too long from rank to rank."""
-    share = stretch.exchange
+    share = summary.exchange
     found = []
-    if stretch.word("parallel.accumulation") == "sharded":
+    if summary.word("parallel.accumulation") == "sharded":
         found.append(
             Advice(
                 text="Exchange once a step: parallel.accumulation sharded -> whole, where memory allows.",
@@ -297,7 +297,7 @@ def for_exchange(stretch: Stretch) -> list[Advice]:
                 gain=faster(share, 2.0),
             )
         )
-    if old := stretch.number("batch.micro_batches_per_step"):
+    if old := summary.number("batch.micro_batches_per_step"):
         found.append(
             Advice(
                 text=f"Exchange less often: batch.micro_batches_per_step {old} -> {2 * old}; this doubles "
@@ -308,8 +308,8 @@ def for_exchange(stretch: Stretch) -> list[Advice]:
                 gain=faster(share, 2.0),
             )
         )
-    device = stretch.word("run.device")
-    if device == "cpu" or (device == "auto" and not stretch.seconds.get("copy")):
+    device = summary.word("run.device")
+    if device == "cpu" or (device == "auto" and not summary.seconds.get("copy")):
         text = (
             "Ranks on processors exchange through sockets: fewer ranks of more threads exchange less; "
             "between nodes GLOO_SOCKET_IFNAME chooses the interface (shardflow doctor measures it)."
@@ -323,10 +323,10 @@ def for_exchange(stretch: Stretch) -> list[Advice]:
     return found
 
 
-def for_straggler(stretch: Stretch) -> list[Advice]:
+def for_straggler(summary: IntervalSummary) -> list[Advice]:
     """One rank holds all others up."""
-    where = f"rank {stretch.slow.rank}" + (f" on host {stretch.slow.host}" if stretch.slow.host else "")
-    waits = stretch.slow.wait - stretch.typical.wait > stretch.slow.compute - stretch.typical.compute
+    where = f"rank {summary.slow.rank}" + (f" on host {summary.slow.host}" if summary.slow.host else "")
+    waits = summary.slow.wait - summary.typical.wait > summary.slow.compute - summary.typical.compute
     look = (
         "its disk, its network and its cache"
         if waits
@@ -334,16 +334,16 @@ def for_straggler(stretch: Stretch) -> list[Advice]:
     )
     return [
         Advice(
-            text=f"Look at {where}: {look}; leave the host out if it stays slow.", gain=faster(stretch.skew)
+            text=f"Look at {where}: {look}; leave the host out if it stays slow.", gain=faster(summary.skew)
         )
     ]
 
 
-def for_trainer(stretch: Stretch) -> list[Advice]:
+def for_trainer(summary: IntervalSummary) -> list[Advice]:
     """The trainer's Python holds the interpreter."""
     found = []
-    lost = stretch.wait
-    if stretch.word("loader.execution") == "threads":
+    lost = summary.wait
+    if summary.word("loader.execution") == "threads":
         found.append(
             Advice(
                 text="Let a process of its own make micro-batches: loader.execution threads -> process; the "
@@ -358,84 +358,84 @@ def for_trainer(stretch: Stretch) -> list[Advice]:
         Advice(
             text="Find the Python in the step that takes so long (py-spy top): logging, metrics, loops over "
             "tensors, .item() on each of them.",
-            gain=faster(stretch.held, 2.0),
+            gain=faster(summary.held, 2.0),
         )
     )
     return found
 
 
-def for_delay(stretch: Stretch) -> list[Advice]:
+def for_delay(summary: IntervalSummary) -> list[Advice]:
     """Threads find no processor."""
     found = []
-    threads = stretch.number("loader.num_threads")
-    spare = stretch.num_cpus // max(1, stretch.ranks_per_node) - 1
+    threads = summary.number("loader.num_threads")
+    spare = summary.num_cpus // max(1, summary.ranks_per_node) - 1
     if threads and threads > max(1, spare):
         found.append(
             Advice(
                 text=f"Use fewer threads: loader.num_threads {threads} -> {max(1, spare)}; "
-                f"{stretch.ranks_per_node} ranks share {stretch.num_cpus} processors.",
+                f"{summary.ranks_per_node} ranks share {summary.num_cpus} processors.",
                 setting="loader.num_threads",
                 old=str(threads),
                 new=str(max(1, spare)),
-                gain=faster(stretch.delay, 1.5),
+                gain=faster(summary.delay, 1.5),
             )
         )
-    others = stretch.num_cpus - stretch.cpus_used
-    if others > stretch.num_cpus / 4:
+    others = summary.num_cpus - summary.cpus_used
+    if others > summary.num_cpus / 4:
         text = (
-            f"Find who else uses the node (top): this run gets {stretch.cpus_used:.1f} of its "
-            f"{stretch.num_cpus} processors, and waits for more."
+            f"Find who else uses the node (top): this run gets {summary.cpus_used:.1f} of its "
+            f"{summary.num_cpus} processors, and waits for more."
         )
     else:
         missing = max(
-            1, math.ceil(stretch.cpus_used * stretch.delayed_threads / (1 - stretch.delayed_threads))
+            1, math.ceil(summary.cpus_used * summary.delayed_threads / (1 - summary.delayed_threads))
         )
         text = (
             f"About {missing} more processors are wanted on the node; with as many as there are, set "
             "OMP_NUM_THREADS to the processors of a rank less those of its loader."
         )
-    return [*found, Advice(text=text, gain=faster(stretch.delay))]
+    return [*found, Advice(text=text, gain=faster(summary.delay))]
 
 
-def for_memory(stretch: Stretch) -> list[Advice]:
+def for_memory(summary: IntervalSummary) -> list[Advice]:
     """Memory runs out."""
     found = []
     for setting in ("cache.ram_bytes", "loader.prefetch_bytes", "cache.read_ahead_bytes"):
-        old = stretch.number(setting)
+        old = summary.number(setting)
         if old and old >= 2 * _MIB:
             found.append(byte_size_advice("Hold less", setting, old, old // 2, 0.0))
     return found or [Advice(text="Give the node more memory, or run fewer ranks on it.")]
 
 
-def for_checkpoints(stretch: Stretch) -> list[Advice]:
+def for_checkpoints(summary: IntervalSummary) -> list[Advice]:
     """Steps stand still."""
     found = []
-    checkpoints, evaluations = stretch.seconds.get("checkpoint", 0.0), stretch.seconds.get("evaluate", 0.0)
+    checkpoints, evaluations = summary.seconds.get("checkpoint", 0.0), summary.seconds.get("evaluate", 0.0)
     name = "run.checkpoint_every_steps" if checkpoints >= evaluations else "run.evaluate_every_steps"
-    if old := stretch.number(name):
+    if old := summary.number(name):
         found.append(
             Advice(
                 text=f"Do it half as often: {name} {old} -> {2 * old}.",
                 setting=name,
                 old=str(old),
                 new=str(2 * old),
-                gain=faster(stretch.paused, 2.0),
+                gain=faster(summary.paused, 2.0),
             )
         )
     return found
 
 
-def for_compute(stretch: Stretch) -> list[Advice]:
+def for_compute(summary: IntervalSummary) -> list[Advice]:
     """The model computes; only a faster model or more devices would help."""
     found = []
-    if stretch.word("run.precision") == "fp32" and stretch.word("run.device") in {"cuda", "npu"}:
+    if summary.word("run.precision") == "fp32" and summary.word("run.device") in {"cuda", "npu"}:
         found.append(
             Advice(
                 text="Compute in half precision: run.precision fp32 -> bf16.",
                 setting="run.precision",
                 old="fp32",
                 new="bf16",
-                gain=faster(stretch.busy, 2.0),
+                gain=faster(summary.busy, 2.0),
             )
         )
     return found

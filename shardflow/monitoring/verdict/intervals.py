@@ -50,7 +50,7 @@ class RankShares:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class IntervalSummary:
     """Steps of a few intervals; all but the last fields are shares of their time, 0 to 1."""
 
     global_step: int
@@ -123,7 +123,7 @@ class Stretch:
         return value if isinstance(value, str) else None
 
 
-def pool(intervals: Sequence[Interval], config: Settings | None = None) -> Stretch:
+def pool(intervals: Sequence[Interval], config: Settings | None = None) -> IntervalSummary:
     """Add up intervals, at least one, with steps that took time.
 
     Args:
@@ -177,7 +177,7 @@ def pool(intervals: Sequence[Interval], config: Settings | None = None) -> Stret
         for name in ("decode", "transform", "other"):
             trainer += parts[name] * lost
             parts[name] -= parts[name] * lost
-    return Stretch(
+    return IntervalSummary(
         global_step=last.global_step,
         num_steps=num_steps,
         step_s=step_s / num_steps,

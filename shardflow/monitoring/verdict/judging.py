@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
-from shardflow.monitoring.verdict.intervals import Settings, Stretch, pool
+from shardflow.monitoring.verdict.intervals import IntervalSummary, Settings, pool
 from shardflow.monitoring.verdict.rules import COMPUTE, RULES, Rule
 from shardflow.telemetry import Interval, Verdict
 
@@ -59,16 +59,16 @@ def judge(
     chosen = newest(intervals)
     if not chosen:
         return []
-    stretch = pool(chosen, config)
+    summary = pool(chosen, config)
     held = {one.code for one in before}
     first = before[0].code if before else ""
-    found = [(rule, share) for rule in RULES if (share := rule.share(stretch)) >= _threshold(rule, held)]
+    found = [(rule, share) for rule in RULES if (share := rule.share(summary)) >= _threshold(rule, held)]
     found.sort(key=lambda one: -one[1] * (_AHEAD if one[0].code == first else 1.0))
-    computing = COMPUTE.share(stretch)
+    computing = COMPUTE.share(summary)
     if not found or computing >= COMPUTE.least:
         # Computing is what the run is for: it comes first only where there is nothing to mend.
         found.append((COMPUTE, computing))
-    return [_verdict(rule, share, stretch) for rule, share in found]
+    return [_verdict(rule, share, summary) for rule, share in found]
 
 
 def judge_each(intervals: Iterable[Interval], *, config: Settings | None = None) -> Iterator[list[Verdict]]:
@@ -95,15 +95,15 @@ def _threshold(rule: Rule, held: Collection[str]) -> float:
     return rule.least * (_KEPT_AT if rule.code in held else 1.0)
 
 
-def _verdict(rule: Rule, share: float, stretch: Stretch) -> Verdict:
+def _verdict(rule: Rule, share: float, summary: IntervalSummary) -> Verdict:
     share = min(1.0, share)
     return Verdict(
-        global_step=stretch.global_step,
+        global_step=summary.global_step,
         code=rule.code,
-        text=rule.say(stretch, share),
+        text=rule.say(summary, share),
         share=round(share, 3),
-        evidence={name: round(float(value), 4) for name, value in rule.evidence(stretch).items()},
-        advice=tuple(rule.advise(stretch)),
+        evidence={name: round(float(value), 4) for name, value in rule.evidence(summary).items()},
+        advice=tuple(rule.advise(summary)),
     )
 
 
@@ -117,7 +117,7 @@ _QUIET_S: Final = 60.0
 """Least time between two log lines; what changes in between is written only."""
 
 
-class VerdictWatch:
+class VerdictReporter:
     """Listens to intervals, on rank 0.
 
     Args:

@@ -1,7 +1,7 @@
 """The rules as data: for each code the share of the step that it explains, and how it is said.
 
 A rule finds something where its share reaches its threshold; the largest share is the most important. What
-a share is, and why no two rules explain the same time, is in ``stretch``; the thresholds stand here.
+a share is, and why no two rules explain the same time, is in ``summary``; the thresholds stand here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardflow.monitoring.verdict import advice
-from shardflow.monitoring.verdict.intervals import PARTS, Stretch
+from shardflow.monitoring.verdict.intervals import PARTS, IntervalSummary
 from shardflow.telemetry import Advice
 
 LEAST_WAIT: Final = 0.1
@@ -42,118 +42,118 @@ class Rule:
     """For the table of docs/verdicts.md."""
     least: float
     """Threshold of ``share``."""
-    share: Callable[[Stretch], float]
+    share: Callable[[IntervalSummary], float]
     """Of the step's time."""
-    say: Callable[[Stretch, float], str]
-    """The sentence, from the stretch and the share."""
-    evidence: Callable[[Stretch], Mapping[str, float]]
-    advise: Callable[[Stretch], list[Advice]]
+    say: Callable[[IntervalSummary, float], str]
+    """The sentence, from the summary and the share."""
+    evidence: Callable[[IntervalSummary], Mapping[str, float]]
+    advise: Callable[[IntervalSummary], list[Advice]]
 
 
-def compute_share(stretch: Stretch) -> float:
+def compute_share(summary: IntervalSummary) -> float:
     """Return the share of the step that is computing and nothing that another rule explains."""
-    held = stretch.held if stretch.trainer >= LEAST_TRAINER else 0.0
-    delay = stretch.delay if stretch.delay >= LEAST_DELAY else 0.0
-    return max(0.0, stretch.busy - held - delay)
+    held = summary.held if summary.trainer >= LEAST_TRAINER else 0.0
+    delay = summary.delay if summary.delay >= LEAST_DELAY else 0.0
+    return max(0.0, summary.busy - held - delay)
 
 
-def _of_parts(name: str) -> Callable[[Stretch], float]:
-    return lambda stretch: stretch.parts[name]
+def _of_parts(name: str) -> Callable[[IntervalSummary], float]:
+    return lambda summary: summary.parts[name]
 
 
-def _memory_share(stretch: Stretch) -> float:
+def _memory_share(summary: IntervalSummary) -> float:
     """No part of the step, but what comes first where it runs out: the run ends."""
-    if not stretch.memory_bytes or not stretch.available_bytes:
+    if not summary.memory_bytes or not summary.available_bytes:
         return 0.0
-    free = stretch.available_bytes / stretch.memory_bytes
+    free = summary.available_bytes / summary.memory_bytes
     return 1.0 if free <= _CRITICAL_MEMORY else LEAST_MEMORY if free <= LEAST_MEMORY else 0.0
 
 
-def _rate(stretch: Stretch, stage: str) -> float:
-    return stretch.num_bytes.get(stage, 0.0) / stretch.step_s if stretch.step_s else 0.0
+def _rate(summary: IntervalSummary, stage: str) -> float:
+    return summary.num_bytes.get(stage, 0.0) / summary.step_s if summary.step_s else 0.0
 
 
-def _of_threads(stretch: Stretch, part: str) -> float:
+def _of_threads(summary: IntervalSummary, part: str) -> float:
     """Share of the working time of the loader's threads that goes to this."""
-    working = sum(stretch.seconds.get(name, 0.0) for names in PARTS.values() for name in names)
-    return sum(stretch.seconds.get(name, 0.0) for name in PARTS[part]) / working if working else 0.0
+    working = sum(summary.seconds.get(name, 0.0) for names in PARTS.values() for name in names)
+    return sum(summary.seconds.get(name, 0.0) for name in PARTS[part]) / working if working else 0.0
 
 
-def _hit_rate(stretch: Stretch) -> float:
-    cached = stretch.num_bytes.get("cache_ram", 0.0) + stretch.num_bytes.get("cache_disk", 0.0)
-    read = stretch.num_bytes.get("read", 0.0)
+def _hit_rate(summary: IntervalSummary) -> float:
+    cached = summary.num_bytes.get("cache_ram", 0.0) + summary.num_bytes.get("cache_disk", 0.0)
+    read = summary.num_bytes.get("read", 0.0)
     return min(1.0, cached / read) if read else 0.0
 
 
-def _loader_evidence(part: str) -> Callable[[Stretch], Mapping[str, float]]:
-    def evidence(stretch: Stretch) -> Mapping[str, float]:
+def _loader_evidence(part: str) -> Callable[[IntervalSummary], Mapping[str, float]]:
+    def evidence(summary: IntervalSummary) -> Mapping[str, float]:
         found = {
-            "data_wait_share": stretch.wait,
-            f"{part}_of_threads": _of_threads(stretch, part),
-            "idle_threads": stretch.idle_threads,
-            "cpus_free": stretch.cpus_free,
+            "data_wait_share": summary.wait,
+            f"{part}_of_threads": _of_threads(summary, part),
+            "idle_threads": summary.idle_threads,
+            "cpus_free": summary.cpus_free,
         }
         if part == "storage":
-            found |= {"read_mib_per_s": _rate(stretch, "read") / _MIB, "cache_hit_rate": _hit_rate(stretch)}
+            found |= {"read_mib_per_s": _rate(summary, "read") / _MIB, "cache_hit_rate": _hit_rate(summary)}
         return found
 
     return evidence
 
 
-def _say_storage(stretch: Stretch, share: float) -> str:
-    place = "the local disk" if stretch.tier == "local" else f"{stretch.tier}"
+def _say_storage(summary: IntervalSummary, share: float) -> str:
+    place = "the local disk" if summary.tier == "local" else f"{summary.tier}"
     return (
         f"Storage-bound: {share:.0%} of the step waits for reads from {place}; the loader's threads spend "
-        f"{_of_threads(stretch, 'storage'):.0%} of their work on them, "
-        f"at {_rate(stretch, 'read') / _MIB:.1f} MiB/s."
+        f"{_of_threads(summary, 'storage'):.0%} of their work on them, "
+        f"at {_rate(summary, 'read') / _MIB:.1f} MiB/s."
     )
 
 
-def _say_decode(stretch: Stretch, share: float) -> str:
+def _say_decode(summary: IntervalSummary, share: float) -> str:
     return (
         f"Decode-bound: {share:.0%} of the step waits for slices to be decoded; the loader's threads spend "
-        f"{_of_threads(stretch, 'decode'):.0%} of their work on it, and {stretch.cpus_free:.1f} of "
-        f"{stretch.num_cpus} processors are free."
+        f"{_of_threads(summary, 'decode'):.0%} of their work on it, and {summary.cpus_free:.1f} of "
+        f"{summary.num_cpus} processors are free."
     )
 
 
-def _say_transform(stretch: Stretch, share: float) -> str:
-    own, user = stretch.seconds.get("transform", 0.0), stretch.seconds.get("user_transform", 0.0)
+def _say_transform(summary: IntervalSummary, share: float) -> str:
+    own, user = summary.seconds.get("transform", 0.0), summary.seconds.get("user_transform", 0.0)
     what = "the user's transform" if user > own else "slices to be resized and placed"
     return (
         f"Transform-bound: {share:.0%} of the step waits for {what}; the loader's threads spend "
-        f"{_of_threads(stretch, 'transform'):.0%} of their work on it."
+        f"{_of_threads(summary, 'transform'):.0%} of their work on it."
     )
 
 
-def _say_prefetch(stretch: Stretch, share: float) -> str:
+def _say_prefetch(summary: IntervalSummary, share: float) -> str:
     return (
         f"Starved by too little prefetch: {share:.0%} of the step waits for micro-batches, while the "
-        f"loader's threads rest {stretch.idle_threads:.0%} of their time for lack of room to work ahead."
+        f"loader's threads rest {summary.idle_threads:.0%} of their time for lack of room to work ahead."
     )
 
 
-def _say_transfer(stretch: Stretch, share: float) -> str:
-    copied = max(stretch.num_bytes.get("copy", 0.0), stretch.num_bytes.get("pin", 0.0))
+def _say_transfer(summary: IntervalSummary, share: float) -> str:
+    copied = max(summary.num_bytes.get("copy", 0.0), summary.num_bytes.get("pin", 0.0))
     return (
         f"Transfer-bound: {share:.0%} of the step waits for copies to the device, "
-        f"{copied / _MIB:.1f} MiB a step; {stretch.ready_batches:.1f} micro-batches stand ready."
+        f"{copied / _MIB:.1f} MiB a step; {summary.ready_batches:.1f} micro-batches stand ready."
     )
 
 
-def _say_tokens(_: Stretch, share: float) -> str:
+def _say_tokens(_: IntervalSummary, share: float) -> str:
     return f"Tokenize-bound: for {share:.0%} of the step the loop makes tokens of reports."
 
 
-def _say_exchange(stretch: Stretch, share: float) -> str:
+def _say_exchange(summary: IntervalSummary, share: float) -> str:
     return (
         f"Exchange-bound: {share:.0%} of the step waits for gradients to be exchanged over "
-        f"{stretch.world_size} ranks, though none of them is late."
+        f"{summary.world_size} ranks, though none of them is late."
     )
 
 
-def _say_straggler(stretch: Stretch, share: float) -> str:
-    slow, typical = stretch.slow, stretch.typical
+def _say_straggler(summary: IntervalSummary, share: float) -> str:
+    slow, typical = summary.slow, summary.typical
     host = f" on host {slow.host}" if slow.host else ""
     if slow.wait - typical.wait > slow.compute - typical.compute:
         what = f"waits for data {slow.wait:.0%} of the step, the others {typical.wait:.0%}"
@@ -162,39 +162,39 @@ def _say_straggler(stretch: Stretch, share: float) -> str:
     return f"Straggler: all wait for rank {slow.rank}{host}, {share:.0%} of the step: it {what}."
 
 
-def _say_trainer(stretch: Stretch, share: float) -> str:
+def _say_trainer(summary: IntervalSummary, share: float) -> str:
     return (
         f"Trainer busy: {share:.0%} of the step goes to Python of the trainer that holds the interpreter; "
-        f"any other thread waits for it {stretch.gil_wait:.0%} of the time."
+        f"any other thread waits for it {summary.gil_wait:.0%} of the time."
     )
 
 
-def _say_delay(stretch: Stretch, share: float) -> str:
+def _say_delay(summary: IntervalSummary, share: float) -> str:
     return (
         f"CPU oversubscribed: {share:.0%} of the step is lost because threads that could run have no "
-        f"processor, {stretch.delayed_threads:.0%} of their time; the run uses {stretch.cpus_used:.1f} of "
-        f"{stretch.num_cpus}."
+        f"processor, {summary.delayed_threads:.0%} of their time; the run uses {summary.cpus_used:.1f} of "
+        f"{summary.num_cpus}."
     )
 
 
-def _say_memory(stretch: Stretch, _: float) -> str:
-    free = stretch.available_bytes / stretch.memory_bytes
+def _say_memory(summary: IntervalSummary, _: float) -> str:
+    free = summary.available_bytes / summary.memory_bytes
     return (
-        f"Memory pressure: {free:.1%} of the node's {stretch.memory_bytes / 1024**3:.1f} GiB are free; the "
+        f"Memory pressure: {free:.1%} of the node's {summary.memory_bytes / 1024**3:.1f} GiB are free; the "
         "run may be killed."
     )
 
 
-def _say_paused(_: Stretch, share: float) -> str:
+def _say_paused(_: IntervalSummary, share: float) -> str:
     return (
         f"Checkpoint-bound: training stands still {share:.0%} of the time, for checkpoints and evaluations."
     )
 
 
-def _say_compute(stretch: Stretch, share: float) -> str:
+def _say_compute(summary: IntervalSummary, share: float) -> str:
     if share >= _HEALTHY:
         return f"Compute-bound: no finding, the run computes {share:.0%} of the time."
-    others = {"waits for data": stretch.wait, "exchanges gradients": stretch.exchange}
+    others = {"waits for data": summary.wait, "exchanges gradients": summary.exchange}
     rest = ", ".join(f"{name} {one:.0%}" for name, one in others.items() if one >= 0.01)
     return f"Compute-bound: the run computes {share:.0%} of the time{f', {rest}' if rest else ''}."
 
@@ -233,11 +233,11 @@ RULES: Final[tuple[Rule, ...]] = (
         least=LEAST_WAIT,
         share=_of_parts("prefetch"),
         say=_say_prefetch,
-        evidence=lambda stretch: {
-            "data_wait_share": stretch.wait,
-            "idle_threads": stretch.idle_threads,
-            "ready_batches": stretch.ready_batches,
-            "batch_mib": stretch.batch_bytes / _MIB,
+        evidence=lambda summary: {
+            "data_wait_share": summary.wait,
+            "idle_threads": summary.idle_threads,
+            "ready_batches": summary.ready_batches,
+            "batch_mib": summary.batch_bytes / _MIB,
         },
         advise=advice.for_prefetch,
     ),
@@ -247,10 +247,10 @@ RULES: Final[tuple[Rule, ...]] = (
         least=LEAST_WAIT,
         share=_of_parts("transfer"),
         say=_say_transfer,
-        evidence=lambda stretch: {
-            "data_wait_share": stretch.wait,
-            "copy_mib_per_s": _rate(stretch, "copy") / _MIB,
-            "ready_batches": stretch.ready_batches,
+        evidence=lambda summary: {
+            "data_wait_share": summary.wait,
+            "copy_mib_per_s": _rate(summary, "copy") / _MIB,
+            "ready_batches": summary.ready_batches,
         },
         advise=advice.for_transfer,
     ),
@@ -260,19 +260,19 @@ RULES: Final[tuple[Rule, ...]] = (
         least=LEAST_WAIT,
         share=_of_parts("tokenize"),
         say=_say_tokens,
-        evidence=lambda stretch: {"tokenize_s_per_step": stretch.seconds.get("tokenize", 0.0)},
+        evidence=lambda summary: {"tokenize_s_per_step": summary.seconds.get("tokenize", 0.0)},
         advise=advice.for_tokens,
     ),
     Rule(
         code="exchange-bound",
         meaning="all ranks wait for gradients, and none of them is late",
         least=LEAST_EXCHANGE,
-        share=lambda stretch: stretch.exchange,
+        share=lambda summary: summary.exchange,
         say=_say_exchange,
-        evidence=lambda stretch: {
-            "exchange_share": stretch.exchange,
-            "skew_share": stretch.skew,
-            "world_size": stretch.world_size,
+        evidence=lambda summary: {
+            "exchange_share": summary.exchange,
+            "skew_share": summary.skew,
+            "world_size": summary.world_size,
         },
         advise=advice.for_exchange,
     ),
@@ -280,14 +280,14 @@ RULES: Final[tuple[Rule, ...]] = (
         code="straggler",
         meaning="all ranks wait for one, which computes or waits for data longer",
         least=LEAST_SKEW,
-        share=lambda stretch: stretch.skew,
+        share=lambda summary: summary.skew,
         say=_say_straggler,
-        evidence=lambda stretch: {
-            "rank": stretch.slow.rank,
-            "compute_share": stretch.slow.compute,
-            "compute_share_others": stretch.typical.compute,
-            "data_wait_share": stretch.slow.wait,
-            "data_wait_share_others": stretch.typical.wait,
+        evidence=lambda summary: {
+            "rank": summary.slow.rank,
+            "compute_share": summary.slow.compute,
+            "compute_share_others": summary.typical.compute,
+            "data_wait_share": summary.slow.wait,
+            "data_wait_share_others": summary.typical.wait,
         },
         advise=advice.for_straggler,
     ),
@@ -295,21 +295,21 @@ RULES: Final[tuple[Rule, ...]] = (
         code="trainer-busy",
         meaning="Python of the trainer holds the interpreter",
         least=LEAST_TRAINER,
-        share=lambda stretch: stretch.trainer,
+        share=lambda summary: summary.trainer,
         say=_say_trainer,
-        evidence=lambda stretch: {"gil_wait_share": stretch.gil_wait, "data_wait_share": stretch.wait},
+        evidence=lambda summary: {"gil_wait_share": summary.gil_wait, "data_wait_share": summary.wait},
         advise=advice.for_trainer,
     ),
     Rule(
         code="cpu-oversubscribed",
         meaning="threads that could run have no processor",
         least=LEAST_DELAY,
-        share=lambda stretch: stretch.delay,
+        share=lambda summary: summary.delay,
         say=_say_delay,
-        evidence=lambda stretch: {
-            "delayed_threads": stretch.delayed_threads,
-            "cpus_used": stretch.cpus_used,
-            "num_cpus": stretch.num_cpus,
+        evidence=lambda summary: {
+            "delayed_threads": summary.delayed_threads,
+            "cpus_used": summary.cpus_used,
+            "num_cpus": summary.num_cpus,
         },
         advise=advice.for_delay,
     ),
@@ -317,11 +317,11 @@ RULES: Final[tuple[Rule, ...]] = (
         code="checkpoint-bound",
         meaning="training stands still for checkpoints or evaluations",
         least=LEAST_PAUSED,
-        share=lambda stretch: stretch.paused,
+        share=lambda summary: summary.paused,
         say=_say_paused,
-        evidence=lambda stretch: {
-            "checkpoint_s_per_step": stretch.seconds.get("checkpoint", 0.0),
-            "evaluate_s_per_step": stretch.seconds.get("evaluate", 0.0),
+        evidence=lambda summary: {
+            "checkpoint_s_per_step": summary.seconds.get("checkpoint", 0.0),
+            "evaluate_s_per_step": summary.seconds.get("evaluate", 0.0),
         },
         advise=advice.for_checkpoints,
     ),
@@ -331,9 +331,9 @@ RULES: Final[tuple[Rule, ...]] = (
         least=LEAST_MEMORY,
         share=_memory_share,
         say=_say_memory,
-        evidence=lambda stretch: {
-            "available_gib": stretch.available_bytes / 1024**3,
-            "memory_gib": stretch.memory_bytes / 1024**3,
+        evidence=lambda summary: {
+            "available_gib": summary.available_bytes / 1024**3,
+            "memory_gib": summary.memory_bytes / 1024**3,
         },
         advise=advice.for_memory,
     ),
@@ -346,10 +346,10 @@ COMPUTE: Final = Rule(
     least=0.5,
     share=compute_share,
     say=_say_compute,
-    evidence=lambda stretch: {
-        "compute_share": compute_share(stretch),
-        "data_wait_share": stretch.wait,
-        "exchange_share": stretch.exchange,
+    evidence=lambda summary: {
+        "compute_share": compute_share(summary),
+        "data_wait_share": summary.wait,
+        "exchange_share": summary.exchange,
     },
     advise=advice.for_compute,
 )

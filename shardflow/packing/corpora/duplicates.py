@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.table import Table, encode_table
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.packing.corpora.config import CorpusConfig, LineError, LineReason, number_of
 from shardflow.packing.corpora.content import ContentMaker, texts_digest
 from shardflow.packing.corpora.inputs import part_lines
@@ -203,7 +203,7 @@ def resolve_bucket(
         dropped = dropped[np.lexsort((line[dropped], part[dropped]))]
         columns = {"part": part[dropped].astype("<u4"), "line": line[dropped].astype("<u8")}
         table_bytes = encode_table(columns, {"kind": "corpus-dropped", "format_version": 1})
-        with storing("making a work folder"):
+        with naming_os_errors("making a work folder"):
             into.mkdir(parents=True, exist_ok=True)
         write_plainly(into / f"{kind}-{bucket:06d}", table_bytes, mode=0o644)
     return {}
@@ -264,6 +264,6 @@ def make_fresh(folder: Path) -> None:
     Raises:
         StorageError: It cannot be made.
     """
-    with storing("making the folder of a part"):
+    with naming_os_errors("making the folder of a part"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -88,7 +88,7 @@ _PARTICLE: Final = re.compile(
 _TRANSCRIPTION: Final = str.maketrans(
     {"\xe4": "ae", "\xf6": "oe", "\xfc": "ue", "\xe5": "aa", "\xf8": "oe", "\xe6": "ae"}
 )
-"""How a name is written where its letters are missing: Mueller for a name with u umlaut."""
+"""Transcriptions of letters that a keyboard lacks: Mueller for a name with u umlaut."""
 _MAX_ABBREVIATION: Final = 2
 """Letters of what is rather *CT* than a part of a name, in a field for numbers."""
 _LOCAL_DIGITS: Final = 7
@@ -98,7 +98,7 @@ _MAX_VALUES: Final = 256
 
 
 class _Expression(NamedTuple):
-    """How one value may stand in a text."""
+    """Pattern of one value in a text."""
 
     pattern: str
     """Regular expression; empty for a value that is not looked for."""

@@ -55,7 +55,7 @@ class Blackout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelVerdict:
-    """What the rules say of a group of like images."""
+    """Verdict of the rules on a group of like images."""
 
     held_back: tuple[str, ...]
     """Names of the rules that keep the images out; none: they may be packed."""

@@ -19,7 +19,7 @@ from shardflow.packing.deid.lexicon import fold, lexicon
 
 
 class Category(StrEnum):
-    """What stands at a place; the placeholder is the category in brackets."""
+    """Category of a span; the placeholder is the category in brackets."""
 
     AGE = "AGE"
     """Above 89 years."""
@@ -44,7 +44,7 @@ class Span:
     end: int
     category: Category
     day: date | None = None
-    """What a date says, where it says one day."""
+    """The day of a date that names exactly one."""
 
 
 def merge(spans: Iterable[Span], text: str) -> list[Span]:
@@ -299,7 +299,7 @@ def _is_prose(line: str) -> bool:
 
 
 DateOrder: TypeAlias = Literal["unknown", "mdy", "dmy"]
-"""How a source writes 03/04/2019; unknown: such a date is removed, because nobody can say which day it is."""
+"""Order of day and month in 03/04/2019; if unknown, such a date is removed, because its day is ambiguous."""
 
 _MONTHS: Final = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _MONTH: Final = (

@@ -109,7 +109,7 @@ class StudyContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attached:
-    """What an attachment becomes in a sample."""
+    """Content of an attachment as it is stored in a sample."""
 
     fields: Mapping[str, bytes] = field(default_factory=dict)
     """Fields of their own, by name (docs/format.md, section 4); no other attachment may have one of them."""
@@ -118,7 +118,7 @@ class Attached:
     ``{"annotations": {"rois": [...]}}`` becomes ``annotations.json``. Entries of a list that is called
     ``dangling`` have a ``reason`` and a ``count``, which are added up by reason."""
     reasons: Mapping[int, Reason] = field(default_factory=dict)
-    """Why records (by `AttachmentItem.item`) are not packed; the others are."""
+    """Reasons of records (by `AttachmentItem.item`) that are not packed; the others are."""
 
 
 class AttachmentKind(Protocol):

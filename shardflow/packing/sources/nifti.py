@@ -50,7 +50,7 @@ _LPS_OF_RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Volume:
-    """What the header says."""
+    """Facts of the header."""
 
     shape: tuple[int, int, int, int]
     """i, j, k, time."""

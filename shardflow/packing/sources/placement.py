@@ -16,7 +16,7 @@ from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 
 ImageForm: TypeAlias = Literal["dicom", "nifti", "raster"]
-"""How an image file is read: DICOM, a NIfTI volume, or one PNG or JPEG."""
+"""Format of an image file: DICOM, a NIfTI volume, or one PNG or JPEG."""
 
 Attributes: TypeAlias = Mapping[str, tuple[str, ...] | tuple[float, ...]]
 """DICOM keyword to values, as `shardflow.packing.sources.dicom.attributes.read_attributes` returns them."""
@@ -24,7 +24,7 @@ Attributes: TypeAlias = Mapping[str, tuple[str, ...] | tuple[float, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a file belongs. Empty texts are not known: a DICOM header then has the word."""
+    """Patient, study and further facts of one file. Empty texts are unknown and left to the DICOM header."""
 
     form: ImageForm = "dicom"
     patient: str = ""
@@ -34,7 +34,7 @@ class Placement:
     instance: str = ""
     """Equal for copies of one image."""
     number: int | None = None
-    """What a report calls the image."""
+    """Number of the image in reports."""
     split: str = ""
     """Split of the patient where the data set has official ones; else a keyed hash decides."""
     modality: str = ""
@@ -48,7 +48,7 @@ class Placement:
     spacing_mm: tuple[float, float, float] | None = None
     """Between rows, columns and slices, instead of what a volume's header says."""
     other_ids: tuple[str, ...] = ()
-    """What else names the study, such as an accession number: looked for in its report, to be taken out."""
+    """Further identifiers of the study, such as an accession number, to be removed from its report."""
     rescale: tuple[float, float] | None = None
     """Slope and intercept of a picture, or of a volume whose header has none; applied once."""
 
@@ -70,7 +70,7 @@ class Placement:
         return cls(**known)
 
     def identify(self, said: dict[str, str]) -> dict[str, str]:
-        """Put right what a file says of its identifiers; see `shardflow.packing.sources.dicom.headers.read_header`."""
+        """Return identifiers with those of the placement in place of what the file states."""
         identifiers = {
             "patient_id": self.patient or said["patient_id"],
             "study_instance_uid": self.study or said["study_instance_uid"],

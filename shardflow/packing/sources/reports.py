@@ -23,7 +23,7 @@ ReportFormat = Literal["csv", "folder", "jsonl"]
 keys."""
 
 ReportRole = Literal["addendum", "corrected", "final", "preliminary"]
-"""What a report is to the others of its study; a corrected one stands for the final ones before it."""
+"""Role of a report among those of its study; a corrected one replaces the final ones before it."""
 
 MAX_REPORT_BYTES = 1 << 24
 """Longest report that is read, and longest line of a table."""
@@ -45,7 +45,7 @@ class ReportRecord:
     """Accession numbers by which the study is found where its UID is not named, together with a patient."""
     patient_ids: tuple[str, ...] = ()
     people: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What its document says of people, by DICOM keyword: looked for in the text, and written nowhere."""
+    """People that its document names, by DICOM keyword: removed from the text, and written nowhere."""
 
     def __repr__(self) -> str:
         return f"ReportRecord(place={self.place})"
@@ -59,7 +59,7 @@ class BrokenReport:
     reason: Reason
     """REPORT_UNREADABLE, EMPTY_REPORT, MISSING_IDENTIFIER, LIMIT_EXCEEDED or FILE_UNREADABLE."""
     detail: str
-    """What is wrong; never content."""
+    """Description of the problem, without content."""
     study_instance_uid: str = ""
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ Share = Annotated[float, Bounds(0, 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentRules:
-    """What each kind of evidence is worth, and what lowers it."""
+    """Weights of the kinds of evidence, and of what lowers them."""
 
     threshold: Share = 0.7
     """Entity samples are made of what lies strictly above."""
@@ -104,13 +104,13 @@ class Evidence:
     weights: Mapping[int, float]
     """Slice to weight; the highest is 1 where the finding is seen best."""
     confidence: float
-    """That the slices of the highest weight show it, from this evidence alone."""
+    """Confidence that the slices of the highest weight show it, from this evidence alone."""
     is_region: bool = False
     """Whether the slices are those of a region that the finding is somewhere in."""
     modifiers: tuple[str, ...] = ()
-    """What lowered the confidence."""
+    """Modifiers that lowered the confidence."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What it rests on, as JSON."""
+    """Its source, as JSON."""
 
     @property
     def is_pointed(self) -> bool:

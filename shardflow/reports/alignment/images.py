@@ -104,7 +104,7 @@ class SeriesFacts:
 
     @property
     def num_slices(self) -> int:
-        """How many slices it has."""
+        """Number of its slices."""
         return len(self.numbers)
 
     def slices_of(self, first: int, last: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ _SAME_MM = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a report says of one finding."""
+    """A finding as the report describes it."""
 
     entity: int
     """Its place in ``report.json``."""
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """What the words of a label name."""
+    """The concepts that a label names."""
 
     findings: frozenset[str]
     anatomy: frozenset[str]

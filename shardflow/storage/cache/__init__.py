@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.forecast import Outlook, Run
+from shardflow.storage.cache.forecast import AccessForecast, Run
 from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 
 __all__ = [
+    "AccessForecast",
     "Cache",
     "CacheConfig",
     "CachedStore",
     "ObjectBlocks",
-    "Outlook",
     "Run",
     "read_afresh",
 ]

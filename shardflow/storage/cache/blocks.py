@@ -30,6 +30,8 @@ _LARGE_SHARE = 4
 NO_UNITS = (0, 0)
 ALWAYS = (1, 0)
 """Units of what is needed all the time: a first one behind the last."""
+# Above this many pieces of a block one read of all that lies between them is cheaper.
+_MAX_PIECE_READS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +205,6 @@ def _cut(starts: Int64Array, stops: Int64Array, sizes: Int64Array, block_bytes: 
         within = int(np.searchsorted(stops, starts[place] + block_bytes, side="right"))
         place = min(max(within, place + 1), changes[change])
     return np.array(first, np.int64)
-
-
-# Above this many pieces of a block one read of all that lies between them is cheaper.
-_MAX_PIECE_READS = 2
 
 
 class Claim(Enum):

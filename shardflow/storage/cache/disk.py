@@ -32,7 +32,7 @@ from shardflow.storage.cache.folder import (
     Header,
     pages_of,
 )
-from shardflow.storage.cache.forecast import Outlook, decayed
+from shardflow.storage.cache.forecast import AccessForecast, decayed
 from shardflow.telemetry import StageCounters
 
 _LOGGER = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class DiskTier:
         self._slot, self._slot_file = self._folder.take_slot()
         try:
             self._catalog = Catalog(self._folder)
-            self.outlook = Outlook(self._folder, self._slot)
-            self._evictor = Evictor(config, self._folder, self._catalog, self.outlook, counters)
+            self.forecast = AccessForecast(self._folder, self._slot)
+            self._evictor = Evictor(config, self._folder, self._catalog, self.forecast, counters)
             self.shrinker = Shrinker(self._catalog, self._evictor, self._fail)
             self._recover()
         except BaseException:
@@ -121,7 +121,7 @@ class DiskTier:
         with self._guarded():
             known = self._catalog.object_of(blocks)
             first, stop = blocks.unit_first[list(numbers)], blocks.unit_stop[list(numbers)]
-            distances = self.outlook.distances(blocks.space, first, stop, is_scan=is_ahead).tolist()
+            distances = self.forecast.distances(blocks.space, first, stop, is_scan=is_ahead).tolist()
             with self._catalog.locked():
                 header = self._catalog.header()
                 claims = [
@@ -213,7 +213,7 @@ class DiskTier:
         """Free the slot; what is kept stays for others."""
         self.shrinker.close()
         if self._slot_file >= 0:
-            self.outlook.close()
+            self.forecast.close()
             os.pwrite(self._slot_file, _CLEAN, 0)
             os.close(self._slot_file)
             self._slot_file = -1

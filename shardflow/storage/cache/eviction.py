@@ -40,13 +40,18 @@ from shardflow.storage.cache.folder import (
     CatalogObject,
     Header,
 )
-from shardflow.storage.cache.forecast import NEVER, Outlook, eviction_order, is_worth_keeping
+from shardflow.storage.cache.forecast import NEVER, AccessForecast, eviction_order, is_worth_keeping
 from shardflow.telemetry import StageCounters
 
 # Work out as many victims at once as make up this share of the cache.
 _BATCH_SHARE = 64
 _SCAN_ROWS = 1 << 18
 _MOST_WHILE_OVER = 64
+_BLOCKS_AT_ONCE: Final = 64
+# A block that is being fetched cannot go before it has come; whoever fetches it may take his time.
+_PATIENCE_S: Final = 30.0
+_LOOK_AGAIN_S: Final = 0.02
+_JOIN_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Evictor:
         config: Bounds and policy.
         folder: The folder.
         catalog: Its catalog.
-        outlook: When blocks are needed.
+        forecast: When blocks are needed.
         counters: Gets ``cache_disk_evicted``.
     """
 
@@ -74,10 +79,10 @@ class Evictor:
         config: CacheConfig,
         folder: CacheFolder,
         catalog: Catalog,
-        outlook: Outlook,
+        forecast: AccessForecast,
         counters: StageCounters,
     ) -> None:
-        self._folder, self._catalog, self._outlook = folder, catalog, outlook
+        self._folder, self._catalog, self._forecast = folder, catalog, forecast
         self._counters = counters
         self._policy = config.policy
         self._max_pages = config.max_bytes // PAGE_NUM_BYTES
@@ -217,7 +222,7 @@ class Evictor:
 
     def _distances(self, space: str, rows: NDArray[Any]) -> NDArray[np.float64]:
         first, stop = rows["unit_first"].astype(np.int64), rows["unit_stop"].astype(np.int64)
-        return self._outlook.distances(space, first, stop, is_scan=True)
+        return self._forecast.distances(space, first, stop, is_scan=True)
 
     def _read_all(self, num_rows: int) -> NDArray[Any]:
         parts = [
@@ -287,13 +292,6 @@ def _owner(objects: list[CatalogObject], row: int) -> CatalogObject:
 def incoming_name(row: int, slot: int) -> str:
     """Name the unfinished file of a block: by its row, and the slot of the process that writes it."""
     return f"{row:x}-{slot:04x}"
-
-
-_BLOCKS_AT_ONCE: Final = 64
-# A block that is being fetched cannot go before it has come; whoever fetches it may take his time.
-_PATIENCE_S: Final = 30.0
-_LOOK_AGAIN_S: Final = 0.02
-_JOIN_TIMEOUT_S: Final = 5.0
 
 
 class Shrinker:

@@ -50,6 +50,28 @@ _MODE = 0o600
 _OBJECT_NAME = re.compile(r"[0-9a-f]{64}-(whole|[0-9]+)")
 _BLOCK_NAME = re.compile(r"[0-9a-f]{8}")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
+PAGE_NUM_BYTES = 4096
+ABSENT, CLAIMED, READY, BLOCKED = range(4)
+ROW = np.dtype(
+    [
+        ("state", "u1"),
+        ("reserved", "u1"),
+        ("owner", "<u2"),
+        ("pages", "<u4"),
+        ("last_use", "<u4"),
+        ("frequency", "<f4"),
+        ("unit_first", "<u4"),
+        ("unit_stop", "<u4"),
+    ]
+)
+"""A block: its state, the slot of the process that fetches it, its pages on disk, when it was used last and
+how often, and the units that need it."""
+_OBJECT = np.dtype([("name", "S96"), ("space", "S64"), ("first_row", "<u8"), ("num_rows", "<u8")])
+_HEADER = struct.Struct("<8sQQQQQ")
+_HEADER_NUM_BYTES = 4096
+_MAGIC = b"SFCACHE1"
+_LOCK_TIMEOUT_S = 30.0
+_MAX_UNIT = (1 << 32) - 1
 
 
 class BlockDamagedError(Exception):
@@ -313,31 +335,6 @@ def _remove(name: str, folder: int) -> bool:
     except FileNotFoundError:
         pass
     return True
-
-
-PAGE_NUM_BYTES = 4096
-ABSENT, CLAIMED, READY, BLOCKED = range(4)
-
-ROW = np.dtype(
-    [
-        ("state", "u1"),
-        ("reserved", "u1"),
-        ("owner", "<u2"),
-        ("pages", "<u4"),
-        ("last_use", "<u4"),
-        ("frequency", "<f4"),
-        ("unit_first", "<u4"),
-        ("unit_stop", "<u4"),
-    ]
-)
-"""A block: its state, the slot of the process that fetches it, its pages on disk, when it was used last and
-how often, and the units that need it."""
-_OBJECT = np.dtype([("name", "S96"), ("space", "S64"), ("first_row", "<u8"), ("num_rows", "<u8")])
-_HEADER = struct.Struct("<8sQQQQQ")
-_HEADER_NUM_BYTES = 4096
-_MAGIC = b"SFCACHE1"
-_LOCK_TIMEOUT_S = 30.0
-_MAX_UNIT = (1 << 32) - 1
 
 
 @dataclass(slots=True)

@@ -36,6 +36,24 @@ Float64Array = NDArray[np.float64]
 
 NEVER = float("inf")
 """Next use of what no plan needs any more."""
+Int64Array = NDArray[np.int64]
+UInt32Array = NDArray[np.uint32]
+_HEADER_NUM_BYTES = 64 << 10
+_MAGIC = b"SFUSES1\0"
+# magic, units, then for even and odd epochs: epoch + 1, its steps, whether all of it is filled
+_HEADER = struct.Struct("<8sQQQQQQQ")
+_EPOCH = struct.Struct("<QQQ")
+_EPOCHS_AT = _HEADER.size - 2 * _EPOCH.size
+# a process that reads: whether it does, epoch, step
+_READER = struct.Struct("<QQQ")
+_READER_DTYPE = np.dtype([("reads", "<u8"), ("epoch", "<u8"), ("step", "<u8")])
+_READERS_AT = 4096
+_MAX_READERS = (_HEADER_NUM_BYTES - _READERS_AT) // _READER.size
+_COLUMNS = 4
+_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
+_LOGGER = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 5.0
+_FILLING = ".filling"
 
 
 def decayed(frequency: float, age: float, half_life: float) -> float:
@@ -83,24 +101,6 @@ def is_worth_keeping(policy: EvictionPolicy, next_use: float, next_use_of_victim
     return next_use < next_use_of_victim or next_use == next_use_of_victim == NEVER
 
 
-Int64Array = NDArray[np.int64]
-UInt32Array = NDArray[np.uint32]
-
-_HEADER_NUM_BYTES = 64 << 10
-_MAGIC = b"SFUSES1\0"
-# magic, units, then for even and odd epochs: epoch + 1, its steps, whether all of it is filled
-_HEADER = struct.Struct("<8sQQQQQQQ")
-_EPOCH = struct.Struct("<QQQ")
-_EPOCHS_AT = _HEADER.size - 2 * _EPOCH.size
-# a process that reads: whether it does, epoch, step
-_READER = struct.Struct("<QQQ")
-_READER_DTYPE = np.dtype([("reads", "<u8"), ("epoch", "<u8"), ("step", "<u8")])
-_READERS_AT = 4096
-_MAX_READERS = (_HEADER_NUM_BYTES - _READERS_AT) // _READER.size
-_COLUMNS = 4
-_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
-
-
 def _place(slot: int) -> int:
     return _READERS_AT + (slot - 1) * _READER.size
 
@@ -116,7 +116,7 @@ def uses_name(space: str, run: str) -> str | None:
     return name if _NAME.fullmatch(name) else None
 
 
-class UseTable:
+class NextUseTable:
     """When each unit is needed. Safe for many readers and one filler.
 
     Numbers are kept for two epochs, the present and the next; for each unit the first use in an epoch and, if
@@ -285,23 +285,18 @@ def block_distances(
     return found
 
 
-_LOGGER = logging.getLogger(__name__)
-_LOOK_AGAIN_S = 5.0
-_FILLING = ".filling"
-
-
 @dataclass(slots=True, eq=False)
 class Run:
     """A run of this process over the units of one space."""
 
     space: str
-    table: UseTable
+    table: NextUseTable
     epoch: int = 0
     next_step: int = 0
     """Step behind the last one whose reads have begun in this process."""
 
 
-class Outlook:
+class AccessForecast:
     """Says how far off the next use of a block is. Safe for many threads.
 
     Args:
@@ -315,7 +310,7 @@ class Outlook:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._own: list[Run] = []
-        self._others: dict[str, UseTable] = {}
+        self._others: dict[str, NextUseTable] = {}
         self._looked_at = 0.0
         self._fill_locks: dict[int, int] = {}
         if folder is not None:
@@ -415,7 +410,7 @@ class Outlook:
 
     def _blocks(
         self,
-        table: UseTable,
+        table: NextUseTable,
         now: tuple[int, int] | None,
         first: NDArray[np.int64],
         stop: NDArray[np.int64],
@@ -435,19 +430,19 @@ class Outlook:
         except OSError:
             return True
 
-    def _open(self, name: str | None, num_units: int) -> UseTable:
+    def _open(self, name: str | None, num_units: int) -> NextUseTable:
         if self._folder is None or name is None:
-            return UseTable(num_units)
+            return NextUseTable(num_units)
         try:
-            return UseTable(num_units, _held(self._folder, name))
+            return NextUseTable(num_units, _held(self._folder, name))
         except (OSError, ValueError) as error:
             # The disk is full, or there is another run's table: this process plans for itself alone.
             _LOGGER.warning(
                 "the plan of a run is not shared in the cache directory: %s", type(error).__name__
             )
-            return UseTable(num_units)
+            return NextUseTable(num_units)
 
-    def _tables_of_others(self, space: str, own: list[Run]) -> list[UseTable]:
+    def _tables_of_others(self, space: str, own: list[Run]) -> list[NextUseTable]:
         folder = self._folder
         if folder is None:
             return []
@@ -470,11 +465,11 @@ class Outlook:
     def _look_at(self, folder: CacheFolder, name: str) -> None:
         with suppress(OSError, ValueError):
             descriptor = folder.open_file(name, "uses")
-            num_units = UseTable.num_units_in(descriptor)
+            num_units = NextUseTable.num_units_in(descriptor)
             if num_units is None:
                 os.close(descriptor)  # not begun yet
                 return
-            self._others[name] = UseTable(num_units, descriptor)
+            self._others[name] = NextUseTable(num_units, descriptor)
 
     def _sweep(self, folder: CacheFolder) -> None:
         """Delete the tables that no process has open."""
@@ -509,5 +504,5 @@ def _is_table(name: str) -> bool:
     return uses_name(space, run) is not None
 
 
-def _identity(table: UseTable) -> int:
+def _identity(table: NextUseTable) -> int:
     return id(table) if table.descriptor is None else os.fstat(table.descriptor).st_ino

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, copy_pieces
 from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.forecast import Outlook, decayed, eviction_order, is_worth_keeping
+from shardflow.storage.cache.forecast import AccessForecast, decayed, eviction_order, is_worth_keeping
 from shardflow.telemetry import StageCounters
 
 _Key = tuple[str, int]
@@ -41,14 +41,14 @@ class MemoryTier:
 
     Args:
         config: Bound and policy.
-        outlook: When blocks are needed.
+        forecast: When blocks are needed.
         counters: Gets the stage ``cache_ram_evicted``.
     """
 
-    def __init__(self, config: CacheConfig, outlook: Outlook, counters: StageCounters) -> None:
+    def __init__(self, config: CacheConfig, forecast: AccessForecast, counters: StageCounters) -> None:
         self._max_bytes = config.ram_bytes
         self._policy = config.policy
-        self._outlook = outlook
+        self._forecast = forecast
         self._counters = counters
         self._changed = threading.Condition()
         self._kept: dict[_Key, _Kept] = {}
@@ -83,7 +83,7 @@ class MemoryTier:
     def claim(self, blocks: ObjectBlocks, numbers: Sequence[int], *, is_ahead: bool) -> list[Claim]:
         """Ask to fetch blocks; see `Tier.claim`."""
         first, stop = blocks.unit_first[list(numbers)], blocks.unit_stop[list(numbers)]
-        distances = self._outlook.distances(blocks.space, first, stop, is_scan=is_ahead).tolist()
+        distances = self._forecast.distances(blocks.space, first, stop, is_scan=is_ahead).tolist()
         with self._changed:
             return [
                 self._claim(blocks, number, distance)
@@ -216,7 +216,7 @@ class MemoryTier:
             here = [place for place, entry in enumerate(kept) if entry.space == space]
             first = np.array([kept[place].unit_first for place in here], np.int64)
             stop = np.array([kept[place].unit_stop for place in here], np.int64)
-            found[here] = self._outlook.distances(space, first, stop, is_scan=True)
+            found[here] = self._forecast.distances(space, first, stop, is_scan=True)
         return found.tolist()
 
     def _half_life(self) -> float:

@@ -25,12 +25,15 @@ from shardflow.errors import ConfigError, ShortReadError
 from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, Tier, copy_pieces
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.disk import DiskTier
-from shardflow.storage.cache.forecast import Outlook
+from shardflow.storage.cache.forecast import AccessForecast
 from shardflow.storage.cache.memory import MemoryTier
 from shardflow.storage.store import ByteRange, ByteStore, check_ranges
 from shardflow.telemetry import StageCounters
 
 _LOGGER = logging.getLogger(__name__)
+BlocksOf = Callable[[str], ObjectBlocks | None]
+_MAX_OBJECTS = 256
+_Wanted = Mapping[int, Sequence[Piece]]
 
 
 class Cache:
@@ -98,10 +101,10 @@ class Cache:
         return home
 
     @property
-    def outlook(self) -> Outlook:
+    def forecast(self) -> AccessForecast:
         """When blocks are needed next."""
         self._check_process()
-        return self._outlook
+        return self._forecast
 
     def change(self, changes: Mapping[str, int]) -> None:
         """Change settings while blocks are read and kept; nothing that is read changes by it.
@@ -121,7 +124,7 @@ class Cache:
             if "ram_bytes" in changes and self._memory is not None:
                 self._memory.bound(self.config.ram_bytes)
             elif self.config.ram_bytes and self._memory is None:
-                self._memory = MemoryTier(self.config, self._outlook, self.counters)
+                self._memory = MemoryTier(self.config, self._forecast, self.counters)
             if "max_bytes" in changes and self._disk is not None:
                 self._disk.shrinker.bound(self.config.max_bytes)
 
@@ -143,9 +146,9 @@ class Cache:
         self._pid = os.getpid()
         self.counters = StageCounters()
         self._disk = self._open_disk()
-        self._outlook = Outlook() if self._disk is None else self._disk.outlook
+        self._forecast = AccessForecast() if self._disk is None else self._disk.forecast
         self._memory = (
-            MemoryTier(self.config, self._outlook, self.counters) if self.config.ram_bytes else None
+            MemoryTier(self.config, self._forecast, self.counters) if self.config.ram_bytes else None
         )
 
     def _open_disk(self) -> DiskTier | None:
@@ -164,12 +167,6 @@ class Cache:
             )
             self.counters.add("cache_fault", num_items=1)
             return None
-
-
-BlocksOf = Callable[[str], ObjectBlocks | None]
-
-_MAX_OBJECTS = 256
-_Wanted = Mapping[int, Sequence[Piece]]
 
 
 class CachedStore:

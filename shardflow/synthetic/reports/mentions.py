@@ -154,7 +154,7 @@ class Sighting:
 
     @property
     def best(self) -> Appearance:
-        """Where most of it is seen; the first of equals."""
+        """The instance that shows most of it; the first of equals."""
         return max(self.appearances, key=lambda item: (item.num_pixels, -item.item.instance_number))
 
     @property

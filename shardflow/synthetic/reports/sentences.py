@@ -27,7 +27,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "splenic cyst": ("cyst", "splenic cyst"),
     "white matter lesion": ("white matter lesion", "white matter focus", "T2 hyperintense focus"),
 }
-"""How a lesion is called; the truth keeps the label."""
+"""Names of a lesion in reports; the truth keeps the label."""
 
 ABSENT_FINDINGS: dict[Region, tuple[str, ...]] = {
     "chest": (

@@ -175,7 +175,7 @@ class CheckpointSaver:
                 told["folder"] = self._folder.begin(global_step).name
             except CheckpointError as error:
                 told["error"] = error.message
-        by_rank = self._ranks.gather_json(told)
+        by_rank = self._ranks.all_gather_json(told)
         if "error" in by_rank[0]:
             raise CheckpointError(by_rank[0]["error"])
         work = self._work = _Work(
@@ -208,7 +208,7 @@ class CheckpointSaver:
         if work is None:
             return None
         if SavingStage.FAILED in stages:
-            errors = self._ranks.gather_json(work.error)
+            errors = self._ranks.all_gather_json(work.error)
             self._work = None
             raise CheckpointError(next(error for error in errors if error))
         if all(stage == SavingStage.DONE for stage in stages):
@@ -220,7 +220,7 @@ class CheckpointSaver:
                 num_bytes=self._snapshot.num_bytes,
             )
         if all(stage == SavingStage.PART_WRITTEN for stage in stages):
-            for files in self._ranks.gather_json(work.files):
+            for files in self._ranks.all_gather_json(work.files):
                 work.files |= files
             if self._ranks.rank == 0:
                 self._start(self._publish)
@@ -247,8 +247,8 @@ class CheckpointSaver:
                     f"{limit.total_seconds():g} s, got no end on rank {self._ranks.rank}; look at "
                     "the storage of run.output, or raise timeouts.control_s."
                 )
-            self._ranks.meet("checkpoint written", limit)
-            stages = self._ranks.gather_numbers([self.stage], limit)[:, 0]
+            self._ranks.barrier("checkpoint written", limit)
+            stages = self._ranks.all_gather_numbers([self.stage], limit)[:, 0]
             metrics = self.advance(stages.tolist())
         return metrics
 

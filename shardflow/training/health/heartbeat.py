@@ -38,13 +38,13 @@ LAST_STACKS_SIGNAL: Final = signal.SIGRTMIN + 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SideSettings:
+class SideConfig:
     """What a side is started with, as JSON."""
 
     rank: int
     pid: int
     host: str
-    board: int
+    page: int
     """Descriptor of the rank's page."""
     hang_s: float
     lost_s: float
@@ -68,7 +68,7 @@ _SIZE: Final = _PULSE_AT + _PULSE.size
 
 
 @dataclass(slots=True)
-class BoardView:
+class HeartbeatView:
     """What a reader last saw; ``seen`` counts are only good for telling two looks apart."""
 
     phase: dict[str, Any]
@@ -77,7 +77,7 @@ class BoardView:
     pulse_count: int
 
 
-class Board:
+class HeartbeatPage:
     """The page.
 
     Args:
@@ -111,13 +111,13 @@ class Board:
         (count,) = _PULSE.unpack_from(self._page, _PULSE_AT)
         _PULSE.pack_into(self._page, _PULSE_AT, count + 1)
 
-    def read(self) -> BoardView:
+    def read(self) -> HeartbeatView:
         """Look at the page; a slot that is being written shows what it held before."""
         for slot in (0, 1):
             self._read(slot)
         (pulse_count,) = _PULSE.unpack_from(self._page, _PULSE_AT)
         (phase_count, phase), (_, waits_for) = self._seen
-        return BoardView(phase, waits_for, phase_count, pulse_count)
+        return HeartbeatView(phase, waits_for, phase_count, pulse_count)
 
     def close(self) -> None:
         """Give the page back."""

@@ -35,9 +35,9 @@ from shardflow.training.health.heartbeat import (
     HEALTH_FOLDER,
     LAST_STACKS_SIGNAL,
     MAIN_STACK_SIGNAL,
-    Board,
     Fault,
-    SideSettings,
+    HeartbeatPage,
+    SideConfig,
     split_lines,
 )
 
@@ -94,7 +94,7 @@ class _Phase:
     describe: Callable[[], str] | None = None
 
 
-class Watch(Protocol):
+class HealthMonitor(Protocol):
     """What the run tells the watch."""
 
     def enter(
@@ -121,7 +121,7 @@ class Watch(Protocol):
         """Return the fault of another rank, or None if none becomes known in time."""
 
 
-class Unwatched:
+class NoHealthMonitor:
     """The watch of a run that has none: one process, or ranks in a test."""
 
     def enter(
@@ -143,7 +143,7 @@ class Unwatched:
         return None
 
 
-class RankWatch:
+class RankHealthMonitor:
     """The watch over this rank, and its ear for the others.
 
     Starts the side, a thread for pulse and messages, and the handler that writes stacks. Once another rank
@@ -181,16 +181,16 @@ class RankWatch:
         self._is_ending = threading.Event()
         self._is_listening = threading.Event()
         self._port: int | None = None
-        self._board = Board()
+        self._page = HeartbeatPage()
         shortest_s = min(limit for limit in (hang_s, lost_s) if limit)
         self._tick_s = min(_LONGEST_TICK_S, shortest_s / 8)
         folder = run / HEALTH_FOLDER
         self._stacks = StacksFile(folder / f"rank-{rank:05d}.stacks")
-        settings = SideSettings(
+        settings = SideConfig(
             rank=rank,
             pid=os.getpid(),
             host=self.host,
-            board=self._board.descriptor,
+            page=self._page.descriptor,
             hang_s=hang_s,
             lost_s=lost_s,
             tick_s=self._tick_s,
@@ -206,7 +206,7 @@ class RankWatch:
                 [sys.executable, "-Wignore", "-m", _SIDE, json.dumps(asdict(settings))],
                 stdin=read_end,
                 stdout=write_end,
-                pass_fds=(self._board.descriptor,),
+                pass_fds=(self._page.descriptor,),
                 env=_environment(),
             )
         os.close(read_end)
@@ -224,13 +224,13 @@ class RankWatch:
         together: bool = False,
         describe: Callable[[], str] | None = None,
     ) -> None:
-        """Say what this rank's main thread begins; see :class:`Watch`."""
+        """Say what this rank's main thread begins; see :class:`HealthMonitor`."""
         self._phase = _Phase(phase, limit_s, together, describe)
-        self._board.write_phase(phase, limit_s=limit_s, is_together=together)
+        self._page.write_phase(phase, limit_s=limit_s, is_together=together)
 
     @contextlib.contextmanager
     def together(self, phase: str) -> Iterator[None]:
-        """A phase that waits for other ranks; see :class:`Watch`."""
+        """A phase that waits for other ranks; see :class:`HealthMonitor`."""
         former = self._phase
         self.enter(phase, together=True)
         try:
@@ -247,7 +247,7 @@ class RankWatch:
         """Have this rank's side report to that of rank 0."""
         self._command({"hub": [address, port]})
 
-    def bye(self, how: str, *, text: str = "", is_refusal: bool = False) -> None:
+    def report_end(self, how: str, *, text: str = "", is_refusal: bool = False) -> None:
         """Say how this rank ends: what follows is no fault, but for ``"failed"``.
 
         Args:
@@ -270,7 +270,7 @@ class RankWatch:
     # ---- what the rank hears ------------------------------------------------------------------------
 
     def fault_elsewhere(self, timeout_s: float) -> Fault | None:
-        """Return the fault of another rank; see :class:`Watch`."""
+        """Return the fault of another rank; see :class:`HealthMonitor`."""
         self._is_known.wait(timeout_s)
         fault = self._fault
         return fault if fault is not None and fault.rank != self.rank else None
@@ -283,7 +283,7 @@ class RankWatch:
         """Show a pulse and read what the side writes, until it ends."""
         data = b""
         while True:
-            self._board.beat()
+            self._page.beat()
             self._describe_wait()
             if self._fault is not None:
                 self._end_soon(self._fault)
@@ -320,7 +320,7 @@ class RankWatch:
                 text = describe()
         if text != self._wait:
             self._wait = text
-            self._board.write_wait(text)
+            self._page.write_wait(text)
 
     def _end_soon(self, fault: Fault) -> None:
         """End the process, unless the main thread does so first."""

@@ -1,6 +1,6 @@
 """Decides who is at fault, from what the sides saw; pure, with the time as an argument.
 
-A :class:`RankJudge` looks at one rank through its board, a :class:`RunJudge` at all ranks through their
+A :class:`RankJudge` looks at one rank through its page, a :class:`RunJudge` at all ranks through their
 sides' reports. Both forgive a pause of their own: after a machine was suspended, or a scheduler stopped the
 whole job and continued it, everybody seems to have been silent for as long as the judge itself was.
 
@@ -35,12 +35,12 @@ from shardflow.training.health.heartbeat import (
     FAULTS_FILE,
     LAST_STACKS_SIGNAL,
     Beat,
-    Board,
-    BoardView,
     Fault,
     FaultKind,
+    HeartbeatPage,
+    HeartbeatView,
     Lines,
-    SideSettings,
+    SideConfig,
     split_lines,
 )
 
@@ -61,13 +61,13 @@ class RankJudge:
         self.rank, self.host, self.pid = rank, host, pid
         self._hang_s, self._tick_s = hang_s, tick_s
         self._looked_at = self._phase_at = self._pulse_at = now
-        self._view = BoardView({}, "", 0, 0)
+        self._view = HeartbeatView({}, "", 0, 0)
 
-    def look(self, view: BoardView, state: str, now: float) -> Fault | None:
-        """Take in what the board shows.
+    def look(self, view: HeartbeatView, state: str, now: float) -> Fault | None:
+        """Take in what the page shows.
 
         Args:
-            view: The board.
+            view: The page.
             state: The process's state as in ``/proc/PID/stat``: ``T`` or ``t`` where a signal stopped it.
             now: The time.
 
@@ -185,10 +185,10 @@ class Side:
         settings: What it was started with.
     """
 
-    def __init__(self, settings: SideSettings) -> None:
+    def __init__(self, settings: SideConfig) -> None:
         now = time.monotonic()
         self.settings = settings
-        self.board = Board(settings.board)
+        self.page = HeartbeatPage(settings.page)
         self.judge = RankJudge(
             rank=settings.rank,
             host=settings.host,
@@ -217,7 +217,7 @@ class Side:
     # ---- the loop --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Watch until the rank has ended and the others know."""
+        """Monitor until the rank has ended and the others know."""
         self._open()
         next_tick = time.monotonic()
         while not self._is_over():
@@ -267,7 +267,7 @@ class Side:
 
     def _look_at_rank(self, now: float) -> None:
         state, parent = _process_state(self.settings.pid)
-        fault = self.judge.look(self.board.read(), state, now)
+        fault = self.judge.look(self.page.read(), state, now)
         self._look_at_launcher(parent)
         if os.getppid() != self.settings.pid:
             self._rank_ended()
@@ -311,7 +311,7 @@ class Side:
 
     def _say_bye(self, bye: str, text: str, is_refusal: bool) -> None:
         now = time.monotonic()
-        self.judge.look(self.board.read(), "R", now)
+        self.judge.look(self.page.read(), "R", now)
         if bye == "failed" and self.fault is None:
             self._raise(self.judge.fault("failed", now, text=text, is_refusal=is_refusal), tell_rank=False)
         elif self.hub is not None:
@@ -321,7 +321,7 @@ class Side:
     def _rank_ended(self) -> None:
         if self.ended_at is None:
             now = time.monotonic()
-            self.judge.look(self.board.read(), "Z", now)
+            self.judge.look(self.page.read(), "Z", now)
             self._raise(self.judge.fault("gone", now), tell_rank=False)
             self.ended_at = now
 
@@ -483,7 +483,7 @@ def main() -> None:
     """Run the side; its one argument is the settings as JSON."""
     ignore_group_signals()  # the side ends with its rank
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    Side(SideSettings(**json.loads(sys.argv[1]))).run()
+    Side(SideConfig(**json.loads(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardflow.errors import ConfigError
 from shardflow.seeds import derive
-from shardflow.training.config import ImageSettings, LoraSettings, ModelSettings, TextSettings
+from shardflow.training.config import ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.distributed import blocks_of
 from shardflow.training.models.pretrained import build_pretrained
 from shardflow.training.models.reference import build_model
@@ -31,7 +31,7 @@ _LINEAR = ("Linear", "Conv1D")
 """Conv1D is what transformers calls the linear layers of GPT-2."""
 
 
-def add_lora(model: nn.Module, language: nn.Module, settings: LoraSettings, *, seed: int) -> None:
+def add_lora(model: nn.Module, language: nn.Module, settings: LoraConfig, *, seed: int) -> None:
     """Put adapters into linear layers and freeze the rest; the model computes what it did before.
 
     Args:
@@ -87,12 +87,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def build_report_model(
-    settings: ModelSettings,
+    settings: ModelConfig,
     tokenizer: ReportTokenizer,
     *,
-    image: ImageSettings,
-    text: TextSettings,
-    lora: LoraSettings,
+    image: ImageConfig,
+    text: TextConfig,
+    lora: LoraConfig,
     seed: int,
 ) -> tuple[nn.Module, ReportTokenizer]:
     """Build what is trained.
@@ -165,7 +165,7 @@ def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
             names[name].requires_grad_(False)
 
 
-def _freeze_idle(model: nn.Module, image: ImageSettings) -> None:
+def _freeze_idle(model: nn.Module, image: ImageConfig) -> None:
     """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
 
     A parameter without a gradient makes an exchange of gradients wait for ever.

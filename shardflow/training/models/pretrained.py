@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from shardflow.errors import ConfigError
 from shardflow.seeds import derive
-from shardflow.training.config import ImageSettings, ModelSettings, TextSettings
+from shardflow.training.config import ImageConfig, ModelConfig, TextConfig
 from shardflow.training.device.images import window_images
 from shardflow.training.text import ReportTokenizer
 
@@ -221,9 +221,9 @@ class EncoderDecoderReports(nn.Module):
 
 
 def build_pretrained(
-    settings: ModelSettings,
-    image: ImageSettings,
-    text: TextSettings,
+    settings: ModelConfig,
+    image: ImageConfig,
+    text: TextConfig,
     tokenizer: ReportTokenizer,
     *,
     seed: int,
@@ -332,7 +332,7 @@ def _read_look(path: Path, *, num_channels: int) -> SliceLook:
     return SliceLook(mean=(0.5,) * num_channels, std=(0.5,) * num_channels)
 
 
-def _check_view(image: ImageSettings, vision: Any) -> None:
+def _check_view(image: ImageConfig, vision: Any) -> None:
     size = getattr(vision, "image_size", None)
     wanted = (size, size) if isinstance(size, int) else tuple(size or (image.rows, image.columns))
     if wanted != (image.rows, image.columns):
@@ -359,7 +359,7 @@ def _check_length(words: Any, num_positions: int) -> None:
         )
 
 
-def _tokens_per_slice(model: Any, image: ImageSettings, num_channels: int) -> int:
+def _tokens_per_slice(model: Any, image: ImageConfig, num_channels: int) -> int:
     """Ask the model itself: how many features a slice has is spread over its configuration."""
     with torch.no_grad():
         features = model.get_image_features(

@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfi
 
 from shardflow.loading.config import check_fits
 from shardflow.seeds import derive
-from shardflow.training.config import ImageSettings, ModelSettings
+from shardflow.training.config import ImageConfig, ModelConfig
 from shardflow.training.device.images import window_images
 from shardflow.training.sequences import Packing
 
@@ -167,7 +167,7 @@ class ReportModel(nn.Module):
 
 
 def build_model(
-    settings: ModelSettings, image: ImageSettings, *, vocab_size: int, max_tokens: int, seed: int
+    settings: ModelConfig, image: ImageConfig, *, vocab_size: int, max_tokens: int, seed: int
 ) -> ReportModel:
     """Build the model from settings, with weights that follow from the seed alone.
 
@@ -218,7 +218,7 @@ def build_model(
     return model.train()
 
 
-def _language_config(settings: ModelSettings, vocab_size: int, num_positions: int) -> Any:
+def _language_config(settings: ModelConfig, vocab_size: int, num_positions: int) -> Any:
     if settings.language == "gpt2":
         return GPT2Config(
             vocab_size=vocab_size,

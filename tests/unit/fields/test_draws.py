@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardflow.fields.augmentation import ALLOWED, Draw, draw_sample, names_a_side
-from shardflow.training.config import AugmentSettings
+from shardflow.training.config import AugmentConfig
 
-MUCH = AugmentSettings(rotate_deg=180, zoom=1.0, shift=1.0, intensity=1.0, mirror=1.0, flip=1.0)
+MUCH = AugmentConfig(rotate_deg=180, zoom=1.0, shift=1.0, intensity=1.0, mirror=1.0, flip=1.0)
 PLACES = [
     (epoch, step, micro, slot)
     for epoch in range(3)
@@ -17,9 +17,7 @@ PLACES = [
 ]
 
 
-def draws(
-    modality: str, settings: AugmentSettings = MUCH, *, sided: bool = False, seed: int = 3
-) -> list[Draw]:
+def draws(modality: str, settings: AugmentConfig = MUCH, *, sided: bool = False, seed: int = 3) -> list[Draw]:
     return [
         draw_sample(settings, modality=modality, report_names_a_side=sided, seed=seed, place=place)
         for place in PLACES
@@ -81,18 +79,18 @@ def test_no_side_is_found_where_there_is_none(text: str) -> None:
 
 
 def test_settings_bound_what_is_drawn_and_each_number_has_its_own_key() -> None:
-    little = AugmentSettings(rotate_deg=2, mirror=0.5)
+    little = AugmentConfig(rotate_deg=2, mirror=0.5)
     drawn = draws("MG", little)
     assert all(abs(draw.rotate_deg) <= 2 for draw in drawn)
     assert {draw.zoom for draw in drawn} == {1.0}
     assert {draw.mirror for draw in drawn} == {True, False}
     # Another setting does not change what the others draw.
-    both = draws("MG", AugmentSettings(rotate_deg=2, mirror=0.5, zoom=0.2, intensity=0.1))
+    both = draws("MG", AugmentConfig(rotate_deg=2, mirror=0.5, zoom=0.2, intensity=0.1))
     assert [(draw.rotate_deg, draw.mirror) for draw in both] == [(d.rotate_deg, d.mirror) for d in drawn]
 
 
 def test_draws_depend_on_seed_and_every_part_of_the_place_and_on_nothing_else() -> None:
-    settings = AugmentSettings(rotate_deg=10)
+    settings = AugmentConfig(rotate_deg=10)
     drawn = draws("CT", settings)
     assert len(set(drawn)) == len(PLACES)
     assert draws("CT", settings) == drawn
@@ -102,7 +100,7 @@ def test_draws_depend_on_seed_and_every_part_of_the_place_and_on_nothing_else() 
 def test_numbers_are_frozen() -> None:
     """A resume with another version must turn the images of the epoch alike."""
     draw = draw_sample(
-        AugmentSettings(rotate_deg=10, zoom=0.2, shift=0.1, intensity=0.2, mirror=0.5),
+        AugmentConfig(rotate_deg=10, zoom=0.2, shift=0.1, intensity=0.2, mirror=0.5),
         modality="MG",
         report_names_a_side=False,
         seed=7,

@@ -14,7 +14,7 @@ from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring import RunHistory, read_history, read_metrics_text
 from shardflow.monitoring.goodput import goodput_of, measure_goodput
 from shardflow.monitoring.history import RunFile
-from shardflow.monitoring.lines import METRICS_FILE, MOST_LINE_BYTES, EventTail, parse_line
+from shardflow.monitoring.lines import METRICS_FILE, MOST_LINE_BYTES, MetricsTail, parse_line
 from shardflow.monitoring.live import LiveRun
 from shardflow.monitoring.outlets import record_of
 from shardflow.monitoring.run_page.compare import render_comparison
@@ -95,7 +95,7 @@ def test_every_damaged_line_is_left_out_and_counted_by_every_reader(run: Path, t
     assert [line for line in bad if parse_line(line) is not None] == []
     spoilt = _spoilt(run, tmp_path / "spoilt", bad)
 
-    tail = EventTail(spoilt)
+    tail = MetricsTail(spoilt)
     assert goodput_of(tail.read()) == measure_goodput(run)
     assert tail.num_damaged == len(bad)
 
@@ -121,7 +121,7 @@ def test_every_damaged_line_is_left_out_and_counted_by_every_reader(run: Path, t
     (name,) = {line.split()[0] for line in texts[1] if line not in texts[0]}
     assert name == "shardflow_run_lines_damaged_total"
 
-    wanted, found = (list(map(record_of, EventTail(one).read())) for one in (run, spoilt))
+    wanted, found = (list(map(record_of, MetricsTail(one).read())) for one in (run, spoilt))
     assert found == wanted
     for event in ("step", "interval", "evaluation", "checkpoint"):
         assert read_metrics(spoilt, event) == read_metrics(run, event)
@@ -158,7 +158,7 @@ def _read_in_every_way(run: Path) -> None:
     history = read_history(run)
     judge_all([one for _, one in history.intervals])
     read_metrics_text(run)
-    for line in EventTail(run).read():
+    for line in MetricsTail(run).read():
         record_of(line)
     numbers = read_run(run)
     render_run_page(numbers).encode()
@@ -187,7 +187,7 @@ def test_each_kind_of_line_alone_and_odd_stops_no_reader(event: str, run: Path, 
 
 def _read_quickly(run: Path) -> None:
     measure_goodput(run).to_json()
-    list(map(record_of, EventTail(run).read()))
+    list(map(record_of, MetricsTail(run).read()))
     view = LiveRun(run).follow(_NOW_S)
     "\n".join(line.plain for line in frame(view, width=100, height=None)).encode()
     render_run_page(read_run(run)).encode()

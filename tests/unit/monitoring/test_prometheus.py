@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import MetricsServer, RunCollector, parse_address, read_metrics_text
-from shardflow.monitoring.lines import METRICS_FILE, EventTail, MetricsLine
+from shardflow.monitoring.lines import METRICS_FILE, MetricsLine, MetricsTail
 from shardflow.monitoring.meter import METRICS, MetricsMeter, metric_rows
 from shardflow.telemetry import Interval, RankNumbers
 from tests.run_factory import write_run
@@ -32,7 +32,7 @@ def _values(numbers: MetricsMeter) -> dict[str, dict[tuple[str, ...], float]]:
 
 def _read(run: Path) -> dict[str, dict[tuple[str, ...], float]]:
     numbers = MetricsMeter()
-    for event in EventTail(run).read():
+    for event in MetricsTail(run).read():
         numbers.add(event)
     return _values(numbers)
 
@@ -54,7 +54,7 @@ def test_what_was_done_stays_counted_and_what_counts_goes_back(tmp_path: Path) -
 def test_counters_never_go_back_whatever_a_run_goes_through(tmp_path: Path) -> None:
     numbers = MetricsMeter()
     before: dict[tuple[str, tuple[str, ...]], float] = {}
-    for event in EventTail(write_run(tmp_path, num_steps=60, restart_at=45, outcome="finished")).read():
+    for event in MetricsTail(write_run(tmp_path, num_steps=60, restart_at=45, outcome="finished")).read():
         numbers.add(event)
         now = {
             (name, labels): value
@@ -72,7 +72,7 @@ def test_an_exporter_started_anew_tells_the_same_totals(tmp_path: Path) -> None:
     lines = (run / METRICS_FILE).read_bytes().splitlines(keepends=True)
     other = tmp_path / "bit by bit"
     other.mkdir()
-    numbers, tail = MetricsMeter(), EventTail(other)
+    numbers, tail = MetricsMeter(), MetricsTail(other)
     for line in lines:
         # Torn in the middle: the first half is left for later.
         for half in (line[: len(line) // 2], line[len(line) // 2 :]):
@@ -176,7 +176,7 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(tmp_path: Path) -> Non
     with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server:
         host, port = server.url.removeprefix("http://").removesuffix("/metrics").split(":")
         with socket.create_connection((host, int(port))):
-            assert "shardflow_steps_total" in _get(server.url, timeout_s=20)
+            assert "shardflow_steps_total" in _get(server.url, timeout_s=300)
 
 
 def test_a_stranger_who_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -189,13 +189,13 @@ def test_a_stranger_who_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
                 stranger.connect((host, int(port)))
                 stranger.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert "shardflow_steps_total 60.0" in _get(server.url, timeout_s=20)
+            assert "shardflow_steps_total 60.0" in _get(server.url, timeout_s=300)
 
 
 def test_scrapes_at_once_count_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_half_read, go_on = threading.Event(), threading.Event()
 
-    class _Slow(EventTail):
+    class _Slow(MetricsTail):
         def read(self) -> Iterator[MetricsLine]:
             for number, line in enumerate(super().read()):
                 if number == 30:
@@ -203,7 +203,7 @@ def test_scrapes_at_once_count_every_line_once(tmp_path: Path, monkeypatch: pyte
                     go_on.wait(60)
                 yield line
 
-    monkeypatch.setattr("shardflow.monitoring.lines.EventTail", _Slow)
+    monkeypatch.setattr("shardflow.monitoring.prometheus.MetricsTail", _Slow)
     with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, ThreadPoolExecutor(2) as threads:
         first = threads.submit(_get, server.url)
         assert is_half_read.wait(60)
@@ -280,7 +280,7 @@ def test_the_page_names_each_metric_under_its_labels() -> None:
     assert found == {name: labels or "none" for name, labels in expected.items()}
 
 
-def _get(url: str, accept: str = "", timeout_s: float = 60) -> str:
+def _get(url: str, accept: str = "", timeout_s: float = 300) -> str:
     request = urllib.request.Request(url, headers={"Accept": accept})
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return str(answer.read().decode())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.monitoring.lines import METRICS_FILE, EventTail
+from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
 
 pytestmark = pytest.mark.fast
 
@@ -19,7 +19,7 @@ def test_a_text_holds_nothing_that_a_terminal_obeys(tmp_path: Path, is_escaped: 
     if not is_escaped:  # JSON lets the second half of them stand
         line = line.replace("\\u009b", "\x9b")
     (tmp_path / METRICS_FILE).write_text(line + "\n", encoding="utf-8")
-    (event,) = EventTail(tmp_path).read()
+    (event,) = MetricsTail(tmp_path).read()
     found = event.values["hosts"]
     mark = "\N{REPLACEMENT CHARACTER}"
     assert found == [f"{mark}[31mred", f"{mark}]0;title{mark}", f"{mark}2J", "plain, \u00e9 too"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.monitoring.history import read_settings
-from shardflow.monitoring.verdict.judging import VerdictWatch
+from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.telemetry import Interval, Verdict
 from tests.interval_factory import make_interval
 
@@ -25,7 +25,7 @@ class _Run:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.written: list[Verdict] = []
-        self.watch = VerdictWatch(self.written.append, clock=lambda: self.now_s)
+        self.watch = VerdictReporter(self.written.append, clock=lambda: self.now_s)
         self._number = 0
 
     def goes_on(self, *intervals: Interval) -> None:

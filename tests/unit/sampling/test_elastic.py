@@ -22,13 +22,13 @@ def test_every_world_size_up_to_m_runs_every_micro_batch_once(num_micros: int) -
         dealt = [list(schedule.micros(rank)) for rank in range(world_size)]
         assert {len(micros) for micros in dealt} == {schedule.num_micro_batches_per_rank}
         assert sorted(micro for micros in dealt for micro in micros) == list(
-            range(num_micros + schedule.num_fillers)
+            range(num_micros + schedule.num_padding_micro_batches)
         )
         for rank, micros in enumerate(dealt):
             assert micros == [schedule.micro(rank, slot) for slot in range(len(micros))]
             # A filler is always the last thing that a rank runs in a step.
-            assert not any(schedule.is_filler(micro) for micro in micros[:-1])
-            assert schedule.is_filler(micros[-1]) == (micros[-1] >= num_micros)
+            assert not any(schedule.is_padding(micro) for micro in micros[:-1])
+            assert schedule.is_padding(micros[-1]) == (micros[-1] >= num_micros)
 
 
 # M, W: micro-batches per rank, fillers, efficiency
@@ -48,7 +48,7 @@ TABLE = [
 def test_numbers(num_micros: int, world_size: int, per_rank: int, fillers: int, efficiency: float) -> None:
     schedule = RankSchedule(num_micros, world_size)
     assert schedule.num_micro_batches_per_rank == per_rank
-    assert schedule.num_fillers == fillers
+    assert schedule.num_padding_micro_batches == fillers
     assert schedule.efficiency == pytest.approx(efficiency)
 
 
@@ -61,9 +61,9 @@ def test_more_ranks_than_micro_batches_are_refused_with_a_remedy() -> None:
 
 
 def test_fillers_can_be_refused() -> None:
-    assert RankSchedule(8, 4, allow_fillers=False).num_fillers == 0
+    assert RankSchedule(8, 4, allow_padding=False).num_padding_micro_batches == 0
     with pytest.raises(PlanError) as caught:
-        RankSchedule(8, 7, allow_fillers=False)
+        RankSchedule(8, 7, allow_padding=False)
     assert "start 4 ranks" in caught.value.message
     assert "57.1%" in caught.value.message
 
@@ -84,7 +84,7 @@ def test_ranks_and_slots_outside_are_refused(rank: Any, slot: Any) -> None:
 
 def test_numbers_can_be_written_as_json() -> None:
     schedule = RankSchedule(8, 3)
-    json.dumps([schedule.efficiency, schedule.num_fillers, schedule.micro(2, 1)])
+    json.dumps([schedule.efficiency, schedule.num_padding_micro_batches, schedule.micro(2, 1)])
 
 
 # ---- lanes and nodes -----------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_nodes_that_divide_the_lanes_run_their_own(lanes: int, ranks_per_node: i
     local = math.gcd(64, lanes) % num_nodes == 0
     assert schedule.num_nodes == (num_nodes if local else 0)
     dealt = [micro for rank in range(world_size) for micro in schedule.micros(rank)]
-    assert sorted(dealt) == list(range(64 + schedule.num_fillers))
+    assert sorted(dealt) == list(range(64 + schedule.num_padding_micro_batches))
     assert all(
         len(schedule.micros(rank)) == schedule.num_micro_batches_per_rank for rank in range(world_size)
     )
@@ -108,13 +108,17 @@ def test_nodes_that_divide_the_lanes_run_their_own(lanes: int, ranks_per_node: i
         return
     for rank in range(world_size):
         for micro in schedule.micros(rank):
-            if not schedule.is_filler(micro):
+            if not schedule.is_padding(micro):
                 assert schedule.node_of_lane(micro % lanes) == rank // ranks_per_node
 
 
 def test_losing_a_node_costs_what_the_efficiency_says() -> None:
     schedule = RankSchedule(512, 56, lanes=64, ranks_per_node=8)
-    assert (schedule.num_nodes, schedule.num_micro_batches_per_rank, schedule.num_fillers) == (0, 10, 48)
+    assert (schedule.num_nodes, schedule.num_micro_batches_per_rank, schedule.num_padding_micro_batches) == (
+        0,
+        10,
+        48,
+    )
     assert round(schedule.efficiency, 3) == 0.914
 
 

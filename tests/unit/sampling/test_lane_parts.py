@@ -1,4 +1,4 @@
-"""Lanes, windows, rounds, the pool, and what is measured of them."""
+"""Lanes, windows, rounds, the remainder, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardflow.sampling import (
     measures as measure,
 )
 from shardflow.sampling.budget_batches import BudgetMicroBatches
-from shardflow.sampling.lanes import LaneMap, LaneWindows, Recent, Rounds
+from shardflow.sampling.lanes import Interleave, LaneMap, LaneWindows, Recent
 from tests.layouts import layout_of
 
 pytestmark = pytest.mark.fast
@@ -173,11 +173,11 @@ def test_few_shards_are_open() -> None:
 def test_rounds_are_whole_steps_and_equal_for_all_lanes(
     num_micros: list[int], per_step: int, round_micros: int
 ) -> None:
-    rounds = Rounds.of(np.array(num_micros), per_step, round_micros=round_micros)
+    rounds = Interleave.of(np.array(num_micros), per_step, round_micros=round_micros)
     assert rounds.bounds[0] == 0
     assert rounds.bounds[-1] == rounds.num_common <= min(num_micros)
     assert not (rounds.bounds * len(num_micros) % per_step).any()
-    assert rounds.num_pooled == sum(num_micros) - rounds.num_common * len(num_micros)
+    assert rounds.num_remainder == sum(num_micros) - rounds.num_common * len(num_micros)
     places = [rounds.round_of(step) for step in range(rounds.num_lane_steps)]
     assert [
         place

@@ -49,8 +49,8 @@ def test_all_micro_batches_hold_all_samples() -> None:
 
 def test_filler_and_padding_weigh_nothing() -> None:
     micros, _ = micros_of(29, 4)
-    assert micros.filler().rows.tolist() == [PADDING_ROW] * 4
-    assert micros.filler().num_samples == 0
+    assert micros.padding_micro_batch().rows.tolist() == [PADDING_ROW] * 4
+    assert micros.padding_micro_batch().num_samples == 0
     last = micros.micro_batch(7)
     assert last.weights.tolist() == [1, 0, 0, 0]
     assert last.num_samples == 1
@@ -58,7 +58,7 @@ def test_filler_and_padding_weigh_nothing() -> None:
 
 def test_arrays_cannot_be_changed() -> None:
     micros, _ = micros_of(29, 4)
-    batch, filler = micros.micro_batch(0), micros.filler()
+    batch, filler = micros.micro_batch(0), micros.padding_micro_batch()
     for array in (batch.rows, batch.weights, filler.rows, filler.weights, *micros.span(0, 2)):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 5

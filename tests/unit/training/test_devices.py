@@ -55,7 +55,7 @@ except ConfigError as error:
 wait = timedelta(seconds=30)
 with join_ranks("npu", Timeouts(startup=wait, steady=wait, control=wait)) as ranks:
     found["joined"] = [str(ranks.device), dist.get_backend(ranks.group), dist.get_backend(ranks.control)]
-    found["numbers"] = ranks.gather_numbers([1.5], wait).tolist()
+    found["numbers"] = ranks.all_gather_numbers([1.5], wait).tolist()
 found["chosen"] = sys.modules["torch_npu"].chosen
 print(json.dumps(found))
 """
@@ -73,7 +73,7 @@ def ascend(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env=environment | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -14,40 +14,40 @@ from shardflow.cli.main import main
 from shardflow.errors import ConfigError
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.training.config import (
-    BatchSettings,
-    DataSettings,
-    LoaderSettings,
-    RunSettings,
-    TextSettings,
+    BatchConfig,
+    DataConfig,
+    DataLoadingConfig,
+    RunConfig,
+    TextConfig,
     TrainConfig,
 )
-from shardflow.training.doctor import Finding, Surroundings, examine, look_around, matching
+from shardflow.training.doctor import Environment, Finding, examine, inspect_environment, matching
 from shardflow.training.nccl_variables import INVENTED, KNOWN, OLD_NAMES, RANGES, refuse_unknown_names
 
 pytestmark = pytest.mark.fast
 
 GIB = 1 << 30
-HEALTHY = Surroundings(
+HEALTHY = Environment(
     limits={"nofile": 65536, "memlock": None, "nproc": None},
     versions={"torch": "2.13.0+cpu", "pydicom": "3.0.2", "expat": "2.6.3"},
 )
 
 
-def problems(around: Surroundings) -> list[Finding]:
+def problems(around: Environment) -> list[Finding]:
     return [finding for finding in examine(around) if finding.level != "ok"]
 
 
-def with_variables(**variables: str) -> Surroundings:
-    return replace(HEALTHY, environment=variables)
+def with_variables(**variables: str) -> Environment:
+    return replace(HEALTHY, variables=variables)
 
 
 def settings(run: Path, *, prefetch_bytes: int = 1 << 28, threads: int = 2) -> TrainConfig:
     return TrainConfig(
-        data=DataSettings(dataset=str(run / "dataset")),
-        batch=BatchSettings(micro_batch_size=1, micro_batches_per_step=8),
-        text=TextSettings(tokenizer=run / "tokenizer"),
-        run=RunSettings(output=run),
-        loader=LoaderSettings(num_threads=threads, prefetch_bytes=prefetch_bytes),
+        data=DataConfig(dataset=str(run / "dataset")),
+        batch=BatchConfig(micro_batch_size=1, micro_batches_per_step=8),
+        text=TextConfig(tokenizer=run / "tokenizer"),
+        run=RunConfig(output=run),
+        loader=DataLoadingConfig(num_threads=threads, prefetch_bytes=prefetch_bytes),
         cache=CacheConfig(directory=run / "cache", max_bytes=10 * GIB),
     )
 
@@ -72,14 +72,14 @@ VARIABLES: list[tuple[dict[str, str], str, str, str]] = [
         "TORCH_NCCL_BLOCKING_WAIT_TIMEOUT_MS",
         "nothing reads it",
     ),
-    ({"NCCL_SOCKET_IFNAMES": "eth0"}, "error", "NCCL_SOCKET_IFNAMES", "say NCCL_SOCKET_IFNAME"),
+    ({"NCCL_SOCKET_IFNAMES": "eth0"}, "error", "NCCL_SOCKET_IFNAMES", "use NCCL_SOCKET_IFNAME"),
     (
         {"TORCH_NCCL_TRACE_BUFER_SIZE": "1"},
         "error",
         "TORCH_NCCL_TRACE_BUFER_SIZE",
-        "say TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "use TORCH_NCCL_TRACE_BUFFER_SIZE",
     ),
-    ({"NCCL_ASYNC_ERROR_HANDLING": "3"}, "warning", "NCCL_ASYNC_ERROR_HANDLING", "say TORCH_NCCL_ASYNC"),
+    ({"NCCL_ASYNC_ERROR_HANDLING": "3"}, "warning", "NCCL_ASYNC_ERROR_HANDLING", "use TORCH_NCCL_ASYNC"),
     ({"NCCL_IB_CUDA_SUPPORT": "1"}, "warning", "NCCL_IB_CUDA_SUPPORT", "NCCL_NET_GDR_LEVEL"),
     ({"NCCL_LL_THRESHOLD": "1"}, "warning", "NCCL_LL_THRESHOLD", "unset it"),
     ({"NCCL_IB_RETRY_CNT": "8"}, "error", "NCCL_IB_RETRY_CNT", "from 0 to 7"),
@@ -90,7 +90,7 @@ VARIABLES: list[tuple[dict[str, str], str, str, str]] = [
     ({"NCCL_DEBUG": "info"}, "warning", "NCCL_DEBUG", "WARN"),
     ({"NCCL_P2P_DISABLE": "1"}, "warning", "NCCL_P2P_DISABLE", "unset it"),
     ({"NCCL_DEBUG_FILE": "/tmp/nccl.log"}, "warning", "NCCL_DEBUG_FILE", "%h.%p"),
-    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "error", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "waits for ever"),
+    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "error", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "waits forever"),
     (
         {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "2000"},
         "warning",
@@ -186,7 +186,7 @@ def test_names_are_matched_as_nccl_does(pattern: str, hits: list[str]) -> None:
     assert matching(pattern, ("mlx5_0", "mlx5_1", "mlx5_10")) == hits
 
 
-MACHINES: list[tuple[Surroundings, str, str, str]] = [
+MACHINES: list[tuple[Environment, str, str, str]] = [
     (replace(HEALTHY, shm_bytes=64 << 20), "error", "/dev/shm", "--shm-size=256m"),
     (replace(HEALTHY, shm_bytes=None), "error", "/dev/shm", "none"),
     (replace(HEALTHY, shm_bytes=1 << 27), "warning", "/dev/shm", "remount"),
@@ -195,7 +195,7 @@ MACHINES: list[tuple[Surroundings, str, str, str]] = [
     (replace(HEALTHY, num_cores=1.5), "warning", "CPU cores", "1.5 for 1 ranks"),
     (replace(HEALTHY, memory_bytes=GIB // 2), "error", "memory", "loader.prefetch_bytes"),
     (
-        replace(HEALTHY, num_nodes=2, environment={"NCCL_SOCKET_IFNAME": "lo"}),
+        replace(HEALTHY, num_nodes=2, variables={"NCCL_SOCKET_IFNAME": "lo"}),
         "error",
         "NCCL_SOCKET_IFNAME",
         "the loopback",
@@ -207,7 +207,7 @@ MACHINES: list[tuple[Surroundings, str, str, str]] = [
         "eth0, ib0",
     ),
     (
-        replace(HEALTHY, hcas=("mlx5_1", "mlx5_10"), environment={"NCCL_IB_HCA": "mlx5_1"}),
+        replace(HEALTHY, hcas=("mlx5_1", "mlx5_10"), variables={"NCCL_IB_HCA": "mlx5_1"}),
         "warning",
         "NCCL_IB_HCA",
         "put = in front",
@@ -234,7 +234,7 @@ MACHINES: list[tuple[Surroundings, str, str, str]] = [
     ("around", "level", "topic", "words"), MACHINES, ids=[f"{case[2]} {case[3]}" for case in MACHINES]
 )
 def test_machine_is_found_wanting_with_its_fix(
-    around: Surroundings, level: str, topic: str, words: str
+    around: Environment, level: str, topic: str, words: str
 ) -> None:
     (finding,) = problems(around)
     assert (finding.level, finding.topic) == (level, topic)
@@ -263,7 +263,7 @@ def test_settings_of_the_run_ask_more_of_the_machine(tmp_path: Path) -> None:
 
 
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
-    around = look_around(settings(tmp_path / "run"), ranks_per_node=1)
+    around = inspect_environment(settings(tmp_path / "run"), ranks_per_node=1)
     assert "lo" in around.interfaces
     assert around.num_cores > 0
     assert 1 << 28 < around.memory_bytes < 1 << 50
@@ -271,12 +271,12 @@ def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     assert around.checkpoint_bytes is None
     (tmp_path / "run" / "cache").mkdir(parents=True)
     (tmp_path / "run" / "cache" / "block").write_bytes(b"x" * 5000)
-    assert look_around(settings(tmp_path / "run")).free_bytes["cache.directory"] > 5000
+    assert inspect_environment(settings(tmp_path / "run")).free_bytes["cache.directory"] > 5000
     assert around.versions["python"].startswith("3.")
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     newest.mkdir(parents=True)
     (newest / "model.safetensors").write_bytes(b"x" * 1000)
-    assert look_around(settings(tmp_path / "run")).checkpoint_bytes == 1000
+    assert inspect_environment(settings(tmp_path / "run")).checkpoint_bytes == 1000
 
 
 def test_command_tells_what_is_wrong_and_leaves_with_1(

@@ -11,7 +11,7 @@ import pytest
 from shardflow.cli.main import main
 from shardflow.config import dump_config
 from shardflow.errors import ConfigError
-from shardflow.training.config import BatchSettings
+from shardflow.training.config import BatchConfig
 from shardflow.training.memory_probe import fit_memory, measure_memory_curve
 from tests.tiny_runs import TinyInput, tiny_config
 
@@ -52,7 +52,7 @@ def test_memory_of_the_small_model_grows_and_a_proposal_keeps_the_samples_of_a_s
 
 def test_what_cannot_be_measured_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
     config = tiny_config(tiny, tmp_path / "run")
-    budget = BatchSettings(max_tokens=60, micro_batches_per_step=4)
+    budget = BatchConfig(max_tokens=60, micro_batches_per_step=4)
     with pytest.raises(ConfigError, match="micro_batch_size must be set"):
         measure_memory_curve(replace(config, batch=budget))
     sharded = replace(config, parallel=replace(config.parallel, strategy="fsdp2"))

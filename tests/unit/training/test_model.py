@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardflow.errors import ConfigError
-from shardflow.training.config import ImageSettings, ModelSettings
+from shardflow.training.config import ImageConfig, ModelConfig
 from shardflow.training.device.images import window_images
 from shardflow.training.models.reference import ReportModel, build_model
 from shardflow.training.sequences import IGNORED_LABEL, weighted_token_loss
@@ -26,8 +26,8 @@ def build(language: str = "gpt2", *, num_slices: int = 4, seed: int = 1, **setti
         **settings,
     }
     model = build_model(
-        ModelSettings(language=language, patch_size=8, **sizes),  # type: ignore[arg-type]
-        ImageSettings(num_slices=num_slices, rows=16, columns=8),
+        ModelConfig(language=language, patch_size=8, **sizes),  # type: ignore[arg-type]
+        ImageConfig(num_slices=num_slices, rows=16, columns=8),
         vocab_size=VOCAB_SIZE,
         max_tokens=MAX_TOKENS,
         seed=seed,
@@ -165,8 +165,8 @@ def test_more_positions_than_memory_are_an_error_of_configuration() -> None:
         ConfigError, match=r"1000000000005 positions must fit .* lower image\.num_slices or text"
     ):
         build_model(
-            ModelSettings(language="gpt2", patch_size=8),
-            ImageSettings(num_slices=4, rows=16, columns=8),
+            ModelConfig(language="gpt2", patch_size=8),
+            ImageConfig(num_slices=4, rows=16, columns=8),
             vocab_size=VOCAB_SIZE,
             max_tokens=10**12,
             seed=1,

@@ -31,7 +31,7 @@ class _Scrapes:
         return str(re.findall(r"metrics for Prometheus at (\S+)", self._log.text)[-1])
 
     def __call__(self, metrics: StepMetrics, num_steps: int) -> None:
-        with urllib.request.urlopen(self.url, timeout=60) as answer:
+        with urllib.request.urlopen(self.url, timeout=300) as answer:
             self.pages.append(answer.read().decode())
 
     def values(self, name: str) -> list[float]:
@@ -58,7 +58,7 @@ def test_a_run_serves_its_numbers_from_start_to_end_and_goes_on_with_them(
     # Folder names, and those of shards and samples, begin so.
     assert not re.search(r"dataset/|/tmp|train-0|sample", last.replace("shardflow_samples", ""))
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(scrapes.url, timeout=60)
+        urllib.request.urlopen(scrapes.url, timeout=300)
 
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     board.Reload()

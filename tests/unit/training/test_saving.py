@@ -16,7 +16,7 @@ from shardflow.errors import CheckpointError, WaitTimeoutError
 from shardflow.training.checkpoint.files import CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.saving import CheckpointSaver, SavingStage
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import OptimizerSettings
+from shardflow.training.config import OptimizerConfig
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks
 from shardflow.training.metrics import CheckpointMetrics
 from shardflow.training.step import build_optimizer
@@ -58,7 +58,7 @@ class Run:
         torch.manual_seed(1)
         self.ranks, self.folder = ranks, folder
         self.model = nn.Linear(3, 4)
-        self.optimizer = build_optimizer(self.model, OptimizerSettings(learning_rate=0.1))
+        self.optimizer = build_optimizer(self.model, OptimizerConfig(learning_rate=0.1))
         self.saver = CheckpointSaver(folder, ranks, self.model, self.optimizer, is_sharded=is_sharded)
         self.num_steps = 0
 
@@ -67,7 +67,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
-        stages = self.ranks.gather_numbers([self.saver.stage], WAIT)[:, 0]
+        stages = self.ranks.all_gather_numbers([self.saver.stage], WAIT)[:, 0]
         return self.saver.advance(stages.tolist())
 
     def begin(self) -> CheckpointMetrics | None:

@@ -9,7 +9,7 @@ import pytest
 
 from shardflow.errors import ConfigError, NoProgressError, StorageError
 from shardflow.logs import EventLog
-from shardflow.training.faults import check_progress, recorded
+from shardflow.training.faults import record_start, refuse_crash_loop
 from shardflow.training.health.heartbeat import Beat, Fault
 
 pytestmark = pytest.mark.fast
@@ -22,9 +22,9 @@ class KilledError(Exception):
 def start(run: Path, step: int, *, ends: type[Exception] | None = None, limit: int = 3) -> None:
     """One start from the checkpoint of ``step``; it ends with an error, or well."""
     checkpoint = str(run / "checkpoints" / f"step-{step:08d}") if step else None
-    check_progress(run, checkpoint, max_failed_starts=limit)
+    refuse_crash_loop(run, checkpoint, max_failed_starts=limit)
     try:
-        with recorded(run, checkpoint, attempt=1):
+        with record_start(run, checkpoint, attempt=1):
             if ends is not None:
                 raise ends("why")
     except (KilledError, ConfigError):
@@ -55,7 +55,7 @@ def test_an_end_that_cannot_be_written_changes_nothing_of_it(
 def test_three_starts_from_one_checkpoint_without_a_next_one_are_enough(tmp_path: Path) -> None:
     for _ in range(3):
         start(tmp_path, 40, ends=KilledError)
-    with pytest.raises(NoProgressError, match=r"got 3 starts from step 40 .* the watch saw no fault"):
+    with pytest.raises(NoProgressError, match=r"started 3 times from step 40 .* monitor saw no fault"):
         start(tmp_path, 40)
     start(tmp_path, 40, ends=KilledError, limit=0)  # a person tries once more
     start(tmp_path, 40, limit=5)

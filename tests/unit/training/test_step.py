@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import TrainingError
-from shardflow.training.config import ParallelSettings
+from shardflow.training.config import ParallelConfig
 from shardflow.training.distributed import Ranks, Timeouts, join_ranks, shard
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.step import accumulate_gradients, seed_micro_batch, warm_up
@@ -174,7 +174,7 @@ def test_a_sharded_model_exchanges_once_a_step_or_after_each_micro_batch(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
-    model = shard(TextOnly(), ranks, ParallelSettings(), compute=None)
+    model = shard(TextOnly(), ranks, ParallelConfig(), compute=None)
     accumulate_gradients(
         model,
         [(number, micro_inputs(number)) for number in range(3)],

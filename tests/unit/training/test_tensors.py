@@ -8,7 +8,7 @@ from torch import nn
 
 from shardflow.errors import CheckpointError
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import OptimizerSettings
+from shardflow.training.config import OptimizerConfig
 from shardflow.training.step import build_optimizer
 from tests.tiny_models import model_tensors, optimizer_tensors
 
@@ -32,7 +32,7 @@ class Tied(nn.Module):
 
 def trained(seed: int, steps: int) -> tuple[Tied, torch.optim.AdamW]:
     model = Tied(seed)
-    optimizer = build_optimizer(model, OptimizerSettings())
+    optimizer = build_optimizer(model, OptimizerConfig())
     for step in range(steps):
         train_step(model, optimizer, step)
     return model, optimizer

@@ -69,7 +69,7 @@ def test_same_reports_give_the_same_files_in_another_process(tiny: TinyInput, tm
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={"PYTHONHASHSEED": "77", "PATH": ""},
         cwd=Path(__file__).resolve().parents[3],
     )

@@ -24,7 +24,7 @@ from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers, read_tun
 from shardflow.sampling import BatchSpec
 from shardflow.storage.local import is_temporary_name
 from shardflow.telemetry import Move, TunableLimit
-from shardflow.training.config import LoaderSettings, TuneSettings
+from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.run import train
 from shardflow.training.tuning import Tuning, capped, common_limits
 from tests.distributed.moving_tuner import MovingTuner
@@ -58,7 +58,7 @@ def test_a_run_writes_what_it_found_and_its_next_start_begins_there(
     written = read_tuned(output / TUNED_FILE)
     assert written.items() >= found.items()
     pasted = tomllib.loads((output / TUNED_FILE).read_text(encoding="utf-8"))
-    assert LoaderSettings(**pasted["loader"]).prefetch_bytes == 3 << 20
+    assert DataLoadingConfig(**pasted["loader"]).prefetch_bytes == 3 << 20
     kinds = [move.kind for _, move in read_history(output).moves]
     assert kinds[-1] == "settle"
 
@@ -94,10 +94,10 @@ class OneRank:
 
     rank = 0
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return json.loads(json.dumps(value))
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         return [json.loads(json.dumps(value))]
 
 
@@ -106,7 +106,7 @@ def started(tiny: TinyInput, output: Path, *overrides: str) -> dict[str, int | s
     config = tiny_config(tiny, output, "tune.mode=on", *overrides)
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
     running = LoaderConfig(num_threads=1, prefetch_bytes=1 << 20)
-    with Loader(Dataset.open(tiny.dataset), split="train", batch=spec, seed=3, config=running) as loader:
+    with Loader(Dataset.open(tiny.dataset), split="train", spec=spec, seed=3, config=running) as loader:
         return Tuning(config.tune, OneRank(), loader, None, run=output).settings()  # type: ignore[arg-type]
 
 
@@ -181,7 +181,7 @@ class Scripted(Tuner):
 
 def scripted(monkeypatch: pytest.MonkeyPatch, script: dict[int, Callable[[Scripted], Change | None]]) -> None:
     monkeypatch.setattr(Scripted, "script", script)
-    monkeypatch.setattr("shardflow.monitoring.tuner.Tuner", Scripted)
+    monkeypatch.setattr("shardflow.training.tuning.Tuner", Scripted)
 
 
 def test_a_file_that_cannot_be_written_costs_a_warning(
@@ -251,7 +251,7 @@ def test_processes_that_cannot_start_leave_the_run_as_it_is(
 def test_a_run_that_is_tuned_leaves_no_more_behind_than_another(
     tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardflow.monitoring.tuner.Tuner", MovingTuner)
+    monkeypatch.setattr("shardflow.training.tuning.Tuner", MovingTuner)
 
     def left(name: str, mode: str) -> Counter[str]:
         overrides = ("run.num_epochs=2", "cache.ram_bytes=200kB", f"tune.mode={mode}")
@@ -292,7 +292,7 @@ def test_caps_of_the_configuration_lie_within_those_of_the_machine() -> None:
         "cache.max_bytes": TunableLimit(least=0, most=1 << 40),
         "loader.execution": TunableLimit(choices=("threads", "process"), is_live=False),
     }
-    tune = TuneSettings(max_threads=4, max_bytes=1 << 34)
+    tune = TuneConfig(max_threads=4, max_bytes=1 << 34)
     found = capped(limits, {"cache.max_bytes": 1 << 35}, tune)
     assert found["loader.num_threads"] == TunableLimit(least=1, most=4)
     assert found["loader.prefetch_bytes"].most == 1 << 30

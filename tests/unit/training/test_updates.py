@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardflow.errors import TrainingError
-from shardflow.training.config import OptimizerSettings
+from shardflow.training.config import OptimizerConfig
 from shardflow.training.step import Updates, build_optimizer
 from tests.tiny_models import optimizer_tensors
 
@@ -21,7 +21,7 @@ class Case:
     def __init__(self, *, scaled: bool = False, sgd: bool = False, **settings: object) -> None:
         torch.manual_seed(1)
         self.model = nn.Linear(3, 2).double()
-        chosen = OptimizerSettings(**settings)  # type: ignore[arg-type]
+        chosen = OptimizerConfig(**settings)  # type: ignore[arg-type]
         self.optimizer = (
             torch.optim.SGD(self.model.parameters(), lr=1.0) if sgd else build_optimizer(self.model, chosen)
         )

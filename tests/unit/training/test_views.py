@@ -14,7 +14,7 @@ from shardflow.loading import ImageView, SizedView, TileView, select
 from shardflow.sampling import ImageBucket, TileRule
 from shardflow.training.checkpoint.files import Checkpoint, read_checkpoint
 from shardflow.training.checkpoint.tensors import PiecewiseTensors
-from shardflow.training.config import BatchSettings, ImageSettings
+from shardflow.training.config import BatchConfig, ImageConfig
 from shardflow.training.data import batch_spec, image_view
 from shardflow.training.distributed import StopRequest
 from shardflow.training.metrics import StepMetrics, read_metrics
@@ -95,23 +95,23 @@ def test_another_view_is_another_run(tiny: TinyInput, tmp_path: Path, setting: s
 
 
 def test_settings_become_views() -> None:
-    sized = image_view(ImageSettings(sizes=("8x32x48", "2x64x64*3"), windows=("lung",), dtype="int16"))
+    sized = image_view(ImageConfig(sizes=("8x32x48", "2x64x64*3"), windows=("lung",), dtype="int16"))
     assert isinstance(sized, SizedView)
     assert (sized.windows, sized.dtype) == (("lung",), "int16")
     assert [(s.num_slices, s.rows, s.columns, s.weight) for s in sized.sizes] == [
         (8, 32, 48, 1),
         (2, 64, 64, 3),
     ]
-    tiled = image_view(ImageSettings(rows=32, columns=40, max_tiles=6, num_slices=2), is_evaluation=True)
+    tiled = image_view(ImageConfig(rows=32, columns=40, max_tiles=6, num_slices=2), is_evaluation=True)
     assert tiled == TileView(rows=32, columns=40, max_tiles=6, num_slices=2, dtype="float32")
-    framed = image_view(ImageSettings(fit="letterbox", padding="longest", transfer_rows=99))
+    framed = image_view(ImageConfig(fit="letterbox", padding="longest", transfer_rows=99))
     assert isinstance(framed, ImageView)
     assert (framed.rows, framed.columns, framed.fit, framed.padding) == (99, 64, "letterbox", "longest")
-    evaluated = image_view(ImageSettings(windows=("lung", "bone"), slice_choice="random"), is_evaluation=True)
+    evaluated = image_view(ImageConfig(windows=("lung", "bone"), slice_choice="random"), is_evaluation=True)
     assert isinstance(evaluated, ImageView)
     assert (evaluated.windows, evaluated.slice_choice) == (("lung",), "even")
     for is_evaluation, share in ((False, 0.5), (True, 0.0)):
-        pooled = image_view(ImageSettings(augment_pool=0.5), is_evaluation=is_evaluation)
+        pooled = image_view(ImageConfig(augment_pool=0.5), is_evaluation=is_evaluation)
         assert isinstance(pooled, ImageView)
         assert pooled.augment_pool == share
 
@@ -119,30 +119,30 @@ def test_settings_become_views() -> None:
 @pytest.mark.parametrize(
     ("image", "num_places"),
     [
-        (ImageSettings(num_slices=5), 5),
-        (ImageSettings(num_slices=5, max_tiles=4), 25),
-        (ImageSettings(num_slices=5, max_tiles=1), 5),
-        (ImageSettings(num_slices=5, sizes=("9x8x8", "2x16x16")), 9),
+        (ImageConfig(num_slices=5), 5),
+        (ImageConfig(num_slices=5, max_tiles=4), 25),
+        (ImageConfig(num_slices=5, max_tiles=1), 5),
+        (ImageConfig(num_slices=5, sizes=("9x8x8", "2x16x16")), 9),
     ],
 )
-def test_the_model_has_positions_for_every_place(image: ImageSettings, num_places: int) -> None:
+def test_the_model_has_positions_for_every_place(image: ImageConfig, num_places: int) -> None:
     assert image.num_places == num_places
 
 
 @pytest.mark.parametrize("size", ["", "8x8", "0x8x8", "8x8x8*0", "8x8x8 ", "axbxc", "8x8x8*"])
 def test_a_size_of_another_form_is_refused(size: str) -> None:
     with pytest.raises(ConfigError, match="sizes"):
-        ImageSettings(sizes=(size,))
+        ImageConfig(sizes=(size,))
 
 
 def test_settings_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="both"):
-        ImageSettings(sizes=("1x8x8",), max_tiles=2)
+        ImageConfig(sizes=("1x8x8",), max_tiles=2)
     with pytest.raises(ConfigError, match="left out"):
-        ImageSettings(max_tiles=2, fit="letterbox")
+        ImageConfig(max_tiles=2, fit="letterbox")
     for other in ({"max_tiles": 2}, {"sizes": ("1x8x8",)}, {"resolution": "small"}):
         with pytest.raises(ConfigError, match="augment_pool"):
-            ImageSettings(augment_pool=0.5, **other)
+            ImageConfig(augment_pool=0.5, **other)
 
 
 def test_stored_variants_are_not_turned_once_more(tiny: TinyInput, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_stored_variants_are_not_turned_once_more(tiny: TinyInput, tmp_path: Pat
 
 def test_what_images_cost_is_part_of_the_budget(tiny: TinyInput, tmp_path: Path) -> None:
     selection = select(Dataset.open(tiny.dataset), "train")
-    batch = BatchSettings(max_tokens=60, image_tokens_per_slice=3, micro_batches_per_step=2, packed=True)
+    batch = BatchConfig(max_tokens=60, image_tokens_per_slice=3, micro_batches_per_step=2, packed=True)
 
     def cost(*image: str) -> object:
         config = tiny_config(tiny, tmp_path, *image)

@@ -57,7 +57,7 @@ _MAX_FIELD: Final = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Columns:
-    """Which column of a table is what."""
+    """Columns of a table, by role."""
 
     image: str
     study: str
@@ -130,7 +130,7 @@ def read_boxes(path: Path, items: Sequence[int], targets: Targets, writer: Regio
 
 
 def image_names(name: str) -> tuple[str, ...]:
-    """What an image may be called that a table names: as it stands, without folders, without its suffixes."""
+    """Return the names under which a table may list an image: in full, without folders, without suffixes."""
     base = name.replace("\\", "/").rpartition("/")[2]
     stems = [base]
     for suffix in (".gz", ".dcm", ".dicom", ".jpg", ".jpeg", ".png", ".nii"):

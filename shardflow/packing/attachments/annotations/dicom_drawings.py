@@ -408,7 +408,7 @@ def _read_group(
 
 
 def _kind(shapes: list[Node]) -> Any:
-    """What a group draws; numbers alone, or of a line, are a measurement."""
+    """Return the kind of region of a group; numbers alone, or of a line, are a measurement."""
     types = {text_of(node.item, "GraphicType") for node in shapes}
     if types and types <= {"MULTIPOINT", "POINT"}:
         return "point"

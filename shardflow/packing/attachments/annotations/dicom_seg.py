@@ -51,7 +51,7 @@ _SHIFTED: Final = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Frame:
-    """What the headers say of one frame."""
+    """One frame as the headers describe it."""
 
     index: int
     segment: int | None

@@ -281,7 +281,7 @@ Plate = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Where the pixels of one slice lie in a stack of planes."""
+    """Pixels of one slice, located in a stack of planes."""
 
     shape: tuple[int, int]
     """Rows and columns of a plane."""
@@ -353,7 +353,7 @@ class PlaneStack:
         return len(self._along)
 
     def reach_mm(self, target: Target, *, is_source: bool) -> float:
-        """How far a plane reaches to each side.
+        """Return the distance that a plane reaches to each side.
 
         Args:
             target: The series whose slices are to be read.

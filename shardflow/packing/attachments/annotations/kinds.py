@@ -33,7 +33,7 @@ class AnnotationKind:
     describer: str
     """``module:function`` of this package: ``(path, limits)`` to an item, or to several."""
     reader: str
-    """``module:function``: ``(path, targets, writer)``; of files with several items ``(path, items, ...)``."""
+    """``module:function``: ``(path, targets, writer)``; ``(path, items, ...)`` if it has several items."""
     recogniser: str = ""
     """``module:function``: ``(path, head)``; none for DICOM objects."""
     has_items: bool = False

@@ -186,7 +186,7 @@ Dangling = Literal[
     "OUTSIDE",
     "UNSUPPORTED_SHAPE",
 ]
-"""Why something that an annotation says has no place in the stored images; see docs/attachments.md."""
+"""Reasons for which a part of an annotation has no place in the stored images; see docs/attachments.md."""
 
 _DECIMALS: Final = 3
 _FULL: Final = 255
@@ -194,22 +194,22 @@ _FULL: Final = 255
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionFacts:
-    """What is known of a region beside its place; labels, codes and identifiers as the file has them."""
+    """Facts of a region other than its place; labels, codes and identifiers as in the file."""
 
     kind: Kind
     source: Source
     label: str = ""
     also: str = ""
-    """What else may serve as its label."""
+    """Further texts that may serve as its label."""
     code: Code | None = None
-    """What it is: property type, finding."""
+    """Concept of the region: property type, finding."""
     anatomy: Code | None = None
-    """Where it is: anatomic region, finding site."""
+    """Anatomic region or finding site."""
     side: Literal["B", "L", "R"] | None = None
     tracking: str = ""
-    """What all annotations of one lesion share."""
+    """Identifier shared by all annotations of one lesion."""
     reader: int | None = None
-    """Which of several readers drew it, from 0."""
+    """Number of the reader who drew it, from 0."""
     value: int | None = None
     """Number that stood for it in a volume of labels."""
     is_fractional: bool = False

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnnotationLimits:
-    """What the annotations of one file may ask for; above it the file's outcome is LIMIT_EXCEEDED."""
+    """Limits on the annotations of one file; above them its outcome is LIMIT_EXCEEDED."""
 
     max_file_bytes: int = 1 << 28
     """Bytes of a file that is parsed whole: structure sets, reports, tables; of a segmentation before its
@@ -129,7 +129,7 @@ class Target:
 
     @property
     def thickness_mm(self) -> float:
-        """How far one slice reaches, half to each side; 1 mm where nobody says."""
+        """Thickness of one slice, half to each side; 1 mm where it is not stated."""
         if self.slice_spacing_mm:
             return float(self.slice_spacing_mm)
         return float(np.linalg.norm(self._affine()[:3, 2])) if self.affine_lps is not None else 1.0

@@ -16,7 +16,7 @@ from shardflow.reports.lexicon import Lexicon, Side, fold_words, load_lexicon, w
 _MAX_LABEL: Final = 128
 """Characters of a label that are looked at."""
 _ASIDE = re.compile(r"\([^()]*\)|(?<![^\W\d_])[A-Za-z]\d+")
-"""What brackets hold, and levels such as L1, whose letter is no side."""
+"""Text in brackets, and levels such as L1, whose letter is no side."""
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+")
 _TREATMENT = re.compile(r"(?i:\b(gtv|ctv|ptv|itv)(?:[a-z]{1,2})?(?![a-z]))")
 _SIDES: Final[dict[str, Side]] = {
@@ -27,7 +27,7 @@ _FILLERS: Final = word_set(
     "a annotation contour entire label mask of region roi seg segment segmentation structure the"
 )
 _TREATMENT_WORDS: Final = frozenset({"body", "couch", "external"})
-"""What structure sets of radiotherapy hold beside anatomy."""
+"""Labels of radiotherapy structure sets that are not anatomy."""
 
 _SCHEMES: Final[dict[str, re.Pattern[str]]] = {
     "SCT": re.compile(r"\d{6,18}"),
@@ -67,7 +67,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """What the lexicon makes of a label."""
+    """A label as the lexicon reads it."""
 
     name: str
     """The lexicon's own name; empty where the label says nothing but a side."""

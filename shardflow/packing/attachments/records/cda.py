@@ -31,7 +31,7 @@ _PASSED: Final = frozenset(
     {"author", "id", "informant", "participant", "performer", "recordTarget", "specimen", "subject", "text"}
 )
 _MOODS: Final = frozenset({"", "EVN"})
-"""What happened; plans and wishes are other moods."""
+"""Mood of events; plans and wishes have other moods."""
 _NUMBERS: Final = frozenset({"INT", "REAL"})
 _CODED: Final = frozenset({"CD", "CE", "CO", "CS"})
 _TEXTS: Final = frozenset({"ED", "ST"})

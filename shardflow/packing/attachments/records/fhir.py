@@ -147,7 +147,7 @@ _SOURCE: Final = "fhir"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """What is taken of one type of resources."""
+    """The elements that are read of one type of resource."""
 
     name: str
     codes: Sequence[str] = ("code",)

@@ -58,7 +58,7 @@ def record_kinds(settings: RecordsConfig) -> tuple[AttachmentKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """What the kinds share."""
+    """Shared part of the kinds."""
 
     settings: RecordsConfig
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardflow.packing.attachments.records.record_filter import Fact, RecordFilter
 
 Node: TypeAlias = Any
-"""What a path walks through: an `XmlNode`, or a value of JSON."""
+"""A node that paths descend through: an `XmlNode`, or a value of JSON."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _KIND: Final = re.compile(r"[a-z0-9-]{1,20}")
@@ -37,7 +37,7 @@ class FieldMapping:
     """One field of a record."""
 
     path: str
-    """Where it lies, below the record."""
+    """Its path below the record."""
     type: Literal["choice", "code", "date", "flag", "number", "text"] = "number"
     """``text`` becomes a scrubbed document; ``choice`` leaves as one of ``choices``."""
     unit: str = "1"
@@ -60,10 +60,10 @@ class FieldMapping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordMapping:
-    """How one kind of files is read."""
+    """Mapping of one kind of files."""
 
     name: str
-    """What the kind is called; ``[a-z0-9-]``."""
+    """Name of the kind; ``[a-z0-9-]``."""
     format: Literal["json", "json-lines", "xml"]
     root: str
     """Name of the root element, or of a key that every file has near its beginning; others are not of it."""
@@ -197,7 +197,7 @@ def _text(value: Node) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordsConfig:
-    """What of clinical documents is packed."""
+    """Settings of clinical records."""
 
     free_text: FreeText = "scrub"
     """``scrub``: narrative and other free text becomes ``document.NNN.txt``, scrubbed as reports are.

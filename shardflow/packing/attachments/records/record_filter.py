@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Fact: TypeAlias = dict[str, Any]
 
 FreeText: TypeAlias = Literal["drop", "scrub"]
-"""What becomes of free text: nothing, or scrubbed documents of their own."""
+"""Treatment of free text: dropped, or packed as separate, scrubbed documents."""
 
 _STATUSES: Final = frozenset(
     """

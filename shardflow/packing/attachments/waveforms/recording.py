@@ -1,4 +1,4 @@
-"""Recording as it is stored: integers of the device, their scaling, and the header words that may be published.
+"""Recording as stored: integers of the device, their scaling, and the header words that may be published.
 
 Channel names, units, filters and events are free text in EDF and WFDB, so their lists are closed: a word that
 is not listed is stored as null, and the caller counts it.
@@ -131,7 +131,7 @@ class Channel:
     """None where the recording is not calibrated."""
     offset: float
     code: Mapping[str, str] | None = None
-    """What is measured, as ``scheme`` and ``value``."""
+    """The measured quantity, as ``scheme`` and ``value``."""
     invalid_value: int | None = None
     """Stored where there is no sample."""
     filters: str | None = None
@@ -163,7 +163,7 @@ class SampleArray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """What one file, or one header with its files, holds."""
+    """The content of one file, or of one header with its files."""
 
     source: str
     arrays: Sequence[SampleArray]

@@ -100,7 +100,7 @@ def read_jpeg2000_header(data: bytes) -> CodestreamHeader | None:
 
 
 def _skip_boxes(data: bytes) -> int | None:
-    """Where the codestream box begins; None where a box has no proper length (other parsers hang there)."""
+    """Return the start of the codestream box; None if a box has no proper length (other parsers hang)."""
     position = 0
     while True:
         length, kind = struct.unpack_from(">I4s", data, position)
@@ -125,7 +125,7 @@ DECODER_ORDER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LOSSY_JPEG | _JPEG_2000, ("imagecodecs", "pillow")),
     **dict.fromkeys(_LOSSLESS_JPEG | _JPEG_LS | _HTJ2K, ("imagecodecs",)),
 }
-"""Which decoders are tried, in this order, for each encapsulated transfer syntax."""
+"""Decoders of each encapsulated transfer syntax, in the order in which they are tried."""
 
 DECODER_DEPENDENCIES = dict.fromkeys(DECODER_ORDER, ("imagecodecs>=2025.3.30",))
 """Part of pydicom's plugin interface."""

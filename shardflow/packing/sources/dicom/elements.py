@@ -33,7 +33,7 @@ from shardflow.packing.sources.dicom.dictionary import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeaderLimits:
-    """What one file may ask for; above it the outcome is LIMIT_EXCEEDED."""
+    """Limits on one file; above them the outcome is LIMIT_EXCEEDED."""
 
     max_frame_pixels: int = 1 << 28
     """Rows times columns of one frame."""
@@ -118,7 +118,7 @@ class FileElements(Elements):
     """None: encapsulated."""
     flags: tuple[str, ...] = ()
     problem: str | None = None
-    """Why the walk ended early; what was read before that place is there."""
+    """Reason for which the walk ended early; what was read before that place is kept."""
 
 
 class Walk:

@@ -138,7 +138,7 @@ def describe_geometry(
 
 
 def _judge_gaps(gaps: Sequence[float], spacing: float) -> tuple[int, bool]:
-    """How many slices are missing from a regular grid, and whether other gaps differ from the median."""
+    """Count slices missing from a regular grid, and tell whether other gaps differ from the median."""
     num_missing, is_irregular = 0, False
     for gap in gaps:
         ratio = gap / spacing

@@ -114,7 +114,7 @@ class InstanceHeader:
     num_bytes: int
     """Size of the file."""
     flags: tuple[str, ...]
-    """What was odd and could be put right; docs/dicom.md lists the codes."""
+    """Irregularities that were corrected; docs/dicom.md lists the codes."""
     accession_number: str = ""
     """This and the next two link attachments with the study."""
     study_date: str = ""

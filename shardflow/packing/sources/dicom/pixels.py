@@ -33,7 +33,7 @@ from shardflow.packing.sources.dicom.stacks import Stack, Study
 from shardflow.packing.sources.dicom.stored import LookupTable, iter_stored, read_modality_lut
 
 AIR_HU = -1024
-"""What padding of a CT becomes."""
+"""Value of padding in a CT."""
 
 _QUANTITATIVE = frozenset({"CT", "MR", "NM", "PT"})
 """Modalities whose values are measurements: never mirrored."""
@@ -48,7 +48,7 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceForm:
-    """What all slices of a stack look like."""
+    """Form that all slices of a stack share."""
 
     dtype: str
     """NumPy name: uint8, int16, uint16, int32 or float32."""
@@ -57,7 +57,7 @@ class SliceForm:
     mirror: float | None = None
     """MONOCHROME1 of a display image: each value v becomes ``mirror - v``, so that larger is brighter."""
     fill: float = 0.0
-    """What padding becomes, the same in every slice."""
+    """Value of padding, the same in every slice."""
 
     @property
     def range(self) -> tuple[int, int] | None:
@@ -66,7 +66,7 @@ class SliceForm:
 
 
 class _Fact(NamedTuple):
-    """What the form depends on; 300 slices usually share one."""
+    """The header facts that decide the form; 300 slices usually share one."""
 
     image: ImageDescription
     modality: str
@@ -285,7 +285,7 @@ def _to_modality(
 
 
 def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
-    """Where a slice holds data; None where it is all data."""
+    """Return the mask of valid pixels, or None if all are."""
     if padding is None:
         return None
     low, high = padding
@@ -294,7 +294,7 @@ def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
 
 
 def _finite(stored: Array) -> Array | None:
-    """Where floating point values are numbers; what is none lies outside the image."""
+    """Return the mask of finite values; the others lie outside the image."""
     finite = np.isfinite(stored)
     return None if finite.all() else finite
 

@@ -43,7 +43,7 @@ DIFFUSION_TAGS: Final = frozenset(
     | {tag for tag, _ in (_SIEMENS, _GE_NUMBERS, _PHILIPS, _PHILIPS_MR)}
     | {*_GE_DIRECTION, *_PHILIPS_DIRECTION}
 )
-"""What `read_diffusion` looks at."""
+"""Tags that `read_diffusion` uses."""
 
 _GE_OFFSET: Final = 1_000_000_000
 """Newer GE software adds it to the b-value."""
@@ -204,7 +204,7 @@ def read_rescale_types(root: Elements) -> set[str]:
 
 
 def _nearest(root: Elements, groups: Sequence[Elements], group: int, tag: int) -> Elements:
-    """Where a tag of a functional group is stated: in the first of the levels that does, else at the root."""
+    """Return the level that states a tag of a functional group: the first one that does, else the root."""
     for level in groups:
         for item in level.items(group)[:1]:
             if tag in item.values:

@@ -34,7 +34,7 @@ _MISSING_NUMBER = 1 << 62
 
 
 class StackKind(StrEnum):
-    """What a stack is good for; the order is the order of preference for the primary series."""
+    """Kind of a stack; the order is the order of preference for the primary series."""
 
     VOLUME = "volume"
     """Four or more parallel slices at known positions."""
@@ -62,7 +62,7 @@ class SliceRef:
 
     @property
     def number(self) -> int | None:
-        """What a report calls the image: *Instance Number*, or the 1-based frame of a multi-frame file."""
+        """Number of the image in reports: *Instance Number*, or the 1-based frame of a multi-frame file."""
         return self.frame + 1 if self.instance.image.num_frames > 1 else self.instance.instance_number
 
     @property
@@ -384,7 +384,7 @@ def _build_study(instances: Sequence[InstanceHeader]) -> Study:
 
 
 def _preference(header: InstanceHeader) -> tuple[str, bool, int, int, str, int]:
-    """Which of several files with one identifier is kept: the smallest; its place decides between equals."""
+    """Order of preference among files with one identifier: the smallest, then by place."""
     return (
         header.sop_instance_uid,
         not header.is_native,

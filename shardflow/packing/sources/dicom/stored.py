@@ -142,7 +142,7 @@ _TAIL_BYTES = 10
 
 
 class Fragment(NamedTuple):
-    """Where one fragment's bytes lie in the file."""
+    """Byte range of one fragment in the file."""
 
     offset: int
     num_bytes: int

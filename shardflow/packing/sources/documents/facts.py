@@ -26,7 +26,7 @@ _MIN_LETTERS: Final = 2
 
 
 class People:
-    """What a document says of people, by DICOM keyword, as `shardflow.packing.deid.known_values` looks for it."""
+    """People named by a document, by DICOM keyword; `shardflow.packing.deid.known_values` finds them in texts."""
 
     __slots__ = ("_values",)
 
@@ -95,7 +95,7 @@ class DocumentFacts:
     patient_ids: list[str] = field(default_factory=list, repr=False)
     """Surest first: medical record numbers before others."""
     time: datetime | None = field(default=None, repr=False)
-    """When it happened, for windows of time; without a zone as it was written, else in UTC."""
+    """Time of the event, for time windows; in UTC, or as written if it has no zone."""
     people: People = field(default_factory=People, repr=False)
 
 

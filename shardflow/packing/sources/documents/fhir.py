@@ -27,7 +27,7 @@ from shardflow.packing.sources.documents.facts import (
 Resource: TypeAlias = Mapping[str, Any]
 
 _INDEXED: Final = frozenset({"Binary", "Encounter", "ImagingStudy", "Patient", "Procedure", "ServiceRequest"})
-"""What others refer to; of every file only these stay in memory."""
+"""Resources that others refer to; only these of every file stay in memory."""
 _ACCESSION: Final = "ACSN"
 _SOCIAL: Final = frozenset({"DL", "PPN", "SB", "SS"})
 _RECORD_NUMBER: Final = "MR"
@@ -51,7 +51,7 @@ _TIMES: Final = (
     "date",
     "created",
 )
-"""When something happened; the surest first."""
+"""Elements that state the time of an event, the most reliable first."""
 _SUBJECTS: Final = ("subject", "patient")
 _MAX_NESTING: Final = 4
 """Bundles inside bundles."""

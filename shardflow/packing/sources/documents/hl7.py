@@ -33,10 +33,10 @@ _SEGMENT: Final = re.compile(r"[A-Z][A-Z0-9]{2}(?=[^\w\s]|$)")
 _INLINE: Final = re.compile(
     r"(?:(?<=[ \t])|(?<=\|))(?=(?:MSH|PID|PV1|ORC|OBR|NTE|NK1|ZDS)\|)|(?<=[ \t|])(?=OBX\|\d)"
 )
-"""Where a segment begins on the line of another; its separator would be escaped inside a field."""
+"""Start of a segment on the line of another; inside a field its separator would be escaped."""
 _NOT_DATA: Final = frozenset({"BHS", "BTS", "FHS", "FTS"})
 _ESCAPE: Final = re.compile(r"\\([EFHNRST]|X[0-9A-Fa-f]*|[CMZ][0-9A-Za-z]*|\.[a-z]{2} ?[+-]?\d*)\\")
-"""What is none of them, such as the path of a file, stays as it is."""
+"""Anything else, such as the path of a file, stays as it is."""
 _MAX_BLANK_LINES: Final = 20
 _DEFAULT_SEPARATORS: Final = "|^~\\&"
 

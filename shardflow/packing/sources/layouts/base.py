@@ -186,14 +186,14 @@ _PATHS = ("table", "split_table")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutConfig:
-    """Whose an input is, and which report goes with it."""
+    """Settings of a layout: how the study and the report of an input are found."""
 
     kind: str = "headers"
-    """How the inputs are laid out: one of `LAYOUT_KINDS`, or a layout of an installed package."""
+    """Layout of the inputs: one of `LAYOUT_KINDS`, or a layout of an installed package."""
     table: Path | None = None
     """CSV (``.csv``, ``.csv.gz``) or Parquet table of the images; which kinds have one: docs/layouts.md."""
     columns: dict[str, str] = field(default_factory=dict)
-    """What the columns of ``table`` are called, by role, where a kind's own names do not fit."""
+    """Names of the columns of ``table`` by role, if they differ from the kind's own."""
     report_columns: dict[str, str] = field(default_factory=dict)
     """The same for the table of ``inputs.reports``."""
     pattern: str = ""
@@ -211,18 +211,18 @@ class LayoutConfig:
     split_table: Path | None = None
     """Table of the official splits: a column ``split`` and one of patients."""
     split_columns: dict[str, str] = field(default_factory=dict)
-    """What its columns are called: roles ``patient`` and ``split``."""
+    """Names of its columns: roles ``patient`` and ``split``."""
     split_names: dict[str, str] = field(default_factory=dict)
     """Split of this dataset for names in tables, paths and patterns, such as ``valid = "val"``."""
     volume_facts: Literal["header", "table"] = "header"
-    """Where spacing, slope and intercept of NIfTI volumes come from; never from both."""
+    """Source of spacing, slope and intercept of NIfTI volumes; never both."""
     missing_files: Literal["quarantine", "ignore"] = "quarantine"
-    """What becomes of rows whose file is not there: inputs that are quarantined, or no inputs (a part of a
+    """Treatment of rows whose file does not exist: quarantined inputs, or no inputs (if only a part of a
     collection was fetched)."""
     report_of_several_studies: Literal["quarantine", "copy"] = "quarantine"
-    """What becomes of a report that names several studies: none of them has it, or each has a copy."""
+    """Treatment of a report that names several studies: none of them gets it, or each gets a copy."""
     reports_of_one_study: Literal["quarantine", "append"] = "quarantine"
-    """What becomes of several different reports of one study: quarantined with it, or the final one is taken
+    """Treatment of several different reports of one study: quarantined with it, or the final one is taken
     with all addenda behind it, and preliminary ones are left out."""
 
     def __post_init__(self) -> None:
@@ -282,15 +282,15 @@ class LayoutInputs(Protocol):
 
     @property
     def reports(self) -> Path | None:
-        """Where the reports are."""
+        """File or folder of the reports."""
 
     @property
     def reports_format(self) -> ReportFormat | Literal["documents"]:
-        """How they are read, where the layout does not say it."""
+        """Format of the reports, unless the layout decides it."""
 
     @property
     def layout(self) -> LayoutConfig:
-        """What the layout is."""
+        """Settings of the layout."""
 
 
 class Layout(Protocol):
@@ -310,7 +310,7 @@ class Layout(Protocol):
 
 
 class PlacedLayout:
-    """What layouts share that say whose an image is.
+    """Base of the layouts that place images themselves.
 
     Args:
         inputs: The settings.
@@ -352,7 +352,7 @@ class PlacedLayout:
         return iter(())
 
     def reason_of_other(self, path: Path) -> Reason:
-        """Why a file is no image."""
+        """Return the reason for which a file is not an image."""
         is_table = path.name.lower().endswith((".csv", ".csv.gz", ".parquet"))
         return Reason.LAYOUT_FILE if is_table or path.resolve() in self._own_files else Reason.NOT_IMAGE
 
@@ -386,7 +386,7 @@ class PlacedLayout:
         return split
 
     def split_columns(self) -> Mapping[str, str]:
-        """What the split table calls its columns, by default."""
+        """Return the default column names of the split table."""
         return {"patient": "patient", "split": "split"}
 
     def patient_name(self, text: str) -> str:

@@ -301,7 +301,7 @@ class Manifest(TableLayout):
 
 
 class _Join:
-    """Which studies a row of the reports names."""
+    """Lookup of the studies that a row of the reports names."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

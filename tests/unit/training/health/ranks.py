@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from shardflow.training.health.monitor import RankWatch
+from shardflow.training.health.monitor import RankHealthMonitor
 
 HANG_S = 4.0
 WHERE = "stage read of shard train-000003, tier remote for 9.0 s"
@@ -24,28 +24,28 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     rank, run = int(sys.argv[1]), Path(sys.argv[2])
     listen = "127.0.0.1" if rank == 0 else ""
-    watch = RankWatch(
+    monitor = RankHealthMonitor(
         rank=rank, hang_s=HANG_S, lost_s=HANG_S, run=run, listen=listen, token="secret", grace_s=0.5
     )
     # A signal to a rank's whole group may come when its side has hardly begun: it is none of the side's.
     for side in sides_of(os.getpid()):
         os.kill(side, signal.SIGTERM)
-    watch.enter("step 7, computing")
+    monitor.enter("step 7, computing")
     if rank == 0:
-        say({"port": watch.hub_port(60.0)})
+        say({"port": monitor.hub_port(60.0)})
     for line in sys.stdin:
         order = json.loads(line)
         if "port" in order:
-            watch.report_to("127.0.0.1", order["port"])
+            monitor.report_to("127.0.0.1", order["port"])
             say({})
         elif "hold" in order:
             hold_the_interpreter()
         elif "stick" in order:
-            watch.enter("step 8, waiting for data", 1.0, describe=lambda: WHERE)
+            monitor.enter("step 8, waiting for data", 1.0, describe=lambda: WHERE)
             time.sleep(3600)
         else:
-            watch.bye(order["bye"], text="the reason")
-            watch.close()
+            monitor.report_end(order["bye"], text="the reason")
+            monitor.close()
             return
 
 

@@ -1,10 +1,10 @@
-"""Who is at fault: judged from what a board shows and from who is heard, with the time given."""
+"""Who is at fault: judged from what a page shows and from who is heard, with the time given."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardflow.training.health.heartbeat import Beat, Board, BoardView, Fault, split_lines
+from shardflow.training.health.heartbeat import Beat, Fault, HeartbeatPage, HeartbeatView, split_lines
 from shardflow.training.health.side import RankJudge, RunJudge
 
 pytestmark = pytest.mark.fast
@@ -18,7 +18,7 @@ class Case:
     def __init__(self, hang_s: float = HANG_S) -> None:
         self.now = 1000.0
         self.judge = RankJudge(rank=3, host="node-b", pid=77, hang_s=hang_s, tick_s=TICK_S, now=self.now)
-        self.view = BoardView({}, "", 0, 0)
+        self.view = HeartbeatView({}, "", 0, 0)
 
     def enter(self, phase: str, limit_s: float | None = None, *, together: bool = False) -> None:
         self.view.phase = {"phase": phase, "limit_s": limit_s, "together": together}
@@ -29,7 +29,9 @@ class Case:
             self.now += TICK_S
             self.view.pulse_count += pulse
             fault = self.judge.look(
-                BoardView(self.view.phase, self.view.waits_for, self.view.phase_count, self.view.pulse_count),
+                HeartbeatView(
+                    self.view.phase, self.view.waits_for, self.view.phase_count, self.view.pulse_count
+                ),
                 state,
                 self.now,
             )
@@ -135,9 +137,9 @@ def test_fault_crosses_as_json() -> None:
 
 
 def test_board_shows_what_was_written_and_never_half_of_it() -> None:
-    mine = Board()
+    mine = HeartbeatPage()
     try:
-        reader = Board(mine.descriptor)
+        reader = HeartbeatPage(mine.descriptor)
         assert reader.read().phase == {}
         mine.write_phase("step 1, computing", limit_s=5.0, is_together=False)
         mine.write_wait("stage read of shard train-000001, tier local for 2.0 s")
@@ -156,16 +158,16 @@ def test_board_shows_what_was_written_and_never_half_of_it() -> None:
 
 @pytest.mark.parametrize("letter", ["x", '"', "\\", "\u00e9"])
 def test_text_of_any_length_and_letters_fits_its_slot(letter: str) -> None:
-    board = Board()
+    page = HeartbeatPage()
     try:
-        board.write_wait(letter * 10_000)
-        board.write_phase(letter * 10_000, limit_s=60.0, is_together=True)
-        board.beat()
-        view = board.read()
+        page.write_wait(letter * 10_000)
+        page.write_phase(letter * 10_000, limit_s=60.0, is_together=True)
+        page.beat()
+        view = page.read()
         assert view.waits_for == view.phase["phase"] == letter.replace("\u00e9", "?") * 1800
         assert view.pulse_count == 1
     finally:
-        board.close()
+        page.close()
 
 
 def test_lines_are_cut_and_what_is_not_json_is_refused() -> None:

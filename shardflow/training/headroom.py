@@ -29,7 +29,7 @@ import torch
 
 from shardflow.telemetry import STAGES
 from shardflow.training.checkpoint.files import CheckpointFolder
-from shardflow.training.config import MonitorSettings, TrainConfig
+from shardflow.training.config import MonitorConfig, TrainConfig
 from shardflow.training.distributed import Ranks, StopRequest, Timeouts, join_ranks, prefer_determinism
 from shardflow.training.inputs import DeviceFeed, FedMicroBatch
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
@@ -50,7 +50,7 @@ _FEWEST_STEPS, _MOST_STEPS = 2, 2_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeadspaceOptions:
+class HeadroomOptions:
     """How long to measure."""
 
     num_rounds: int = 5
@@ -60,7 +60,7 @@ class HeadspaceOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeadspaceRound:
+class HeadroomRound:
     """What one contestant did in one round, over all ranks."""
 
     num_steps: int
@@ -73,13 +73,13 @@ class HeadspaceRound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Headspace:
+class Headroom:
     """The rounds of each contestant, and what they were run on."""
 
     world_size: int
     device: str
     """Type of the device: ``cpu``, ``cuda``, ``npu``."""
-    rounds: dict[Contestant, list[HeadspaceRound]]
+    rounds: dict[Contestant, list[HeadroomRound]]
     stages: dict[str, float]
     """Seconds of all threads of rank 0's loader in the rounds of ``loader``, by stage."""
     tier_bytes: dict[str, float]
@@ -114,11 +114,11 @@ class ReplayFeed:
         return 0.0
 
 
-def measure_headspace(
+def measure_headroom(
     config: TrainConfig,
-    options: HeadspaceOptions,
+    options: HeadroomOptions,
     progress: Callable[[int, int], None] | None = None,
-) -> Headspace | None:
+) -> Headroom | None:
     """Measure what a job could do at most; every rank that torchrun started calls this once.
 
     Args:
@@ -141,22 +141,22 @@ def measure_headspace(
     if config.run.deterministic:
         prefer_determinism()
     with join_ranks(config.run.device, timeouts) as ranks:
-        return measure_headspace_on(ranks, config, options, progress)
+        return measure_headroom_on(ranks, config, options, progress)
 
 
-def measure_headspace_on(
+def measure_headroom_on(
     ranks: Ranks,
     config: TrainConfig,
-    options: HeadspaceOptions,
+    options: HeadroomOptions,
     progress: Callable[[int, int], None] | None = None,
-) -> Headspace | None:
-    """Do the same on ranks that have joined already; arguments and errors as in `measure_headspace`."""
+) -> Headroom | None:
+    """Do the same on ranks that have joined already; arguments and errors as in `measure_headroom`."""
     with tempfile.TemporaryDirectory(prefix="shardflow-bench-") as folder, ExitStack() as stack:
         output = Path(folder)
         aside = replace(
             config,
             run=replace(config.run, output=output, tensorboard=False),
-            monitor=MonitorSettings(interval_s=0),
+            monitor=MonitorConfig(interval_s=0),
         )
         parts = prepare_run(
             aside,
@@ -173,7 +173,7 @@ def measure_headspace_on(
 class _Turns:
     """Gives each contestant its turns."""
 
-    def __init__(self, parts: RunParts, options: HeadspaceOptions) -> None:
+    def __init__(self, parts: RunParts, options: HeadroomOptions) -> None:
         self._parts = parts
         self._ranks: Ranks = parts.ranks
         self._options = options
@@ -184,11 +184,11 @@ class _Turns:
         self._replay = ReplayFeed([])
         self._stages: Counter[str] = Counter()
 
-    def run(self, progress: Callable[[int, int], None] | None) -> Headspace | None:
+    def run(self, progress: Callable[[int, int], None] | None) -> Headroom | None:
         self._held = self._hold()
         self._replay = ReplayFeed(self._held)
         num_steps = {name: self._choose_steps(name) for name in _CONTESTANTS}
-        rounds: dict[Contestant, list[HeadspaceRound]] = {name: [] for name in _CONTESTANTS}
+        rounds: dict[Contestant, list[HeadroomRound]] = {name: [] for name in _CONTESTANTS}
         for turn in range(self._options.num_rounds):
             for place in range(len(_CONTESTANTS)):
                 # Another one begins in each round, so that none always comes after the same.
@@ -203,7 +203,7 @@ class _Turns:
                     )
         if self._ranks.rank != 0:
             return None
-        return Headspace(
+        return Headroom(
             world_size=self._ranks.world_size,
             device=self._ranks.device.type,
             rounds=rounds,
@@ -249,8 +249,8 @@ class _Turns:
         wanted = self._options.round_s * trial.num_steps / max(trial.seconds, 1e-9)
         return int(min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
 
-    def _round(self, name: Contestant, num_steps: int) -> HeadspaceRound:
-        self._ranks.meet(f"a round of {name}", self._ranks.timeouts.startup)
+    def _round(self, name: Contestant, num_steps: int) -> HeadroomRound:
+        self._ranks.barrier(f"a round of {name}", self._ranks.timeouts.startup)
         steps = {"loader": self._load, "compute": self._compute, "together": self._train}[name]()
         num_samples = 0.0
         try:
@@ -266,8 +266,8 @@ class _Turns:
         finally:
             steps.close()
         waits_s = sum(metrics.data_wait_s for metrics in self._steps)
-        by_rank = self._ranks.gather_numbers([seconds, num_samples], self._ranks.timeouts.startup)
-        return HeadspaceRound(
+        by_rank = self._ranks.all_gather_numbers([seconds, num_samples], self._ranks.timeouts.startup)
+        return HeadroomRound(
             num_steps=num_steps,
             # Without steps that all take together nobody waits for the slowest rank, but a job would.
             seconds=float(by_rank[:, 0].max()),
