@@ -7,17 +7,19 @@ import json
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from pipelines.demo.story import Losses
 from pipelines.demo.studies import GENERATED
 from shardflow.format import Dataset, decode_array
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, parse_slice_field
+
+if TYPE_CHECKING:
+    from pipelines.demo.story import Losses
 
 _NUM_STUDIES = 5
 _NUM_SLICES = 6
