@@ -216,7 +216,7 @@ class LoaderRuntime:
                 texts=TextAssembler(reader, self.counters) if config.view is None and config.text else None,
                 tokens=self._tokens,
                 transform=self._transform,
-                entities=FindingArrays.of(self.selection),
+                findings=FindingArrays.of(self.selection),
                 part_size=self._part_size,
                 counters=self.counters,
                 known_masks=known_masks,
