@@ -66,11 +66,6 @@ class BrokenReport:
         return f"BrokenReport(place={self.place}, {self.reason})"
 
 
-def load_reports(path: Path, kind: ReportFormat = "csv") -> list[ReportRecord | BrokenReport]:
-    """Read all reports of one source at once; see `iter_reports`."""
-    return list(iter_reports(path, kind))
-
-
 def iter_reports(path: Path, kind: ReportFormat = "csv") -> Iterator[ReportRecord | BrokenReport]:
     """Read the reports of one source, in its order (a folder's: sorted by file name), one at a time.
 

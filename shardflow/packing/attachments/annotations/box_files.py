@@ -52,7 +52,6 @@ _CORNERS: Final = (
 )
 _SIZES: Final = (("x", "y", "width", "height"), ("x", "y", "w", "h"))
 _FRAMES: Final = ("frame", "frame_number")
-_MAX_FIELD: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
