@@ -177,7 +177,7 @@ def read_report_file(path: Path, place: int, study: str) -> ReportRecord | Broke
 
 
 def make_record(place: int, study: str, text: str, role: ReportRole = "final") -> ReportRecord | BrokenReport:
-    """Make a record of a text, or say why it cannot be used."""
+    """Make a record of a text, or of the reason why it cannot be used."""
     key = study.strip()
     if not _is_utf8(key + text):
         return _broken(place, Reason.REPORT_UNREADABLE, "the text is not UTF-8")

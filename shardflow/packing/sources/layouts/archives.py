@@ -144,9 +144,9 @@ class CtRate(TableLayout):
     """Layout of CT-RATE, NIfTI volumes named ``train_1_a_1.nii.gz``: patient, scan, reconstruction.
 
     Reconstructions of a scan are series of one study. The table of reports is ``inputs.reports``; the
-    metadata table is ``layout.table``. The headers of the first release were blank, and the table has spacing, slope
-    and intercept (``volume_facts = "table"``); the headers of the fixed release have them (``"header"``).
-    Only one of the two is used: nothing is rescaled twice.
+    metadata table is ``layout.table``. The headers of the first release were blank, and the table has
+    spacing, slope and intercept (``volume_facts = "table"``); the headers of the fixed release have them
+    (``"header"``). Only one of the two is used: nothing is rescaled twice.
     """
 
     columns: ClassVar[Mapping[str, str]] = {
@@ -453,7 +453,7 @@ class PadChest(TableLayout):
     def place_row(
         self,
         values: Mapping[str, str],
-        path: str,  # noqa: ARG002 - the row says everything
+        path: str,  # noqa: ARG002 - the row decides
         form: ImageForm,
     ) -> Placement | Reason:
         """Place by the row."""
