@@ -1,8 +1,8 @@
-"""What packing processes do for a corpus: the kinds of tasks, and the packing of one part.
+"""Task handlers of a corpus: the kinds of tasks, and the packing of one part.
 
 The lines of a part become samples in shards of the part, and one byte each in its outcomes. The record comes
-last and vouches for the rest; a part without one is made again. Shards get their final numbers, which follow
-from the order of the parts, when all parts are done: a link under another name, and an index that says it.
+last and vouches for the rest; a part without one is packed again. When all parts are done, shards get their
+final numbers, which follow from the order of the parts: a link under another name, and an index with it.
 """
 
 from __future__ import annotations
@@ -230,15 +230,15 @@ class _Outcomes:
 
     def _flush(self) -> None:
         self.counts.update(self._buffer)
-        self.crc32c = _go_on(self.crc32c, bytes(self._buffer))
+        self.crc32c = _extend(self.crc32c, bytes(self._buffer))
         with storing("writing outcomes"), self._path.open("wb" if self._is_new else "ab") as file:
             file.write(self._buffer)
         self._is_new = False
         self._buffer.clear()
 
 
-def _go_on(checksum: int, piece: bytes) -> int:
-    """Go on with a checksum of checksums: a crc32c itself cannot be gone on with."""
+def _extend(checksum: int, piece: bytes) -> int:
+    """Extend a checksum of checksums; a plain crc32c cannot be extended."""
     return crc32c(checksum.to_bytes(4, "little") + crc32c(piece).to_bytes(4, "little"))
 
 
@@ -252,7 +252,7 @@ def outcome_pieces(folder: Path, record: Mapping[str, Any]) -> Iterator[bytes]:
     checksum = 0
     with storing("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
         while piece := file.read(_BUFFER_LINES):
-            checksum = _go_on(checksum, piece)
+            checksum = _extend(checksum, piece)
             yield piece
     # A part without a line has written one empty piece.
     if checksum != record["outcomes_crc32c"] and sum(record["num_lines"]):
