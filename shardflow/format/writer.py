@@ -622,6 +622,8 @@ def naming_os_errors(action: str) -> Iterator[None]:
     """Turn errors of the operating system into `StorageError`, without a path: some name people."""
     try:
         yield
+    except StorageError:
+        raise
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
         raise StorageError(
