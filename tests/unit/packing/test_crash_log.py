@@ -40,7 +40,7 @@ def test_torn_and_strange_lines_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_stops_the_job(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="event file must be writable"):
+    with pytest.raises(StorageError, match="cannot write an event file"):
         CrashLog(tmp_path / "none" / "outcomes.jsonl").add("abc", 10, "WORKER_KILLED")
 
 
