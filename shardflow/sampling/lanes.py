@@ -376,7 +376,7 @@ class Interleave:
         Args:
             num_micros: ``(L,)`` int64, micro-batches of each lane.
             per_step: M.
-            round_micros: Approximate number of micro-batches per lane and round, such as those of a window; at
+            round_micros: Approximate number of micro-batches per lane and round, as of a window; at
                 least 1.
         """
         num_lanes = len(num_micros)

@@ -261,40 +261,6 @@ class PlanSummary:
     num_skipped: int = 0
     """Samples of ``num_dropped`` that are over the budget and skipped by rule."""
 
-    @classmethod
-    def of(
-        cls,
-        slots: EpochSlots | BudgetSlots,
-        spec: BatchSpec,
-        schedule: RankSchedule,
-        *,
-        seed: int,
-        epoch: int,
-        lanes: LaneSummary | None = None,
-    ) -> PlanSummary:
-        """Collect the numbers of an epoch's slots, dealt by ``schedule``."""
-        return cls(
-            seed=seed,
-            epoch=epoch,
-            tail=spec.tail,
-            num_samples=slots.num_samples,
-            num_steps=slots.num_steps,
-            num_dropped=slots.num_dropped,
-            num_repeated=slots.num_repeated,
-            num_padding_slots=slots.num_padding_slots,
-            micro_batch_size=spec.micro_batch_size,
-            micro_batches_per_step=spec.micro_batches_per_step,
-            samples_per_step=spec.samples_per_step,
-            world_size=schedule.world_size,
-            num_micro_batches_per_rank_per_step=schedule.num_micro_batches_per_rank,
-            num_micro_batches_per_rank=slots.num_steps * schedule.num_micro_batches_per_rank,
-            num_fillers_per_step=schedule.num_padding_micro_batches,
-            efficiency=schedule.efficiency,
-            lanes=lanes,
-            max_tokens=0 if spec.budget is None else spec.budget.max_tokens,
-            num_skipped=slots.num_skipped if isinstance(slots, BudgetSlots) else 0,
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as a JSON object."""
         numbers = asdict(self)
@@ -501,8 +467,28 @@ class EpochPlan:
                 f"micro_batches_per_step of the schedule must be {self.spec.micro_batches_per_step}, got "
                 f"{schedule.micro_batches_per_step} (epoch plan); build both from one batch spec."
             )
-        lanes = None if self.lane_plan is None else self.lane_plan.summary()
-        return PlanSummary.of(self._slots, self.spec, schedule, seed=self.seed, epoch=self.epoch, lanes=lanes)
+        slots, spec = self._slots, self.spec
+        return PlanSummary(
+            seed=self.seed,
+            epoch=self.epoch,
+            tail=spec.tail,
+            num_samples=slots.num_samples,
+            num_steps=slots.num_steps,
+            num_dropped=slots.num_dropped,
+            num_repeated=slots.num_repeated,
+            num_padding_slots=slots.num_padding_slots,
+            micro_batch_size=spec.micro_batch_size,
+            micro_batches_per_step=spec.micro_batches_per_step,
+            samples_per_step=spec.samples_per_step,
+            world_size=schedule.world_size,
+            num_micro_batches_per_rank_per_step=schedule.num_micro_batches_per_rank,
+            num_micro_batches_per_rank=slots.num_steps * schedule.num_micro_batches_per_rank,
+            num_fillers_per_step=schedule.num_padding_micro_batches,
+            efficiency=schedule.efficiency,
+            lanes=None if self.lane_plan is None else self.lane_plan.summary(),
+            max_tokens=0 if spec.budget is None else spec.budget.max_tokens,
+            num_skipped=slots.num_skipped if isinstance(slots, BudgetSlots) else 0,
+        )
 
     def _rows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the rows of samples, -1 in padding slots; read-only."""

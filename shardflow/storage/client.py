@@ -27,7 +27,7 @@ from shardflow.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-# Set by those who gave credentials another way, which come before the files.
+# Other sources of credentials, which take precedence over the files.
 _OTHER_SOURCES: Final = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -48,16 +48,15 @@ _CLOUD_SCHEMES: Final = frozenset({"s3", "gs", "az"})
 _METADATA_NAMES: Final = frozenset({"metadata", "metadata.google.internal", "instance-data"})
 READ_ONLY_SCHEMES: Final = frozenset({"http", "https"})
 REMOTE_SCHEMES: Final = frozenset({"s3", "gs", "az"}) | READ_ONLY_SCHEMES
-# The one fact of the process that a fork must not lose: the client's threads do not cross it, and a call that
-# waits for them never returns.
+# Survives a fork, unlike the client's threads: a call that waits for those in the child would never return.
 _owner_pid: list[int] = []
 
 
 def profile_settings() -> dict[str, str]:
-    """Return settings of the client from the profile in use: keys, and the region where none is set.
+    """Return client settings from the active profile: keys, and the region if none is set.
 
-    The profile is ``AWS_PROFILE`` or ``default``. Empty where credentials come from elsewhere, or no file has
-    the profile.
+    The profile is ``AWS_PROFILE`` or ``default``. The result is empty if credentials come from elsewhere or
+    no file has the profile.
 
     Raises:
         StorageError: A file cannot be read, or ``AWS_PROFILE`` names a profile that has no keys of its own.
@@ -94,7 +93,7 @@ def _section(variable: str, usual: str, name: str) -> Mapping[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
-        # The parser quotes the line it stumbles over.
+        # The parser's text quotes the line that failed.
         raise StorageError(
             f"the file of {variable} must be a readable file of profiles, got {type(error).__name__}."
         ) from None
@@ -102,9 +101,9 @@ def _section(variable: str, usual: str, name: str) -> Mapping[str, str]:
 
 
 def endpoint_of(url: str) -> str:
-    """Return the server behind an address: ``https://host:port``, or ``s3://`` for a cloud's own.
+    """Return the server of a URL: ``https://host:port``, or ``s3://`` for a cloud's own.
 
-    An S3 address leads to the endpoint of the environment where one is set.
+    An S3 URL uses the endpoint of the environment if one is set.
 
     Example:
         >>> endpoint_of("https://Example.org/sets/ct")
@@ -169,7 +168,7 @@ def _normal(url: str) -> str:
 
 
 def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the address that a host is written as; a name is not looked up, it may answer anew later."""
+    """Return the address that a host is written as; names are not resolved, since the answer may change."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -183,10 +182,10 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def check_remote_url(url: str) -> str:
-    """Return an address without a slash at its end.
+    """Check a URL, and return it without a trailing slash.
 
     Raises:
-        StorageError: The scheme is unknown, no bucket or host is named, or the address carries a user, a
+        StorageError: The scheme is unknown, no bucket or host is named, or the URL contains a user, a
             password, a query or a fragment. The message does not repeat it.
     """
     parts = urlsplit(url)
@@ -205,19 +204,19 @@ def check_remote_url(url: str) -> str:
 def make_client(
     url: str, *, timeout_s: float, stall_timeout_s: float, max_retries: int, retry_timeout_s: float
 ) -> ObjectStore:
-    """Make a client for the objects below an address.
+    """Make a client for the objects below a URL.
 
     Args:
         url: From `check_remote_url`.
-        timeout_s: Of one request, its body with it.
-        stall_timeout_s: Longest time without a byte of an answer.
-        max_retries: How often the client itself tries again.
-        retry_timeout_s: How long it does.
+        timeout_s: Of one request, including its body.
+        stall_timeout_s: Longest time without a byte of the response.
+        max_retries: Retries by the client itself.
+        retry_timeout_s: Time limit of these retries.
 
     Raises:
-        StorageError: The environment's settings are refused, the address leads to a server that is not to be
-            asked, or this process was forked from one that uses a client.
-        ConfigError: The list of endpoints is none.
+        StorageError: The environment's settings are refused, the server is not allowed, or this process was
+            forked from one that uses a client.
+        ConfigError: The allowlist of endpoints is malformed.
     """
     import obstore.exceptions
     import obstore.store
@@ -231,7 +230,7 @@ def make_client(
     }
     scheme = urlsplit(url).scheme
     if endpoint_of(url).startswith("http://"):
-        # Who writes http:// means it. A redirect from https:// to http:// is not followed.
+        # http:// must be explicit: a redirect from https:// to http:// is not followed.
         options["allow_http"] = True
     keywords: dict[str, Any] = {}
     if scheme == "s3":
@@ -253,7 +252,7 @@ def make_client(
 
 
 def require_client() -> None:
-    """Say what to install where the client is not there.
+    """Check that obstore is installed, and say how to install it.
 
     Raises:
         ConfigError: obstore is not installed.
@@ -268,7 +267,7 @@ def require_client() -> None:
 
 
 def check_process() -> None:
-    """Refuse to go on in a fork of a process that used a client; note the process otherwise.
+    """Refuse to run in a fork of a process that used a client; record the process otherwise.
 
     Raises:
         StorageError: This is such a fork.

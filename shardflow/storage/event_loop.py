@@ -28,52 +28,52 @@ from shardflow.errors import StorageError
 _Value = TypeVar("_Value")
 _Arguments = TypeVarTuple("_Arguments")
 
-# A client's thread is home within milliseconds, and later only where the machine is too busy to run it.
-_HOME_TIMEOUT_S: Final = 10.0
-_LOOK_AGAIN_S: Final = 0.002
+# A client thread returns within milliseconds; later only if the machine is too busy to run it.
+_RETURN_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.002
 
 
-class _Errand:
-    """A call's way through the client."""
+class _Call:
+    """A call of the client, until its thread has left Python."""
 
-    __slots__ = ("is_home",)
+    __slots__ = ("has_returned",)
 
     def __init__(self) -> None:
-        self.is_home = False
+        self.has_returned = False
 
 
 class _Outcome(asyncio.Future[Any]):
-    """What a call of the client will bring; its thread asks for it, and is seen to do so."""
+    """Future of a client call, which notices when the client's thread looks at it for the last time."""
 
     def __init__(self, loop: ClientLoop) -> None:
         super().__init__(loop=loop)
-        self.errand = _Errand()
+        self.call_state = _Call()
         self._own_thread = threading.get_ident()
 
     def cancelled(self) -> bool:
-        """Tell whether nobody waits any more; the client's thread asks last of all, and leaves if so."""
+        """Return whether the call was cancelled; if so, the client's thread leaves after asking."""
         found = super().cancelled()
         if found and threading.get_ident() != self._own_thread:
-            # The last thing done here: from a plain store to the return nothing lets another thread run, and
-            # the client gives the interpreter back with the return.
-            self.errand.is_home = True
+            # The last action of that thread: no other thread can run between this store and the return, and
+            # the client releases the GIL with the return.
+            self.call_state.has_returned = True
         return found
 
 
 class ClientLoop(asyncio.SelectorEventLoop):
-    """A loop that knows which calls of the client have a thread under way.
+    """Event loop that tracks the client calls whose threads have not returned.
 
-    The client makes the future of a call with `create_future` and brings its outcome with
+    The client creates the future of a call with `create_future` and delivers its result with
     `call_soon_threadsafe`, or finds it cancelled.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_calling = False
-        self._errands: deque[_Errand] = deque()
+        self._calls: deque[_Call] = deque()
 
     def call_client(self, call: Callable[[], Awaitable[_Value]]) -> Awaitable[_Value]:
-        """Begin a call of the client, in this loop's thread."""
+        """Start a client call in this loop's thread."""
         self._is_calling = True
         try:
             return call()
@@ -81,41 +81,41 @@ class ClientLoop(asyncio.SelectorEventLoop):
             self._is_calling = False
 
     def create_future(self) -> asyncio.Future[Any]:
-        """Make a future; one that is followed if it is the client that asks."""
+        """Create a future; one that is tracked if the client creates it."""
         if not self._is_calling:
             return super().create_future()
-        while self._errands and self._errands[0].is_home:
-            self._errands.popleft()
+        while self._calls and self._calls[0].has_returned:
+            self._calls.popleft()
         outcome = _Outcome(self)
-        self._errands.append(outcome.errand)
+        self._calls.append(outcome.call_state)
         return outcome
 
     def call_soon_threadsafe(
         self, callback: Callable[[*_Arguments], object], *args: *_Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        """Run a callback in this loop's thread; a client's thread brings an outcome so, and leaves."""
+        """Run a callback in this loop's thread; client threads deliver results this way, and leave."""
         handle = super().call_soon_threadsafe(callback, *args, context=context)
         first: object = args[0] if args else None
         if isinstance(first, _Outcome):
-            first.errand.is_home = True  # the last thing done here, see `_Outcome.cancelled`
+            first.call_state.has_returned = True  # its last action, see `_Outcome.cancelled`
         return handle
 
     @property
     def num_under_way(self) -> int:
-        """Calls whose thread has still to come."""
-        return sum(not errand.is_home for errand in list(self._errands))
+        """Client calls whose threads have not returned."""
+        return sum(not call_state.has_returned for call_state in list(self._calls))
 
 
 def call_client(call: Callable[[], Awaitable[_Value]]) -> Awaitable[_Value]:
-    """Begin a call of the client in a coroutine of an `EventLoopThread`."""
+    """Start a client call in a coroutine of an `EventLoopThread`."""
     loop = asyncio.get_running_loop()
     return loop.call_client(call) if isinstance(loop, ClientLoop) else call()
 
 
 class EventLoopThread:
-    """Runs coroutines for other threads; ends with its last reference, or with the interpreter.
+    """Runs coroutines for other threads, until its last reference or the interpreter goes.
 
-    Its end cancels what runs and waits until no thread of the client is under way.
+    Closing cancels running coroutines and waits for all client threads to return.
     """
 
     def __init__(self, name: str) -> None:
@@ -127,18 +127,18 @@ class EventLoopThread:
 
     @property
     def num_under_way(self) -> int:
-        """Calls of the client whose thread has still to come."""
+        """Client calls whose threads have not returned."""
         return self._loop.num_under_way
 
     def close(self) -> None:
-        """End now; whoever waits for an outcome gets a `StorageError`."""
+        """Close now; callers waiting for a result get a `StorageError`."""
         self._end()
 
     def run(self, coroutine: Coroutine[Any, Any, _Value]) -> _Value:
-        """Run a coroutine to its end and return what it returns.
+        """Run a coroutine and return its result.
 
-        An interrupt of the calling thread cancels it, and is passed on only when it has ended: it may write
-        into the caller's buffers until then.
+        An interrupt of the calling thread cancels the coroutine, and propagates only after it has ended:
+        until then it may write into the caller's buffers.
 
         Raises:
             StorageError: The thread has ended, or ends before the coroutine does.
@@ -148,17 +148,17 @@ class EventLoopThread:
 
         def start() -> None:
             tasks.append(self._loop.create_task(coroutine))
-            tasks[0].add_done_callback(lambda task: _pass_on(task, outcome))
+            tasks[0].add_done_callback(lambda task: _forward(task, outcome))
 
-        if not self._gate.pass_on(lambda: self._loop.call_soon_threadsafe(start)):
+        if not self._gate.submit(lambda: self._loop.call_soon_threadsafe(start)):
             coroutine.close()
             raise _over()
         try:
             return outcome.result()
         except BaseException:
             if not outcome.done():
-                # Calls of one thread run in their order: the task is there when this one runs.
-                self._gate.pass_on(
+                # Callbacks of one thread run in order: the task exists when this one runs.
+                self._gate.submit(
                     lambda: self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
                 )
                 wait([outcome])
@@ -166,14 +166,14 @@ class EventLoopThread:
 
 
 class _Gate:
-    """Lets calls into a loop until it is closed. Safe for many threads."""
+    """Admits calls to a loop until it is closed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def pass_on(self, call: Callable[[], object]) -> bool:
-        """Make a call; False, without it, once closed."""
+    def submit(self, call: Callable[[], object]) -> bool:
+        """Make a call; return False without making it once closed."""
         with self._lock:
             if not self._is_closed:
                 call()
@@ -187,7 +187,7 @@ class _Gate:
 
 
 async def run_all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines side by side; the first error cancels the others and is raised once all have ended."""
+    """Run coroutines concurrently; the first error cancels the others and is raised once all have ended."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -207,28 +207,28 @@ def _serve(loop: ClientLoop) -> None:
         for task in tasks:
             task.cancel()
         loop.run_until_complete(_wait_for(tasks))
-        deadline = time.monotonic() + _HOME_TIMEOUT_S
+        deadline = time.monotonic() + _RETURN_TIMEOUT_S
         while loop.num_under_way and time.monotonic() < deadline:
-            loop.run_until_complete(asyncio.sleep(_LOOK_AGAIN_S))
+            loop.run_until_complete(asyncio.sleep(_POLL_S))
     finally:
         loop.close()
 
 
 async def _wait_for(tasks: set[asyncio.Task[Any]]) -> None:
-    # Not gather, which would raise the interrupt that one of them may have met.
+    # Not gather, which would raise an interrupt of one of them.
     if tasks:
         await asyncio.wait(tasks)
 
 
 def _end(loop: ClientLoop, thread: threading.Thread, gate: _Gate, pid: int) -> None:
     if pid != os.getpid():
-        return  # a fork has the loop's file descriptors, which are the parent's, and no thread
+        return  # a fork has no thread, and the loop's descriptors belong to the parent
     gate.close(lambda: loop.call_soon_threadsafe(loop.stop))
     if thread is not threading.current_thread():
-        thread.join(2 * _HOME_TIMEOUT_S)
+        thread.join(2 * _RETURN_TIMEOUT_S)
 
 
-def _pass_on(task: asyncio.Task[_Value], outcome: Future[_Value]) -> None:
+def _forward(task: asyncio.Task[_Value], outcome: Future[_Value]) -> None:
     if task.cancelled():
         outcome.set_exception(_over())
         return
@@ -240,4 +240,6 @@ def _pass_on(task: asyncio.Task[_Value], outcome: Future[_Value]) -> None:
 
 
 def _over() -> StorageError:
-    return StorageError("a remote store must be read before the process ends, got the end; read it earlier.")
+    return StorageError(
+        "the remote store was closed before the read finished, because the process ends; read earlier."
+    )

@@ -31,24 +31,23 @@ from shardflow.errors import AlreadyExistsError, NotFoundError, ShortReadError, 
 from shardflow.storage.store import ByteRange, check_object_path, check_ranges, sized
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
-# Between two fields of a shard lie a tar header and padding, at most 1,023 bytes: reading over them into a
-# scratch buffer is cheaper than another system call, and far cheaper on a parallel file system.
+# A tar header and padding, at most 1,023 bytes, separate two fields of a shard: reading them into a scratch
+# buffer is cheaper than another system call, and far cheaper on a parallel file system.
 _MAX_GAP_BYTES = 4096
 # The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
 _MAX_BUFFERS = 1022
 
 
 def is_temporary_name(name: str) -> bool:
-    """Tell whether a file name is one that `write_atomic` gives to unfinished files.
+    """Return whether `write_atomic` gives such a name to unfinished files.
 
-    A killed writer leaves such a file behind. Nothing ever reads one; whoever holds the only right to write
-    into the folder may delete it.
+    A killed writer leaves such a file behind. Nothing reads it; the only writer of the folder may delete it.
     """
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a folder durable.
+    """Sync a folder, so that the names in it are durable.
 
     Raises:
         StorageError: The folder cannot be opened or synced.
@@ -62,10 +61,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a folder and the missing ones above it, durably; existing folders are left as they are.
+    """Create a folder and its missing parents durably; existing folders stay as they are.
 
     Raises:
-        StorageError: A folder cannot be created, or a file stands where a folder must.
+        StorageError: A folder cannot be created, or a file has its name.
     """
     missing: list[Path] = []
     while not path.is_dir():
@@ -82,19 +81,19 @@ def make_directories(path: Path) -> None:
 def write_atomic(
     path: Path, chunks: Iterable[bytes | memoryview], *, replace: bool = False, mode: int = 0o666
 ) -> None:
-    """Write a file that appears whole, durably and, unless ``replace`` is given, only where none stood.
+    """Write a file atomically and durably; an existing file is an error unless ``replace`` is given.
 
     Args:
         path: Final place; missing folders above it are created.
         chunks: The content in order; may be a generator, whose own exception also leaves nothing behind.
-        replace: Take the place of an existing file instead of refusing it.
+        replace: Replace an existing file.
         mode: Permissions from the first byte on, less what the umask takes away.
 
     Raises:
         AlreadyExistsError: ``path`` exists and ``replace`` is false. The existing file is untouched.
         StorageError: The file could not be written (no space, no permission, failed fsync); nothing is left
-            behind. Where only the last step failed, syncing the folder, the file stands whole, but a power
-            cut may undo it.
+            behind. If only the last step, syncing the folder, failed, the file is complete, but a power
+            failure may undo it.
     """
     if not replace and path.exists():
         raise _exists(path)
@@ -106,7 +105,8 @@ def write_atomic(
             if replace:
                 temporary.replace(path)
             else:
-                # A rename would silently replace what another writer published meanwhile; a link cannot.
+                # A rename would silently replace a file that another writer published meanwhile; a link
+                # cannot.
                 os.link(temporary, path)
     finally:
         _remove(temporary)
@@ -114,9 +114,9 @@ def write_atomic(
 
 
 def _write_synced(path: Path, chunks: Iterable[bytes | memoryview], mode: int) -> None:
-    # The errors of the caller's chunks pass as they are; only those of writing are translated.
+    # Errors of the caller's chunks propagate unchanged; only those of writing are translated.
     with _naming("creating", path):
-        # Not tempfile's 0o600, which others could not read: a dataset's mode is left to the umask.
+        # Not tempfile's 0o600, which other users could not read: the umask decides the mode of a dataset.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for chunk in chunks:
@@ -127,14 +127,14 @@ def _write_synced(path: Path, chunks: Iterable[bytes | memoryview], mode: int) -
         with _naming("syncing", path):
             os.fsync(descriptor)
     finally:
-        # On network file systems close is where a write error may show first, so its error must count too.
+        # On network file systems a write error may first appear at close.
         with _naming("closing", path):
             os.close(descriptor)
 
 
 @contextmanager
 def _naming(action: str, path: Path) -> Iterator[None]:
-    """Translate an error of the operating system; a name that stands already is an error of its own."""
+    """Translate an `OSError`; an existing name becomes `AlreadyExistsError`."""
     try:
         yield
     except FileExistsError:
@@ -142,7 +142,7 @@ def _naming(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, type(error).__name__)
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
-        raise StorageError(f"{action} {path.name} must succeed, got {code} ({reason}).") from error
+        raise StorageError(f"{action} {path.name} failed: {code} ({reason}).") from error
 
 
 def _remove(path: Path) -> None:
@@ -151,13 +151,11 @@ def _remove(path: Path) -> None:
 
 
 def _exists(path: Path) -> AlreadyExistsError:
-    return AlreadyExistsError(
-        f"{path.name} must be new, got a file that stands already; files are written once."
-    )
+    return AlreadyExistsError(f"{path.name} must be new, but it already exists; files are written once.")
 
 
 class _Descriptor:
-    """An open file and the number of readers that use it now."""
+    """An open file and its number of current readers."""
 
     __slots__ = ("fileno", "is_evicted", "num_users")
 
@@ -168,10 +166,10 @@ class _Descriptor:
 
 
 class LocalStore:
-    """Objects are files below ``root``; safe for many threads, and for use after a fork.
+    """Byte store in a local folder. Thread-safe and fork-safe.
 
     Args:
-        root: The folder; need not exist until something is read.
+        root: The folder; need not exist before the first read.
         max_open_files: Bound on cached descriptors; more are open only while more threads read at once.
     """
 
@@ -186,11 +184,11 @@ class LocalStore:
         return str(self.root)
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[Path]]:
-        """Cross a process boundary as a place, without descriptors."""
+        """Pickle the path, without descriptors."""
         return type(self), (self.root,)
 
     def __del__(self) -> None:
-        """Descriptors are plain numbers: nothing else closes them when a store goes out of use."""
+        """Close the descriptors: they are plain numbers that nothing else closes."""
         if hasattr(self, "_descriptors"):
             self.close()
 
@@ -233,9 +231,9 @@ class LocalStore:
                 _read_into(fileno, path, start, pieces)
 
     def read_pieces(self, path: str, offsets: Sequence[int], pieces: Sequence[NDArray[np.uint8]]) -> None:
-        """Fill each piece from its offset, for many small ones that do not lie close together.
+        """Fill each piece from its offset; for many small, scattered pieces.
 
-        The same as `read_ranges`, without an object and a comparison for each.
+        Equivalent to `read_ranges`, without an object and a comparison per piece.
 
         Args:
             path: The object.
@@ -251,7 +249,7 @@ class LocalStore:
             preadv = os.preadv
             for offset, piece in zip(offsets, pieces, strict=True):
                 if preadv(fileno, (piece,), offset) != len(piece):  # type: ignore[arg-type]  # a buffer
-                    _read_into(fileno, path, offset, [piece.data])  # again, in as many calls as it takes
+                    _read_into(fileno, path, offset, [piece.data])  # retry, in as many calls as needed
 
     def map(self, path: str) -> memoryview:
         """Return a read-only memory map of an object; see `ByteStore.map`."""

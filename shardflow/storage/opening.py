@@ -19,10 +19,10 @@ from shardflow.storage.store import ByteStore, check_object_path
 
 
 def erase(store: ByteStore, path: str) -> None:
-    """Delete an object; one that is not there is no error.
+    """Delete an object if it exists.
 
     Raises:
-        StorageError: It cannot be deleted, or the store deletes nothing.
+        StorageError: It cannot be deleted, or the store cannot delete.
     """
     check_object_path(path)
     if isinstance(store, LocalStore):
@@ -37,17 +37,17 @@ def erase(store: ByteStore, path: str) -> None:
 
 
 def open_store(url: str | os.PathLike[str], *, cache: Cache | CacheConfig | None = None) -> ByteStore:
-    """Open the store at a path, or at an address: ``file://``, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
+    """Open the store at a path or URL: ``file://``, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
 
-    Nothing is asked of a remote store yet.
+    Sends no request to a remote store.
 
     Args:
-        url: The path or address.
-        cache: What is kept before it. Objects are kept once their owner has said what they are, see
+        url: The path or URL.
+        cache: The cache to read through. Objects are cached once their owner has declared them with
             `CachedStore.bind`, as a dataset does.
 
     Raises:
-        StorageError: The scheme is not a known one, or the address carries credentials.
+        StorageError: The scheme is unknown, or the URL contains credentials.
         ConfigError: The directory of the cache holds something and is no cache.
 
     Example:

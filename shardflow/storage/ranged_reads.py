@@ -48,25 +48,25 @@ _QUANTILE: Final = 0.95
 _WINDOW: Final = 256
 _ENOUGH: Final = 24
 _RENEWED_EVERY: Final = 16
-# The distribution's own edge is not lateness: a request may take as long again.
+# A request at the edge of the distribution is not late yet: it may take as long again.
 _PATIENCE: Final = 2.0
 _MIN_DELAY_S: Final = 0.02
 _MAX_SAVED: Final = 8.0
 _MAX_VERSIONS_KEPT: Final = 1 << 16
-# An answer of another kind than asked for may be the error page of something between; it does not come twice.
+# A response of another kind may be a proxy's error page, which does not persist.
 _FEW_ATTEMPTS: Final = 3
 
 
 class Admission:
-    """Places for requests, first come, first served. Belongs to one event loop; not for several threads.
+    """FIFO limit on concurrent requests. Belongs to one event loop; not thread-safe.
 
     Args:
-        max_concurrency: Requests under way at once in health.
+        max_concurrency: Concurrent requests of a healthy store.
         pause_s: First pause of an overloaded store; it doubles while the overload lasts, four times at most.
             A pause is drawn between its half and its whole, so that ranks do not come back together.
 
     Attributes:
-        num_pauses: How often the store was left alone.
+        num_pauses: Pauses so far.
     """
 
     def __init__(self, max_concurrency: int, pause_s: float) -> None:
@@ -82,21 +82,21 @@ class Admission:
 
     @property
     def limit(self) -> int:
-        """How many requests may be under way now."""
+        """Concurrent requests allowed now."""
         return int(self._limit)
 
     def bound(self, max_concurrency: int) -> None:
-        """Change how many requests are under way at once in health; those that are too many end first.
+        """Change the limit for a healthy store; running requests above it finish first.
 
-        A store that is being spared stays spared: its limit goes down with the bound, and up by good answers.
+        For an overloaded store the current limit only goes down; good responses raise it again.
         """
-        is_spared = self._limit < self._most
-        self._limit = min(self._limit, max_concurrency) if is_spared else float(max_concurrency)
+        is_reduced = self._limit < self._most
+        self._limit = min(self._limit, max_concurrency) if is_reduced else float(max_concurrency)
         self._most = max_concurrency
         self._admit()
 
     async def __aenter__(self) -> None:
-        """Wait for a place."""
+        """Wait for admission."""
         if not self._waiting and self._has_room():
             self._num_under_way += 1
             return
@@ -105,7 +105,7 @@ class Admission:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # admitted and cancelled in one breath
+            if turn.done() and not turn.cancelled():  # admitted and cancelled at the same time
                 self._leave()
             raise
 
@@ -113,16 +113,16 @@ class Admission:
         self._leave()
 
     def succeeded(self) -> None:
-        """Note a good answer."""
+        """Record a good response."""
         self._num_in_a_row = 0
         self._num_doublings = 0
         self._limit = min(float(self._most), self._limit + 1 / self._limit)
 
     def was_refused(self) -> None:
-        """Note an answer that says the store is overloaded."""
+        """Record a response that reports overload."""
         now = time.monotonic()
         if now < self._resume_at:
-            return  # of a request that began before the pause
+            return  # the request began before the pause
         self._num_in_a_row += 1
         if self._num_in_a_row < _IN_A_ROW:
             return
@@ -150,11 +150,11 @@ class Admission:
 
 
 class Hedging:
-    """Belongs to one event loop; not for several threads.
+    """Hedged requests. Belongs to one event loop; not thread-safe.
 
     Args:
         share: Second requests are at most this share of the first ones; 0 sends none.
-        cost: What is expected of a request by its size.
+        cost: Gives the expected duration of a request by its size.
 
     Attributes:
         num_hedges: Second requests so far.
@@ -173,11 +173,11 @@ class Hedging:
         """Run a request, and a second one beside it if it is late.
 
         Args:
-            request: Makes the request; must be without effect but its value.
-            num_bytes: What it reads.
+            request: Starts the request, which must have no side effects.
+            num_bytes: Bytes that it reads.
 
         Raises:
-            Exception: What the request raised, if both failed; that of the later one.
+            Exception: The error of the later request, if both failed.
         """
         start = time.monotonic()
         self._saved = min(self._saved + self._share, _MAX_SAVED)
@@ -188,7 +188,7 @@ class Hedging:
         return value
 
     def _delay_s(self, expected_s: float) -> float | None:
-        """Return when a request of that expectation is late; None while too little is known to tell."""
+        """Return the delay after which a request is late; None while too few were measured."""
         if not self._share or self._num_seen < _ENOUGH:
             return None
         return max(_MIN_DELAY_S, _PATIENCE * self._late_ratio * expected_s)
@@ -213,7 +213,7 @@ class Hedging:
             return await _first_good(tasks)
         finally:
             for task in tasks:
-                task.cancel()  # one that is done does not mind; the client closes the other's connection
+                task.cancel()  # no effect on a finished task; the client closes the other's connection
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -229,16 +229,16 @@ async def _first_good(tasks: list[asyncio.Task[_Value]]) -> _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What the first read of an object said of it."""
+    """Identity and size of an object, as reported by its first read."""
 
     etag: str | None
     modified: str
-    """Tells versions apart where a server gives no ETag."""
+    """Identifies the version if the server sends no ETag."""
     num_bytes: int
 
 
 class Versions:
-    """The version of each object that was read first. Safe for many threads."""
+    """The first version seen of each object. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -248,17 +248,17 @@ class Versions:
         return path in self._known
 
     def num_bytes(self, path: str) -> int | None:
-        """Return the size of an object; None where nothing is known of it."""
+        """Return the size of an object, if known."""
         known = self._known.get(path)
         return None if known is None else known.num_bytes
 
     def strong_etag(self, path: str) -> str | None:
-        """Return what a request can be bound to; a weak ETag never matches (RFC 9110, 8.8.3.2)."""
+        """Return the ETag to bind requests to; a weak one never matches (RFC 9110, 8.8.3.2)."""
         known = self._known.get(path)
         return None if known is None or known.etag is None or known.etag.startswith("W/") else known.etag
 
     def remember(self, path: str, etag: str | None, modified: object, num_bytes: int) -> int:
-        """Keep what is said of an object first, and compare what is said later; returns its size.
+        """Record the first version of an object, or compare a later one with it; return its size.
 
         Raises:
             ObjectChangedError: It is another version.
@@ -280,10 +280,10 @@ class Versions:
 
 
 class RangedReads:
-    """The reading side of a remote store; its coroutines belong to one event loop.
+    """Read operations of a remote store; its coroutines belong to one event loop.
 
     Args:
-        client: Gives the client.
+        client: Returns the client.
         versions: Of the store.
         retrying: Of the store.
         options: Of the store.
@@ -307,7 +307,7 @@ class RangedReads:
 
     @property
     def counts(self) -> RemoteCounts:
-        """What was done so far."""
+        """Request counts so far."""
         return RemoteCounts(
             num_requests=self._num_requests,
             num_bytes=self._num_bytes,
@@ -317,12 +317,12 @@ class RangedReads:
         )
 
     async def bound(self, max_concurrency: int) -> None:
-        """Change how many requests are under way at once."""
+        """Change the limit on concurrent requests."""
         self._admission.bound(max_concurrency)
 
     async def fill(self, path: str, requests: Sequence[RangeRequest]) -> None:
         """Fill the buffers of some requests for one object."""
-        # The first one alone where nothing is known of the object: the others are bound to what it says.
+        # If the object is unknown, the first request runs alone: the others are bound to its version.
         first = 0 if path in self._versions else 1
         for request in requests[:first]:
             await self._fill(path, request)
@@ -344,7 +344,7 @@ class RangedReads:
         return await self._retrying.run(f"reading {path}", attempt)
 
     async def read_start(self, path: str) -> bytes:
-        """Read as much as one request takes, of an object of unknown size."""
+        """Read the start of an object of unknown size, in one request."""
         return bytes(await self._read(path, 0, self._request_bytes))
 
     async def _fill(self, path: str, request: RangeRequest) -> None:
@@ -357,7 +357,7 @@ class RangedReads:
         request.deliver(body)
 
     async def _read(self, path: str, start: int, stop: int) -> memoryview:
-        """Read a range, or what the object has of it."""
+        """Read a range, or the part of it that the object has."""
 
         async def attempt() -> memoryview:
             try:
@@ -374,7 +374,7 @@ class RangedReads:
         return await self._retrying.run(f"reading {path}", attempt)
 
     async def _ask(self, path: str, start: int, stop: int) -> memoryview:
-        """Send one request and check its answer."""
+        """Send one request and check its response."""
         import obstore
 
         etag = self._versions.strong_etag(path)
@@ -389,17 +389,17 @@ class RangedReads:
             coding = str(result.attributes.get("Content-Encoding", "identity"))
             if coding != "identity":
                 raise PassingFaultError(
-                    "a body that something on its way compressed (Content-Encoding)",
+                    "a body compressed in transit (Content-Encoding)",
                     max_attempts=_FEW_ATTEMPTS,
                 )
             body = memoryview(await call_client(result.bytes_async))
         if body.nbytes != min(stop, size) - start:
-            raise PassingFaultError("a body that was cut on its way")
+            raise PassingFaultError("a truncated body")
         return body
 
 
 def _short(path: str, start: int, stop: int) -> ShortReadError:
     return ShortReadError(
-        f"{path} must hold bytes {start} to {stop}, got the end of the object before; verify the dataset and "
-        "fetch the file again."
+        f"{path} ends before byte {stop} of the range {start} to {stop}; verify the dataset and fetch "
+        "the file again."
     )

@@ -50,13 +50,13 @@ _CONCURRENT_PARTS: Final = 4
 
 
 class Uploader:
-    """Writes objects. Safe for many threads.
+    """Writes objects conditionally. Thread-safe.
 
     Args:
-        client: Gives the client for single requests.
-        large_client: Gives one that tries each part of an upload again by itself.
+        client: Returns the client for single requests.
+        large_client: Returns a client that retries each part of an upload by itself.
         retrying: Runs single requests.
-        part_bytes: Objects above this go in parts of it.
+        part_bytes: Larger objects are uploaded in parts of this size.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Uploader:
             )
         pieces = sized(path, chunks, num_bytes)
         if num_bytes <= self._part_bytes:
-            # Not join, which gathers all views first: the next piece may overwrite the one before.
+            # Not join, which collects all views first: the next piece may overwrite the previous one.
             gathered = bytearray()
             for piece in pieces:
                 gathered += piece
@@ -102,7 +102,7 @@ class Uploader:
                 self.delete(hidden)
 
     def _publish(self, path: str, write: Callable[[], None], is_ours: Callable[[], bool]) -> None:
-        """Write conditionally; a write whose answer was lost meets itself at the next try."""
+        """Write conditionally; a retry after a lost response finds its own object."""
 
         def attempt(number: int) -> None:
             try:
@@ -137,7 +137,7 @@ class Uploader:
         failures: list[BaseException] = []
 
         def guarded() -> Iterator[bytes]:
-            # The client wraps what the pieces raise; the caller shall get it as it was.
+            # The client wraps exceptions of the pieces; the caller gets the original.
             try:
                 yield from (bytes(piece) for piece in pieces)
             except BaseException as failure:
@@ -158,7 +158,7 @@ class Uploader:
         except PassingFaultError as fault:
             if failures:
                 raise failures[0] from None
-            raise StorageError(f"writing {path} must succeed, got {fault.message} in all tries.") from None
+            raise StorageError(f"writing {path} failed: {fault.message} in all attempts.") from None
         except BaseException:
             if failures:
                 raise failures[0] from None
@@ -171,8 +171,8 @@ class Uploader:
             with translated("writing", path):
                 obstore.copy(self._client(), hidden, path, overwrite=False)
         except LengthRequiredError:
-            # Ceph's gateway takes no copy of a part as the client sends it. What was uploaded comes back, and
-            # goes there in one conditional request; it is in memory meanwhile.
+            # Ceph's gateway rejects the client's part copy. Download the upload into memory, and write it in
+            # one conditional request.
             self._put_small(path, self._fetch(hidden))
 
     def _fetch(self, hidden: str) -> bytes:
@@ -182,7 +182,7 @@ class Uploader:
             return bytes(obstore.get(self._large_client(), hidden).bytes())
 
     def delete(self, path: str) -> None:
-        """Delete an object, by one request."""
+        """Delete an object in one request."""
         import obstore
 
         with translated("deleting", path):
@@ -195,7 +195,7 @@ class Uploader:
             return memoryview(obstore.get(self._client(), path).bytes()) == data
 
     def _are_equal(self, path: str, hidden: str, num_bytes: int) -> bool:
-        """Compare two objects; only where the answer to a copy was lost."""
+        """Compare two objects, after the response to a copy was lost."""
         import obstore
 
         client = self._client()
@@ -213,17 +213,17 @@ class Uploader:
 
 
 class RemoteStore:
-    """Objects below an address; safe for many threads. Crosses a process boundary as its address.
+    """Byte store at a URL. Thread-safe; pickles as its URL and options.
 
-    A fork of a process that used any remote store must not use one; it is told so instead of waiting forever.
+    A fork of a process that used any remote store must not use one: it gets an error instead of a deadlock.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``,
             ``https://host/prefix``.
-        options: How to ask.
+        options: Request settings.
 
     Raises:
-        StorageError: The address names no store, or carries credentials.
+        StorageError: The URL names no store, or contains credentials.
     """
 
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
@@ -234,23 +234,23 @@ class RemoteStore:
 
     @property
     def url(self) -> str:
-        """The address."""
+        """The URL."""
         return self._url
 
     @property
     def max_concurrency(self) -> int:
-        """Reading requests of this process under way at once, in health."""
+        """Concurrent read requests of this process, while the store is healthy."""
         return self._options.max_concurrency
 
     def answer_bytes(self, max_concurrency: int | None = None) -> int:
-        """Return the most bytes of responses in memory at once, with so many concurrent requests."""
+        """Return the maximum bytes of responses in memory, with so many concurrent requests."""
         return (max_concurrency or self.max_concurrency) * self._options.request_bytes
 
     def bound(self, max_concurrency: int) -> None:
-        """Change how many reading requests are under way at once; may be called while reads run.
+        """Change the limit on concurrent read requests, also while reads run.
 
         Raises:
-            StorageError: The process ends.
+            StorageError: The process is ending.
         """
         if self._pid != os.getpid():
             self._reset()
@@ -264,11 +264,11 @@ class RemoteStore:
 
     @property
     def counts(self) -> RemoteCounts:
-        """What was asked of the store in this process."""
+        """Request counts of this process."""
         return self._reads.counts
 
     def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, RemoteOptions]]:
-        """Cross a process boundary as an address, without connections."""
+        """Pickle URL and options, without connections."""
         return type(self), (self._url, self._options)
 
     def __repr__(self) -> str:
@@ -287,7 +287,7 @@ class RemoteStore:
         try:
             start = self._loop().run(self._reads.read_start(path))
         except ShortReadError:
-            # Of an empty object there is no range; whatever else it may be, its size tells.
+            # An empty object has no range; its size decides.
             start = b""
         num_bytes = (self._versions.num_bytes(path) if start else None) or self.size(path)
         if len(start) == num_bytes:
@@ -315,19 +315,19 @@ class RemoteStore:
             self._loop().run(self._reads.fill(path, requests))
 
     def map(self, path: str) -> memoryview:
-        """Return an object whole, in memory: there is nothing remote to page in from."""
+        """Return an object in memory, since a remote one cannot be paged in."""
         return memoryview(self.read(path))
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Write an object where none is, by a conditional request; see `ByteStore.put_new`."""
+        """Write a new object with a conditional request; see `ByteStore.put_new`."""
         self.put_stream(path, [data], len(data))
 
     def put_stream(self, path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
         """Write an object from its pieces, in parts where it is large; see `ByteStore.put_stream`.
 
         A large object is uploaded under a hidden name and copied by the store to its own, on the condition
-        that none is there. A killed upload leaves parts behind that no one sees; buckets have a lifecycle
-        rule for them (`AbortIncompleteMultipartUpload`).
+        that it is new. A killed upload leaves invisible parts behind, for which buckets have a lifecycle rule
+        (`AbortIncompleteMultipartUpload`).
         """
         check_object_path(path)
         if self._is_read_only:
@@ -336,10 +336,10 @@ class RemoteStore:
         self._uploader.put(path, chunks, num_bytes)
 
     def erase(self, path: str) -> None:
-        """Delete an object, for `shardflow.storage.erase`; one that is not there is no error.
+        """Delete an object if it exists, for `shardflow.storage.opening.erase`.
 
         Raises:
-            StorageError: The store refuses, or takes no changes.
+            StorageError: The store refuses, or is read-only.
         """
         check_object_path(path)
         if self._is_read_only:
@@ -399,12 +399,12 @@ class RemoteStore:
         check_process()
         with self._lock:
             if self._reader is None:
-                # Tries again in our hands, where a budget, the deadline and the version are known.
+                # Retries are ours: they need the budget, the deadline and the version.
                 self._reader = self._make_client(max_retries=0, retry_timeout_s=0)
             return self._reader
 
     def _large_client(self) -> ObjectStore:
-        """A client that tries each part of an upload again by itself."""
+        """Return a client that retries each part of an upload by itself."""
         retry = self._options.retry
         return self._make_client(max_retries=retry.max_attempts - 1, retry_timeout_s=retry.deadline_s)
 

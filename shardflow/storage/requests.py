@@ -36,20 +36,20 @@ from shardflow.storage.store import ByteRange
 
 _Value = TypeVar("_Value")
 _RANDOM: Final = secrets.SystemRandom()
-# A retry costs as much as so many good requests earn.
+# Successful requests that earn one retry.
 _COST: Final = 10
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _PASSING: Final = {"408", "425", "429", "500", "502", "503", "504"}
 _REFUSALS: Final = {"429", "503"}
-# What the client says of an answer whose head does not fit the request: "Requested 0..10, got 5..15".
+# Client message for a response whose headers do not match the request: "Requested 0..10, got 5..15".
 _OTHER_ANSWER: Final = re.compile(
     r"Requested \d+\.\.\d+, got|CONTENT_RANGE|Content-Range|MissingContentLength"
 )
-# An error page of something between may come once or twice; a server without ranges answers so for ever.
+# A proxy's error page may come once or twice; a server without range support always responds like this.
 _FEW_ATTEMPTS: Final = 3
-# The client builds no request for an endpoint of plain HTTP that the environment names for a cloud.
+# The client refuses a plain HTTP endpoint that the environment sets for a cloud.
 _PLAIN_HTTP: Final = "builder error"
-# Asked for the role of the machine, as the last place where credentials may be found.
+# Queried for the role of the machine, the last possible source of credentials.
 _METADATA_SERVERS: Final = ("169.254.169.254", "metadata.google.internal")
 _NO_SUCH_RANGE: Final = "416"
 _NOT_IMPLEMENTED: Final = "501"
@@ -58,11 +58,11 @@ _READING: Final = "reading"
 
 
 class PassingFaultError(StorageError):
-    """A fault that may pass: a 5xx or 429, a reset, a timeout, a body that was cut on its way.
+    """A transient fault: a 5xx or 429, a reset, a timeout, a truncated body.
 
     Attributes:
-        max_attempts: Tries after which it will not pass; the policy's where it is None.
-        is_refusal: Whether the store says that it is asked too much.
+        max_attempts: Attempts after which it counts as permanent; None for those of the policy.
+        is_refusal: Whether the store reports overload.
     """
 
     def __init__(self, message: str, *, max_attempts: int | None = None, is_refusal: bool = False) -> None:
@@ -73,27 +73,27 @@ class PassingFaultError(StorageError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """How long one request goes on in the face of faults that may pass."""
+    """Limits on the retries of transient faults."""
 
     max_attempts: Annotated[int, Bounds(1)] = 12
-    """Tries of one request, the first one included."""
+    """Attempts of one request, including the first."""
     deadline_s: Annotated[float, Bounds(0.001)] = 180.0
-    """From the first try on, waits and all; a read that is under way then is given up."""
+    """Time from the first attempt, including waits; a read still running then is abandoned."""
     first_wait_s: Annotated[float, Bounds(0.0)] = 0.1
-    """Bound on the first wait; it doubles with each try. A wait is drawn evenly from 0 to its bound."""
+    """Upper limit of the first wait, doubled with each attempt; waits are drawn uniformly below the limit."""
     max_wait_s: Annotated[float, Bounds(0.0)] = 15.0
     budget: Annotated[int, Bounds(0)] = 256
-    """Retries that all requests of a store in a process share; ten requests that go well earn one back."""
+    """Retries shared by all requests of a store in a process; ten successful requests earn one back."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
 
 class Retrying:
-    """Runs requests under a policy and keeps the budget. Safe for many threads.
+    """Runs requests under a retry policy and keeps its budget. Thread-safe.
 
     Attributes:
-        num_retries: Tries beyond the first, of all requests so far.
+        num_retries: Attempts beyond the first, of all requests so far.
     """
 
     def __init__(self, policy: RetryPolicy) -> None:
@@ -103,15 +103,15 @@ class Retrying:
         self.num_retries = 0
 
     def __call__(self, what: str, attempt: Callable[[int], _Value]) -> _Value:
-        """Run a request until it succeeds or fails for good, in the calling thread.
+        """Run a request in the calling thread until it succeeds or fails permanently.
 
         Args:
-            what: What is done to which object, for the message: ``"writing shards/a.tar"``.
-            attempt: The request; takes the number of the try, from 0, and raises `PassingFaultError` for
-                what may pass. Every other error ends it.
+            what: Action and object for the message: ``"writing shards/a.tar"``.
+            attempt: The request; takes the number of the attempt, from 0, and raises `PassingFaultError`
+                for transient faults. Every other error is final.
 
         Raises:
-            StorageError: The fault did not pass within tries, deadline and budget.
+            StorageError: The fault persisted beyond attempts, deadline or budget.
         """
         start, number = time.monotonic(), 0
         while True:
@@ -126,10 +126,10 @@ class Retrying:
             number += 1
 
     async def run(self, what: str, attempt: Callable[[], Awaitable[_Value]]) -> _Value:
-        """Run a request as `__call__` does, in an event loop; a try that passes the deadline is cancelled.
+        """Run a request as `__call__` does, in an event loop; the deadline cancels a running attempt.
 
         Raises:
-            StorageError: The fault did not pass within tries, deadline and budget.
+            StorageError: The fault persisted beyond attempts, deadline or budget.
         """
         start, number = time.monotonic(), 0
         while True:
@@ -154,14 +154,14 @@ class Retrying:
         """Take a retry from the budget, and draw the wait before it.
 
         Raises:
-            StorageError: There is none.
+            StorageError: No retry is left.
         """
         policy = self._policy
         passed_s = time.monotonic() - start
         wait_s = _RANDOM.uniform(0, min(policy.max_wait_s, policy.first_wait_s * 2**number))
         with self._lock:
             if number + 1 >= min(policy.max_attempts, fault.max_attempts or policy.max_attempts):
-                limit = "no tries left"
+                limit = "no attempts left"
             elif passed_s + wait_s >= policy.deadline_s:
                 limit = f"deadline {policy.deadline_s:g} s"
             elif self._budget < _COST:
@@ -171,49 +171,49 @@ class Retrying:
                 self.num_retries += 1
                 return wait_s
         raise StorageError(
-            f"{what} must succeed, got {fault.message} in the last of {number + 1} tries "
+            f"{what} failed: {fault.message} in the last of {number + 1} attempts "
             f"({passed_s:.1f} s; {limit}); is the store up and reachable?"
         ) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestCost:
-    """What a request costs: a wait, and then its bytes at the rate of one place."""
+    """Declared cost of a request: a latency, then its bytes at the rate of one connection."""
 
     latency_s: Annotated[float, Bounds(0.0, 60.0)] = 0.02
     """From a request to its first byte."""
     place_bytes_per_s: Annotated[float, Bounds(1.0)] = 12.5e6
-    """Rate of one connection while all of them are busy: the link by the number of concurrent requests."""
+    """Rate of one connection while all are busy: the link rate divided by the concurrent requests."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes that come in the time that a request of its own would wait."""
+        """Bytes that arrive within the latency of another request."""
         return int(self.latency_s * self.place_bytes_per_s)
 
     def seconds(self, num_bytes: int) -> float:
-        """Return how long a request of so many bytes should take."""
+        """Return the expected duration of a request of so many bytes."""
         return self.latency_s + num_bytes / self.place_bytes_per_s + 1e-6
 
 
 @dataclass(slots=True)
 class RangeRequest:
-    """One ranged request, ``[start, stop)``, and which parts of its body go where."""
+    """One range request, ``[start, stop)``, and the destinations of the parts of its body."""
 
     start: int
     stop: int
     pieces: list[tuple[int, memoryview]] = field(default_factory=list)
-    """Offset in the object, and the bytes to fill from there."""
+    """Offset in the object, and the buffer to fill from there."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes asked for, those of gaps with them."""
+        """Requested bytes, including gaps."""
         return self.stop - self.start
 
     def deliver(self, body: memoryview) -> None:
-        """Copy the body to where it belongs; it must have ``stop - start`` bytes."""
+        """Copy the body, of ``stop - start`` bytes, to its destinations."""
         for offset, target in self.pieces:
             at = offset - self.start
             target[:] = body[at : at + target.nbytes]
@@ -225,9 +225,9 @@ def plan_requests(
     """Plan the requests that fill buffers with ranges, in any order and overlapping.
 
     Args:
-        ranges: What is asked for.
+        ranges: The wanted ranges.
         buffers: One writable buffer per range, of its size.
-        gap_bytes: Largest gap that is read rather than left out.
+        gap_bytes: Largest gap that is read rather than skipped.
         request_bytes: Largest request.
     """
     spans = sorted(
@@ -239,24 +239,24 @@ def plan_requests(
         key=lambda pair: pair[0],
     )
     requests: list[RangeRequest] = []
-    stretch: list[tuple[int, memoryview]] = []
+    run: list[tuple[int, memoryview]] = []
     stop = 0
     for offset, buffer in spans:
-        if stretch and offset > stop + gap_bytes:
-            requests += _cut(stretch, stop, request_bytes)
-            stretch = []
-        stop = max(stop, offset + buffer.nbytes) if stretch else offset + buffer.nbytes
-        stretch.append((offset, buffer))
-    return requests + _cut(stretch, stop, request_bytes) if stretch else requests
+        if run and offset > stop + gap_bytes:
+            requests += _cut(run, stop, request_bytes)
+            run = []
+        stop = max(stop, offset + buffer.nbytes) if run else offset + buffer.nbytes
+        run.append((offset, buffer))
+    return requests + _cut(run, stop, request_bytes) if run else requests
 
 
-def _cut(stretch: list[tuple[int, memoryview]], stop: int, request_bytes: int) -> list[RangeRequest]:
-    """Make as few requests as may be of one stretch, of equal size; a gap at an edge is left out."""
-    start = stretch[0][0]
+def _cut(run: list[tuple[int, memoryview]], stop: int, request_bytes: int) -> list[RangeRequest]:
+    """Split a run of ranges into as few requests of equal size as possible, without gaps at the edges."""
+    start = run[0][0]
     part_bytes = -(-(stop - start) // -(-(stop - start) // request_bytes))
     parts: list[RangeRequest] = []
     by_number: dict[int, RangeRequest] = {}
-    for offset, buffer in stretch:
+    for offset, buffer in run:
         position, left = offset, buffer
         while left.nbytes:
             number = (position - start) // part_bytes
@@ -273,25 +273,25 @@ def _cut(stretch: list[tuple[int, memoryview]], stop: int, request_bytes: int) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteOptions:
-    """How a remote store asks."""
+    """Sizes, limits and timeouts of the requests of a remote store."""
 
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     cost: RequestCost = field(default_factory=RequestCost)
-    """Decides which gaps are read over, and when a request is late."""
+    """Decides which gaps are read, and when a request is late."""
     timeout_s: Annotated[float, Bounds(0.001)] = 60.0
-    """Of one request, its body with it; what passes it is tried again."""
+    """Of one request, including its body; a request that exceeds it is retried."""
     stall_timeout_s: Annotated[float, Bounds(0.001)] = 10.0
-    """Longest time without a byte before a request is given up and tried again."""
+    """Longest time without a byte before a request is abandoned and retried."""
     request_bytes: Annotated[int, Bounds(1)] = 8 << 20
-    """Largest ranged request; a larger read becomes several, side by side."""
+    """Largest range request; a larger read becomes several concurrent ones."""
     max_concurrency: Annotated[int, Bounds(1)] = 16
-    """Reading requests of one process under way at once; fewer while the store says that it is overloaded."""
+    """Concurrent read requests of one process; fewer while the store reports overload."""
     pause_s: Annotated[float, Bounds(0.0)] = 2.0
-    """First pause of all requests when a store refuses several in a row (503 SlowDown, 429)."""
+    """First pause of all requests after a store refused several in a row (503 SlowDown, 429)."""
     hedge_share: Annotated[float, Bounds(0.0, 1.0)] = 0.02
-    """Second requests for late ones, as a share of all; 0 sends none."""
+    """Limit on hedged (second) requests, as a share of all; 0 sends none."""
     part_bytes: Annotated[int, Bounds(5 << 20)] = 16 << 20
-    """Objects above this are uploaded in parts of it."""
+    """Larger objects are uploaded in parts of this size."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -299,28 +299,28 @@ class RemoteOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteCounts:
-    """What a remote store did in this process."""
+    """Request counts of a remote store in this process."""
 
     num_requests: int
-    """Reading requests, second ones and tries again with them."""
+    """Read requests, including hedges and retries."""
     num_bytes: int
-    """Of the bodies that were taken."""
+    """Bytes of the accepted bodies."""
     num_retries: int
     num_hedges: int
     num_pauses: int
-    """How often the store was left alone because it was overloaded."""
+    """Pauses because the store was overloaded."""
 
 
 class LengthRequiredError(StorageError):
-    """The server wants the length of a body that a request does not have (411): it cannot copy as asked."""
+    """The server requires a Content-Length on a request without a body (411), so it cannot copy."""
 
 
 @contextmanager
 def translated(action: str, path: str) -> Iterator[None]:
-    """Translate what obstore raises.
+    """Translate the exceptions of obstore.
 
     Args:
-        action: What is done: ``"reading"``, ``"writing"``, ``"listing"``.
+        action: The action: ``"reading"``, ``"writing"``, ``"listing"``.
         path: The object, as the dataset names it.
 
     Raises:
@@ -328,7 +328,7 @@ def translated(action: str, path: str) -> Iterator[None]:
         AlreadyExistsError: A conditional write met an object.
         ObjectChangedError: A conditional read met another version.
         ShortReadError: The range begins behind the end of the object.
-        PassingFaultError: It may pass.
+        PassingFaultError: The fault is transient.
         StorageError: Anything else.
     """
     from obstore import exceptions
@@ -343,7 +343,7 @@ def translated(action: str, path: str) -> Iterator[None]:
         ) from None
     except exceptions.AlreadyExistsError:
         raise AlreadyExistsError(
-            f"{path} must be new, got an object that stands already; objects are written once."
+            f"{path} must be new, but it already exists; objects are written once."
         ) from None
     except exceptions.PreconditionError:
         raise changed(path) from None
@@ -361,7 +361,7 @@ def translated(action: str, path: str) -> Iterator[None]:
 
 
 def changed(path: str) -> ObjectChangedError:
-    """Make the error that an object is no longer the one that was read before."""
+    """Make the error of an object that changed since it was first read."""
     return ObjectChangedError(
         f"{path} must stay as it was first read, got another version (ETag); objects are written once: put "
         "back the one that the manifest names (`shardflow verify` tells), or start again with a new version."
@@ -394,7 +394,7 @@ def _of_text(text: str, action: str, path: str) -> StorageError:
         return PassingFaultError(f"HTTP status {status}", is_refusal=status in _REFUSALS)
     if status:
         return StorageError(
-            f"{action} {path} must succeed, got HTTP status {status}; check address, region and permissions."
+            f"{action} {path} failed: HTTP status {status}; check address, region and permissions."
         )
     if _OTHER_ANSWER.search(text):
         return _other_answer()

@@ -32,7 +32,7 @@ class ByteStore(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the store lies; `open_store` of it gives an equal store."""
+        """Path or URL of the store; `open_store` of it gives an equal store."""
 
     def size(self, path: str) -> int:
         """Return an object's size in bytes.
@@ -42,18 +42,18 @@ class ByteStore(Protocol):
         """
 
     def read(self, path: str) -> bytes:
-        """Return an object whole.
+        """Return all bytes of an object.
 
         Raises:
             NotFoundError: There is no such object.
         """
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
-        """Fill each buffer with exactly the bytes of its range. The reading call.
+        """Fill each buffer with exactly the bytes of its range.
 
         Args:
             path: The object.
-            ranges: What to read; ascending ranges that lie close together cost one request.
+            ranges: What to read; ascending ranges close together cost one request.
             buffers: One writable, C-contiguous buffer per range, of exactly its size.
 
         Raises:
@@ -63,14 +63,14 @@ class ByteStore(Protocol):
         """
 
     def map(self, path: str) -> memoryview:
-        """Return a read-only view of a whole object, paged in when touched where the store can do so.
+        """Return a read-only view of a whole object, paged in on access if the store supports it.
 
         Raises:
             NotFoundError: There is no such object.
         """
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Write an object that appears whole or not at all.
+        """Write an object atomically.
 
         Raises:
             AlreadyExistsError: The object exists; it is untouched.
@@ -78,12 +78,12 @@ class ByteStore(Protocol):
         """
 
     def put_stream(self, path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
-        """Write an object of any size from its pieces; it appears whole or not at all.
+        """Write an object of any size atomically from its pieces.
 
         Args:
             path: The object.
-            chunks: Its bytes in order. An exception of theirs passes on, and nothing is left behind: whoever
-                checks a digest on the way raises at the end.
+            chunks: Its bytes in order. Their exceptions propagate, and nothing is left behind; so a caller
+                that computes a digest along the way can raise at the end.
             num_bytes: Size of the object.
 
         Raises:
@@ -92,7 +92,7 @@ class ByteStore(Protocol):
         """
 
     def list(self, prefix: str) -> list[str]:
-        """Return the sorted names that begin with ``prefix``; unfinished objects are no objects.
+        """Return the sorted names that begin with ``prefix``; unfinished objects are not listed.
 
         Raises:
             NoListingError: The store cannot list.
@@ -100,7 +100,7 @@ class ByteStore(Protocol):
 
 
 def check_object_path(path: str) -> str:
-    """Return ``path`` if it is a name inside a store; a manifest of others must not lead out of its folder.
+    """Return ``path`` if it is a valid name in a store; a foreign manifest must not lead out of its folder.
 
     Raises:
         StorageError: The name is absolute, has empty, hidden or parent parts, or other characters than
@@ -115,7 +115,7 @@ def check_object_path(path: str) -> str:
 
 
 def check_ranges(path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
-    """Refuse ranges and buffers that do not fit each other.
+    """Check that ranges and buffers match.
 
     Raises:
         StorageError: The counts differ, a range is negative, or a buffer is read-only or of another size.
@@ -133,7 +133,7 @@ def check_ranges(path: str, ranges: Sequence[ByteRange], buffers: Sequence[memor
 
 
 def sized(path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> Iterator[memoryview]:
-    """Pass pieces on as flat bytes, and refuse them at their end if they are not of the size promised.
+    """Yield pieces as flat bytes, and raise at their end if their total size is not ``num_bytes``.
 
     Raises:
         StorageError: They are more or fewer bytes than ``num_bytes``.
@@ -147,5 +147,6 @@ def sized(path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> It
         yield piece
     if num_seen != num_bytes:
         raise StorageError(
-            f"{path} must be written with {num_bytes} bytes, got others; did it change meanwhile?"
+            f"{path} must have {num_bytes} bytes, but the data to write has more or fewer; did the source "
+            "change meanwhile?"
         )

@@ -101,7 +101,7 @@ def test_a_store_that_stays_down_stops_the_run_and_masks_nothing(local: str) -> 
         next(batches)
         proxy.faults = ["status:503"] * 10_000
         with pytest.raises(
-            StorageError, match=r"reading shards/train-\d{6}\.(tar|idx) must succeed, got HTTP status 503"
+            StorageError, match=r"reading shards/train-\d{6}\.(tar|idx) failed: HTTP status 503"
         ):
             list(batches)
         assert loader.quarantined == []

@@ -173,7 +173,7 @@ class ObjectBlocks:
         return np.where(is_inside, found, -1).tolist()  # type: ignore[no-any-return]
 
     def is_sound(self, number: int, payload: memoryview) -> bool:
-        """Tell whether bytes are those of a block: every piece has its checksum.
+        """Return whether bytes are those of a block: every piece has its checksum.
 
         What lies between pieces (headers of a tar) is not covered, and is asked for by no one.
         """
@@ -208,16 +208,16 @@ def _cut(starts: Int64Array, stops: Int64Array, sizes: Int64Array, block_bytes: 
 
 
 class Claim(Enum):
-    """What became of the wish to fetch a block."""
+    """Answer to a claim of a block."""
 
     OURS = "ours"
     """Fetch it, then `Tier.keep` or `Tier.release` it."""
     KEPT = "kept"
-    """It is there by now."""
+    """It is cached by now."""
     BUSY = "busy"
-    """Another one fetches it; `Tier.wait`."""
+    """Another thread or process fetches it; `Tier.wait`."""
     REFUSED = "refused"
-    """There is no room that it is worth; read it from the origin."""
+    """Nothing less valuable can be evicted; read it from the origin."""
 
 
 @dataclass(frozen=True, slots=True)

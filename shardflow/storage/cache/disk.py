@@ -84,17 +84,17 @@ class DiskTier:
 
     @property
     def is_off(self) -> bool:
-        """Whether something was wrong with the folder, so that it is not used any more."""
+        """Whether a fault disabled the folder."""
         return self._is_off
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the blocks that stand and are under way, as the catalog knows them."""
+        """Bytes of published and claimed blocks, according to the catalog."""
         return self._catalog.header().used_pages * 4096
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that the folder can hold: what it does, and what is free of the disk."""
+        """Bytes that the folder can hold: its own and the free ones of the disk."""
         return self.num_bytes + max(self._folder.free_bytes() - self._config.min_free_bytes, 0)
 
     # ---- Tier ------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class DiskTier:
         return Claim.OURS
 
     def _is_there(self, name: str, number: int) -> bool:
-        """Tell whether anything stands in a block's place, ours or not."""
+        """Return whether anything stands in a block's place, ours or not."""
         try:
             os.close(self._folder.open_block(name, number, None))
         except FileNotFoundError:
@@ -272,7 +272,7 @@ class DiskTier:
         return True
 
     def _finish(self, blocks: ObjectBlocks, states: Mapping[int, int]) -> None:
-        """Note what became of claims of ours."""
+        """Record the results of our claims."""
         if not states:
             return
         with self._guarded():
@@ -310,7 +310,7 @@ class DiskTier:
         self._catalog.write_use(row, self._clock, frequency + 1.0)
 
     def _recover(self) -> None:
-        """Settle what the last process with our slot left behind."""
+        """Settle the leftovers of the last process with this slot."""
         if os.pread(self._slot_file, 1, 0) == _DIRTY:
             with self._catalog.locked():
                 header = self._catalog.header()
@@ -337,14 +337,14 @@ class DiskTier:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Do without the folder where something is wrong with it."""
+        """Disable the folder on a fault."""
         try:
             yield
         except (OSError, ValueError, BlockDamagedError) as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Count a fault, say it once, and do without the folder: for a while where the disk is full."""
+        """Count a fault, warn once, and disable the folder; on a full disk only for a while."""
         self._counters.add("cache_fault", num_items=1)
         code = getattr(error, "errno", None)
         name = errno.errorcode.get(code or 0, type(error).__name__)
@@ -353,14 +353,14 @@ class DiskTier:
             if not self._has_warned_of_space:
                 self._has_warned_of_space = True
                 _LOGGER.warning(
-                    "the disk of the cache is full (%s): blocks are read from the origin and not kept; free "
-                    "space, or lower max_bytes",
+                    "the disk of the cache is full (%s): blocks are read from the origin and not cached; "
+                    "free disk space, or lower max_bytes",
                     name,
                 )
         elif not self._is_off:
             self._is_off = True
             _LOGGER.warning(
-                "the cache directory cannot be used any more (%s): reads go on from the origin; see that it "
-                "is there and writable, and start again",
+                "the cache directory failed (%s): reading from the origin; make sure that it exists and is "
+                "writable, and restart",
                 name,
             )

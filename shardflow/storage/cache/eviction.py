@@ -67,7 +67,7 @@ class Evictor:
         config: Bounds and policy.
         folder: The folder.
         catalog: Its catalog.
-        forecast: When blocks are needed.
+        forecast: Next uses of blocks.
         counters: Gets ``cache_disk_evicted``.
     """
 
@@ -99,7 +99,7 @@ class Evictor:
         self._victims.clear()
 
     def is_over(self, header: Header) -> bool:
-        """Tell whether the folder holds more than the bound."""
+        """Return whether the folder holds more than the bound."""
         return header.used_pages > self._max_pages
 
     def shrink(self, header: Header, max_blocks: int) -> int:
@@ -150,7 +150,7 @@ class Evictor:
         return True
 
     def scan(self, header: Header, *, dead_slot: int = 0, missing: int = 0) -> None:
-        """Read the whole catalog: settle claims of the dead, set totals right, choose the next victims.
+        """Scan the catalog: settle claims of dead processes, correct the totals, choose victims.
 
         Args:
             header: The totals, which are changed.
@@ -231,7 +231,7 @@ class Evictor:
     def _settle_dead(
         self, header: Header, objects: list[CatalogObject], rows: NDArray[Any], dead_slot: int
     ) -> NDArray[Any]:
-        """Settle claims of the dead; returns the rows as they are then."""
+        """Settle claims of dead processes; return the updated rows."""
         claimed = np.flatnonzero(rows["state"] == CLAIMED)
         is_dead = {
             slot: slot == dead_slot or not self._folder.is_slot_held(slot)
@@ -292,7 +292,7 @@ def incoming_name(row: int, slot: int) -> str:
 
 
 class Shrinker:
-    """Changes the bound of a folder. Safe for many threads.
+    """Changes the bound of a folder. Thread-safe.
 
     Args:
         catalog: Of the folder.

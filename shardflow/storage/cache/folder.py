@@ -146,7 +146,7 @@ class CacheFolder:
         raise OSError(errno.EUSERS, "no free slot")
 
     def is_slot_held(self, number: int) -> bool:
-        """Tell whether the process of a slot lives."""
+        """Return whether the process of a slot lives."""
         try:
             descriptor = os.open(f"{number:04x}", _READ_FLAGS, dir_fd=self._descriptors["slots"])
         except FileNotFoundError:
@@ -184,7 +184,7 @@ class CacheFolder:
         return descriptor
 
     def has_block(self, name: str, number: int, num_bytes: int | None = None) -> bool:
-        """Tell whether a block stands, by its size where one is given."""
+        """Return whether a block stands, by its size where one is given."""
         try:
             os.close(self.open_block(name, number, num_bytes))
         except (FileNotFoundError, BlockDamagedError):
@@ -357,7 +357,7 @@ class CatalogObject:
 
 
 class Catalog:
-    """The shared tables of a cache folder. Safe for many threads and processes.
+    """The shared tables of a cache folder. Safe for concurrent threads and processes.
 
     Args:
         folder: The cache folder.

@@ -88,7 +88,7 @@ def eviction_order(
 
 
 def is_worth_keeping(policy: EvictionPolicy, next_use: float, next_use_of_victim: float) -> bool:
-    """Tell whether a block that was just read should take the place of a victim.
+    """Return whether a block that was just read should take the place of a victim.
 
     Only who knows the future can say no: a block that is needed later than everything that is kept is not
     kept at all. Where neither is known, the newer one is kept.
@@ -114,7 +114,7 @@ def uses_name(space: str, run: str) -> str | None:
 
 
 class NextUseTable:
-    """When each unit is needed. Safe for many readers and one filler.
+    """Next uses of each unit of one run. Safe for many readers and one writer.
 
     Numbers are kept for two epochs, the present and the next; for each unit the first use in an epoch and, if
     there are several, the last. Of more than two the middle ones are taken to be as late as the last.
@@ -176,7 +176,7 @@ class NextUseTable:
         self._write_epoch(side, epoch + 1, num_steps, 0)
 
     def end_epoch(self, epoch: int) -> None:
-        """Say that an epoch's uses are all there."""
+        """Mark an epoch as complete."""
         number, num_steps, _ = self._epoch(epoch % 2)
         if number == epoch + 1:
             self._write_epoch(epoch % 2, number, num_steps, 1)
@@ -194,14 +194,14 @@ class NextUseTable:
         last[units[is_again]] = numbers[is_again]
 
     def has_epoch(self, epoch: int) -> bool:
-        """Tell whether an epoch's uses are all here."""
+        """Return whether an epoch's uses are all here."""
         number, _, is_whole = self._epoch(epoch % 2)
         return number == epoch + 1 and bool(is_whole)
 
-    # ---- who is where ----------------------------------------------------------------------------
+    # ---- progress --------------------------------------------------------------------------------
 
     def report(self, slot: int, epoch: int, step: int) -> None:
-        """Say how far a process has read.
+        """Report the progress of a process.
 
         Args:
             slot: Of the process in the cache folder, from 1; the kernel says by it whether it lives.
@@ -212,7 +212,7 @@ class NextUseTable:
             _READER.pack_into(self._memory, _place(slot), 1, epoch, step)
 
     def leave(self, slot: int) -> None:
-        """Say that a process reads no more."""
+        """Report that a process stopped reading."""
         if 0 < slot <= _MAX_READERS:
             _READER.pack_into(self._memory, _place(slot), 0, 0, 0)
 
@@ -226,7 +226,7 @@ class NextUseTable:
         ]
         return min(found) if found else None
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- distances -------------------------------------------------------------------------------
 
     def distances(
         self, epoch: int, step: int, start: int = 0, stop: int | None = None
@@ -294,7 +294,7 @@ class Run:
 
 
 class AccessForecast:
-    """Says how far off the next use of a block is. Safe for many threads.
+    """Steps until the next use of blocks, over all runs of the node. Thread-safe.
 
     Args:
         folder: The cache folder that tables are shared in; None for tables of this process alone.
@@ -336,7 +336,7 @@ class AccessForecast:
             self._own.remove(run)
 
     def report(self, run: Run, epoch: int, step: int, next_step: int) -> None:
-        """Say how far the reads of this process are.
+        """Report the progress of this process.
 
         Args:
             run: From `join`.
@@ -348,7 +348,7 @@ class AccessForecast:
         run.table.report(self._slot, epoch, step)
 
     def rest(self, run: Run) -> None:
-        """Say that this process reads no more, until it reports again: nobody must wait for it."""
+        """Report that this process pauses, so that it does not define the node's present."""
         run.table.leave(self._slot)
 
     def begin_filling(self, run: Run) -> bool:

@@ -41,7 +41,7 @@ class MemoryTier:
 
     Args:
         config: Bound and policy.
-        forecast: When blocks are needed.
+        forecast: Next uses of blocks.
         counters: Gets the stage ``cache_ram_evicted``.
     """
 

@@ -36,7 +36,7 @@ _Wanted = Mapping[int, Sequence[Piece]]
 
 
 class Cache:
-    """The tiers of a process. Safe for many threads; crosses a process boundary as its settings.
+    """The tiers of a process. Thread-safe; pickles as its settings.
 
     Datasets that are read together, such as those of a blend, share one, and with it the bounds.
 
@@ -101,7 +101,7 @@ class Cache:
 
     @property
     def forecast(self) -> AccessForecast:
-        """When blocks are needed next."""
+        """Forecast of the next uses of blocks."""
         self._check_process()
         return self._forecast
 
@@ -160,8 +160,8 @@ class Cache:
                 raise
             code = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
             _LOGGER.warning(
-                "the cache directory cannot be used (%s): reads go to the origin; see that it is a writable "
-                "folder of this node, and start again",
+                "cannot use the cache directory (%s): reading from the origin; make sure that it is a "
+                "writable folder of this node, and restart",
                 code,
             )
             self.counters.add("cache_fault", num_items=1)
@@ -169,7 +169,7 @@ class Cache:
 
 
 class CachedStore:
-    """A store before another one. Safe for many threads; crosses a process boundary as its settings.
+    """A store before another one. Thread-safe; pickles as its settings.
 
     Args:
         origin: Where the bytes come from.
@@ -183,7 +183,7 @@ class CachedStore:
         self._reset()
 
     def bind(self, blocks_of: BlocksOf) -> None:
-        """Say who knows the objects' digests and pieces.
+        """Set the function that declares the digests and pieces of objects.
 
         Args:
             blocks_of: From a path to its blocks; None for an object that is not kept. May read through this
@@ -269,7 +269,7 @@ class CachedStore:
     # ---- beyond a plain store --------------------------------------------------------------------
 
     def know(self, path: str, blocks: ObjectBlocks) -> None:
-        """Say what an object is that nobody was bound for, such as a table beside a dataset."""
+        """Declare an object that `bind` does not cover, such as a sidecar table."""
         with self._lock:
             self._known[path] = blocks
 
@@ -311,7 +311,7 @@ class CachedStore:
         return partial(self._settle, home, path, blocks, memory)
 
     def drop(self, path: str, ranges: Sequence[ByteRange]) -> None:
-        """Forget the blocks of ranges, whose bytes were found to be wrong."""
+        """Drop the blocks of ranges whose bytes are wrong."""
         blocks = self._blocks(path)
         if blocks is not None:
             self._drop(blocks, _numbers(blocks, ranges))
@@ -371,7 +371,7 @@ class CachedStore:
         return False
 
     def _bring(self, path: str, blocks: ObjectBlocks, missing: _Wanted) -> None:
-        """Fetch blocks that are not kept, each by one process of the node, and fill what is wanted."""
+        """Fetch missing blocks, each by one process of the node, and fill the wanted pieces."""
         home, left = self.cache.home, dict(missing)
         given_up: set[int] = set()
         while left:
@@ -385,7 +385,7 @@ class CachedStore:
                 for number in (*numbers[Claim.KEPT], *given_up.intersection(numbers[Claim.BUSY]))
                 if not self._read_kept(self.cache.named_tiers, blocks, number, left[number])
             ]
-            # What is ours first: whoever waits for it must not wait for what we wait for.
+            # Our own blocks first: a process that waits for them must not wait for what we wait for.
             self._fetch(home, path, blocks, left, ours, passing)
             left = {number: left[number] for number in busy}
             given_up |= {number for number in busy if not self._wait(home, blocks, number)}
@@ -498,7 +498,7 @@ def _numbers(blocks: ObjectBlocks, ranges: Sequence[ByteRange]) -> list[int]:
 def read_afresh(
     store: ByteStore, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]
 ) -> None:
-    """Read again what came wrong: past whatever a cache keeps of it, see `ByteStore.read_ranges`."""
+    """Drop ranges with wrong bytes from the cache and read them again from the origin."""
     if isinstance(store, CachedStore):
         store.drop(path, ranges)
     store.read_ranges(path, ranges, buffers)

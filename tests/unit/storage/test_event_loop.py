@@ -96,6 +96,6 @@ def test_the_end_takes_back_what_runs_and_refuses_what_comes() -> None:
     loop.close()
     reader.join(60)
     assert not reader.is_alive()
-    with pytest.raises(StorageError, match="must be read before the process ends"):
+    with pytest.raises(StorageError, match="before the read finished"):
         loop.run(_wait_for(client.call))
     assert len(client.threads) == 1, "a call began after the end"
