@@ -1,8 +1,8 @@
-"""Views: which slices of a sample a batch holds, at which size, as which numbers.
+"""Views: which slices of a sample a batch contains, at which size and with which number type.
 
-A view decides sizes from facts alone, before anything is read, so that slices are decoded straight into their
-place. Choices are keyed by (seed, epoch, row), and in a blend, whose epoch may draw a sample again, by the
-slot of the plan too: the same on every rank, worker and restart.
+A view derives sizes from the samples table, before anything is read, so that slices are decoded straight into
+their places. Choices are keyed by (seed, epoch, row), and in a blend, whose epoch may draw a sample again,
+also by the slot of the plan: they are the same on every rank, worker and restart.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ArraySpec:
 
     @classmethod
     def of(cls, name: str, dtype: DTypeLike, *shape: int) -> ArraySpec:
-        """Make a spec from anything that NumPy takes for a dtype."""
+        """Create a spec from anything that NumPy accepts as a dtype."""
         return cls(name, np.dtype(dtype), shape)
 
     @property
@@ -79,19 +79,19 @@ class SliceFacts:
     """Row of the samples table of its dataset."""
     seed: int = 0
     epoch: int = 0
-    """What keyed choices of the plan follow from."""
+    """Seed and epoch of the plan, for keyed choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawKey:
-    """What the keyed choices of a sample in an epoch follow from; equal on all ranks and after a resume."""
+    """Key of the choices for a sample in an epoch; equal on all ranks and after a resume."""
 
     seed: int
     epoch: int
     row: int
     """Row of the selection."""
     place: tuple[int, ...] = ()
-    """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; else nothing."""
+    """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; otherwise empty."""
     table_row: int = 0
     """Row of the samples table of its dataset, which decides the size of a `SizedView`."""
 
@@ -103,19 +103,19 @@ class DrawKey:
 def content_boxes(
     rows: NDArray[np.int64], columns: NDArray[np.int64], frame: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Return where images lie that keep their shape in a frame, as large as they fit, centred.
+    """Return the boxes of images that are fitted into a frame, with their aspect ratio, centered.
 
     Args:
-        rows: ``(B,)`` rows of the images; 0 where there is none.
-        columns: Likewise.
+        rows: ``(B,)`` rows of the images; 0 for none.
+        columns: ``(B,)`` columns of the images.
         frame: Rows and columns of the frame.
 
     Returns:
-        ``(B, 4)`` int64: first row, first column, rows, columns. Integers alone, so that every machine finds
-        the same.
+        ``(B, 4)`` int64: first row, first column, rows, columns. Computed with integers alone, so that the
+        result is the same on every machine.
     """
     high, wide = np.maximum(rows, 1), np.maximum(columns, 1)
-    # The frame's height is what bounds an image that is, for its width, taller than the frame.
+    # The frame's height bounds an image whose aspect ratio is taller than the frame's.
     by_height = high * frame[1] >= wide * frame[0]
     height = np.where(by_height, frame[0], np.maximum(1, (2 * high * frame[1] + wide) // (2 * wide)))
     width = np.where(by_height, np.maximum(1, (2 * wide * frame[0] + high) // (2 * high)), frame[1])
@@ -125,7 +125,7 @@ def content_boxes(
 
 
 def slices_of(arrays: Arrays, slot: int) -> NDArray[Any]:
-    """Return the slices of a slot that exist, ``(slices, rows, columns)``, without a copy.
+    """Return the existing slices of a slot, ``(slices, rows, columns)``, without a copy.
 
     Raises:
         KeyError: The arrays hold no slices.
@@ -140,16 +140,16 @@ def slices_of(arrays: Arrays, slot: int) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Settings:
-    """Settings of every view that delivers some slices, at a size of its own."""
+    """Settings of the views that deliver chosen slices, resized."""
 
     resolution: Resolution = "full"
-    """``small`` reads the small versions that packing made (its ``variants`` settings), and no byte of the
-    large slices. A series that is no larger than its small version would be has none, and is read as it is.
-    Which slices are chosen does not depend on it.
+    """``small`` reads only the small versions that packing made (its ``variants`` settings). A series that is
+    no larger than its small version would be has none, and is read as it is. The choice of slices does not
+    depend on it.
     """
     slice_choice: SliceChoice = "even"
-    """``even``: the middles of K equal parts. ``random``: K different slices, others in each epoch, in
-    order.
+    """``even``: the middles of K equal parts. ``random``: K distinct slices in order, drawn anew each
+    epoch.
     """
     dtype: PixelDtype = "int16"
     """``int16`` is for series that are stored as int16 or uint8, such as CT; ``uint16`` for radiographs of 16
@@ -237,7 +237,7 @@ class ImageView(_Settings):
         return specs
 
     def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
-        """Fill what does not depend on any pixel."""
+        """Fill the arrays that do not depend on pixels."""
         arrays["display_range"][:] = 0
         if self.fit == "letterbox":
             arrays["content_box"][:] = content_boxes(facts.rows, facts.columns, (self.rows, self.columns))
@@ -279,7 +279,7 @@ class ImageView(_Settings):
 
 
 class _FlatArrays:
-    """Samples of several sizes, one after another in a flat array."""
+    """Layout of samples of several sizes, one after another in a flat array."""
 
     __slots__ = ()
 
@@ -299,7 +299,7 @@ class _FlatArrays:
         return arrays["pixels"][start : start + size].reshape(shape.tolist())
 
     def blank(self, arrays: Arrays, slot: int) -> None:
-        """Make a slot look like one without slices; its pixels are out of reach then."""
+        """Make a slot look like one without slices; its pixels can no longer be reached."""
         arrays["image_shape"][slot, 0] = 0
         arrays["display_range"][slot] = 0
 
@@ -331,8 +331,8 @@ class _FlatArrays:
 class NativeView(_FlatArrays):
     """All slices of the primary series at their own size, one sample after another in a flat array.
 
-    Room is made for what the samples table allows (all series of the study), so a batch may be larger than
-    what it shows; memory that is not used is not touched.
+    Space is reserved for what the samples table allows (all series of the study), so a batch may be larger
+    than its content; unused memory is not touched.
     """
 
     resolution: ClassVar[Resolution] = "full"
@@ -351,7 +351,7 @@ class NativeView(_FlatArrays):
         return self._specs(self._shapes(facts), self.dtype)
 
     def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
-        """Fill what does not depend on any pixel."""
+        """Fill the arrays that do not depend on pixels."""
         self._prepare(arrays, self._shapes(facts))
 
     def window(self, key: DrawKey) -> None:  # noqa: ARG002
@@ -369,13 +369,13 @@ class NativeView(_FlatArrays):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceSize:
-    """One of the sizes that a sample may get."""
+    """Size that a sample of a `SizedView` may get."""
 
     num_slices: Annotated[int, Bounds(1, 2**17)]
     rows: Annotated[int, Bounds(1)]
     columns: Annotated[int, Bounds(1)]
     weight: Annotated[int, Bounds(1, 2**16)] = 1
-    """How likely it is, against the weights of the others."""
+    """Its probability, relative to the weights of the other sizes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -396,10 +396,10 @@ class SizedView(_FlatArrays, _Settings):
             raise ConfigError(f"sizes must be 1 to {MAX_BUCKETS}, got {len(self.sizes)}; correct them.")
 
     def buckets(self, tokens_per_slice: tuple[int, ...]) -> tuple[ImageBucket, ...]:
-        """Return what a cost rule has to know for a token budget.
+        """Return the image buckets of a cost rule for a token budget.
 
         Args:
-            tokens_per_slice: What a slice of each size costs.
+            tokens_per_slice: Tokens of a slice of each size.
         """
         return tuple(
             ImageBucket(weight=size.weight, max_slices=size.num_slices, tokens_per_slice=tokens)
@@ -417,7 +417,7 @@ class SizedView(_FlatArrays, _Settings):
         return [*specs, ArraySpec.of("size", np.int64, len(facts.rows))]
 
     def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
-        """Fill what does not depend on any pixel."""
+        """Fill the arrays that do not depend on pixels."""
         self._prepare(arrays, self._shapes(facts))
         arrays["size"][:] = self._choices(facts)
 
@@ -455,7 +455,7 @@ class TileView(_Settings):
 
     @property
     def rule(self) -> TileRule:
-        """How images are cut; a cost rule takes it for a token budget."""
+        """Rule that cuts images into tiles; also used by a cost rule for a token budget."""
         return TileRule(rows=self.rows, columns=self.columns, max_tiles=self.max_tiles)
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
@@ -471,7 +471,7 @@ class TileView(_Settings):
         ]
 
     def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
-        """Fill what does not depend on any pixel."""
+        """Fill the arrays that do not depend on pixels."""
         arrays["display_range"][:] = 0
         arrays["tile_grid"][:] = np.stack(self.rule.grids(facts.rows, facts.columns), axis=1)
 
@@ -495,7 +495,7 @@ class TileView(_Settings):
         return image[:used].reshape(num_chosen, each, self.rows, self.columns)
 
     def canvas_shape(self, arrays: Arrays, slot: int) -> tuple[int, int]:
-        """Return the size that a slice of a slot is brought to before it is cut."""
+        """Return the size that a slice of a slot is resized to before it is cut."""
         high, wide = arrays["tile_grid"][slot].tolist()
         return high * self.rows, wide * self.columns
 
