@@ -1,14 +1,13 @@
-"""Settings: a strict TOML file becomes a frozen dataclass, or an error that names the mistake.
+"""Typed settings: a strict TOML file becomes a frozen dataclass, or an error that names the mistake.
 
-Owns reading, overriding, checking and writing of settings for every job. Knows no particular setting: each
-package has its own dataclasses and passes them in. Invariant: an unknown key is never ignored, and nothing is
-read from the environment.
+Reads, overrides and checks the settings of every job, and knows no particular one: each package brings its
+own dataclasses. An unknown key is always an error, and nothing is read from the environment.
 
-Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T | None``,
-nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an integer),
-:data:`PLACE` (a path or an address), :class:`Bounds`, or, for a table that may be written in two places,
-:class:`Inside` or :data:`SPREAD`. Relative paths in the file are taken from the file's
-folder, relative paths of ``--set`` from the current folder; ``~`` is the home folder.
+Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T |
+None``, nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an
+integer), :data:`PLACE` (a path or a URL), :class:`Bounds`, or, for a table that may be written in two
+places, :class:`Inside` or :data:`SPREAD`. Relative paths are resolved against the folder of the file, those
+of ``--set`` against the current folder; ``~`` is the home folder.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 from shardflow.errors import ConfigError
 
 BYTE_SIZE: Final = "byte size"
-"""Marks an integer that the file may write as ``"512MiB"``."""
+"""Mark of an integer that may be written as ``"512MiB"``."""
 
 ByteSize = Annotated[int, BYTE_SIZE]
-"""An integer number of bytes that the file may write with a unit, such as ``"512MiB"``."""
+"""A number of bytes that may be written with a unit, such as ``"512MiB"``."""
 
 PLACE: Final = "place"
-"""Marks a text that is a path or an address."""
+"""Mark of a string that is a path or a URL."""
 
 Place = Annotated[str, PLACE]
-"""A path, relative ones as those of `Path` fields, or an address such as ``s3://bucket/prefix``."""
+"""A path, resolved like `Path` fields, or a URL such as ``s3://bucket/prefix``."""
 
 SPREAD: Final = "spread"
-"""Marks a table of integers whose entries may stand beside it, in the table that it is part of."""
+"""Mark of a table of integers whose entries may also be written in the table that contains it."""
 
 _SIZE_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B)?\s*")
 _SIZE_FACTORS: Final = {
@@ -57,20 +56,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Marks a table whose entries may stand one level deeper, in a table of this name."""
+    """Mark of a table whose entries may be written one level deeper, in a table of this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The closed range that a number must lie in; ``None`` is no bound."""
+    """Closed range of a number; ``None`` is no bound."""
 
     minimum: float | None = None
     maximum: float | None = None
 
     def describe(self) -> str:
-        """Say the range in words for an error message."""
+        """Describe the range for an error message."""
         if self.minimum is None:
             return f"at most {_bound_text(self.maximum)}"
         if self.maximum is None:
@@ -78,7 +77,7 @@ class Bounds:
         return f"from {_bound_text(self.minimum)} to {_bound_text(self.maximum)}"
 
     def holds(self, value: float) -> bool:
-        """Say whether ``value`` lies in the range."""
+        """Return whether ``value`` lies in the range."""
         return (self.minimum is None or value >= self.minimum) and (
             self.maximum is None or value <= self.maximum
         )
@@ -135,12 +134,12 @@ def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _one_of(choices: Sequence[Any]) -> str:
-    """Say a choice in words."""
+    """Describe a choice for an error message."""
     return "one of " + ", ".join(repr(choice) for choice in choices)
 
 
 def _bound_text(number: float | None) -> str:
-    """Write a bound as people do: a whole number with all its digits."""
+    """Format a bound; a whole number with all its digits."""
     whole = number is not None and float(number).is_integer() and abs(number) < 2**63
     return f"{number:.0f}" if whole else f"{number:g}"
 
@@ -150,7 +149,7 @@ def _bound_text(number: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """A value from ``--set``: the text as typed, and what TOML makes of it (or the text again)."""
+    """A value from ``--set``: the text as typed, and its TOML value (or the text again)."""
 
     text: str
     value: Any
@@ -158,7 +157,7 @@ class _Override:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a value stands, for messages and for relative paths."""
+    """Location of a value, for messages and relative paths."""
 
     file_name: str
     folder: Path
@@ -264,7 +263,7 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
 
 
 def _gathered(tree: dict[str, Any], name: str, fields: Collection[str], place: _Place) -> dict[str, Any]:
-    """Put the integers of a table that are no setting of it into its table ``name``."""
+    """Move the integers of a table that are no settings of it into its table ``name``."""
     beside = {key: value for key, value in tree.items() if key not in fields and type(_plain(value)) is int}
     inner = _plain(tree.get(name, {}))
     if not beside or not isinstance(inner, dict):
@@ -276,7 +275,7 @@ def _gathered(tree: dict[str, Any], name: str, fields: Collection[str], place: _
 
 
 def _lifted(tree: dict[str, Any], name: str, place: _Place) -> dict[str, Any]:
-    """Return the entries of a table that stand in its table ``name``, with what ``--set`` puts beside it."""
+    """Return the entries of the inner table ``name``, merged with those that ``--set`` put beside it."""
     inner = _plain(tree.get(name))
     if not isinstance(inner, dict):
         return tree
@@ -292,7 +291,7 @@ def _plain(value: Any) -> Any:
 
 
 def _comes_from_override(value: Any) -> bool:
-    """Tell whether all of a value was typed behind ``--set``, so that the file is not to blame."""
+    """Return whether all of a value came from ``--set``, and none of it from the file."""
     if isinstance(value, dict):
         return bool(value) and all(map(_comes_from_override, value.values()))
     return isinstance(value, _Override)
@@ -307,7 +306,7 @@ def _unknown_key(key: str, value: Any, known: list[str], place: _Place) -> Confi
 
 
 def _bind(hint: Any, value: Any, place: _Place) -> Any:
-    """Turn a TOML value into the type that ``hint`` asks for."""
+    """Convert a TOML value to the type ``hint``."""
     base, marks = _split_annotated(hint)
     if isinstance(value, _Override):
         place = dataclasses.replace(place, folder=Path.cwd(), file_name="--set")

@@ -1,4 +1,4 @@
-"""Every error that shardflow raises on purpose.
+"""Error classes of shardflow.
 
 ::
 
@@ -18,15 +18,15 @@
     +-- StateError               a loader state or checkpoint belongs to another run
     +-- SampleError              one sample cannot be delivered at run time
     +-- WaitTimeoutError         a wait passed its deadline (also a TimeoutError)
-    +-- LoaderProcessError       a process that loads for the trainer died, or failed in code of the user
+    +-- LoaderProcessError       a loader process died, or user code failed in it
     +-- RanksDisagreeError       ranks would not run the same steps
     +-- RankLostError            another rank ended or hangs; the message names it
-    +-- NoProgressError          a run failed at the same place too often to be started again
+    +-- NoProgressError          a run failed at the same place too often to be restarted
     +-- CheckpointError          a checkpoint is missing or damaged
     +-- TrainingError            a step cannot be taken: a gradient is missing or not finite
 
-Sentence form: *<thing> must be <expected>, got <found> (<where>); <remedy>.* A message names shards, members,
-sample keys, ranks and steps. It never holds an identifier, a date, an input path or report text: whoever
+A message states what was expected, what was found, where, and what to do. It names shards, members, sample
+keys, ranks and steps. It never contains an identifier, a date, an input path or report text: whoever
 catches an error of a third-party parser keeps its class name and drops its text.
 """
 

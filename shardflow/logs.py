@@ -1,9 +1,8 @@
 """Logging of jobs: one rank-aware handler on standard error, and append-only JSONL event files.
 
-Owns what leaves a process as log text. Libraries only call ``logging.getLogger(__name__)``; a job calls
-:func:`configure_logging` once. Where patient data is at hand (packing), text that others wrote - messages of
-third-party loggers, texts of foreign exceptions - is withheld, because parsers quote the values they stumble
-over.
+Library modules only call ``logging.getLogger(__name__)``; a job calls :func:`configure_logging` once. Jobs
+that read patient data withhold text of third parties (log messages, exception texts), because parsers quote
+the values they fail on.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ def configure_logging(
     withhold_foreign_text: bool = False,
     stream: TextIO | None = None,
 ) -> None:
-    """Send log records of this process to standard error; calling it again replaces the former set-up.
+    """Send log records of this process to standard error; calling it again replaces the former configuration.
 
     Args:
         level: Lowest level shown for shardflow's own loggers; others are shown from WARNING on.
         rank: Put in front of every line where given, so that lines of several ranks can be told apart. Ranks
             above 0 show warnings and errors only.
-        withhold_foreign_text: Show only logger, level and class names for records and exceptions that
-            shardflow did not write; for jobs that read patient data.
+        withhold_foreign_text: Show only logger, level and class names of third-party records and
+            exceptions; for jobs that read patient data.
         stream: Where to write; standard error by default.
     """
     root = logging.getLogger()
@@ -67,7 +66,7 @@ def configure_logging(
 
 
 def describe_exception(error: BaseException) -> str:
-    """Describe an exception by classes and code places, without any text that shardflow did not write.
+    """Describe an exception by classes and code locations, without text of third parties.
 
     Returns:
         ``"KeyError at shardflow/packing/plan.py:41 in build_plan"``, one line for each link of the chain; the
@@ -91,10 +90,10 @@ def describe_exception(error: BaseException) -> str:
 
 
 def time_left(done: int, total: int, elapsed_s: float) -> str:
-    """Estimate how long the rest takes at the same pace: ``, about 4 min left``.
+    """Estimate the remaining time at the same rate: ``, about 4 min left``.
 
     Returns:
-        The words with the comma that joins them to a sentence; empty while nothing is done, or all of it.
+        A clause with its leading comma; empty if nothing or everything is done.
     """
     if not 0 < done < total:
         return ""
@@ -109,7 +108,7 @@ def time_left(done: int, total: int, elapsed_s: float) -> str:
 class EventLog:
     """Append-only JSONL file: one JSON object a line, each line one write.
 
-    A line that a killed process left unfinished is closed off when the file is opened again, and
+    A line that a killed process left unfinished is terminated when the file is opened again, and
     :func:`read_events` skips it. Non-finite floats are written as null: JSON has none, and a log must not
     stop the job that it describes.
     """
@@ -140,8 +139,8 @@ class EventLog:
         """Append ``{"event": event, "time_s": ..., **fields}``.
 
         Raises:
-            StorageError: The line could not be written whole: the disk is full, say. What is written next
-                stands in a line of its own all the same.
+            StorageError: The line could not be written completely, for example because the disk is full.
+                The next event still starts on a line of its own.
         """
         record: dict[str, Any] = {"event": event}
         if self._clock is not None:
@@ -150,16 +149,16 @@ class EventLog:
         line = json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         rest = memoryview((b"\n" if self._is_torn else b"") + line.encode() + b"\n")
         with _writing():
-            # A disk that fills up takes a part without an error; only the next call says what is wrong.
+            # A disk that fills up writes a part without an error; only the next call raises.
             while rest.nbytes:
                 rest = rest[os.write(self._descriptor, rest) :]
                 self._is_torn = bool(rest.nbytes)
 
     def sync(self) -> None:
-        """Force what was written to the disk.
+        """Sync the file to disk.
 
         Raises:
-            StorageError: It did not get there.
+            StorageError: The sync failed.
         """
         with _writing():
             os.fsync(self._descriptor)
@@ -186,13 +185,13 @@ def _writing() -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
         raise StorageError(
-            f"an event file must be writable, got {type(error).__name__} ({reason}); make room or correct "
+            f"cannot write an event file: {type(error).__name__} ({reason}); free disk space or correct "
             "its folder, and run the job again."
         ) from None
 
 
 def read_events(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Read the objects of a JSONL event file in order, without the lines that a kill left unfinished."""
+    """Read the objects of a JSONL event file in order, skipping lines that a kill left unfinished."""
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -228,7 +227,7 @@ def _withheld(record: logging.LogRecord) -> logging.LogRecord:
 
 
 def _short_path(path: str) -> str:
-    """Cut a source file's path to where its package starts: a home folder's name is nobody's business."""
+    """Cut a source file's path to where its package starts: folders above it may name a user."""
     parts = Path(path).parts
     for anchor in (
         *_OWN_LOGGERS,

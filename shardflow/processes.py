@@ -1,18 +1,13 @@
-"""Threads that the end of the process waits for, for a bounded time.
+"""Process hygiene: daemon threads joined at exit, and helper processes that ignore group signals.
 
-A daemon thread that runs while the interpreter goes down is ended by force as soon as it wants to go on in
-Python. Inside a C++ library, as NumPy's ``unique`` and OpenCV are in part, that ends the whole process with
-``terminate called without an active exception`` and SIGABRT: a run that did all its work has failed. And one
-that is no daemon would keep a process alive for as long as a disk hangs. So our threads are daemons, whoever
-starts one tells it to end, and the exit waits a while until it has.
+A daemon thread that is still inside a C++ library (NumPy, OpenCV) when the interpreter shuts down aborts the
+process with SIGABRT; a non-daemon thread would keep it alive for as long as a disk hangs. So all threads are
+daemons, their owners stop them, and exit waits a bounded time for them.
 
-Signals that all processes of a rank get, and that only the rank itself is to hear.
-
-A scheduler signals every process of a job, torchrun the process group of a rank, a terminal its foreground
-group. What a signal means the rank decides; a process beside it that ended by itself would take the rank with
-it, in the middle of the step that the signal let it finish. Ignoring them from the first line of its own code
-on is too late: Python and the imports before it take a second. So whoever starts such a process holds the
-signals back while it starts, which the new one inherits until it says that it ignores them.
+A scheduler or terminal signals a whole process group, but only the rank decides what a signal means. A
+helper process that died of it would take the rank down in the middle of a step, and ignoring the signals in
+the helper's own code is too late: Python starts for a second before that. So the parent blocks them while it
+starts the helper, which inherits the mask until it ignores them.
 """
 
 from __future__ import annotations
@@ -31,9 +26,9 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1,
 
 
 def wait_for_at_exit(thread: threading.Thread) -> threading.Thread:
-    """Let the interpreter's exit wait for a daemon thread, at most 10 s for all of them together.
+    """Register a daemon thread to be joined at exit, within 10 s for all of them together.
 
-    Something that is closed at exit, by a finalizer made after this module was imported, must tell it to end.
+    Its owner must stop it at exit, by a finalizer created after this module was imported.
 
     Returns:
         The thread.
@@ -43,14 +38,14 @@ def wait_for_at_exit(thread: threading.Thread) -> threading.Thread:
 
 
 def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> bool:
-    """Wait for threads, but for the calling one.
+    """Join threads, except the calling one.
 
     Args:
-        threads: Threads that were told to end; one that was not started counts as ended.
+        threads: Threads that were told to stop; one that was not started counts as stopped.
         timeout_s: For all of them together.
 
     Returns:
-        Whether all have ended.
+        Whether all have stopped.
     """
     deadline = time.monotonic() + timeout_s
     others = [thread for thread in threads if thread is not threading.current_thread()]
@@ -61,7 +56,7 @@ def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> bool:
 
 
 def waited_for() -> list[threading.Thread]:
-    """Return the threads that run and that the exit would wait for."""
+    """Return the running threads that exit would wait for."""
     return [thread for thread in threading.enumerate() if thread in _KNOWN]
 
 
@@ -69,14 +64,14 @@ def _wait() -> None:
     join_all(waited_for(), _EXIT_TIMEOUT_S)
 
 
-# Finalizers run at exit from the newest to the oldest: those that end the threads come before this one, and
-# so do the stores', which wake up whoever waits for a request.
+# Finalizers run newest first: those that stop the threads run before this one, as do those of stores, which
+# wake up threads that wait for a request.
 weakref.finalize(_KNOWN, _wait)
 
 
 @contextmanager
 def group_signals_held_back() -> Iterator[None]:
-    """Start a process in the block that calls `ignore_group_signals`; this one hears of them after it."""
+    """Block group signals while a child that calls `ignore_group_signals` starts; deliver them afterwards."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -85,7 +80,7 @@ def group_signals_held_back() -> Iterator[None]:
 
 
 def ignore_group_signals() -> None:
-    """Ignore them from now on, those that came since the start included; for the main thread."""
+    """Ignore group signals, including those pending since the start; call it in the main thread."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

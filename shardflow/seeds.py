@@ -1,8 +1,8 @@
-"""Derived seeds: one run-level seed, any number of independent streams.
+"""Derived seeds: independent random streams from one seed per run.
 
-Seeds are never added (``seed + epoch`` of one run is ``seed`` of another); each stream is a labelled hash of
-all that it depends on. The derivation is frozen: changing it changes the order of every epoch (change class
-ITERATION ORDER).
+Seeds are never added (``seed + epoch`` of one run equals ``seed`` of another); every stream is a labeled
+hash of everything it depends on. The derivation is frozen: changing it changes the order of every epoch
+(change class ITERATION ORDER).
 """
 
 from __future__ import annotations

@@ -15,21 +15,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardflow.errors import StorageError
+from shardflow.format.writer import storing
 from shardflow.packing.engines.worker import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
 from shardflow.packing.studies import assembly, fragment
-from shardflow.packing.workspace import storage_error, write_plainly
+from shardflow.packing.workspace import write_plainly
 
 HANDLERS = "tests.pack_faults:make_handler"
 HELD = "held"
 """Name of the file that a process writes before it holds."""
 FAULTY_COMMAND = f"""
-import functools, sys, pipelines.pack
-shardflow.cli.pack.pack = functools.partial(shardflow.cli.pack.pack, handlers="{HANDLERS}")
-sys.exit(shardflow.cli.pack.main(sys.argv[1:]))
+import functools, sys
+import shardflow.packing
+from shardflow.cli.main import main
+shardflow.packing.pack = functools.partial(shardflow.packing.pack, handlers="{HANDLERS}")
+sys.exit(main(["pack", *sys.argv[1:]]))
 """
-"""``python -m pipelines.pack`` with the faults of ``faults.json``, for ``python -c``."""
+"""``shardflow pack`` with the faults of ``faults.json``, for ``python -c``."""
 
 
 def make_handler(setup: Mapping[str, Any]) -> Handler:
@@ -43,7 +45,7 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
     killed, such as ``["tar", 1]``. ``os_error``: ``[errno, number]``, the write, sync or rename of a process
     that fails.
     """
-    folder = Path(setup["output"]).parent
+    folder = Path(setup["workspace"]["output"]).parent
     faults: dict[str, Any] = json.loads((folder / "faults.json").read_text(encoding="utf-8"))
     real = make_real_handler(setup)
     if "kill_group" in faults:
@@ -101,9 +103,9 @@ def _arm(point: str, number: int) -> None:
             os.killpg(0, signal.SIGKILL)
 
     def after(write: Callable[..., Any], suffix: str) -> Callable[..., Any]:
-        def wrapper(path: Path, *args: Any, **kwargs: Any) -> Any:
-            result = write(path, *args, **kwargs)
-            count(path.name.endswith(suffix))
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = write(*args, **kwargs)
+            count(any(str(place).endswith(suffix) for place in args[:2]))
             return result
 
         return wrapper
@@ -119,7 +121,7 @@ def _arm(point: str, number: int) -> None:
     match point:
         case "tar" | "index":
             suffix = {"tar": ".tar", "index": ".idx"}[point]
-            _wrap(assembly, "write_atomic", lambda write: after(write, suffix))
+            _wrap(assembly, "write_file", lambda write: after(write, suffix))
         case "record":
             _wrap(assembly, "write_plainly", lambda write: after(write, ".json"))
         case "fragment":
@@ -151,12 +153,8 @@ def _translated(broken: Callable[..., Any]) -> Callable[..., Any]:
         failing = broken(real)
 
         def wrapper(*args: Any) -> Any:
-            try:
+            with storing("writing a fragment"):
                 return failing(*args)
-            except OSError as error:
-                if isinstance(error, StorageError):
-                    raise
-                raise storage_error("writing a fragment", error) from None
 
         return wrapper
 

@@ -76,7 +76,7 @@ def one(dataset: Dataset, change: str) -> dict[str, float]:
             tunables.set("loader.num_threads", 1)
             has_acted = lambda: _threads() == 1  # noqa: E731
         elif change == "prefetch bytes to an eighth":
-            (stream,) = loader._parts.streams
+            (stream,) = loader._runtime.streams
             tunables.set("loader.prefetch_bytes", 2 * MIB)
             has_acted = lambda: stream._engine.buffered_bytes <= 2 * MIB  # noqa: E731
         elif change == "cache folder to a quarter" and disk is not None:

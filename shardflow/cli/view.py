@@ -1,4 +1,4 @@
-"""``shardflow view``: a page to look into a dataset."""
+"""``shardflow view``: a local web viewer of a dataset."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardflow.viewing import Viewer
 DESCRIPTION = """\
 Serves a page on this machine: lists and searches studies, scrolls and windows slices, shows the report with
 its findings marked and the slices that show them, regions, inputs that were not packed, and the samples of
-any step of an epoch. Slices are read from the shards as they are looked at. Nothing is written, and nothing
-is asked of other servers.
+any step of an epoch. Slices are read from the shards on demand. Nothing is written, and no other server is
+contacted.
 
 The page shows pixels and text of patients, unless it says GENERATED. On an address other than this machine's
-own (--host) a token is needed, which is part of the address that is printed; what travels is not encrypted:
+own (--host), requests need a token, which is part of the printed address. The connection is not encrypted:
 use a tunnel.
 """
 EXAMPLES = """\
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.port > _MOST_PORT:
         raise ConfigError(f"--port must be at most {_MOST_PORT}, got {arguments.port}.")
     dataset = open_dataset(arguments.dataset, with_studies=True)
-    # A second signal must not break off the end, in which requests are answered.
+    # A second signal must not interrupt the shutdown, in which current requests are answered.
     with (
         contextlib.suppress(KeyboardInterrupt),
         interruptible(),

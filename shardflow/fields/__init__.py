@@ -1,10 +1,10 @@
-"""Fields: what a batch holds of a sample, and how it is read and decoded.
+"""Fields of a sample: what a batch contains of it, and how that is read and decoded.
 
-Views say what is wanted of the images (`views`) or which stored fields (`raw`). The reader finds and checks
-bytes (`reader`); `slots` assembles `images`, `text` and raw fields into the arrays of a micro-batch, `tokens`
-and `findings` add what is stored beside the shards. Nothing here knows which samples make a micro-batch.
-Names are imported when they are asked for, because packing and training import parts of this package that
-need no decoder.
+Views define which slices of the images to deliver (`views`), or which stored fields (`raw`). The reader finds
+and checks bytes (`reader`); `slots` assembles `images`, `text` and raw fields into the arrays of a
+micro-batch; `tokens` and `findings` add what is stored beside the shards. Which samples form a micro-batch is
+decided elsewhere. Names are imported on first use, because packing and training use parts of this package
+that need no decoder.
 """
 
 from __future__ import annotations

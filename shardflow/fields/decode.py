@@ -1,9 +1,8 @@
-"""From a slice's bytes to its place in a batch: decode, luminance, size, number type.
+"""Decoding of a slice into its place in a batch, and the state of the loader thread that does it.
 
-Where the stored slice has the size and dtype of its place, it is decoded straight into it. Otherwise it
-passes through scratch memory of the thread; OpenCV and NumPy let other threads run meanwhile.
-
-State of one loader thread: scratch memory that it reuses, and a note of what it is doing.
+A slice whose stored size and dtype are those of its place is decoded straight into it. Any other goes through
+the thread's scratch memory: luminance, then size, then number type. OpenCV and NumPy release the
+interpreter's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ _STEP = 1 << 20
 
 
 class Scratch:
-    """Named, growing buffers of one thread; what a call returns is valid until the next call with that name.
+    """Named, growing buffers of one thread; a buffer is valid until the next call with its name.
 
-    They only grow, to the largest slice and the largest read, so that a thread that has met both allocates
-    nothing.
+    They grow to the largest slice and the largest read; after both, the thread allocates nothing more.
     """
 
     def __init__(self) -> None:
@@ -51,10 +49,10 @@ class Scratch:
 
 
 class ThreadState:
-    """State of one thread. Only its own thread writes.
+    """Scratch memory of one thread, and its current activity. Only the thread itself writes.
 
-    Others may read the note at any time and see one consistent triple, because it is stored with one
-    assignment: so a wait that takes too long can name what it waits for (contract S8).
+    Other threads may read the activity at any time and see a consistent triple, because it is stored with one
+    assignment, so that a wait that takes too long can name what it waits for (contract S8).
     """
 
     __slots__ = ("_now", "scratch")
@@ -64,25 +62,25 @@ class ThreadState:
         self._now = ("idle", "", time.monotonic())
 
     def enter(self, stage: str, place: str) -> None:
-        """Say what begins now.
+        """Note the activity that begins now.
 
         Args:
             stage: ``plan``, ``index``, ``read``, ``check``, ``decode``, ``transform`` or ``idle``.
-            place: Which shard and tier, such as ``"shard train-000003, tier local"``.
+            place: Shard and tier, such as ``"shard train-000003, tier local"``.
         """
         self._now = (stage, place, time.monotonic())
 
     def describe(self) -> str:
-        """Say the stage, the place and for how long."""
+        """Describe stage, place and duration."""
         stage, place, since = self._now
         return f"stage {stage}{f' of {place}' if place else ''} for {time.monotonic() - since:.1f} s"
 
     def describe_busy(self) -> str:
-        """Say what the thread is at; nothing while it has nothing to do."""
+        """Describe the current activity; empty while the thread is idle."""
         return "" if self._now[0] == "idle" else self.describe()
 
 
-# What cv2.resize and cv2.cvtColor take; everything else goes through float64, which holds any of it.
+# What cv2.resize and cv2.cvtColor accept; everything else is converted first.
 _CV_RESIZE_DTYPES = {np.dtype(name) for name in ("uint8", "uint16", "int16", "float32", "float64")}
 _CV_COLOUR_DTYPES = {np.dtype(name) for name in ("uint8", "uint16", "float32")}
 _COLOUR_SAMPLES = 3
@@ -91,14 +89,14 @@ _COLOUR_SAMPLES = 3
 def decode_slice(
     codec: str, payload: NDArray[np.uint8], target: NDArray[Any], scratch: Scratch, *, may_resize: bool
 ) -> NDArray[Any] | None:
-    """Decode a slice, into ``target`` if it fits there as it is.
+    """Decode a slice, straight into ``target`` if size and dtype match.
 
     Args:
         codec: Codec of the field.
-        payload: The field's bytes, checked.
+        payload: The checked bytes of the field.
         target: ``(rows, columns)``, the slice's place in the batch.
         scratch: The thread's memory.
-        may_resize: Whether a slice of another size is allowed.
+        may_resize: Whether another size is allowed.
 
     Returns:
         None if ``target`` is filled, or the decoded slice, in scratch memory, that `convert_slice` must bring
@@ -121,7 +119,7 @@ def decode_slice(
 
 
 def convert_slice(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) -> int:
-    """Bring a decoded slice to its place: luminance, then size, then number type.
+    """Convert a decoded slice into its place: luminance, then size, then number type.
 
     Args:
         source: ``(rows, columns)`` or ``(rows, columns, 1 or 3)``; may be overwritten.
@@ -129,14 +127,14 @@ def convert_slice(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) 
         scratch: The thread's memory.
 
     Returns:
-        How many pixels the target's type could not hold and were saturated.
+        Number of pixels that were saturated because the target's type cannot hold them.
     """
     if source.ndim == target.ndim + 1:
         source = _luminance(source, scratch)
     if source.shape != target.shape:
         if source.dtype not in _CV_RESIZE_DTYPES:
             source = source.astype(np.float64)
-        # First what shrinks, by area, so that nothing aliases; then what grows.
+        # First shrink, by area, so that nothing aliases; then grow.
         common = (min(source.shape[0], target.shape[0]), min(source.shape[1], target.shape[1]))
         if common not in (source.shape, target.shape):
             shrunk = scratch.array("shrunk", common, source.dtype)
@@ -166,7 +164,7 @@ def _luminance(source: NDArray[Any], scratch: Scratch) -> NDArray[Any]:
 
 
 def _cast(source: NDArray[Any], target: NDArray[Any]) -> int:
-    """Copy with a change of dtype; integers saturate, what is no number becomes 0."""
+    """Copy with a change of dtype; integers saturate, NaN becomes 0."""
     if target.dtype.kind == "f" or np.can_cast(source.dtype, target.dtype):
         np.copyto(target, source, casting="unsafe")
         return 0

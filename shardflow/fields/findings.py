@@ -1,12 +1,11 @@
-"""What a slot of an entity gets beside its images and text: where it is, what it is called, how sure it is.
+"""Findings in a batch: arrays of what a finding is and where, and its regions in the slices of a view.
 
-Only a selection with an entity view has these arrays. In a blend the samples of other components have -1 in
-all of them, and names are numbered over all views of the blend.
+Only a selection with an entity view has the arrays. In a blend the samples of other components have -1 in all
+of them, and names are numbered over all views of the blend.
 
-Regions in what a view made of a slice: masks and boxes carried through crop, resize and flip.
-
-Pixel coordinates count edges, as in ``annotations.json``: a crop is a box of the stored slice; it is brought
-to a size, and then reversed. Masks take the nearest pixel, at half-pixel centres as images do.
+Masks and boxes of regions are carried through crop, resize and flip as the slices are. Pixel coordinates
+count edges, as in ``annotations.json``: a crop is a box of the stored slice, which is resized and then
+flipped. Masks take the nearest pixel, at half-pixel centers as images do.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _NAMED = {"label": "labels", "anatomy": "anatomies", "assertion": "assertions", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntityNames:
-    """The names that the codes of a batch are positions in."""
+    """Names that the codes of a batch index."""
 
     labels: tuple[str, ...]
     anatomies: tuple[str, ...]
-    """The first one is empty: no place was said."""
+    """The first one is empty: no anatomy was given."""
     assertions: tuple[str, ...] = ASSERTIONS
     lateralities: tuple[str, ...] = LATERALITIES
 
     @classmethod
     def of(cls, samples: Samples) -> EntityNames:
-        """Collect the names of all views of a selection; without views there are none."""
+        """Collect the names of all views of a selection; empty without views."""
         views = [dataset.samples for dataset in samples.datasets if isinstance(dataset, EntityDataset)]
         return cls(
             labels=tuple(sorted({name for view in views for name in view.labels})),
@@ -49,11 +48,11 @@ class EntityNames:
         )
 
 
-class EntitySlots:
-    """The entities of a selection's micro-batches. Safe for many threads.
+class FindingArrays:
+    """Finding arrays of a selection's micro-batches. Safe for many threads.
 
     Args:
-        samples: The samples, some of an entity view at least.
+        samples: The samples, at least some of an entity view.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -62,8 +61,8 @@ class EntitySlots:
         self._codes = [self._codes_of(dataset) for dataset in samples.datasets]
 
     @classmethod
-    def of(cls, samples: Samples) -> EntitySlots | None:
-        """Return those of a selection; None where no part of it is an entity view."""
+    def of(cls, samples: Samples) -> FindingArrays | None:
+        """Return the finding arrays of a selection; None if no part of it is an entity view."""
         has_entities = any(isinstance(dataset, EntityDataset) for dataset in samples.datasets)
         return cls(samples) if has_entities else None
 
@@ -84,7 +83,7 @@ class EntitySlots:
             arrays: Of the micro-batch.
 
         Raises:
-            ChecksumError: The table was sound when it was opened, and is not now.
+            ChecksumError: The table was damaged after it was opened.
         """
         for spec in self.array_specs(len(rows)):
             arrays[spec.name][:] = NO_ENTITY
@@ -120,12 +119,12 @@ class EntitySlots:
 
 
 def centre_first(chosen: NDArray[np.int64], place: EntityPlace) -> NDArray[np.int64]:
-    """Return which of an entity's slices are delivered: the weightiest one first, then others in order.
+    """Return the slices of a finding to deliver: the center one first, then the others in order.
 
     Args:
-        chosen: Places among the entity's slices, as a view chose them; where the weightiest one is not among
-            them it takes the place of its nearest neighbour.
-        place: The entity.
+        chosen: Positions among the finding's slices that a view chose; if the center is not among them, it
+            replaces its nearest neighbor.
+        place: The finding.
 
     Returns:
         As many indices of slices of the series.
@@ -143,16 +142,16 @@ def region_masks(
     """Decode the masks of a region in chosen slices.
 
     Args:
-        fields: Fields of the sample by name; others than the region's masks are not looked at.
+        fields: Fields of the sample by name; only the region's masks are used.
         region: Its entry in ``annotations.json``.
         slices: Indexes of the slices, in any order.
         shape: Rows and columns of the slices.
 
     Returns:
-        ``(len(slices), rows, columns)``; zeros where the region is not.
+        ``(len(slices), rows, columns)``; zeros outside the region.
 
     Raises:
-        FormatError: A mask is of another shape, or cannot be decoded.
+        FormatError: A mask has another shape, or cannot be decoded.
     """
     masks = np.zeros((len(slices), *shape), np.uint8)
     if region["mask"] is None:
@@ -183,13 +182,13 @@ def carry_mask(
     flip_rows: bool = False,
     flip_columns: bool = False,
 ) -> NDArray[np.uint8]:
-    """Carry a mask to where its slice went.
+    """Transform a mask as its slice was transformed.
 
     Args:
         mask: ``(..., rows, columns)`` of the stored slice.
         size: Rows and columns of the result.
-        crop: ``x0, y0, x1, y1`` of the stored slice, whole or not; all of it if not given. Outside of the
-            slice there is nothing.
+        crop: ``x0, y0, x1, y1`` in the stored slice, integers or not; the whole slice by default. Outside the
+            slice the mask is 0.
         flip_rows: Whether rows are reversed afterwards.
         flip_columns: Whether columns are reversed afterwards.
 
@@ -213,18 +212,18 @@ def carry_box(
     flip_rows: bool = False,
     flip_columns: bool = False,
 ) -> tuple[float, float, float, float] | None:
-    """Carry a box to where its slice went, see `carry_mask`.
+    """Transform a box as its slice was transformed, see `carry_mask`.
 
     Args:
         box: ``x0, y0, x1, y1`` in the stored slice.
         shape: Rows and columns of the stored slice.
-        size: As there; and so the others.
-        crop: As there.
-        flip_rows: As there.
-        flip_columns: As there.
+        size: As in `carry_mask`, like the arguments below.
+        crop: Box in the stored slice.
+        flip_rows: Whether rows are reversed afterwards.
+        flip_columns: Whether columns are reversed afterwards.
 
     Returns:
-        The part of it that the result shows; None where it shows nothing of it.
+        The visible part of the box in the result; None if nothing is visible.
     """
     left, top, right, bottom = crop or (0, 0, shape[1], shape[0])
     x0, x1 = _carried(box[0], box[2], left, right, size[1], is_flipped=flip_columns)
@@ -235,7 +234,7 @@ def carry_box(
 def _sources(
     length: int, start: float, stop: float, limit: int, *, is_flipped: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Stored pixel under each pixel of the result, and whether there is one."""
+    """Return the stored pixel under each pixel of the result, and whether there is one."""
     at = np.floor(start + (np.arange(length) + 0.5) * (stop - start) / length).astype(np.int64)
     at = at[::-1] if is_flipped else at
     return np.clip(at, 0, limit - 1), (at >= 0) & (at < limit)

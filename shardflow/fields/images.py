@@ -1,6 +1,6 @@
-"""Slices of a sample's primary series: chosen, decoded into their places, with the display range.
+"""Field kind of slices: chosen slices of a series, decoded into their places, with the display range.
 
-Only what the view asks for is read: the chosen slices, and the study's description for the display range.
+Only the chosen slices are read, and the study's description for the display range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardflow.fields.views import Arrays, DrawKey, ImageView, TileView, View
 from shardflow.telemetry import StageCounters
 
 ORIGINAL: Final = 0
-"""The version of a sample that is none of its augmented variants."""
+"""Number of the version of a sample that is not augmented."""
 
 _LOGGER = logging.getLogger(__name__)
 _WORD: Final = 2**64
@@ -33,9 +33,9 @@ def choose_variant(num_variants: int, share: float, key: DrawKey) -> int:
     """Return the number of the variant, from 1, or `ORIGINAL`.
 
     Args:
-        num_variants: Of the sample's series.
-        share: Of the samples that get a variant; which one, all are as likely.
-        key: Of the sample.
+        num_variants: Number of variants of the series.
+        share: Share of the samples that get a variant; all variants are equally likely.
+        key: Key of the sample's random choices.
     """
     if not num_variants or key.derive("variant-share") >= share * _WORD:
         return ORIGINAL
@@ -43,10 +43,10 @@ def choose_variant(num_variants: int, share: float, key: DrawKey) -> int:
 
 
 class Slices:
-    """Slices of a view, a `FieldKind`.
+    """Field kind of the slices of a view.
 
     Args:
-        view: Which slices of the primary series.
+        view: Which slices, and how.
         counters: Gets the stages ``decode``, ``transform`` and ``saturated`` (items: pixels).
     """
 
@@ -61,16 +61,16 @@ class Slices:
         return with_study(shard, request, slices)
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> _SlotSlices:
-        """Begin a slot: its places are laid out by the slices that are chosen."""
+        """Begin a slot: choose its slices and lay out their places."""
         return _SlotSlices(self, shard, request, arrays)
 
     def choose(self, shard: Shard, request: SlotRequest) -> tuple[list[int], int]:
-        """Return the numbers of the fields that hold the chosen slices, and which variant they are.
+        """Return the numbers of the fields of the chosen slices, and the number of their variant.
 
-        A variant has all slices of its series; one that has not is none, and the original is taken.
+        A variant that lacks slices of its series is ignored, and the original is used.
 
         Raises:
-            BadSample: The sample lacks a slice that its entity names.
+            BadSample: The sample lacks a slice of its finding.
         """
         view, row, key, entity = self.view, request.row_in_shard, request.draw, request.entity
         series = 0 if entity is None else entity.series
@@ -88,7 +88,7 @@ class Slices:
         return slices[chosen].tolist(), variant
 
     def warn_of_loss(self, stored: np.dtype[Any], delivered: np.dtype[Any]) -> None:
-        """Say once an epoch that pixels are not what was stored; two threads at once may both say it."""
+        """Warn once per stream that pixels are not delivered as stored; two threads at once may both warn."""
         if not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
@@ -100,13 +100,13 @@ class Slices:
 
 
 def with_study(shard: Shard, request: SlotRequest, slices: list[int]) -> list[int]:
-    """Add the field of the study's description, which says the display range, behind the slices."""
+    """Append the field of the study's description, which has the display range."""
     study = shard.study(request.row_in_shard) if slices else None
     return slices if study is None else [*slices, study]
 
 
 class _SlotSlices:
-    """The slices of one slot."""
+    """Slices of one slot."""
 
     __slots__ = ("_arrays", "_display_range", "_kind", "_places", "_request", "_shard", "fields")
 
@@ -134,7 +134,7 @@ class _SlotSlices:
             shape = view.canvas_shape(self._arrays, self._request.slot)
             decoded_to = thread.scratch.array("canvas", shape, target.dtype)
         elif not target.flags.c_contiguous:
-            # Codecs fill rows without gaps; a slice in a frame has some.
+            # Codecs need contiguous memory, which a slice inside a frame is not.
             decoded_to = thread.scratch.array("framed", target.shape, target.dtype)
         thread.enter("decode", f"shard {shard.name}")
         try:
@@ -158,14 +158,14 @@ class _SlotSlices:
             np.copyto(target, decoded_to)
 
     def close(self) -> None:
-        """Set the display range: what the study says, else the extremes of the slices that are there."""
+        """Set the display range: that of the study, or else the extremes of the slices."""
         found, places = self._display_range, self._places
         if found is None and places.size:
             found = float(places.min()), float(places.max())
         self._arrays["display_range"][self._request.slot] = found or (0.0, 0.0)
 
     def _read_study(self, payload: NDArray[np.uint8]) -> None:
-        """Take the display range of the series; of a CT the view's window, where it has some."""
+        """Read the display range of the series; for CT, the view's window if it has any."""
         entity = self._request.entity
         try:
             series = json.loads(payload.tobytes())["series"][0 if entity is None else entity.series]

@@ -1,8 +1,8 @@
-"""Samples that could not be delivered at run time: what was wrong, where, and how many are too many.
+"""Quarantine of samples that could not be delivered at run time: the reason, the place, and a bound.
 
 A bad sample never changes a step count: its slot stays in the micro-batch with weight 0 and zeroed arrays,
-and a row says so (contract S6). The rows go into a run's checkpoint, so that a replay masks the same slots
-without reading them again.
+and is recorded in a row (contract S6). A run's checkpoint contains the rows, so that a replay masks the same
+slots without reading them again.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from shardflow.errors import SampleError, StateError
 
 
 class BadSampleReason(StrEnum):
-    """Why a sample was masked; stable codes."""
+    """Reason why a sample was masked; stable codes."""
 
-    #: The field's bytes do not have the crc32c of the index, also when read a second time.
+    #: The field's bytes do not match the crc32c of the index, even when read a second time.
     CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH"
     #: The shard ends before the field does.
     FIELD_TRUNCATED = "FIELD_TRUNCATED"
-    #: The index names no such field for the sample.
+    #: The index has no such field for the sample.
     FIELD_MISSING = "FIELD_MISSING"
-    #: The shard's index is damaged, so nothing in the shard can be trusted.
+    #: The shard's index is damaged, so the whole shard is unusable.
     INDEX_DAMAGED = "INDEX_DAMAGED"
-    #: The bytes are right, and no slice comes out of them.
+    #: The bytes are intact, but cannot be decoded.
     DECODE_FAILED = "DECODE_FAILED"
-    #: A slice or text has another size than the samples table or the view allows.
+    #: The size of a slice or text differs from what the samples table or the view allows.
     SIZE_MISMATCH = "SIZE_MISMATCH"
-    #: The report is no UTF-8, or study.json no JSON of the right shape.
+    #: The report is not UTF-8, or study.json is not JSON of the right form.
     TEXT_UNREADABLE = "TEXT_UNREADABLE"
 
 
 class BadSample(Exception):  # noqa: N818 - a finding on its way to a quarantine row, not an error to the caller
-    """Raised between reading and masking; never leaves the loader."""
+    """Finding that a sample is bad; internal to the loader."""
 
     def __init__(self, reason: BadSampleReason, shard: str, field: str, detail: str = "") -> None:
         super().__init__(f"{reason} (shard {shard}, field {field or '-'}){': ' if detail else ''}{detail}")
@@ -46,7 +46,7 @@ class BadSample(Exception):  # noqa: N818 - a finding on its way to a quarantine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuarantineRow:
-    """One masked slot. Holds surrogates and positions only, so that it may be logged."""
+    """Record of a masked slot. Contains surrogates and positions only, so it may be logged."""
 
     epoch: int
     step: int
@@ -58,11 +58,11 @@ class QuarantineRow:
     field: str
     reason: str
     component: int | None = None
-    """Component of a blend, from 0, which the key, the row and the shard belong to; None for one dataset."""
+    """Component of a blend that key, row and shard belong to, from 0; None for a single dataset."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """What identifies the slot in a run: epoch, step, micro-batch, slot in the batch."""
+        """Identity of the slot in a run: epoch, step, micro-batch, slot in the batch."""
         return (self.epoch, self.step, self.micro, self.slot_in_batch)
 
     def to_json(self) -> dict[str, int | str]:
@@ -99,10 +99,10 @@ class QuarantineRow:
 
 
 class Quarantine:
-    """The masked slots that one loader knows of, and the bound on those it found itself.
+    """Masked slots known to a loader, with a bound on those that it found itself.
 
     Args:
-        max_bad_samples: How many the loader may find before it stops the run.
+        max_bad_samples: How many the loader may find before it raises.
     """
 
     def __init__(self, max_bad_samples: int) -> None:
@@ -124,10 +124,10 @@ class Quarantine:
         return self._rows.get(place)
 
     def load(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take over the rows of a checkpoint; they do not count towards the bound.
+        """Add the rows of a checkpoint; they do not count towards the bound.
 
         Raises:
-            StateError: A row is malformed; none is taken over.
+            StateError: A row is malformed; none is added.
         """
         parsed = [QuarantineRow.from_json(row) for row in rows]
         self._rows.update({row.place: row for row in parsed})

@@ -1,7 +1,8 @@
-"""Fields by name, as they are stored: the view of shards that others wrote.
+"""Field kind of fields by name, as stored: the view of foreign shards.
 
-Sizes are fixed before reading, as in every view: a slot has room for its whole sample, and for the pixels of
-its images as their headers told when they were indexed. Bytes are copied, images decoded, nothing unpickled.
+Sizes are fixed before reading, as in every view: a slot has space for its whole sample, and for the pixels of
+its images according to their headers when they were indexed. Bytes are copied, images decoded, nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ from shardflow.telemetry import StageCounters
 
 _COLOURS: Final = 3
 _IMAGE_KINDS: Final = frozenset({"jpg", "jpeg", "png"})
-# What webdataset would unpickle: code of a stranger.
+# webdataset would unpickle these, which runs foreign code.
 _PICKLES: Final = frozenset({"pth", "pt", "pkl", "pickle", "pyd", "dill"})
 _TEXTS = frozenset({"txt", "text", "transcript", "caption"})
-# As stored: an orientation tag would turn the picture, and with it the size that its header tells.
+# As stored: applying an orientation tag could swap the rows and columns of the header.
 _READ_COLOUR = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 _READ_GREY = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
 
 
 def is_image_field(name: str) -> bool:
-    """Tell whether a field holds a picture that can be decoded."""
+    """Tell whether a field is an image that can be decoded."""
     return name.rpartition(".")[2] in _IMAGE_KINDS
 
 
 def readable_fields(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of fields that a view may hold: all but pickles."""
+    """Return the names of fields that a view may name: all but pickles."""
     return tuple(name for name in names if name.rpartition(".")[2] not in _PICKLES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldsView:
-    """Some fields of each sample; `Batch.field` gives them decoded by the last part of their name.
+    """View of some fields of each sample by name; `Batch.field` decodes them by their extension.
 
-    No field is ever unpickled: ``.pth``, ``.pkl`` and the like are refused, ``.npy`` with objects as well.
+    No field is ever unpickled: ``.pth``, ``.pkl`` and the like are refused, as is ``.npy`` with objects.
 
     Raises:
-        ConfigError: No field is named, one twice, or one that holds a pickle.
+        ConfigError: No field is named, a field is repeated, or a field is a pickle.
     """
 
     fields: tuple[str, ...]
-    """Their names as the index has them: lower case, such as ``"jpg"`` or ``"seg.png"``."""
+    """Names as in the index: lower case, such as ``"jpg"`` or ``"seg.png"``."""
     missing: Literal["allow", "mask"] = "allow"
-    """A sample without one of the fields: that field is None, or the sample is bad and masked."""
+    """What a missing field means: the field is None, or the sample is bad and masked."""
     images: Literal["pixels", "bytes"] = "pixels"
-    """``pixels``: JPEG and PNG become RGB uint8 in the loader's threads. ``bytes``: left as they are."""
+    """``pixels``: JPEG and PNG are decoded to RGB uint8 in the loader's threads. ``bytes``: as stored."""
 
     def __post_init__(self) -> None:
         if not self.fields or len({*self.fields}) < len(self.fields):
@@ -71,30 +72,30 @@ class FieldsView:
                 raise ConfigError(f"a field must not be a pickle, got {name!a}; store arrays as .npy.")
 
     def is_decoded(self, name: str) -> bool:
-        """Tell whether a field comes as pixels."""
+        """Tell whether a field is delivered as pixels."""
         return self.images == "pixels" and is_image_field(name)
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
         num_slots, num_fields = len(facts.rows), len(self.fields)
         return [
-            ArraySpec.of("field_data", np.uint8, int(self._room(facts).sum())),
+            ArraySpec.of("field_data", np.uint8, int(self._max_bytes(facts).sum())),
             ArraySpec.of("field_start", np.int64, num_slots, num_fields),
             ArraySpec.of("field_shape", np.int64, num_slots, num_fields, 3),
         ]
 
     def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
-        """Fill what does not depend on any field: each slot begins where its room does, empty."""
-        room = self._room(facts)
-        arrays["field_start"][:] = (np.cumsum(room) - room)[:, None]
+        """Fill what does not depend on any field: each slot is empty at the start of its space."""
+        spaces = self._max_bytes(facts)
+        arrays["field_start"][:] = (np.cumsum(spaces) - spaces)[:, None]
         arrays["field_shape"][:] = (-1, 0, 0)
 
     def blank(self, arrays: Arrays, slot: int) -> None:
-        """Make a slot look like one without fields; its data are out of reach then."""
+        """Make a slot look like one without fields; its data can no longer be reached."""
         arrays["field_shape"][slot] = (-1, 0, 0)
 
-    def _room(self, facts: SliceFacts) -> NDArray[np.int64]:
-        """Bytes that each slot may need, ``(B,)``."""
+    def _max_bytes(self, facts: SliceFacts) -> NDArray[np.int64]:
+        """Return the bytes that each slot may need, ``(B,)``."""
         num_images = sum(map(self.is_decoded, self.fields))
         return facts.num_bytes + num_images * facts.rows * facts.columns * _COLOURS
 
@@ -103,10 +104,10 @@ def decode_value(name: str, data: NDArray[np.uint8]) -> Any:
     """Decode a field: text to a string, ``json`` to plain data, ``npy`` to an array, ``cls`` to an integer.
 
     Returns:
-        The value; the bytes of every other kind.
+        The value, or the bytes of any other kind.
 
     Raises:
-        FormatError: The bytes are not what the name says, or an array holds objects.
+        FormatError: The bytes do not match the name, or an array contains objects.
     """
     kind = name.rpartition(".")[2]
     try:
@@ -124,7 +125,7 @@ def decode_value(name: str, data: NDArray[np.uint8]) -> Any:
 
 
 class NamedFields:
-    """Fields by name, a `FieldKind`.
+    """Field kind of fields by name.
 
     Args:
         view: Which fields.
@@ -136,7 +137,7 @@ class NamedFields:
         self.counters = counters
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the numbers of the fields that the sample has."""
+        """Return the numbers of the named fields that the sample has."""
         return list(self.find(shard, request).values())
 
     def find(self, shard: Shard, request: SlotRequest) -> dict[int, int]:
@@ -160,7 +161,7 @@ class NamedFields:
 
 
 class _SlotFields:
-    """The fields of one slot, one behind another in its room."""
+    """Fields of one slot, one after another in its space."""
 
     __slots__ = ("_arrays", "_end", "_kind", "_places", "_shard", "_slot", "_stop", "fields")
 
@@ -169,13 +170,13 @@ class _SlotFields:
         found = kind.find(shard, request)
         self._places, self.fields = list(found), list(found.values())
         starts = arrays["field_start"]
-        # A slot's room begins at the least of its starts: each of them is there until its field is put.
+        # A slot's space begins at the least of its starts, where each of them is until its field is put.
         self._stop = int(starts[self._slot].min())
         is_last = self._slot + 1 == len(starts)
         self._end = len(arrays["field_data"]) if is_last else int(starts[self._slot + 1].min())
 
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
-        """Put a field behind the others: its bytes, or its pixels."""
+        """Append a field: its bytes, or its pixels."""
         shard, number = self._shard, self.fields[place]
         at = self._slot, self._places[place]
         shape, is_grey = (len(payload), 0, 0), False
@@ -201,11 +202,11 @@ class _SlotFields:
         self._stop += num_bytes
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the fields are complete."""
 
 
 def field_of(arrays: Arrays, slot: int, place: int) -> NDArray[np.uint8] | None:
-    """Return a field of a slot by its place in the view, without a copy; None where the sample has none.
+    """Return a field of a slot by its place in the view, without a copy; None if the sample has none.
 
     Returns:
         ``(num_bytes,)`` as stored, or ``(rows, columns, 3)`` RGB for a decoded image.
@@ -222,7 +223,7 @@ def field_of(arrays: Arrays, slot: int, place: int) -> NDArray[np.uint8] | None:
 def _decode_rgb(
     shard: Shard, number: int, payload: NDArray[np.uint8], target: NDArray[np.uint8], *, is_grey: bool
 ) -> None:
-    """Decode to RGB. A grey image is decoded as one: a third of the memory, and half of the time."""
+    """Decode to RGB. A gray image is decoded as gray: a third of the memory, half of the time."""
     try:
         decoded = cv2.imdecode(payload, _READ_GREY if is_grey else _READ_COLOUR)
     except cv2.error as error:

@@ -1,9 +1,8 @@
-"""From index rows to checked bytes: find the fields of a sample, read just those, and trust none unchecked.
+"""Field reader: finds the fields of a sample in its shard, reads only those, and checks every byte.
 
-Owns finding, reading and checking; knows nothing of pixels or batches. Nothing walks a tar: a field's place
-and crc32c come from the shard's index. Ranges are handed to the byte store in ascending order, many in one
-call, and the store joins those that lie close together, since it knows what a request costs. A payload is
-checked as soon as it is read, while it is in the cache.
+Place and crc32c of a field come from the shard's index; no tar is walked. The byte store gets many ranges per
+call, in ascending order, and joins adjacent ones, since it knows what a request costs. A payload is checked
+as soon as it is read, while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -30,36 +29,36 @@ from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
 
 _MAX_RANGES = 512
-# What is read from the page cache is still in the processor's second-level cache when it is checked and
-# decoded: reading 8 MB at once costs checking twice the time.
+# So that data from the page cache is still in the second-level cache when it is checked and decoded: with 8
+# MB reads, checking takes twice the time.
 _LOCAL_READ_BYTES = 1 << 20
-# Between two fields lie a tar header and padding. Other stores are told of each field by itself, since they
-# know what a gap costs them.
+# Two fields are separated by a tar header and padding. Other stores get each field as a range of its own,
+# since they know what a gap costs.
 _LOCAL_GAP_BYTES = 4096
 _MAX_SHARDS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _NameTable:
-    """What the field names of a shard mean, by their number in the index."""
+    """Meaning of the field names of a shard, by their number in the index."""
 
     codecs: tuple[str, ...]
-    """Codec of a slice, empty for everything else."""
+    """Codec of a slice; empty for other fields."""
     series: NDArray[np.int64]
-    """Number of its series, -1 for everything else."""
+    """Number of its series; -1 for other fields."""
     slice_index: NDArray[np.int64]
-    """Place of a slice of the primary series along the normal, -1 for everything else."""
+    """Position of a slice of the primary series along the normal; -1 for other fields."""
     small_index: NDArray[np.int64]
     """The same for small versions of slices."""
     all_index: NDArray[np.int64]
-    """Place of a slice of any series."""
+    """Position of a slice of any series."""
     all_small_index: NDArray[np.int64]
     variant: NDArray[np.int64]
-    """Number of an augmented variant, from 1; 0 for everything else."""
+    """Number of an augmented variant, from 1; 0 for other fields."""
     variant_index: NDArray[np.int64]
-    """Place of the slice that a variant is made of, of any series."""
+    """Position of the slice that a variant was made of, in any series."""
     preference: NDArray[np.int64]
-    """Which of several codecs of one slice is taken: the smallest number."""
+    """Rank of its codec: of several codecs of a slice the lowest is read."""
     report: int
     study: int
     positions: Mapping[str, int]
@@ -68,9 +67,9 @@ class _NameTable:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard that can be read: its index, and what the names in it mean.
+    """Open shard: its index, and the meaning of its field names.
 
-    Fields are named by their number in the index, so that a study of 300 slices makes no 300 objects.
+    Fields are identified by their number in the index, so that a study of 300 slices needs no 300 objects.
     """
 
     number: int
@@ -83,7 +82,7 @@ class Shard:
     """Shard, tier and, in a blend, component, for messages."""
 
     def num_variants(self, row: int, series: int = 0) -> int:
-        """Return how many augmented variants a series of a sample has."""
+        """Return the number of augmented variants of a series."""
         start, stop = self._span(row)
         ids = self.index.field_name_ids[start:stop]
         return int(self.names.variant[ids[self.names.series[ids] == series]].max(initial=0))
@@ -99,7 +98,7 @@ class Shard:
 
         Args:
             row: Of the sample in the shard.
-            resolution: ``small`` takes the small version, unless slices have none.
+            resolution: ``small`` returns the small versions, if there are any.
             series: Number of the series; 0 is the primary one.
         """
         names = self.names
@@ -120,7 +119,7 @@ class Shard:
         order = index[ids]
         found = np.flatnonzero(order >= 0)
         order = order[found]
-        if (np.diff(order) <= 0).any():  # stored in several codecs, or more than 9,999 slices
+        if (np.diff(order) <= 0).any():  # several codecs of a slice, or more than 9,999 slices
             preferred = np.lexsort((self.names.preference[ids[found]], order))
             found, order = found[preferred], order[preferred]
             found = found[np.concatenate(([True], np.diff(order) > 0))]
@@ -135,7 +134,7 @@ class Shard:
         return self._find(row, self.names.study)
 
     def find(self, row: int, name: str) -> int | None:
-        """Return a field of a sample by its name; None where it has none of that name."""
+        """Return a field of a sample by its name; None if it has no such field."""
         return self._find(row, self.names.positions.get(name, -1))
 
     def field_name(self, field: int) -> str:
@@ -151,7 +150,7 @@ class Shard:
         return int(self.index.field_num_bytes[field])
 
     def bad(self, reason: BadSampleReason, field: int | str, detail: str = "") -> BadSample:
-        """Make the finding that a field of this shard is bad."""
+        """Return the finding that a field of this shard is bad."""
         return BadSample(
             reason, self.name, field if isinstance(field, str) else self.field_name(field), detail
         )
@@ -167,36 +166,36 @@ class Shard:
 
 
 class Samples(Protocol):
-    """The samples that are read, and the datasets that hold them; rows count over all datasets."""
+    """Samples that are read, and their datasets; rows count over all datasets."""
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
-        """One, or that of each component of a blend."""
+        """One dataset, or one per component of a blend."""
 
     @property
     def is_blend(self) -> bool:
         """Whether the samples are those of a blend."""
 
     def shard(self, number: int) -> tuple[int, int]:
-        """Return component and position in its manifest of a shard, counted over all datasets."""
+        """Return the component of a shard, counted over all datasets, and its position in the manifest."""
 
     def components_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the component, from 0, that each row belongs to."""
+        """Return the component of each row, from 0."""
 
     def table_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each sample in its own dataset's table."""
 
 
 class FieldReader:
-    """Reads fields of a dataset's shards. Safe for many threads.
+    """Reader of the fields of a dataset's shards. Safe for many threads.
 
     Args:
-        samples: The samples, and the datasets that hold them.
+        samples: The samples and their datasets.
         read_bytes: How much one call to the store may read; a larger field is read alone.
         counters: Gets the stages ``index``, ``read`` and ``check``.
 
     Attributes:
-        read_bytes: As given; may be set at any time, and holds for reads that begin afterwards.
+        read_bytes: As given; may be set at any time, and applies to later reads.
     """
 
     def __init__(self, samples: Samples, *, read_bytes: int, counters: StageCounters) -> None:
@@ -206,10 +205,10 @@ class FieldReader:
         self._shards: dict[int, Shard] = {}
 
     def open_shard(self, number: int, thread: ThreadState) -> Shard:
-        """Open a shard by its position in the manifest, in a blend counted over all manifests.
+        """Open a shard by its position in the manifest; in a blend, counted over all manifests.
 
         Raises:
-            BadSample: The index is damaged, and with it every sample of the shard.
+            BadSample: The index is damaged, so every sample of the shard is bad.
             StorageError: The index cannot be read.
         """
         component, position = self._samples.shard(number)
@@ -237,20 +236,20 @@ class FieldReader:
     def read(
         self, shard: Shard, fields: NDArray[np.int64], thread: ThreadState
     ) -> Iterator[tuple[int, NDArray[np.uint8] | BadSample]]:
-        """Read fields in the order in which they lie in the shard.
+        """Read fields in the order of the shard.
 
         Args:
             shard: From `open_shard`.
-            fields: ``(n,)`` numbers of fields, in any order, no two alike.
-            thread: Of the caller; a payload lies in its scratch memory and is valid until the next one is
-                asked for.
+            fields: ``(n,)`` distinct numbers of fields, in any order.
+            thread: Of the caller; a payload is in its scratch memory, valid until the next one is
+                requested.
 
         Yields:
-            The position in ``fields``, and the field's bytes, which have the crc32c of the index; or what is
-            wrong with the field.
+            The position in ``fields``, and the field's bytes, checked against the crc32c of the index; or
+            what is wrong with the field.
 
         Raises:
-            StorageError: The store cannot read the shard at all.
+            StorageError: The store cannot read the shard.
         """
         max_bytes = self.read_bytes
         if isinstance(shard.store, LocalStore):
@@ -294,7 +293,7 @@ class FieldReader:
             if len(positions) == 1:
                 yield int(positions[0]), shard.bad(BadSampleReason.FIELD_TRUNCATED, int(numbers[0]))
                 return
-            # The shard ends inside one of the fields; those before its end are whole.
+            # The shard ends inside one of the fields; the earlier ones are complete.
             for place in range(len(positions)):
                 one = slice(place, place + 1)
                 yield from self._read_group(shard, fields, positions[one], sizes[one], thread)
@@ -304,7 +303,7 @@ class FieldReader:
             with self._counters.timed("check", sizes[place]):
                 is_right = google_crc32c.value(payload) == checksums[place]
             if not is_right:
-                # Once more: what came wrong over a bus or from a cache may lie right at its origin.
+                # Retry once at the origin: a cache or the transfer may have corrupted the data.
                 alone = ByteRange(offsets[place], sizes[place])
                 is_right = self._read_again(shard, alone, payload, checksums[place])
             bad = None if is_right else shard.bad(BadSampleReason.CHECKSUM_MISMATCH, int(numbers[place]))
@@ -319,15 +318,15 @@ class FieldReader:
 
 
 def _joined(offsets: list[int], sizes: list[int], max_gap: int) -> tuple[list[ByteRange], list[int]]:
-    """Join ascending fields that lie close together.
+    """Join ascending fields that are close together.
 
     Returns:
-        The spans to read, and where each field begins in the spans' bytes one after another.
+        The spans to read, and the offset of each field in their concatenated bytes.
     """
     spans: list[ByteRange] = []
     places: list[int] = []
     start = stop = offsets[0]
-    begin = 0  # of the present span
+    begin = 0  # of the current span
     for offset, size in zip(offsets, sizes, strict=True):
         if not 0 <= offset - stop <= max_gap and places:
             spans.append(ByteRange(start, stop - start))
@@ -348,7 +347,7 @@ def _tier(store: ByteStore) -> str:
 
 @lru_cache(maxsize=256)
 def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
-    """Take the field names of a shard apart; most shards of a dataset have equal ones."""
+    """Parse the field names of a shard; most shards of a dataset have the same ones."""
     ranks = {codec: rank for rank, codec in enumerate(CODECS)}
     codecs = [""] * len(field_names)
     series = np.full(len(field_names), -1, np.int64)

@@ -1,4 +1,4 @@
-"""Registry of field kinds: what reads each view, and whether a dataset has what a view asks for."""
+"""Registry of field kinds: the kinds that deliver a view, and the check of a view against its datasets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shardflow.telemetry import StageCounters
 def field_kinds(
     view: View | FieldsView | None, *, text: bool, counters: StageCounters
 ) -> Sequence[FieldKind]:
-    """Return what a slot holds.
+    """Return the field kinds of a slot.
 
     Args:
-        view: What to deliver of the images, or which fields by name.
-        text: Whether the text is delivered as well.
+        view: Which slices to deliver, or which fields by name.
+        text: Whether to deliver the text as well.
         counters: Gets the stages ``decode``, ``transform`` and ``saturated`` (items: pixels).
     """
     kinds: list[FieldKind] = [Texts()] if text else []
@@ -34,11 +34,11 @@ def field_kinds(
 
 
 def check_view(samples: Samples, view: View | FieldsView | None) -> None:
-    """Refuse a view that asks for what a dataset does not have.
+    """Refuse a view that needs what a dataset does not have.
 
     Raises:
-        ConfigError: Slices of shards that others wrote, small slices where only large ones would be read, or
-            augmented variants that nobody made.
+        ConfigError: The view is one of slices and the shards are foreign, or small slices or augmented
+            variants were not packed.
     """
     if not isinstance(view, View):
         return
@@ -50,7 +50,7 @@ def check_view(samples: Samples, view: View | FieldsView | None) -> None:
         if view.resolution != "small" or _variants(dataset).get("small_px"):
             continue
         if samples.is_blend and not dataset.samples.column("num_slices").any():
-            continue  # text alone has no slices of any size
+            continue  # a component of text alone has no slices
         raise ConfigError(
             "view.resolution must be full for a dataset without small slices, got small; pack it with "
             "variants.small_px."

@@ -1,8 +1,8 @@
-"""Slot assembly: reads what the samples of a micro-batch need from a shard, and puts each field in its place.
+"""Slot assembly: reads the fields that the samples of a micro-batch need from a shard, and fills their slots.
 
-What a batch holds is a list of field kinds: slices of a view, fields by name, text. Each kind names the
-stored fields that a sample needs and takes their bytes; the assembler reads the fields of many samples in one
-go. A finding that a sample is bad concerns its slot alone.
+The content of a slot is a list of field kinds: slices of a view, fields by name, text. Each kind names the
+stored fields that a sample needs and takes their bytes; the assembler reads the fields of many samples at
+once. A bad sample affects its own slot alone.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from shardflow.format.entities import EntityPlace, entity_key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRequest:
-    """A sample to read, and the slot that it belongs to."""
+    """Sample to read, and its slot."""
 
     slot: int
     draw: DrawKey
-    """What its keyed choices follow from."""
+    """Key of its random choices."""
     row_in_shard: int
     key: str
     text_bytes: int
-    """Size of the text as the table has it: of the report, or of a piece of it."""
+    """Size of the text according to the samples table: of the report, or of a part of it."""
     entity: EntityPlace | None = None
-    """Where the sample is in its study; None for all of it."""
+    """Place of a finding in its study; None for the whole study."""
 
 
 class SlotContent(Protocol):
-    """What a field kind puts into one slot."""
+    """Content of one slot that a field kind delivers."""
 
     @property
     def fields(self) -> Sequence[int]:
-        """Numbers of the stored fields to read, no two alike."""
+        """Distinct numbers of the stored fields to read."""
 
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
-        """Take the bytes of the field at a place of `fields`; fields come in any order.
+        """Take the bytes of the field at a place of `fields`; fields arrive in any order.
 
         Raises:
-            BadSample: They are not what the sample must have.
+            BadSample: The bytes are invalid.
         """
 
     def close(self) -> None:
@@ -55,10 +55,10 @@ class SlotContent(Protocol):
 
 
 class FieldKind(Protocol):
-    """One kind of content of a micro-batch's slots. Safe for many threads."""
+    """Kind of content of a micro-batch's slots. Safe for many threads."""
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the numbers of the fields that a sample needs, before any array exists.
+        """Return the numbers of the fields that a sample needs; also for prefetching, without arrays.
 
         Raises:
             BadSample: The shard lacks one of them.
@@ -68,16 +68,16 @@ class FieldKind(Protocol):
         """Begin a slot.
 
         Raises:
-            BadSample: The shard lacks what the sample must have, or it does not fit into its slot.
+            BadSample: The shard lacks a field, or the sample does not fit into its slot.
         """
 
 
 class SlotAssembler:
-    """Fills slots for the micro-batches of one epoch. Safe for many threads.
+    """Assembler of slots for the micro-batches of a stream. Safe for many threads.
 
     Args:
-        reader: Where bytes come from.
-        kinds: What belongs into a slot.
+        reader: Reads the fields.
+        kinds: Content of a slot.
     """
 
     def __init__(self, reader: FieldReader, kinds: Sequence[FieldKind]) -> None:
@@ -87,16 +87,16 @@ class SlotAssembler:
     def fill(
         self, shard_number: int, requests: Sequence[SlotRequest], arrays: Arrays, thread: ThreadState
     ) -> dict[int, BadSample]:
-        """Fill slots whose samples lie in one shard.
+        """Fill slots whose samples are in one shard.
 
         Args:
-            shard_number: Position of the shard in the manifest, in a blend counted over all manifests.
+            shard_number: Position of the shard in the manifest; in a blend, counted over all manifests.
             requests: The slots.
             arrays: The arrays of the micro-batch.
             thread: Of the caller.
 
         Returns:
-            The slots whose sample is bad, and why; their arrays hold anything.
+            The slots whose sample is bad, and why; the content of their arrays is undefined.
 
         Raises:
             StorageError: The store cannot read the shard at all.
@@ -135,7 +135,7 @@ class SlotAssembler:
 
 
 def _by_field(opened: Mapping[int, list[SlotContent]]) -> dict[int, list[tuple[int, SlotContent, int]]]:
-    """Return who needs each field, since one that several slots or kinds need is read once."""
+    """Return the contents that need each field, so that a shared field is read once."""
     wanted: dict[int, list[tuple[int, SlotContent, int]]] = {}
     for slot, contents in opened.items():
         for content in contents:
@@ -145,10 +145,10 @@ def _by_field(opened: Mapping[int, list[SlotContent]]) -> dict[int, list[tuple[i
 
 
 def _check_row(shard: Shard, request: SlotRequest) -> None:
-    """Compare index and samples table.
+    """Check that index and samples table agree on a sample.
 
     Raises:
-        BadSample: They name two samples.
+        BadSample: They name different samples.
     """
     index, row = shard.index, request.row_in_shard
     key = index.sample_key(row) if row < index.num_samples else ""

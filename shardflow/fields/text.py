@@ -1,9 +1,9 @@
-"""Texts of samples: found, checked and put into their places.
+"""Field kind of texts, and the fast path for micro-batches of texts alone.
 
-A micro-batch of texts alone takes a fast path: a text of a kilobyte is read in two microseconds, and making a
-request, a range and a view for it takes ten. So all texts of a shard are found and compared in arrays, read
-straight into their places, and checked there. A sample that is unusual in any way is left to the general
-path, which reads it again and names the problem.
+A text of a kilobyte is read in two microseconds, while creating a request, a range and a view for it takes
+ten. So the fast path finds and compares all texts of a shard in arrays, reads them straight into their
+places, and checks them there. It leaves any unusual sample to the general path, which reads it again and
+names the problem.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
 
 _MAX_TABLES = 512
-_CONTINUATION = 0xC0, 0x80  # mask and value of a byte that goes on with a character of UTF-8
+_CONTINUATION = 0xC0, 0x80  # mask and value of a UTF-8 continuation byte
 
 
 class Texts:
-    """Texts of samples, a `FieldKind`: reports, or the pieces of them that entities name."""
+    """Field kind of texts: reports, or the parts of them that findings refer to."""
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the number of the field with the text."""
+        """Return the number of the text field."""
         report = shard.report(request.row_in_shard)
         return () if report is None else (report,)
 
@@ -42,12 +42,12 @@ class Texts:
         """Begin a slot.
 
         Raises:
-            BadSample: The text has another size than the samples table says.
+            BadSample: The size of the text is not that of the samples table.
         """
         report = shard.report(request.row_in_shard)
         num_bytes = 0 if report is None else shard.num_bytes(report)
         if request.entity is not None:
-            # A piece of the report: all of it is read, because its checksum is of all of it.
+            # Part of a report: all of it is read, because the checksum covers all of it.
             num_bytes = min(request.text_bytes, max(num_bytes - request.entity.text_start, 0))
         if num_bytes != request.text_bytes:
             reason = BadSampleReason.FIELD_MISSING if report is None else BadSampleReason.SIZE_MISMATCH
@@ -59,7 +59,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class _SlotText:
-    """The text of one slot."""
+    """Text of one slot."""
 
     fields: Sequence[int]
     shard: Shard
@@ -67,7 +67,7 @@ class _SlotText:
     arrays: Arrays
 
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:  # noqa: ARG002
-        """Put the text into its place, if it is UTF-8."""
+        """Copy the text into its place, if it is UTF-8."""
         request, shard = self.request, self.shard
         if request.entity is not None:
             first = request.entity.text_start
@@ -78,7 +78,7 @@ class _SlotText:
         self.arrays["text_bytes"][start : start + len(payload)] = payload
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the text is complete."""
 
 
 def text_of(arrays: Arrays, slot: int) -> NDArray[np.uint8]:
@@ -89,7 +89,7 @@ def text_of(arrays: Arrays, slot: int) -> NDArray[np.uint8]:
 
 
 class TextAssembler:
-    """Fills texts into micro-batches without images. Safe for many threads.
+    """Fast path that fills texts into micro-batches without images. Safe for many threads.
 
     Args:
         reader: Opens shards.
@@ -112,22 +112,22 @@ class TextAssembler:
         arrays: Arrays,
         thread: ThreadState,
     ) -> NDArray[np.int64]:
-        """Fill the slots whose texts are whole.
+        """Fill the slots whose texts are valid.
 
         Args:
-            shard_number: Position of the shard in the manifest, in a blend counted over all manifests.
-            slots: ``(n,)``, slots whose samples lie in the shard.
+            shard_number: Position of the shard in the manifest; in a blend, counted over all manifests.
+            slots: ``(n,)``, slots whose samples are in the shard.
             rows_in_shard: ``(n,)``, rows of their samples in it.
             keys: ``(n,)``, their sample keys as byte strings.
-            text_bytes: ``(n,)``, sizes of the texts as the samples table has them.
+            text_bytes: ``(n,)``, sizes of the texts according to the samples table.
             arrays: Of the micro-batch.
             thread: Of the caller.
 
         Returns:
-            The slots that are left to the long way.
+            The slots that are left to the general path.
 
         Raises:
-            StorageError: The store cannot read the shard at all.
+            StorageError: The store cannot read the shard.
         """
         try:
             shard = self._reader.open_shard(shard_number, thread)
@@ -164,7 +164,7 @@ class TextAssembler:
         return left
 
     def _report_fields(self, number: int, shard: Shard) -> NDArray[np.int64]:
-        """Return the field with the text of each sample of a shard, ``(num_samples,)``; -1 for none."""
+        """Return the text field of each sample of a shard, ``(num_samples,)``; -1 for none."""
         known = self._tables.get(number)
         if known is not None and known[0] is shard:
             return known[1]
@@ -191,7 +191,7 @@ def _are_utf8(
 ) -> NDArray[np.bool_]:
     """Tell which texts are UTF-8, ``(n,)``.
 
-    All of them are, if they are one after another and none begins inside a character.
+    All are, if their concatenation is and none begins inside a character.
     """
     mask, continuation = _CONTINUATION
     try:

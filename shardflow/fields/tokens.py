@@ -1,7 +1,7 @@
-"""The stored tokens of a micro-batch: all of its texts at once, no object for a token or a sample.
+"""Stored tokens of a micro-batch, fetched for all of its texts at once, without an object per sample.
 
-A text whose tokens cannot be trusted is a bad sample of its slot alone; the others of the damaged block's
-table are found one by one and kept.
+A text whose tokens are damaged is a bad sample of its slot alone; the other texts of a damaged block are then
+looked up one by one and kept.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTokens:
-    """Deliver the token ids that ``shardflow tokenize`` wrote beside the dataset.
+    """Token ids to deliver, which ``shardflow tokenize`` stored beside the dataset.
 
     Raises:
-        ConfigError: The tokenizer is no digest, or ``max_tokens`` below 1.
+        ConfigError: The tokenizer is not a digest, or ``max_tokens`` is below 1.
     """
 
     tokenizer: str
     """SHA-256 of its ``tokenizer.json``, see `shardflow.training.tokenizing.tokenizer_digest`."""
     max_tokens: int | None = None
-    """Longer texts lose their tail."""
+    """Longer texts are truncated."""
 
     def __post_init__(self) -> None:
         if not DIGEST_PATTERN.fullmatch(self.tokenizer):
@@ -46,7 +46,7 @@ class StoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Texts of one dataset: their slots, and where their tokens lie."""
+    """Texts of one dataset: their slots, and the places of their tokens."""
 
     ids: TokenIds
     slots: NDArray[np.int64]
@@ -55,37 +55,37 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredTokens:
-    """The tokens of a micro-batch before memory is taken for them."""
+    """Tokens of a micro-batch before memory is allocated for them."""
 
     lengths: NDArray[np.int64]
     """``(B,)``."""
     bad: dict[int, BadSampleReason]
     """What is wrong with the tokens of a slot; its length is 0."""
     parts: list[_Part]
-    """Where the others are."""
+    """Places of the others."""
 
 
 class TokenAssembler:
-    """Measures and fetches the tokens of micro-batches. Safe for many threads.
+    """Assembler of the stored tokens of micro-batches. Safe for many threads.
 
     Args:
-        samples: The samples, and the datasets that hold them.
-        stored: Which tokens.
+        samples: The samples and their datasets.
+        stored: Which tokens to deliver.
 
     Raises:
         ConfigError: A dataset was not tokenized with this tokenizer.
-        FormatError: Its tokens cannot be trusted.
+        FormatError: Its tokens are damaged.
     """
 
     def __init__(self, samples: Samples, stored: StoredTokens) -> None:
         self._samples = samples
         self._max_tokens = stored.max_tokens
-        # A blend may name a dataset in several components; its tables are opened once.
+        # Several components of a blend may share a dataset, whose tables are opened once.
         opened = {id(dataset): TokenIds(dataset, stored.tokenizer) for dataset in samples.datasets}
         self._ids = [opened[id(dataset)] for dataset in samples.datasets]
 
     def measure(self, rows: NDArray[np.int64]) -> MeasuredTokens:
-        """Find out how many tokens each text has, and where they are.
+        """Look up how many tokens each text has, and their places.
 
         Args:
             rows: ``(B,)`` rows of the selection; -1 is a slot without a sample.
@@ -127,7 +127,7 @@ class TokenAssembler:
     def _fill_each(
         part: _Part, targets: NDArray[np.int64], out: NDArray[np.uint32], bad: dict[int, BadSampleReason]
     ) -> None:
-        """Fetch the tokens of a part text by text, and name the bad slots."""
+        """Fetch the tokens of a part text by text, and record the bad slots."""
         for one in part.places.each():
             try:
                 part.ids.read(one, targets, out)
@@ -137,7 +137,7 @@ class TokenAssembler:
     def _by_dataset(
         self, rows: NDArray[np.int64]
     ) -> Iterator[tuple[TokenIds, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield for each component the slots of its samples, and their rows in its table."""
+        """Yield the slots of each component's samples, and their rows in its table."""
         slots = np.flatnonzero(rows >= 0)
         if not self._samples.is_blend:
             yield self._ids[0], slots, rows[slots]
@@ -155,7 +155,7 @@ def _trusted(
     rows: NDArray[np.int64],
     bad: dict[int, BadSampleReason],
 ) -> list[tuple[NDArray[np.int64], _Found]]:
-    """Call for all rows at once, and where something is damaged for each row alone; name the bad slots."""
+    """Call for all rows at once, and if any is damaged for each row alone; record the bad slots."""
     try:
         return [(slots, call(rows))]
     except FormatError:

@@ -1,16 +1,16 @@
-"""A function of the user that changes each sample before it is part of a batch.
+"""User transforms: a function that changes each sample in place as a batch is made.
 
-It is named, not passed: ``"package.module:function"``, so that a process that loads can find it without the
-trainer's main module, and a configuration file can hold it. It gets the sample's arrays, which are views of
-the batch, and changes them in place; and a NumPy generator that depends on run seed, epoch and sample alone
-(in a blend, on step, micro-batch and slot too). So it does the same on any number of ranks, threads and
-processes, and after a resume::
+It is given by name, ``"package.module:function"``, so that loader processes can import it without the
+trainer's main module, and a configuration file can contain it. It gets the sample's arrays, which are views
+of the batch, and a NumPy generator that depends on run seed, epoch and sample alone (in a blend also on step,
+micro-batch and slot). So the result is the same on any number of ranks, threads and processes, and after a
+resume::
 
     def jitter(sample: dict[str, NDArray[Any]], rng: np.random.Generator) -> None:
         sample["image"] += rng.integers(-5, 6, dtype=np.int16)
 
-An error in it is the run's error, not a bad sample. NumPy promises the bits of its Philox generator for
-ever, but not what its distributions make of them.
+An error in the function ends the run; it does not mask the sample. NumPy keeps the bit stream of its Philox
+generator stable across versions, but not the values of its distributions.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot name a function; an empty name is none.
+    """Refuse a string that cannot name a function; an empty one means no function.
 
     Raises:
-        ConfigError: It is not of the form ``package.module:function``, or of the module that Python was
-            started with, which no other process can import.
+        ConfigError: It is not of the form ``package.module:function``, or names the main module, which no
+            other process can import.
     """
     if name and (not _NAME.fullmatch(name) or name.startswith("__main__:")):
         raise ConfigError(
@@ -75,10 +75,10 @@ def sample_generator(key: DrawKey) -> np.random.Generator:
 
 
 def sample_arrays(arrays: Arrays, slot: int, view: View | FieldsView | None) -> dict[str, NDArray[Any]]:
-    """Return what a transform sees of a sample: writable views of the batch.
+    """Return the arrays of a sample for a transform: writable views of the batch.
 
     Returns:
-        - with slices, or their tiles: ``image`` ``(slices, rows, columns)``, those that exist, and
+        - with slices, or their tiles: ``image`` ``(slices, rows, columns)``, the existing ones, and
           ``display_range`` ``(2,)``;
         - with fields by name: each field that the sample has, ``(num_bytes,)`` uint8, or ``(rows, columns,
           3)`` uint8 where it was decoded;

@@ -1,7 +1,8 @@
-"""The format of a dataset on disk: docs/format.md, in code.
+"""Dataset format: docs/format.md in code.
 
-Owns names, slices, tars, indexes, the samples table, manifests, the ledger and their verification. Knows
-neither DICOM nor training: packing writes a dataset by these modules, loading reads it by them.
+Covers names, slices, tars, indexes, the samples table, manifests, the ledger and their verification. Knows
+neither DICOM nor training: packing writes a dataset through these modules, and loading reads it through
+them.
 """
 
 from __future__ import annotations

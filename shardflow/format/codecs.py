@@ -1,9 +1,8 @@
-"""How one slice becomes bytes and an array again.
+"""Slice codecs by name, and decoding of any field by the last part of its name.
 
-A codec is lossless, its output depends on the array alone, and it reads without shardflow (docs/format.md,
-section 4). No codec here notices every flipped bit: check a field's crc32c before decoding it.
-
-Decode fields by name, for readers that bring their own loop, such as plain webdataset.
+A codec is lossless, its output depends on the array alone, and it can be read without shardflow
+(docs/format.md, section 4). No codec detects every flipped bit, so check a field's crc32c before decoding
+it. `decode_field` and `webdataset_decoder` serve readers with their own loop, such as plain webdataset.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What lies beside a dataset and belongs to it: entity views and stored tokens, found by their folders.
+"""Copying a dataset between stores, with the sidecars beside it.
 
-No manifest of the dataset names them. ``views/<name>/<dataset_id>/`` and ``tokens/<tokenizer>/<dataset_id>/``
-hold a manifest of their own, written last, which names their tables; tokens may be of a view, whose digest
-then stands for the ``dataset_id``. Layouts: docs/format.md, sections 13 and 16.
+Every byte is checked, nothing is overwritten, and the manifest is written last: until then the target is no
+dataset. A killed copy is started again; what is already there and correct is checked and not copied again.
+Only files named by a manifest are copied, so nothing private is.
 
-Copy a dataset between two stores: every byte checked, nothing overwritten, the manifest last.
-
-Until the manifest stands the target is no dataset, and a killed copy is started again: what is there and
-right is checked and not copied again. Only files that a manifest names are copied, so nothing private is:
-the manifests of the dataset, and those of the entity views and stored tokens beside it.
+Sidecars are entity views and stored tokens. No manifest of the dataset names them:
+``views/<name>/<dataset_id>/`` and ``tokens/<tokenizer>/<dataset_id>/`` hold a manifest of their own, written
+last, which names their tables. Tokens may belong to a view, whose digest then takes the place of the
+``dataset_id``. Layouts: docs/format.md, sections 13 and 16.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a cache is told of a dataset's files: digests, fields with their checksums, rows that need them.
+"""Dataset: the manifest, samples table, indexes and checked fields of one version, open for reading.
 
-A dataset, open for reading: manifest, samples table, indexes, and checked fields.
-
-The simple way to bytes, for tools and tests; the loader fetches many fields at once by the same indexes.
-Nothing that this module returns is unchecked: an index is compared with its size and SHA-256 in the
-manifest, the samples table block by block with its crc32c, a field with its crc32c in the index.
+The simple way to bytes, for tools and tests; the loader fetches many fields at once through the same
+indexes. Everything returned is checked: an index against its size and SHA-256 in the manifest, the samples
+table block by block against its crc32c, a field against its crc32c in the index. `DatasetBlocks` tells a
+cache the digests, the checksummed pieces and the rows that need them.
 """
 
 from __future__ import annotations
@@ -178,8 +177,7 @@ class Dataset:
         Args:
             url: A folder, or a ``file://`` URL of one.
             version: The manifest version; the newest if not given.
-            cache: Where to keep what is read, see `shardflow.storage.cache.config.CacheConfig`; a `Cache` where several
-                datasets share one.
+            cache: Settings of a read cache, or a `Cache` that several datasets share.
 
         Raises:
             ConfigError: The directory of the cache holds something and is no cache.

@@ -1,14 +1,10 @@
-"""What makes a table of entities beside a dataset valid: its manifest, and where both lie.
+"""Entity views: datasets whose samples are findings of reports, each with the slices that show it.
 
-A sidecar, added later without touching a shard: ``views/<name>/<dataset_id>/`` holds ``entities.tbl`` and
-``view.json``, which names the dataset, the rules and the table, and is written last. The layout is in
+A view is a sidecar, added later without touching a shard: ``views/<name>/<dataset_id>/`` holds
+``entities.tbl`` and ``view.json``, which names the dataset, the rules and the table, and is written last.
+Planning and loading treat it like any dataset: a table ordered like the samples table and with its columns,
+and a digest. Its rows point into the shards of the studies; no bytes are copied. The layout is in
 docs/format.md, section 16.
-
-A dataset whose samples are entities: findings of reports, each with the slices that show it.
-
-To whoever plans and loads it is a dataset like any other: a table of samples with the columns of the samples
-table, ordered like it, and a digest. Its rows point into the shards of the studies, and none of their bytes
-are copied. Columns and meta data are in docs/format.md, section 16.
 """
 
 from __future__ import annotations

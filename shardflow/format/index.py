@@ -1,7 +1,7 @@
-"""The index of one shard: where every field of every sample lies, and its crc32c.
+"""Shard index: the place and crc32c of every field of every sample of one shard.
 
-An index lies beside its tar (``train-000000.idx``) and is a table (docs/format.md, section 6). Looking a
-sample up makes objects for that sample only.
+An index is stored beside its tar (``train-000000.idx``) as a table (docs/format.md, section 6). Looking up a
+sample creates objects for that sample only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Canonical JSON: one sequence of bytes for one value, so that digests of JSON mean something.
+"""Names of samples, fields, splits and shards, and canonical JSON.
 
-Keys sorted, no spaces, everything outside ASCII escaped, integers only: two languages print 0.1 + 0.2
-differently, and a second reader must be able to rebuild the bytes.
+WebDataset cuts a member's name at its first dot into key and field, so a sample key contains no dot and a
+field may. All names are lower-case ASCII, so an identifier such as a UID, a patient name or a path cannot be
+one.
 
-Names of the format: samples, fields, splits and shards.
-
-WebDataset cuts a member's name at its first dot into key and field. So a sample key holds no dot, and a field
-may. All names are lower-case ASCII: an identifier such as a UID, a patient name or a path cannot be one.
+Canonical JSON has one byte sequence per value, which makes digests of JSON meaningful: sorted keys, no
+spaces, everything outside ASCII escaped, integers only (languages print 0.1 + 0.2 differently, and a second
+reader must be able to rebuild the bytes).
 """
 
 from __future__ import annotations

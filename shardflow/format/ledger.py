@@ -1,14 +1,12 @@
-"""The ledger: every input of a dataset as a surrogate, how it ended and why, hash-chained.
+"""Ledger: the outcome of every input in hash-chained lines, and the outcome table of text corpora.
 
-One line per input in planned order, and a closing line. Each line holds the hash of the line before it, so
-a line can neither be changed nor taken out without changing all that follow; the manifest keeps the last
-one. The layout is in docs/format.md, section 9.
+The ledger has one line per input in planned order and a closing line. Each line contains the hash of the
+line before it, so no line can be changed or removed without changing all that follow; the manifest keeps the
+last hash. The layout is in docs/format.md, section 9.
 
-What became of every line of a text corpus: one byte a line, in a table (docs/format.md, section 15).
-
-The ledger of studies has a line of JSON for each input; of 200 million lines of text that would be 50 GB, and
-a chain that one process must walk. Here a line is a number into a short list of reasons, and the table's
-digest in the manifest vouches for all of them.
+A corpus of 200 million lines would need 50 GB of such JSON and a chain that one process must walk. Its
+outcomes are a table of one byte per line instead, a number into a short list of reasons, protected by the
+table's digest in the manifest (docs/format.md, section 15).
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What a manifest says of each file: where it lies, its size, its digest.
+"""Manifest: the list of a dataset's files with sizes and digests, written last.
 
-Entries check themselves, so that a manifest of others can neither lead out of its folder nor count backwards.
-
-The manifest: the list of a dataset's files, and the one name that makes them a dataset.
-
-``manifest-000001.json`` is written last and never changed; version 2 is another file. Its digest is the
-``dataset_id``. The layout is in docs/format.md, section 8.
+``manifest-000001.json`` never changes after that; version 2 is another file. Its digest is the
+``dataset_id``. Entries validate themselves, so that a foreign manifest can neither lead out of its folder
+nor count backwards. The layout is in docs/format.md, section 8.
 """
 
 from __future__ import annotations

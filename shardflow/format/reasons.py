@@ -1,19 +1,13 @@
-"""How an input of a dataset can end.
+"""Outcomes, reason codes, remedies and flags of inputs.
 
-Why an input was not packed: one closed list of codes.
+A reason says why an input was not packed. The ledger records its code and people filter by it, so codes are
+never renamed and never reused (change class SHARD FORMAT). Besides *packed* there are two outcomes: a
+**skipped** input was never a candidate (a text file, a structured report, an exact copy); a **quarantined**
+one should have been packed and could not be. Only quarantined inputs count against the limit of a job.
 
-A code is what the ledger records and what a person filters by, so codes are never renamed and never reused
-(change class SHARD FORMAT). Two outcome classes exist beside *packed*: a **skipped** input was never a
-candidate (a text file, a structured report, an exact copy), a **quarantined** one should have been packed and
-could not be. Only quarantined inputs count against the job's limit.
-
-What a person can do about an input that was not packed.
-
-Kept apart from `shardflow.format.reasons`: codes are a promise of the format, advice may get better.
-
-What was odd about a stack and did not keep it from being packed: one closed list of codes.
-
-A flag says what happened and what was done; it never holds a value of a file. Codes are never renamed.
+A remedy tells a person what to do about a reason; remedies are no part of the format and may improve. A flag
+names an oddity of a packed stack and what was done about it, never a value of a file; flag codes are never
+renamed either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The samples table: one row per sample of a dataset, and the only table that is read as a whole.
+"""Samples table: one row per sample of a dataset, and the only table that is read as a whole.
 
-Rows are ordered by (split, shard, offset), so a split is a range of rows. Beside the place of each sample
-the table holds facts, never cost: what a sample costs depends on a view and a model, and is a rule over
+Rows are ordered by (split, shard, offset), so a split is a range of rows. Besides the place of each sample
+the table holds facts, never cost: the cost of a sample depends on a view and a model, and is a rule over
 these facts. The layout is in docs/format.md, section 7.
 """
 

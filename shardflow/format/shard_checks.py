@@ -1,7 +1,7 @@
-"""Checks of a dataset's parts: a table, a shard byte by byte, the rows of a samples table.
+"""Integrity checks of the parts of a dataset: tables, shards byte by byte, and rows of the samples table.
 
 With its index every byte of a shard is known or checksummed: headers, padding and the end of the archive are
-built again and compared, payloads have a crc32c, and nothing lies between. Shards are read in order, in one
+rebuilt and compared, payloads have a crc32c, and nothing lies between. Shards are read in order through one
 window of memory. A check raises `DamageError` with the first damage of its file.
 """
 

@@ -1,4 +1,4 @@
-"""Where everything lies in a table file, and what can be wrong with it.
+"""Checksummed column tables: the format of every binary file of a dataset except the tars.
 
 The layout is specified in docs/format.md, section 5::
 
@@ -8,16 +8,9 @@ The layout is specified in docs/format.md, section 5::
     checksums  crc32c of each 64 KiB block of each column     in column order
     trailer    crc32c(checksums), end magic                   12 bytes
 
-The checksummed column table: every binary file of a dataset but the tars.
-
-Owns encoding, reading and checking; what the columns mean is the business of `shards.index` and
-`shards.samples`. Columns are views of the mapped file. A block is checked once, when it is first touched, so
-that opening a table of any size costs the header and the checksums alone.
-
-A table written column by column from pieces: one of any number of rows takes the memory of a piece.
-
-The same bytes as `shardflow.format.table.encode_table`. Sizes must be known before the first byte, because
-they stand in the header; a checksum for each 64 KiB is all that is kept until the end.
+Columns are views of the mapped file. A block is checked once, when it is first touched, so opening a table
+of any size costs its header and checksums alone. `stream_table` writes the same bytes as `encode_table` from
+pieces, in the memory of one piece; sizes must be known in advance, because the header contains them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Plain USTAR archives, byte for byte defined (docs/format.md, section 3).
+"""USTAR archives, defined byte for byte (docs/format.md, section 3), and a hashed sequential reader.
 
-Headers are built by hand: ten times as fast as ``tarfile``, and nothing in them depends on the clock, the
-user, the host or the Python version. A member's bytes depend on its name and payload alone, so the contiguous
-bytes of a sample can be made anywhere and concatenated.
-
-An object read from its first byte to its last, in one window of memory, and hashed on the way.
+Headers are built by hand: ten times as fast as ``tarfile``, and independent of the clock, the user, the host
+and the Python version. A member's bytes depend on its name and payload alone, so the contiguous bytes of a
+sample can be made anywhere and concatenated.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Tokens beside a dataset: the token ids of every text for one tokenizer, and how many there are.
+"""Stored tokens: the token ids of every text of a dataset for one tokenizer, and their counts.
 
 A sidecar, added later without touching a shard: ``tokens/<tokenizer>/<dataset_id>/`` holds ``counts.tbl``,
 one row per row of the samples table, one table of ids per shard, and ``manifest.json``, which names the
 dataset, the tokenizer and every file, and is written last. The layout is in docs/format.md, section 13.
 
-The token ids of a dataset's texts, open for reading: many rows at once, no object per token.
-
-Tables are mapped when a row of theirs is first asked for, and only so many stay open: a map holds a file
-descriptor, and a corpus may have more shards than a process may have files.
+`TokenIds` reads the ids of many rows at once without an object per token. Tables are mapped when one of
+their rows is first needed, and the number of open ones is bounded: each map holds a file descriptor, and a
+corpus may have more shards than a process may have files.
 """
 
 from __future__ import annotations

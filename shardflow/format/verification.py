@@ -1,9 +1,9 @@
-"""Verification of a dataset: every byte of every file, and the place of the first damage of each.
+"""Verification of a dataset: checks every byte of every file and locates the first damage of each.
 
-The manifest vouches for itself and for the size and SHA-256 of each file; the files vouch for their parts,
-which is how a damage gets its place. Nothing stops the check: not a damaged manifest, a missing shard or an
-unreadable index. Where a manifest is damaged, files that only it named are found by their names and judged by
-what they hold: a flipped bit in a manifest must not hide another one in a shard.
+The manifest protects itself and the size and SHA-256 of each file; the checksums inside a file locate its
+damage. Nothing stops the check: not a damaged manifest, a missing shard or an unreadable index. If a
+manifest is damaged, files that only it named are found by their names and judged by their contents, so that
+a flipped bit in a manifest cannot hide another one in a shard.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The writer of datasets: tar shards, their indexes, the samples table, and the manifest last.
+"""Dataset writer: tar shards, their indexes, the samples table, and the manifest last.
 
-`ShardWriter` is what users call. Below it are the pieces that corpora are written with too: a shard that
-grows on the disk, the cut of a split into shards, the samples table as a stream over the indexes.
+`ShardWriter` is the public interface. The pieces below it also serve text corpora: a shard that grows on
+disk, the cut of a split into shards, and the samples table streamed from the indexes.
 """
 
 from __future__ import annotations
@@ -622,6 +622,8 @@ def naming_os_errors(action: str) -> Iterator[None]:
     """Turn errors of the operating system into `StorageError`, without a path: some name people."""
     try:
         yield
+    except StorageError:
+        raise
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
         raise StorageError(

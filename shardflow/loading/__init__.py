@@ -1,12 +1,12 @@
-"""Loading: from a plan to micro-batches in memory, the same ones on any number of ranks.
+"""Loading: from a plan to micro-batches in memory, identical for any number of ranks.
 
-Data flow, a module each::
+Data flow, by module::
 
-    selection     which samples: a split, a subset, a blend (blend_file)
-    loader        iterate, position, masks; runtime: streams and tunables of one process
-    assembly      lay a micro-batch out and fill it with the field kinds of `shardflow.fields`
+    selection     samples to iterate over: splits, subsets, blends (blend_file)
+    loader        iteration, position, masks; runtime: streams and tunables of one process
+    assembly      layout of a micro-batch, filled by the field kinds of `shardflow.fields`
     engine        batch memory, threads, order, bounds, deadlines
-    prefetch      tell caches what the plan will read, and fetch ahead
+    prefetch      access forecast for caches, and reads fetched ahead
     process       loader processes beside the trainer (process_main, ipc)
 
 ``shardflow.loading.torch_dataset`` (the only module that imports torch) puts the same micro-batches into

@@ -1,7 +1,7 @@
-"""One micro-batch from plan to `Batch`: lay it out, fill its slots sample by sample, close it.
+"""Assembly of a micro-batch from plan to `Batch`: lay it out, fill its slots sample by sample, finish it.
 
-Sizes are known from facts before anything is read, so memory is taken once and every slice is decoded into
-its place. A sample that turns out to be bad leaves a masked slot; the other slots never notice.
+Sizes follow from the samples table before anything is read, so memory is allocated once and every slice is
+decoded into its place. A bad sample leaves a masked slot and does not affect the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import SampleError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.findings import EntitySlots
+from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 from shardflow.fields.raw import FieldsView
 from shardflow.fields.slots import SlotAssembler, SlotRequest
@@ -25,23 +25,23 @@ from shardflow.fields.views import ArraySpec, DrawKey, SliceFacts, View
 from shardflow.loading.batch import Batch, BatchLayout, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
-from shardflow.loading.prefetch import ReadProgress
+from shardflow.loading.prefetch import StreamReads
 from shardflow.loading.selection import Selection
 from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.sampling.micro_batches import PADDING_ROW
 from shardflow.telemetry import StageCounters
 
-# Without images a sample is a few kilobytes, and what costs time is done once for all of a shard.
+# Without images a sample is a few kilobytes, and the costly work is done once per shard.
 _TEXT_SAMPLES = 1024
 _PARTS_PER_THREAD = 2
 _LOCAL_BYTES = 1 << 20
 
 
 class PartSize:
-    """How large parts are; the same for all micro-batches of a loader.
+    """Rule that divides micro-batches into parts; one for all micro-batches of a loader.
 
     Args:
-        selection: The samples, and the datasets that hold them.
+        selection: The samples and their datasets.
         config: What is read of them.
     """
 
@@ -53,7 +53,7 @@ class PartSize:
         self._max_bytes = _LOCAL_BYTES if selection.is_local else None
 
     def divide_among(self, num_threads: int) -> None:
-        """Say how many threads there are now; holds for micro-batches that are cut afterwards."""
+        """Set the number of threads; applies to micro-batches divided afterwards."""
         self._num_parts = _PARTS_PER_THREAD * num_threads
 
     def cut(
@@ -64,16 +64,16 @@ class PartSize:
         offsets: NDArray[np.int64],
         num_bytes: NDArray[np.int64],
     ) -> list[NDArray[np.int64]]:
-        """Cut slots into parts, in the order in which they lie on disk.
+        """Divide slots into parts, in the order of their samples on disk.
 
         Args:
-            slots: ``(n,)``, those that hold a sample.
+            slots: ``(n,)``, slots that hold a sample.
             shards: ``(B,)``, shard of each slot.
-            offsets: ``(B,)``, where the sample lies in it.
-            num_bytes: ``(B,)``, size of the sample; zeros where none is known.
+            offsets: ``(B,)``, offset of the sample in its shard.
+            num_bytes: ``(B,)``, size of the sample; 0 if unknown.
 
         Returns:
-            Parts of one shard each, where samples have images.
+            Parts; with images, each of a single shard.
         """
         slots = slots[np.lexsort((offsets[slots], shards[slots]))]
         if not self._has_images:
@@ -95,7 +95,7 @@ class PartSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSource:
-    """Everything that the micro-batches of one epoch have in common; shared by all threads."""
+    """What all micro-batches of a stream have in common; shared by all threads."""
 
     selection: Selection
     plan: EpochPlan
@@ -105,39 +105,39 @@ class BatchSource:
     pool: Pool
     assembler: SlotAssembler
     texts: TextAssembler | None
-    """The short way for samples of text alone."""
+    """Fast path for samples of text alone."""
     tokens: TokenAssembler | None
     part_size: PartSize
     counters: StageCounters
     known_masks: Quarantine
-    """Slots that a checkpoint says are masked; they are not read."""
+    """Slots that are masked according to a checkpoint; they are not read."""
     transform: Transform | None = None
-    """What the user wants done to each sample."""
-    entities: EntitySlots | None = None
-    """What slots of entities get, where some samples are."""
-    watch: ReadProgress | None = None
-    """Follows the reads for a cache that is told the future."""
+    """Function of the user that changes each sample."""
+    findings: FindingArrays | None = None
+    """Arrays of slots whose samples are findings; None if no sample is one."""
+    reads: StreamReads | None = None
+    """Tracks the reads for the forecast of a cache."""
 
     def num_threads(self, config: LoaderConfig) -> int:
-        """Return how many threads get work done at the same time, of those that a config gives.
+        """Return how many of the configured threads are useful.
 
-        Tokens alone are copied out of maps under the interpreter's lock: a second thread would only take
-        turns with the first, and each turn costs. Remote ones are fetched first, for which threads wait.
+        Tokens alone are copied out of memory maps under the interpreter's lock, so a second thread would only
+        add switches. Remote tokens are fetched first, which threads do wait for.
         """
         is_copied = config.view is None and not config.text and self.selection.is_local
         return 1 if is_copied else config.num_threads
 
     def open(self, number: int) -> MicroBatchTask:
-        """Open this rank's micro-batch ``number`` of the epoch, counted over steps."""
+        """Open micro-batch ``number`` of this rank, counted over the steps of the epoch."""
         step, slot = divmod(number, self.schedule.num_micro_batches_per_rank)
-        if self.watch is not None:
-            self.watch.opened(number)
+        if self.reads is not None:
+            self.reads.opened(number)
         with self.counters.timed("plan"):
             return MicroBatchTask(self, step, slot)
 
 
 class MicroBatchTask:
-    """A micro-batch under way; see `engine.Task`.
+    """Micro-batch being made; see `engine.Task`.
 
     Args:
         source: What it is made from.
@@ -169,7 +169,7 @@ class MicroBatchTask:
             self._table_rows = self._padded(source.selection.table_rows(at))
             self._components = self._padded(source.selection.components_of(at))
         nothing = np.zeros_like(self._rows)
-        # Stored tokens alone are found by row: no shard is read for them.
+        # Stored tokens alone are found by row, without reading a shard.
         is_read = config.text or config.view is not None
         self._shard = self._column("shard", at) if is_read else nothing
         self._row_in_shard = self._column("row_in_shard", at) if is_read else nothing
@@ -194,19 +194,19 @@ class MicroBatchTask:
 
     @property
     def num_parts(self) -> int:
-        """Parts: one for all stored tokens, and those of `PartSize`."""
+        """Number of parts: one for all stored tokens, and those of `PartSize`."""
         return len(self._parts)
 
     def begin(self) -> None:
-        """Take memory and fill what the plan and the facts say."""
+        """Allocate memory and fill in what follows from the plan and the samples table."""
         self._buffer = self._source.pool.lend(self._layout.num_bytes)
         self._arrays = self._layout.views(self._buffer)
         self._arrays["row"][:] = self._table_rows
         if self._components is not None:
             self._arrays["component"][:] = self._components
         self._arrays["weight"][:] = self._weights
-        if self._source.entities is not None:
-            self._source.entities.put(self._rows, self._arrays)
+        if self._source.findings is not None:
+            self._source.findings.put(self._rows, self._arrays)
         if self._source.config.text:
             offsets = self._arrays["text_offsets"]
             offsets[0] = 0
@@ -222,8 +222,8 @@ class MicroBatchTask:
         """Fill the slots of a part.
 
         Raises:
-            SampleError: A sample is bad, and the loader is told to raise.
-            StorageError: A shard cannot be read at all.
+            SampleError: A sample is bad, and the loader is configured to raise.
+            StorageError: A shard cannot be read.
         """
         if self._source.tokens is not None and self._tokens is not None and part == 0:
             self._fill_tokens(self._source.tokens, self._tokens, thread)
@@ -250,10 +250,10 @@ class MicroBatchTask:
                 self._transform(source.transform, [s for s in here.tolist() if s not in self._bad], thread)
 
     def finish(self) -> Batch:
-        """Blank what holds no sample and make the batch."""
-        if self._source.watch is not None:
+        """Blank the slots without a sample and return the batch."""
+        if self._source.reads is not None:
             per_rank = self._source.schedule.num_micro_batches_per_rank
-            self._source.watch.finished(self._step * per_rank + self._slot)
+            self._source.reads.finished(self._step * per_rank + self._slot)
         view, text = self._source.config.view, self._source.config.text
         blank = sorted({*np.flatnonzero(~self._is_sample).tolist(), *self._bad})
         for slot in blank:
@@ -300,13 +300,13 @@ class MicroBatchTask:
         )
 
     def _draw(self, slot: int) -> DrawKey:
-        """Return what the keyed choices of a slot's sample follow from."""
+        """Return the key of the random choices for the sample of a slot."""
         plan = self._source.plan
         place = (self._step, self._micro, slot) if self._source.selection.is_blend else ()
         return DrawKey(plan.seed, plan.epoch, int(self._rows[slot]), place, int(self._table_rows[slot]))
 
     def _transform(self, transform: Transform, slots: list[int], thread: ThreadState) -> None:
-        """Let the user's function change the samples of some slots."""
+        """Apply the user's function to the samples of some slots."""
         thread.enter("transform", "")
         for slot in slots:
             generator = sample_generator(self._draw(slot))
@@ -334,7 +334,7 @@ class MicroBatchTask:
         self._bad[slot] = row
 
     def _measure_tokens(self) -> None:
-        """Learn how many tokens each slot gets, before memory is taken."""
+        """Look up how many tokens each slot gets, before memory is allocated."""
         if self._source.tokens is None:
             return
         wanted = self._rows
@@ -363,7 +363,7 @@ class MicroBatchTask:
     def _close_gaps(
         self, flat: str, ends: str, sizes: NDArray[np.int64], blank: list[int], entries: list[dict[str, Any]]
     ) -> None:
-        """Take what masked slots hold out of a flat array, so that the offsets say what is there."""
+        """Remove the content of masked slots from a flat array, and adapt the offsets."""
         slots = [slot for slot in blank if sizes[slot]]
         if not slots:
             return
@@ -389,7 +389,7 @@ class MicroBatchTask:
         return values
 
     def _padded(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a number for every slot, -1 in padding slots."""
+        """Return one number per slot, -1 in padding slots."""
         padded = np.full(len(self._rows), PADDING_ROW, np.int64)
         padded[self._is_sample] = values
         return padded
@@ -408,7 +408,7 @@ class MicroBatchTask:
         plan, nothing = self._source.plan, np.zeros(len(self._rows), np.int64)
         is_wanted = self._source.config.view is not None
         columns = {name: self._column(name, rows) if is_wanted else nothing for name in names}
-        # A padding slot has no row; what is drawn for it lays out nothing.
+        # A padding slot has no row; any row does, because nothing is laid out for it.
         return SliceFacts(
             **columns, table_row=np.maximum(self._table_rows, 0), seed=plan.seed, epoch=plan.epoch
         )
@@ -418,8 +418,8 @@ class MicroBatchTask:
         specs = [ArraySpec.of("row", np.int64, num_slots), ArraySpec.of("weight", np.float32, num_slots)]
         if self._components is not None:
             specs.append(ArraySpec.of("component", np.int64, num_slots))
-        if self._source.entities is not None:
-            specs += self._source.entities.array_specs(num_slots)
+        if self._source.findings is not None:
+            specs += self._source.findings.array_specs(num_slots)
         if self._source.config.view is not None:
             specs += self._source.config.view.array_specs(self._facts)
         if self._source.config.text:
@@ -431,7 +431,7 @@ class MicroBatchTask:
         return specs
 
     def _cut_parts(self) -> list[NDArray[np.int64]]:
-        """Cut the slots that need reading into parts."""
+        """Divide the slots that must be read into parts."""
         config = self._source.config
         tokens = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
         if config.view is None and not config.text:

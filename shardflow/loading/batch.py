@@ -1,33 +1,35 @@
-"""A micro-batch in memory: one flat buffer and a description of what lies where in it.
+"""Micro-batch in memory: one flat buffer and a descriptor of its arrays; and the streams that yield them.
 
-The buffer and the description are all there is, so a batch crosses a process boundary as bytes and a JSON
-text, and its arrays are rebuilt there without copying.
+A batch consists of nothing else, so it crosses a process boundary as bytes and a JSON text, and its arrays
+are rebuilt there without copying.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.errors import StateError
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.text import text_of
 from shardflow.fields.views import ArraySpec, slices_of
 
-_ALIGNMENT = 64  # a cache line, and what vector instructions like
+_ALIGNMENT = 64  # a cache line, and the widest vector instruction
 
 
 class SlotKeys:
-    """Keys by slot; immutable.
+    """Sample keys by slot; immutable.
 
     Args:
         keys: ``(n,)`` byte strings, keys of the slots that hold a sample.
-        is_sample: ``(B,)`` bool, which slots those are.
+        is_sample: ``(B,)`` bool, whether a slot holds a sample.
     """
 
     __slots__ = ("_is_sample", "_keys")
@@ -62,7 +64,7 @@ class SlotKeys:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where each array of a batch begins in its buffer."""
+    """Layout of the arrays of a batch in its buffer."""
 
     arrays: tuple[ArraySpec, ...]
     offsets: tuple[int, ...]
@@ -70,7 +72,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, arrays: Sequence[ArraySpec]) -> BatchLayout:
-        """Put arrays one after another, each on a cache line."""
+        """Place arrays one after another, each aligned to a cache line."""
         offsets: list[int] = []
         end = 0
         for array in arrays:
@@ -94,15 +96,15 @@ class BatchLayout:
 
 
 class Batch:
-    """One micro-batch of one rank.
+    """Micro-batch of one rank.
 
-    Memory is recycled: it returns to the loader when the batch, its arrays and everything made from them
-    without a copy (slices, ``torch.from_numpy``) are gone, never before.
+    Its memory is recycled: it returns to the loader when the batch, its arrays and everything made from them
+    without a copy (slices, ``torch.from_numpy``) are gone, never earlier.
 
     Args:
-        buffer: ``(num_bytes,)`` uint8, what all arrays are views of.
+        buffer: ``(num_bytes,)`` uint8, the memory of all arrays.
         descriptor: JSON-able; see `descriptor`.
-        keys: The descriptor's ``keys``, where they are None in it because nobody asked for them yet.
+        keys: The descriptor's ``keys``, if they are None in it because they were not needed yet.
 
     Attributes:
         buffer: The flat buffer.
@@ -123,7 +125,7 @@ class Batch:
 
     @property
     def descriptor(self) -> dict[str, Any]:
-        """What is in the batch beside its arrays, and where those lie.
+        """What the batch contains besides its arrays, and where those are.
 
         ``version``, ``epoch``, ``step``, ``micro``, ``slot``, ``arrays`` (``name``, ``dtype``, ``shape``,
         ``offset`` each), ``keys`` and ``quarantined``.
@@ -168,17 +170,17 @@ class Batch:
 
     @property
     def step(self) -> int:
-        """Step that the micro-batch belongs to."""
+        """Step of the micro-batch."""
         return int(self._descriptor["step"])
 
     @property
     def micro(self) -> int:
-        """Number of the micro-batch in its step; from ``micro_batches_per_step`` on it is a filler."""
+        """Number of the micro-batch in its step; from ``micro_batches_per_step`` on it is padding."""
         return int(self._descriptor["micro"])
 
     @property
     def slot(self) -> int:
-        """Which of this rank's micro-batches of the step it is, from 0."""
+        """Number of the micro-batch among this rank's of the step, from 0."""
         return int(self._descriptor["slot"])
 
     @property
@@ -209,7 +211,7 @@ class Batch:
         return [QuarantineRow.from_json(row) for row in self._descriptor["quarantined"]]
 
     def text(self, slot: int) -> str:
-        """Return the report of a slot; empty where there is none.
+        """Return the report of a slot; empty if there is none.
 
         Raises:
             KeyError: The loader was configured without text.
@@ -219,7 +221,7 @@ class Batch:
     def tokens(self, slot: int) -> NDArray[np.uint32]:
         """Return the stored token ids of a slot's report, ``(tokens,)``, without a copy.
 
-        Without marks at beginning and end; empty where there is no report.
+        Without begin and end tokens; empty if there is no report.
 
         Raises:
             KeyError: The loader was configured without stored tokens.
@@ -229,7 +231,7 @@ class Batch:
         return ids
 
     def image(self, slot: int) -> NDArray[Any]:
-        """Return the slices of a slot that exist, ``(slices, rows, columns)``, without a copy.
+        """Return the existing slices of a slot, ``(slices, rows, columns)``, without a copy.
 
         Raises:
             KeyError: The loader was configured without images.
@@ -238,17 +240,17 @@ class Batch:
 
     @property
     def fields(self) -> list[str]:
-        """The fields that a `FieldsView` asked for; empty with any other view."""
+        """Fields of the `FieldsView`; empty with any other view."""
         return list(self._descriptor.get("fields", ()))
 
     def field_bytes(self, slot: int, name: str) -> NDArray[np.uint8] | None:
-        """Return a field of a slot as it is in the batch, without a copy; None where the sample has none.
+        """Return a field of a slot as stored in the batch, without a copy; None if the sample has none.
 
         Returns:
             ``(num_bytes,)`` uint8 as stored, or ``(rows, columns, 3)`` uint8 RGB for a decoded image.
 
         Raises:
-            KeyError: The view did not ask for the field.
+            KeyError: The view does not name the field.
         """
         fields = self.fields
         if name not in fields:
@@ -256,15 +258,15 @@ class Batch:
         return field_of(self._arrays, slot, fields.index(name))
 
     def field(self, slot: int, name: str) -> Any:
-        """Return a field of a slot decoded by the last part of its name; None where the sample has none.
+        """Return a field of a slot, decoded by the extension of its name; None if the sample has none.
 
         Returns:
             Pixels for a decoded image (without a copy), a string for ``txt``, plain data for ``json``, an
             array for ``npy``, an integer for ``cls``, bytes for everything else.
 
         Raises:
-            KeyError: The view did not ask for the field.
-            FormatError: The bytes are not what the name says.
+            KeyError: The view does not name the field.
+            FormatError: The bytes do not match the extension.
         """
         data = self.field_bytes(slot, name)
         if data is None or data.ndim > 1:
@@ -279,6 +281,68 @@ class Batch:
     def __repr__(self) -> str:
         names = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in self._arrays.items())
         return f"Batch(epoch {self.epoch}, step {self.step}, micro {self.micro}: {names})"
+
+
+class BatchStream(Iterator[Batch], ABC):
+    """Micro-batches of a rank in order, made ahead by threads or processes.
+
+    Its end, an error and `close` end what makes them.
+
+    Args:
+        num_batches: How many there are.
+    """
+
+    def __init__(self, num_batches: int) -> None:
+        self._num_left = num_batches
+        self._is_closed = False
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch.
+
+        Raises:
+            WaitTimeoutError: It was not ready in time; the message names what it waits for.
+            SampleError: A sample is bad, and the loader is configured to raise.
+            LoaderProcessError: The loader process that makes it died.
+            StateError: The stream was closed, or ended with an error, before its last micro-batch.
+            ShardflowError: A shard cannot be read, or the stream was started in another process.
+        """
+        try:
+            batch = self._take() if self._num_left and not self._is_closed else None
+        except BaseException:
+            self.close()
+            raise
+        if batch is None:
+            self.close()
+            if self._num_left:
+                # StopIteration here would look like the end of the epoch.
+                raise StateError(
+                    f"an iteration must go on to its end, got {self._num_left} micro-batches left of one "
+                    "that was closed or ended with an error; call iter() again."
+                )
+            raise StopIteration
+        self._num_left -= 1
+        return batch
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin before the first micro-batch is requested."""
+
+    @abstractmethod
+    def describe_activity(self) -> str:
+        """Describe the shard, tier and stage of what is being made, from any thread; empty if nothing is."""
+
+    def close(self) -> None:
+        """End the threads or the iteration of the processes; the stream yields nothing more."""
+        self._is_closed = True
+        self._end()
+
+    @abstractmethod
+    def _take(self) -> Batch | None:
+        """Wait for the next micro-batch; None if the stream is being closed."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End what makes the micro-batches; may be called more than once."""
 
 
 def _view(buffer: NDArray[np.uint8], dtype: np.dtype[Any], shape: Sequence[int], offset: int) -> NDArray[Any]:

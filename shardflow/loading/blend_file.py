@@ -1,18 +1,18 @@
-"""Blend files: several datasets, and parts of them, as one; a strict TOML file.
+"""Blend files: strict TOML files that combine several datasets, or parts of them, into one.
 
 ::
 
     [[component]]
     dataset = "general"          # a folder beside the file, or an address
     split = "train"
-    repeat = 1.0                 # how often an epoch goes through it; 0.3 and 2.5 are fine
+    repeat = 1.0                 # passes per epoch; fractions such as 0.3 and 2.5 are allowed
 
     [[component]]
     dataset = "records"
     subset = ["text_bytes>0"]
     repeat = 2.5
 
-With ``epoch_samples`` on top, components have a ``weight`` instead of a ``repeat``.
+With ``epoch_samples`` at the top, components have a ``weight`` instead of a ``repeat``.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache
 
 _MAX_REPEAT = 10_000
-"""Most draws of a sample in an epoch: a weight that gives more is a slip, and each pass takes its moment."""
+"""Most draws of a sample in an epoch: more is a mistake in a weight, and each pass costs time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentSettings:
-    """One ``[[component]]`` of a blend file."""
+    """Settings of one ``[[component]]`` of a blend file."""
 
     dataset: str
-    """Folder, from the file's own folder on, or an address."""
+    """Folder, relative to the folder of the blend file, or an address."""
     version: Annotated[int, Bounds(1)] | None = None
-    """Manifest version; the newest, or the one that a resumed run began with."""
+    """Manifest version; by default the newest, or the one that a resumed run began with."""
     view: str = FULL_STUDY
     """``full_study``, or the name of an entity view beside the dataset."""
     split: str = "train"
     """Split, or several joined by ``+``."""
     subset: tuple[str, ...] = ()
-    """Terms that all samples must meet."""
+    """Terms that all samples must satisfy."""
     repeat: Annotated[float, Bounds(0.0, float(_MAX_REPEAT))] | None = None
-    """How often an epoch goes through the samples; 1 where nothing is said."""
+    """Passes over the samples per epoch; 1 by default."""
     weight: Annotated[float, Bounds(0.0)] | None = None
     """Share of ``epoch_samples``, relative to the other components' weights."""
 
@@ -66,11 +66,11 @@ class ComponentSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendFile:
-    """A blend file."""
+    """Content of a blend file."""
 
     component: tuple[ComponentSettings, ...]
     epoch_samples: Annotated[int, Bounds(1)] | None = None
-    """Samples of an epoch; with it components have weights, without it repeats."""
+    """Samples per epoch; with it components have weights, without it repeats."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -93,10 +93,10 @@ class BlendFile:
                 )
 
     def counts(self, sizes: Sequence[int]) -> list[int]:
-        """Return the draws of each component in an epoch, from the samples it has.
+        """Return the draws of each component per epoch, given the numbers of samples.
 
         Raises:
-            ConfigError: A component would not be drawn from, or beyond all measure.
+            ConfigError: A component would be drawn from never, or far too often.
         """
         if self.epoch_samples is None:
             repeats = [1.0 if part.repeat is None else part.repeat for part in self.component]
@@ -118,10 +118,10 @@ class BlendFile:
 
 
 def read_blend(path: str | Path) -> BlendFile:
-    """Read a blend file; folders and lists of keys are found from its own folder.
+    """Read a blend file; folders and key lists are resolved from its own folder.
 
     Raises:
-        ConfigError: The file is missing or no TOML, or a setting is unknown, missing or out of range.
+        ConfigError: The file is missing or not TOML, or a setting is unknown, missing or out of range.
     """
     file = load_config(BlendFile, path)
     folder = Path(path).expanduser().resolve().parent
@@ -139,15 +139,15 @@ def open_blend(
 
     Args:
         path: The file.
-        versions: Manifest version of each component's dataset, such as a loader state names them, for
-            components whose version the file leaves open.
-        cache: Where to keep what is read; all components share it, and its bounds.
+        versions: Manifest version of each component's dataset, for example from a loader state, for
+            components whose version the file does not set.
+        cache: Cache shared by all components.
 
     Returns:
-        What a `Loader` takes in place of a dataset.
+        The selection, which a `Loader` takes instead of a dataset.
 
     Raises:
-        ConfigError: The file is wrong, a dataset cannot be opened, or has no such split or samples; the
+        ConfigError: The file is wrong, or a dataset cannot be opened or lacks the split or samples; the
             message names the component.
     """
     file = read_blend(path)
@@ -188,11 +188,11 @@ def open_blend(
 
 
 def evaluation_blend(blend: Selection, split: str) -> Selection:
-    """Return a split of all datasets of a blend, every sample once.
+    """Return a split of all datasets of a blend, with every sample once.
 
     Args:
         blend: The blend.
-        split: The split; datasets without it are left out.
+        split: The split; datasets without it are skipped.
 
     Raises:
         ConfigError: None of the datasets has the split.

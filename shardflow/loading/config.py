@@ -1,9 +1,9 @@
 """Loader configuration, and the check that what it asks for fits into this machine's memory.
 
-No setting changes which samples come in which micro-batch. Each part of a loader's memory is bounded where it
-is taken: batches by ``prefetch_bytes``, what a cache keeps and fetches by its own settings, answers of a
-remote store by its concurrent requests. So their sum times the ranks of a node is a cap, checked before the
-first byte is read.
+No setting changes which samples are in which micro-batch. Each part of a loader's memory has a bound: batches
+``prefetch_bytes``, what a cache keeps and fetches its own settings, responses of a remote store the number of
+concurrent requests. Their sum times the ranks of a node is checked against the node's memory before the first
+byte is read.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ class LoaderConfig:
     """
 
     view: View | FieldsView | None = None
-    """What to deliver of the images, or which fields by name; None reads no image bytes at all."""
+    """Which slices to deliver and how, or which fields by name; None reads no images."""
     text: bool = True
-    """Whether to deliver the reports. Without text, tokens and view a batch is rows, weights and keys, and
-    reads nothing.
+    """Whether to deliver the reports. Without text, tokens and view a batch holds rows, weights and keys, and
+    nothing is read.
     """
     tokens: StoredTokens | None = None
-    """Which stored token ids to deliver, in place of the reports or beside them; None delivers none."""
+    """Stored token ids to deliver, instead of the reports or in addition; None delivers none."""
     execution: Literal["threads", "process", "workers"] = "threads"
-    """Where reading and decoding run: threads of this process; one process beside it, with threads, for a
-    trainer whose own Python is busy; or processes of one thread each, for transforms that are Python. Linux
-    only but for the first.
+    """Where reading and decoding run: ``threads`` of this process; one loader ``process`` with threads, for a
+    trainer whose own Python is busy; or ``workers``, processes with one thread each, for transforms written
+    in Python. The last two need Linux.
     """
     num_threads: Annotated[int, Bounds(1, 256)] = 2
-    """Threads that read and decode; with ``workers`` so many processes. Threads start with the first batch
-    and end with the iteration, processes end with the loader. Stored tokens alone of a local dataset take
-    one.
+    """Threads that read and decode; with ``workers`` the number of processes. Threads start with the first
+    batch and end with the iteration; processes end with the loader. Stored tokens alone of a local dataset
+    use one thread.
     """
     transform: str = ""
-    """``"package.module:function"`` to call for each sample, with its arrays, to be changed in place, and a
-    random generator that is the sample's own; see `shardflow.fields.transforms`.
+    """``"package.module:function"`` to call for each sample, with its arrays, which it changes in place, and
+    the sample's own random generator; see `shardflow.fields.transforms`.
     """
     prefetch_bytes: ByteSize = 256 * _MIB
-    """Bound on the micro-batches that are under way or wait; one alone may exceed it."""
+    """Bound on the micro-batches that are being made or are ready; a single one may exceed it."""
     read_bytes: ByteSize = 8 * _MIB
-    """How much a thread reads at once. Larger studies take several reads; one field is never split."""
+    """How much a thread reads at once. Larger studies take several reads; a field is never split."""
     max_node_bytes: ByteSize = 0
     """Cap on the memory of all loaders of a node, buffers, caches in memory and bytes under way together;
     checked at the start, for as many ranks as the ``World`` says a node has. 0 is the memory of the machine,
     or of its cgroup.
     """
     wait_timeout_s: Annotated[float, Bounds(0.001)] = 300.0
-    """How long one micro-batch may be waited for before the wait becomes an error that names what is slow."""
+    """Longest wait for a micro-batch; a longer one raises an error that names what is slow."""
     on_bad_sample: Literal["mask", "raise"] = "mask"
-    """A sample that is damaged: a slot of weight 0 and a quarantine row, or a `SampleError`."""
+    """What a damaged sample becomes: a slot of weight 0 and a quarantine row, or a `SampleError`."""
     max_bad_samples: Annotated[int, Bounds(0)] = 100
-    """How many samples this rank may mask in the loader's life before it raises `SampleError`."""
+    """How many samples this rank may mask over the loader's life before it raises `SampleError`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -92,7 +92,7 @@ class LoaderConfig:
 
 
 def check_fits(num_bytes: int, what: str, remedy: str) -> None:
-    """Refuse sizes that no allocator can give: it would say so in its own words, or be killed.
+    """Refuse sizes that cannot be allocated, before an allocator fails or the process is killed.
 
     Args:
         num_bytes: How much is needed at once.
@@ -122,13 +122,13 @@ def rank_num_bytes(
 ) -> dict[str, int]:
     """Return the most bytes that the loader of one rank takes, by what for.
 
-    Not in it: batches that the consumer holds, a micro-batch that exceeds ``prefetch_bytes`` alone, the
+    Not included: batches that the consumer holds, a micro-batch that exceeds ``prefetch_bytes`` alone, the
     samples table (mapped, and shared by the ranks of a node) and the interpreter itself.
 
     Args:
         config: The loader's.
         datasets: What it reads.
-        changes: Settings by name, such as ``cache.ram_bytes``, that are to be others than they are.
+        changes: Settings by name, such as ``cache.ram_bytes``, to assume instead of the current ones.
     """
     changes = changes or {}
 
@@ -144,7 +144,7 @@ def rank_num_bytes(
     at_once = changes.get("store.max_concurrency")
     answers = sum(store.answer_bytes(None if at_once is None else int(at_once)) for store in remote)
     return {
-        # As much again lies idle in the pool, for the next batches.
+        # The pool may hold as much again for the next batches.
         "prefetch_bytes, twice": 2 * number(config, "prefetch_bytes"),
         "read_bytes of each thread": num_threads * number(config, "read_bytes"),
         "ram_bytes of the cache": num_readers * sum(number(cache, "ram_bytes") for cache in caches),
@@ -157,9 +157,10 @@ def check_node(config: LoaderConfig, datasets: Sequence[Dataset], world: World) 
     """Refuse settings with which the loaders of a node could take more memory than they may.
 
     Args:
-        config: The loader's; ``max_node_bytes`` is the cap, 0 the memory of the machine or its cgroup.
+        config: The loader's; ``max_node_bytes`` is the cap, by default the memory of the machine or its
+            cgroup.
         datasets: What it reads.
-        world: Says how many ranks a node has; one where that is not known.
+        world: Gives the number of ranks of a node; one if it is unknown.
 
     Raises:
         ConfigError: The sum is above the cap, or the cap above the memory.

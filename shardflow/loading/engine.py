@@ -1,14 +1,14 @@
-"""Threads that work ahead, in order, within a bound of bytes, and never leave a consumer waiting in silence.
+"""Ordered, byte-bounded work on a thread pool, and the recycled buffers that its results are made in.
 
-The engine runs *tasks*: pieces of ordered work (here: one micro-batch each) that split into independent
-parts (here: one sample each). All threads work on the parts of the oldest open task first, so that the
-first result comes soon; results are handed out strictly in order. A task is opened only when its bytes fit
-beside those of the tasks that are open already; one that alone exceeds the bound runs alone.
+The engine runs *tasks* (here: one micro-batch each) that consist of independent parts (here: some samples
+each). All threads work on the parts of the oldest open task first, so that the first result is ready soon;
+results are returned strictly in order. A task is opened only if its bytes fit beside those of the tasks that
+are already open; a task that exceeds the bound runs alone.
 
-Invariants: threads start with the first `take` and none outlives `close`; an error in a thread comes out of
-the `take` that would have returned its result; every wait of the consumer has a deadline. How many threads
-there are and how many bytes may be open may change at any time: a thread that is too many finishes its part
-first, and nothing that is open is given up.
+Invariants: threads start with the first `take` and none outlives `close`; an error in a thread is raised by
+the `take` that would have returned its result; every wait of the consumer has a deadline. The number of
+threads and the bound may change at any time: a surplus thread finishes its part first, and no open task is
+dropped.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ _Result_co = TypeVar("_Result_co", covariant=True)
 _JOIN_TIMEOUT_S = 5.0
 _FINISH_ONLY = -1
 _STARVED_S = 1e-3
-"""A wait for a result that is longer found nothing ready; a shorter one is the cost of asking."""
+"""A longer wait means that no result was ready; a shorter one is the cost of the call."""
 
 
 class Pool(Protocol):
-    """Where the memory of batches comes from."""
+    """Source of the memory of batches."""
 
     @staticmethod
     def size_of(num_bytes: int) -> int:
         """Return how much memory a buffer of ``num_bytes`` takes."""
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return a writable buffer, ``(num_bytes,)`` uint8; it comes back when its last view dies."""
+        """Return a writable buffer, ``(num_bytes,)`` uint8; it returns to the pool with its last view."""
 
     def bound(self, max_free_bytes: int) -> None:
-        """Change how much memory may lie idle; what is too much goes back to the system."""
+        """Change how much memory may be idle; the rest returns to the system."""
 
 
 class BufferPool:
-    """Recycles memory of nearly equal sizes.
+    """Pool of batch buffers, returned when the last view of one is garbage-collected.
 
-    Sizes are rounded up by at most an eighth, so that batches whose text differs a little share buffers.
+    Sizes are rounded up by at most an eighth, so that batches whose texts differ a little share buffers.
 
     Args:
-        max_free_bytes: How much memory may lie idle in the pool, and two buffers more, which are those that a
-            consumer held; beyond it the sizes that were not asked for the longest go back to the system.
+        max_free_bytes: How much memory may be idle in the pool, plus two buffers, which are those that a
+            consumer held; beyond that, the least recently requested sizes return to the system.
     """
 
     def __init__(self, max_free_bytes: int) -> None:
@@ -75,19 +75,19 @@ class BufferPool:
         self._lock = threading.Lock()
         self._free: dict[int, list[mmap.mmap]] = {}  # in the order of last use
         self._free_bytes = 0
-        # A lease may die anywhere, also while this thread is inside the pool: so it only appends here, which
-        # needs no lock.
+        # A lease may be freed anywhere, even while this thread is inside the pool, so it only appends here,
+        # which needs no lock.
         self._returned: deque[mmap.mmap] = deque()
         self._num_allocated = 0
 
     @property
     def num_allocated(self) -> int:
-        """Buffers ever asked from the system; stands still once iteration is in its stride."""
+        """Buffers allocated so far; constant once iteration has reached its steady state."""
         return self._num_allocated
 
     @property
     def free_bytes(self) -> int:
-        """Memory that lies idle in the pool."""
+        """Memory that is idle in the pool."""
         self._settle()
         return self._free_bytes
 
@@ -99,21 +99,20 @@ class BufferPool:
         return -(-size // step) * step
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return a writable buffer whose content is whatever its last user left.
+        """Return a writable buffer of undefined content.
 
         Args:
             num_bytes: Size; may be zero.
 
         Returns:
-            ``(num_bytes,)`` uint8, page-aligned. The memory returns to the pool when the last view of it
-            dies.
+            ``(num_bytes,)`` uint8, page-aligned. The memory returns to the pool when its last view is freed.
         """
         size = self.size_of(num_bytes)
         with self._lock:
             self._drain()
             memory = self._pop(size)
             self._num_allocated += memory is None
-        self._settle()  # what came back while we held the lock
+        self._settle()  # buffers returned while the lock was held
         if memory is None:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if size >= _MIN_HUGE_BYTES:
@@ -122,7 +121,7 @@ class BufferPool:
         return np.asarray(Lease(address, size, partial(self.take_back, memory)))[:num_bytes]
 
     def bound(self, max_free_bytes: int) -> None:
-        """Change how much memory may lie idle; what is too much goes back to the system."""
+        """Change how much memory may be idle; the rest returns to the system."""
         with self._lock:
             self._max_free_bytes = max_free_bytes
             self._drain()
@@ -130,15 +129,15 @@ class BufferPool:
         self._settle()
 
     def take_back(self, memory: mmap.mmap) -> None:
-        """Accept memory from a lease that died; safe in any thread and inside a garbage collection."""
+        """Take memory back from a freed lease; safe in any thread and inside a garbage collection."""
         self._returned.append(memory)
         self._settle()
 
     def _settle(self) -> None:
-        """Move what was returned to the free lists, unless someone else is at it."""
+        """Move returned memory to the free lists, unless another call is doing so."""
         while self._returned:
             if not self._lock.acquire(blocking=False):
-                return  # the holder, possibly this very thread further up, looks again when it is done
+                return  # the holder, possibly this thread in an outer call, checks again when it is done
             try:
                 self._drain()
             finally:
@@ -162,7 +161,7 @@ class BufferPool:
                 del self._free[oldest]
 
     def _pop(self, size: int) -> mmap.mmap | None:
-        """Take a free buffer of a size, which then counts as the size asked for last."""
+        """Take a free buffer of a size, which becomes the most recently requested one."""
         stack = self._free.pop(size, None)
         if stack is None:
             return None
@@ -174,20 +173,20 @@ class BufferPool:
 
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:
-    """Ask for pages of 2 MiB: a first touch of 21 MB costs 3 ms in place of 17, and decoding into it less."""
-    # Systems without them (their kernel, or not Linux) go on with small pages.
+    """Request pages of 2 MiB: the first touch of 21 MB takes 3 ms instead of 17, and decoding is faster."""
+    # Systems without huge pages continue with small ones.
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 class Lease:
-    """What the arrays on a lent buffer keep alive.
+    """Owner of a lent buffer, kept alive by the arrays on it.
 
     Args:
         address: Of the buffer.
         size: Of the buffer in bytes.
-        give_back: Keeps the memory alive until it is called, when the last array on the buffer has died; that
-            may be in any thread and inside a garbage collection.
+        give_back: Keeps the memory alive until it is called, when the last array on the buffer is freed,
+            possibly in any thread and inside a garbage collection.
     """
 
     __slots__ = ("_address", "_give_back", "_size")
@@ -206,7 +205,7 @@ class Lease:
 
 
 class Task(Protocol[_Result_co]):
-    """One piece of ordered work."""
+    """Piece of ordered work."""
 
     @property
     def num_bytes(self) -> int:
@@ -214,23 +213,23 @@ class Task(Protocol[_Result_co]):
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are; none is allowed."""
+        """Number of parts; may be zero."""
 
     def begin(self) -> None:
-        """Get memory; called once, before any part."""
+        """Allocate memory; called once, before any part."""
 
     def run(self, part: int, thread: ThreadState) -> None:
         """Do one part; parts run in any order and at the same time."""
 
     def finish(self) -> _Result_co:
-        """Make the result after all parts are done."""
+        """Return the result after all parts are done."""
 
     def describe(self) -> str:
-        """Say which piece this is, for a message."""
+        """Name the task for a message."""
 
 
 class _Open(Generic[_Result]):
-    """A task under way and what is still to do for it."""
+    """Open task, and its unfinished parts."""
 
     __slots__ = ("error", "is_done", "num_bytes", "num_left", "result", "task")
 
@@ -244,18 +243,18 @@ class _Open(Generic[_Result]):
 
 
 class OrderedEngine(Generic[_Result]):
-    """Runs tasks ``0 .. num_tasks - 1`` on threads and hands their results out in order.
+    """Thread pool that runs tasks ``0 .. num_tasks - 1`` and returns their results in order.
 
     Args:
-        open_task: Makes a task from its number; called by one thread at a time, in order.
-        num_tasks: How many there are.
+        open_task: Creates a task from its number; called by one thread at a time, in order.
+        num_tasks: Number of tasks.
         num_threads: At least 1.
-        max_bytes: Bound on the bytes of tasks that are open or done but not taken.
+        max_bytes: Bound on the bytes of tasks that are open, or done and not taken.
         wait_timeout_s: Deadline of one `take`.
         counters: Gets the stages ``wait`` (the consumer waited), ``starved`` (it waited because nothing was
             ready), ``idle`` (a thread had nothing to do) and ``collate`` (tasks began and finished), the
-            gauges ``ready_batches`` and ``buffered_bytes``, seen at each take, and ``threads_busy``, a mean
-            over time.
+            gauges ``ready_batches`` and ``buffered_bytes``, observed at each take, and ``threads_busy``, a
+            mean over time.
     """
 
     def __init__(
@@ -293,7 +292,7 @@ class OrderedEngine(Generic[_Result]):
         self._num_busy = 0
         self._busy_since = 0.0
 
-    # ---- the consumer's side ---------------------------------------------------------------------
+    # ---- for the consumer ------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the threads, if they have not been started and the engine is not closed."""
@@ -302,14 +301,14 @@ class OrderedEngine(Generic[_Result]):
                 self._start_threads()
 
     def take(self) -> _Result | None:
-        """Return the next result, waiting for it if need be.
+        """Wait for the next result and return it.
 
         Returns:
-            The result; None when all were taken or the engine is closed.
+            The result; None if all were taken or the engine is closed.
 
         Raises:
-            WaitTimeoutError: The result did not come in time; the message names what the threads are at.
-            ShardflowError: The engine was made in another process.
+            WaitTimeoutError: The result was not ready in time; the message names what the threads are doing.
+            ShardflowError: The engine was created in another process.
             Exception: Whatever a thread raised while it made this result, with its traceback.
         """
         if self._pid != os.getpid():
@@ -342,7 +341,7 @@ class OrderedEngine(Generic[_Result]):
         return entry.result
 
     def _wait_for_next(self, deadline: float) -> bool:
-        """Wait until the next result is there; False where another thread closes the engine meanwhile."""
+        """Wait until the next result is ready; returns False if another thread closes the engine."""
         while not self._is_next_done():
             if self._is_closed:
                 return False
@@ -356,13 +355,12 @@ class OrderedEngine(Generic[_Result]):
         return bool(self._window) and self._window[0].is_done
 
     def close(self) -> None:
-        """End the threads and drop all results that were not taken; may be called twice and from anywhere.
+        """End the threads and drop all results that were not taken; may be called twice, and from any thread.
 
-        A thread that is stuck in a read cannot be ended; it is named in a log line and ends when its read
-        does.
+        A thread that is stuck in a read cannot be ended; it is named in a log line and ends with its read.
         """
         if self._pid != os.getpid():
-            return  # a forked child has none of the threads, and the lock may be held by one of them
+            return  # a forked child has none of the threads, one of which may have held the lock
         with self._lock:
             self._is_closed = True
             self._window.clear()
@@ -372,7 +370,7 @@ class OrderedEngine(Generic[_Result]):
             self._done.notify_all()
             ours = {**self._threads, **self._leaving}
         if threading.current_thread() in ours:
-            return  # a garbage collection ran in one of our own threads: they all end by themselves
+            return  # a garbage collection ran in one of these threads: they all end by themselves
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for thread, state in ours.items():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -380,7 +378,7 @@ class OrderedEngine(Generic[_Result]):
                 _logger.warning("a loader thread is still busy after close: %s", state.describe())
 
     def describe_wait(self, timeout_s: float) -> str:
-        """Say what the next result waits for, as the message of a wait that was too long."""
+        """Return the message of a wait for the next result that took too long."""
         number = self._num_taken
         with self._lock:
             task = self._window[0].task if self._window else None
@@ -393,14 +391,14 @@ class OrderedEngine(Generic[_Result]):
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of the tasks that are open or done but not taken."""
+        """Bytes of the tasks that are open, or done and not taken."""
         return self._buffered_bytes
 
     def resize(self, *, num_threads: int | None = None, max_bytes: int | None = None) -> None:
-        """Change how many threads work and how many bytes may be open; may be called from anywhere.
+        """Change the number of threads and the bound; may be called from any thread.
 
-        A thread that is too many ends when its part is done. Beyond a lower bound nothing is opened; what is
-        open already is finished and handed out.
+        A surplus thread ends when its part is done. Beyond a lower bound no task is opened; open tasks are
+        finished and returned.
         """
         if self._pid != os.getpid():
             return  # see `close`
@@ -412,15 +410,16 @@ class OrderedEngine(Generic[_Result]):
                 self._start_threads()
             self._work.notify_all()
 
-    # ---- the threads' side -----------------------------------------------------------------------
+    # ---- on the threads --------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        """Start those that are missing; under the lock."""
+        """Start the missing threads; needs the lock."""
         if not self._num_started:
             self._busy_since = time.monotonic()
         while len(self._threads) < self._num_threads:
             state = ThreadState()
-            # Daemons, so that a stuck read cannot keep the interpreter alive; who iterates closes us at exit.
+            # Daemons, so that a stuck read cannot keep the interpreter alive; streams close the engine at
+            # exit.
             thread = threading.Thread(
                 target=self._run,
                 args=(state,),
@@ -444,14 +443,14 @@ class OrderedEngine(Generic[_Result]):
             try:
                 if entry.error is None and entry.task is not None and part != _FINISH_ONLY:
                     entry.task.run(part, state)
-            except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+            except BaseException as error:  # noqa: BLE001 - raised again by `take`
                 entry.error = entry.error or error
             self._part_done(entry)
-            # The names must not keep a batch alive while this thread waits for work.
+            # Do not keep a batch alive while waiting for work.
             del entry, part_task
 
     def _next_part(self, state: ThreadState) -> tuple[_Open[_Result] | None, int] | None:
-        """Wait for a part, or for room to open a task (``(None, 0)``); ``None`` when the engine closed."""
+        """Wait for a part, or for room to open a task (``(None, 0)``); None if the engine is closed."""
         with self._lock:
             idle_since: float | None = None
             state.enter("idle", "")
@@ -481,7 +480,7 @@ class OrderedEngine(Generic[_Result]):
                 self._work.wait()
 
     def _note_busy(self, change: int) -> None:
-        """Count how many threads have been at work since the last change; call it with the lock."""
+        """Count the busy threads since the last change; needs the lock."""
         now = time.monotonic()
         self._counters.observe("threads_busy", self._num_busy, now - self._busy_since)
         self._num_busy, self._busy_since = self._num_busy + change, now
@@ -499,13 +498,13 @@ class OrderedEngine(Generic[_Result]):
         return not self._window or self._buffered_bytes + entry.num_bytes <= self._max_bytes
 
     def _open_next(self, state: ThreadState) -> None:
-        """Open the next task and put its parts up, by the one thread that set ``_is_opening``."""
+        """Open the next task and queue its parts; only for the thread that set ``_is_opening``."""
         entry = self._held
         if entry is None:
             state.enter("plan", "")
             try:
                 entry = _Open(self._open_task(self._num_opened))
-            except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+            except BaseException as error:  # noqa: BLE001 - raised again by `take`
                 entry = _Open(None, error)
         with self._lock:
             if self._held is None:
@@ -522,14 +521,14 @@ class OrderedEngine(Generic[_Result]):
             if entry.task is not None:
                 with self._counters.timed("collate", num_items=0):
                     entry.task.begin()
-        except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+        except BaseException as error:  # noqa: BLE001 - raised again by `take`
             entry.error = error
         with self._lock:
             self._is_opening = False
             if entry.num_left and entry.error is None:
                 self._parts.extend((entry, part) for part in range(entry.num_left))
             else:
-                entry.num_left = 1  # a task of no parts, or one that failed
+                entry.num_left = 1  # a task without parts, or one that failed
                 self._parts.append((entry, _FINISH_ONLY))
             self._work.notify_all()
 
@@ -542,7 +541,7 @@ class OrderedEngine(Generic[_Result]):
             if entry.error is None and entry.task is not None:
                 with self._counters.timed("collate", entry.num_bytes):
                     entry.result = entry.task.finish()
-        except BaseException as error:  # noqa: BLE001 - it is raised again where the result is taken
+        except BaseException as error:  # noqa: BLE001 - raised again by `take`
             entry.error = error
         with self._lock:
             entry.is_done = True
@@ -552,7 +551,7 @@ class OrderedEngine(Generic[_Result]):
                 self._done.notify_all()
 
     def describe_activity(self) -> str:
-        """Say what the threads are at, from any thread; nothing while they have nothing to do."""
-        # Without the lock, which a wait of another thread may hold.
+        """Describe what the threads are doing; may be called from any thread."""
+        # Without the lock, which another thread may hold during a wait.
         states = {**self._threads, **self._leaving}.values()
         return "; ".join(text for state in states if (text := state.describe_busy()))

@@ -1,14 +1,14 @@
 """Interprocess communication of loader processes: messages over a socket pair, batches in shared memory.
 
-Messages are JSON. The socket pair is inherited and has no name, so nobody else can write to it. Only the very
-first message, from the trainer to its own child, is not JSON: what to load goes as `multiprocessing` passes
-the arguments of a process, because stores have settings of many kinds.
+Messages are JSON. The socket pair is inherited and has no name, so no other process can write to it. Only the
+first message, from the trainer to its own child, is pickled, as `multiprocessing` passes the arguments of a
+process, because stores have settings of many kinds.
 
-A shared-memory segment is an anonymous file in memory (``memfd_create``), cut into equal buffers. The process
-that decodes makes segments and sends their descriptors to the trainer; both map them once. A buffer that goes
-to the trainer is marked in the segment's first page, and the trainer takes the mark away when its last array
-on the buffer has died: one byte, no message, so that it may happen inside a garbage collection. The kernel
-frees a segment when both processes are gone, however they ended.
+A shared-memory segment is an anonymous file in memory (``memfd_create``), divided into equal buffers. The
+loader process creates segments and sends their descriptors to the trainer; both map them once. A buffer that
+is delivered is marked in the segment's first page, and the trainer clears the mark when the last array on the
+buffer is freed: one byte, no message, so that it may happen inside a garbage collection. The kernel frees a
+segment when both processes are gone, however they ended.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NUM_SPARE = 2
 
 
 class ChannelClosedError(Exception):
-    """The other end is gone; never leaves the loader."""
+    """The other end is gone; internal to the loader."""
 
 
 class Channel:
@@ -69,7 +69,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send a message, and descriptors with it.
+        """Send a message, with descriptors attached.
 
         Raises:
             ChannelClosedError: The other end is gone.
@@ -77,26 +77,26 @@ class Channel:
         self._send(json.dumps(message, separators=(",", ":")).encode(), descriptors)
 
     def send_setup(self, setup: Mapping[str, Any]) -> None:
-        """Send what to load, with stores and their settings, to a process of our own.
+        """Send the setup of a loader, with stores and their settings, to a child process.
 
         Raises:
             ChannelClosedError: The other end is gone.
         """
         try:
-            with Connection(os.dup(self._socket.fileno())) as way:
-                way.send(dict(setup))
+            with Connection(os.dup(self._socket.fileno())) as connection:
+                connection.send(dict(setup))
         except OSError:
             raise ChannelClosedError from None
 
     def receive_setup(self) -> dict[str, Any]:
-        """Wait for what `send_setup` sent.
+        """Wait for the setup that `send_setup` sent.
 
         Raises:
             ChannelClosedError: The other end is gone.
         """
         try:
-            with Connection(os.dup(self._socket.fileno())) as way:
-                setup: dict[str, Any] = way.recv()
+            with Connection(os.dup(self._socket.fileno())) as connection:
+                setup: dict[str, Any] = connection.recv()
         except (OSError, EOFError):
             raise ChannelClosedError from None
         return setup
@@ -105,13 +105,13 @@ class Channel:
         """Wait for a message.
 
         Args:
-            timeout_s: How long; None without end.
+            timeout_s: How long; None waits forever.
 
         Returns:
-            The message; None if none came in time.
+            The message; None if none arrived in time.
 
         Raises:
-            ChannelClosedError: The other end is gone, and all that it sent was received.
+            ChannelClosedError: The other end is gone, and everything that it sent was received.
         """
         body = self._receive(timeout_s)
         if body is None:
@@ -120,10 +120,10 @@ class Channel:
         return message
 
     def take_descriptor(self) -> int:
-        """Return the oldest descriptor that came with the messages so far; the caller closes it.
+        """Return the oldest descriptor received so far; the caller closes it.
 
         Raises:
-            ChannelClosedError: There is none, so the other end is not what it should be.
+            ChannelClosedError: There is none, so the other end is broken.
         """
         if not self._descriptors:
             raise ChannelClosedError
@@ -169,7 +169,7 @@ class Channel:
         self._received += data
 
     def _cut(self) -> bytes | None:
-        """Return the oldest message that is whole."""
+        """Return the oldest complete message."""
         if len(self._received) < _LENGTH.size:
             return None
         stop = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
@@ -190,16 +190,16 @@ def error_to_json(error: BaseException) -> dict[str, str]:
 
 
 def error_from_json(value: Mapping[str, str]) -> Exception:
-    """Make the error that `error_to_json` described: one of ours, one of Python's own, or a general one.
+    """Recreate the error that `error_to_json` described: of this library, of Python, or a generic one.
 
     Returns:
-        The error; a note on it says where it was raised.
+        The error, with a note on where it was raised.
     """
     name, message = value["class"], value["message"]
     kind: Any = getattr(errors, name, None) or getattr(builtins, name, None)
     error: Exception | None = None
     if isinstance(kind, type) and issubclass(kind, Exception):
-        with suppress(TypeError):  # some take more than a message
+        with suppress(TypeError):  # some take more arguments
             error = kind(message)
     if error is None:
         error = LoaderProcessError(
@@ -210,13 +210,13 @@ def error_from_json(value: Mapping[str, str]) -> Exception:
 
 
 class SharedSegment:
-    """One piece of shared memory, mapped in this process.
+    """Segment of shared memory, mapped in this process.
 
     Args:
-        number: Its name between the two processes.
+        number: Its name in messages.
         fileno: Descriptor of the memory; the caller may close it afterwards.
         buffer_num_bytes: Size of each buffer.
-        num_buffers: How many there are; at most the bytes of a page, since each has a mark there.
+        num_buffers: How many buffers; at most the bytes of a page, since each has a mark there.
     """
 
     __slots__ = ("_address", "_memory", "buffer_num_bytes", "num_buffers", "num_free", "number")
@@ -235,25 +235,25 @@ class SharedSegment:
         return self._address + _HEAD_NUM_BYTES
 
     def lend(self, index: int) -> NDArray[np.uint8]:
-        """Return a buffer that the other process handed over; its mark goes with its last view.
+        """Return a buffer that the other process delivered; its mark is cleared with its last view.
 
         Returns:
             ``(buffer_num_bytes,)`` uint8, writable.
         """
         address = self.start + index * self.buffer_num_bytes
-        # A forked child holds copies of the arrays, and their end says nothing about the parent's.
+        # A forked child holds copies of the arrays, whose end must not clear the parent's mark.
         return np.asarray(Lease(address, self.buffer_num_bytes, partial(self._release, index, os.getpid())))
 
     def release(self, index: int) -> None:
-        """Take the mark of a buffer away."""
+        """Clear the mark of a buffer."""
         self._memory[index] = 0
 
     def mark(self, index: int) -> None:
-        """Say that the other process has a buffer."""
+        """Mark a buffer as held by the other process."""
         self._memory[index] = 1
 
-    def is_away(self, index: int) -> bool:
-        """Tell whether the other process has a buffer."""
+    def is_held(self, index: int) -> bool:
+        """Tell whether the other process holds a buffer."""
         return bool(self._memory[index])
 
     def _release(self, index: int, pid: int) -> None:
@@ -262,22 +262,22 @@ class SharedSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentNews:
-    """A segment that the other process has to map, or to let go."""
+class SegmentChange:
+    """Segment that the other process must map or unmap before the next batch."""
 
     number: int
     fileno: int
-    """Descriptor to send and then to close; -1 for a segment that is gone."""
+    """Descriptor to send and then to close; -1 for a segment to unmap."""
     buffer_num_bytes: int
     num_buffers: int
 
 
 class SharedPool:
-    """Recycles shared memory of nearly equal sizes; the counterpart of `BufferPool`.
+    """Pool of shared-memory buffers, grouped by rounded size; the counterpart of `BufferPool`.
 
     Args:
-        max_free_bytes: How much memory may lie idle, and two buffers more; beyond it segments that nobody
-            uses go back to the system.
+        max_free_bytes: How much memory may be idle, plus two buffers; beyond that, unused segments return to
+            the system.
     """
 
     def __init__(self, max_free_bytes: int) -> None:
@@ -286,11 +286,11 @@ class SharedPool:
         self._segments: dict[int, SharedSegment] = {}
         self._places: dict[int, tuple[SharedSegment, int]] = {}  # by address
         self._free: dict[int, list[tuple[SharedSegment, int]]] = {}  # by size
-        self._away: dict[int, list[tuple[SharedSegment, int]]] = {}
+        self._held: dict[int, list[tuple[SharedSegment, int]]] = {}
         self._free_bytes = 0
-        # As in `BufferPool`: a lease may die inside this very pool.
+        # As in `BufferPool`: a lease may be freed inside a call of this pool.
         self._returned: deque[tuple[SharedSegment, int]] = deque()
-        self._news: list[SegmentNews] = []
+        self._changes: list[SegmentChange] = []
         self._num_made = 0
 
     @staticmethod
@@ -300,7 +300,7 @@ class SharedPool:
 
     @property
     def num_segments(self) -> int:
-        """Slabs that are mapped now."""
+        """Segments that are mapped now."""
         return len(self._segments)
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -311,7 +311,7 @@ class SharedPool:
             if not self._free.get(size):
                 self._reclaim(size)
             if not self._free.get(size):
-                for other in list(self._away):
+                for other in list(self._held):
                     self._reclaim(other)
                 self._trim(size)
                 self._make_segment(size)
@@ -322,16 +322,16 @@ class SharedPool:
         return np.asarray(Lease(address, size, partial(self._returned.append, (segment, index))))[:num_bytes]
 
     def bound(self, max_free_bytes: int) -> None:
-        """Change how much memory may lie idle; see `BufferPool.bound`."""
+        """Change how much memory may be idle; see `BufferPool.bound`."""
         with self._lock:
             self._max_free_bytes = max_free_bytes
             self._drain()
-            for size in list(self._away):
+            for size in list(self._held):
                 self._reclaim(size)
             self._trim(0)
 
     def hand_over(self, buffer: NDArray[np.uint8]) -> tuple[int, int]:
-        """Mark a buffer as the other process's, before it is told of it.
+        """Mark a buffer as held by the other process, before its message is sent.
 
         Args:
             buffer: From `lend`, from its first byte.
@@ -343,30 +343,30 @@ class SharedPool:
         segment.mark(index)
         return segment.number, index
 
-    def take_news(self) -> list[SegmentNews]:
-        """Return what the other process must be told before the next batch."""
+    def take_changes(self) -> list[SegmentChange]:
+        """Return the segments that the other process must map or unmap before the next batch."""
         with self._lock:
-            news, self._news = self._news, []
-        return news
+            changes, self._changes = self._changes, []
+        return changes
 
     def _drain(self) -> None:
         while self._returned:
             segment, index = self._returned.popleft()
-            if segment.is_away(index):
-                self._away.setdefault(segment.buffer_num_bytes, []).append((segment, index))
+            if segment.is_held(index):
+                self._held.setdefault(segment.buffer_num_bytes, []).append((segment, index))
             else:
                 self._keep(segment, index)
 
     def _reclaim(self, size: int) -> None:
-        """Take back the buffers of a size that the other process has let go."""
-        away, self._away[size] = self._away.pop(size, []), []
-        for segment, index in away:
-            if segment.is_away(index):
-                self._away[size].append((segment, index))
+        """Take back the buffers of a size that the other process has released."""
+        held, self._held[size] = self._held.pop(size, []), []
+        for segment, index in held:
+            if segment.is_held(index):
+                self._held[size].append((segment, index))
             else:
                 self._keep(segment, index)
-        if not self._away[size]:
-            del self._away[size]
+        if not self._held[size]:
+            del self._held[size]
 
     def _keep(self, segment: SharedSegment, index: int) -> None:
         self._free.setdefault(segment.buffer_num_bytes, []).append((segment, index))
@@ -380,13 +380,13 @@ class SharedPool:
         segment = SharedSegment(self._num_made, fileno, buffer_num_bytes=size, num_buffers=num_buffers)
         self._num_made += 1
         self._segments[segment.number] = segment
-        self._news.append(SegmentNews(segment.number, fileno, size, num_buffers))
+        self._changes.append(SegmentChange(segment.number, fileno, size, num_buffers))
         for index in reversed(range(num_buffers)):
             self._places[segment.start + index * size] = segment, index
             self._keep(segment, index)
 
     def _trim(self, size: int) -> None:
-        """Let go segments of other sizes that lie idle beyond the bound, those of the oldest size first."""
+        """Unmap unused segments beyond the bound, oldest first."""
         for segment in list(self._segments.values()):
             if self._free_bytes <= self._max_free_bytes + _NUM_SPARE * size:
                 return
@@ -398,4 +398,4 @@ class SharedPool:
             for index in range(segment.num_buffers):
                 del self._places[segment.start + index * segment.buffer_num_bytes]
             del self._segments[segment.number]
-            self._news.append(SegmentNews(segment.number, -1, 0, 0))
+            self._changes.append(SegmentChange(segment.number, -1, 0, 0))

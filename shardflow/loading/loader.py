@@ -1,7 +1,7 @@
-"""The loader of one rank: iterate, know the length before the first step, stop and go on anywhere.
+"""Loader of one rank: iterates its micro-batches, knows their number in advance, stops and resumes anywhere.
 
-Owns the position (contract S4): it counts micro-batches that the consumer has received, never those that are
-only prefetched. What is in a micro-batch is the plan's business, how it gets there the stream's.
+The loader owns the position (contract S4): it counts micro-batches that the consumer has received, never
+those that are only prefetched. The plan decides what is in a micro-batch; a stream makes it.
 """
 
 from __future__ import annotations
@@ -13,55 +13,38 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from shardflow.errors import StateError
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.fields.registry import check_view
 from shardflow.format import Dataset
-from shardflow.loading.batch import Batch
+from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, check_node
 from shardflow.loading.engine import Pool
-from shardflow.loading.process import ProcessStream
-from shardflow.loading.runtime import BatchStream, LoaderRuntime, LoaderTunables
+from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, select
 from shardflow.loading.world import World
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
-from shardflow.telemetry import StageCounters
+from shardflow.telemetry import StageCounters, Tunables
 
-# Where one epoch ends and the next begins both are asked for, in turn.
+# Around the end of an epoch both its plan and the next one are needed in turn.
 _NUM_PLANS = 2
 
 
-class Stream(Protocol):
-    """Micro-batches in order, made by threads or processes that `close` ends."""
-
-    def __next__(self) -> Batch:
-        """Return the next micro-batch."""
-
-    def describe_activity(self) -> str:
-        """Say which shard, tier and stage they wait for, from any thread; nothing where there is no wait."""
-
-    def start(self) -> None:
-        """Begin before the first one is asked for."""
-
-    def close(self) -> None:
-        """End what makes them."""
-
-
 class EpochIterator(Iterator[Batch]):
-    """An iteration. The loader knows it weakly: when its user drops it, its threads end.
+    """Iteration of a loader, which references it weakly: when its user drops it, its threads end.
 
     Args:
         stream: The micro-batches.
         numbers: Their numbers among the rank's micro-batches of the epoch.
         check_alive: Raises if the iteration is no longer the loader's newest.
-        count: Counts a micro-batch as consumed: its epoch, its masked slots, its number.
+        count: Counts a micro-batch as consumed; gets its epoch, its masked slots and its number.
     """
 
     def __init__(
         self,
-        stream: Stream,
+        stream: BatchStream,
         numbers: range,
         check_alive: Callable[[EpochIterator], None],
         count: Callable[[int, list[QuarantineRow], int], None],
@@ -72,7 +55,7 @@ class EpochIterator(Iterator[Batch]):
         self._count = count
         self._num_fetched = 0
         self._has_failed = False
-        # Of the micro-batches that were fetched and not counted: what counting needs, not their memory.
+        # What counting needs of the micro-batches that were fetched and not counted; not their memory.
         self._uncounted: deque[tuple[int, list[QuarantineRow], int]] = deque()
 
     def __next__(self) -> Batch:
@@ -86,8 +69,8 @@ class EpochIterator(Iterator[Batch]):
     def fetch(self) -> Batch | None:
         """Return the next micro-batch without counting it as consumed, or None after the last one.
 
-        For those who work ahead of their own steps, such as a copy to a device: the loader's position is
-        where the steps are, so each micro-batch is counted, with `count_fetched`, when its step takes it.
+        For consumers that work ahead of their own steps, such as a copy to a device: the loader's position
+        follows the steps, so call `count_fetched` for each micro-batch when its step takes it.
         """
         if self._num_fetched == len(self._numbers):
             if not self._uncounted:
@@ -117,28 +100,28 @@ class EpochIterator(Iterator[Batch]):
             self.close()
             raise
 
-    def hand_over(self, open_stream: Callable[[range], Stream]) -> bool:
-        """Go on with another stream from the next micro-batch to fetch; call it between two of them.
+    def hand_over(self, open_stream: Callable[[range], BatchStream]) -> bool:
+        """Continue with another stream from the next micro-batch to fetch; call it between two of them.
 
-        What the present one has made ahead is dropped. If the other cannot start, this one goes on.
+        What the current stream has made ahead is dropped. If the other one cannot start, it continues.
 
         Args:
-            open_stream: Makes a stream of the numbers that are left.
+            open_stream: Opens a stream of the numbers that are left.
 
         Returns:
-            Whether it does; there may be nothing left.
+            Whether the stream changed; False if nothing is left.
         """
         left = self._numbers[self._num_fetched :]
         if not left or self._has_failed:
             return False
         following = open_stream(left)
         following.start()
-        present, self._stream = self._stream, following
-        present.close()
+        current, self._stream = self._stream, following
+        current.close()
         return True
 
     def describe_activity(self) -> str:
-        """Say what its micro-batches wait for, from any thread."""
+        """Describe what its micro-batches wait for; may be called from any thread."""
         return self._stream.describe_activity()
 
     def close(self) -> None:
@@ -147,50 +130,50 @@ class EpochIterator(Iterator[Batch]):
 
 
 def _given_batch(batch: BatchSpec | None, spec: BatchSpec | None) -> BatchSpec:
-    """Return the batch spec of a loader, which may still come by the former name of the argument."""
+    """Return the batch spec of a loader, which may still be passed by its former name."""
     if spec is not None:
         if batch is not None:
-            raise TypeError("Loader() got both 'batch' and 'spec', which is its former name; pass batch=.")
+            raise TypeError("Loader() got both 'batch' and 'spec', its former name; pass batch=.")
         warnings.warn("Loader(spec=) is now Loader(batch=).", DeprecationWarning, stacklevel=3)
         return spec
     if batch is None:
         raise TypeError(
-            "Loader() needs batch=, a BatchSpec that says how micro-batches and steps are formed."
+            "Loader() needs batch=, the BatchSpec that defines how micro-batches and steps are formed."
         )
     return batch
 
 
 class Loader:
-    """Yields this rank's micro-batches of an epoch, in the plan's order.
+    """Iterable over this rank's micro-batches of an epoch, in the plan's order.
 
-    Every rank yields exactly ``len(loader)`` micro-batches an epoch; where the world size does not divide
-    ``micro_batches_per_step`` some of them are fillers of weight 0.
+    Every rank yields exactly ``len(loader)`` micro-batches per epoch. If the world size does not divide
+    ``micro_batches_per_step``, some of them are padding micro-batches of weight 0.
 
-    ``iter()`` goes on at the position: the start of the first step that is not consumed yet. So an iteration
-    that was broken off inside a step begins with that step again, and after an epoch was exhausted ``iter()``
-    begins the next one. One iteration is alive at a time: a second ``iter()``, `load_state_dict` and a
-    `set_epoch` that changes the epoch retire it, and its next step raises `StateError`.
+    ``iter()`` resumes at the position: the start of the first step that is not consumed yet. An iteration
+    that was interrupted inside a step repeats that step, and after the end of an epoch ``iter()`` begins the
+    next one. Only one iteration is alive at a time: a second ``iter()``, `load_state_dict` and a `set_epoch`
+    that changes the epoch retire it, and its next step raises `StateError`.
 
-    Threads start with the first micro-batch of an iteration and end with it; nothing runs before or between,
-    so a process may fork there. Processes, where the config asks for them, start with the first one as well
-    and end with `close` or with the loader.
+    Threads start with the first micro-batch of an iteration and end with it; nothing runs before or in
+    between, so the process may fork there. Loader processes, if configured, also start with the first
+    micro-batch; they end with `close` or with the loader.
 
     Args:
         dataset: The dataset, or a blend of several, see `open_blend`.
-        split: Which of its splits; several are joined by ``+``. Left out for a blend.
+        split: One of its splits, or several joined by ``+``. Left out for a blend.
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
-        subset: Terms that all samples must meet, such as ``"modality=CT"``, see `select`.
-        world: This rank; one of one by default.
-        config: How to run; never changes what a micro-batch holds.
+        subset: Terms that all samples must satisfy, such as ``"modality=CT"``, see `select`.
+        world: This rank; a world of one rank by default.
+        config: How to run; never changes what is in a micro-batch.
         spec: The former name of ``batch``, accepted for one release.
 
     Raises:
         TypeError: Neither ``batch`` nor ``spec`` is given, or both are.
         ConfigError: The dataset has no such split, a term cannot be read, no sample is left, or the loaders
             of the node could take more memory than they may.
-        PlanError: There are more ranks than micro-batches in a step, or no step can be formed; under a token
-            budget the latter is said when the first plan is asked for.
+        PlanError: There are more ranks than micro-batches in a step, or no step can be formed; with a token
+            budget the latter is raised by the first use of a plan.
 
     Example::
 
@@ -227,97 +210,97 @@ class Loader:
         )
         self._state = selection.state(batch, seed=seed)
         self._plans: list[EpochPlan] = []
-        self._parts = LoaderRuntime(selection, self._schedule, self.world, self._state, config)
-        weakref.finalize(self, self._parts.close)
+        self._runtime = LoaderRuntime(selection, self._schedule, self.world, self._state, config)
+        weakref.finalize(self, self._runtime.close)
         if batch.budget is None:
-            self._plan_of(0)  # costs nothing, and says at once if no step can be formed
+            self._plan_of(0)  # costs nothing, and raises at once if no step can be formed
         self._position = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples)
         self._active: weakref.ref[EpochIterator] | None = None
 
-    # ---- what is known before the first step -----------------------------------------------------
+    # ---- plan ------------------------------------------------------------------------------------
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset; of a blend, that of its first component."""
-        return self._parts.selection.datasets[0]
+        """The dataset; for a blend, the one of its first component."""
+        return self._runtime.selection.datasets[0]
 
     @property
     def selection(self) -> Selection:
-        """The samples that are run over."""
-        return self._parts.selection
+        """The samples to iterate over."""
+        return self._runtime.selection
 
     @property
     def config(self) -> LoaderConfig:
-        """How it runs: as it was made, and what was changed since."""
-        return self._parts.config
+        """How the loader runs: as created, with later changes."""
+        return self._runtime.config
 
     @property
     def plan_id(self) -> str:
-        """Identity of the plan: equal for runs that make the same steps, whatever their world size."""
+        """Identity of the plan: equal for runs with the same steps, whatever their world size."""
         return self._state.plan_id
 
     @property
     def plan(self) -> EpochPlan:
-        """The plan of the present epoch."""
+        """The plan of the current epoch."""
         return self._plan_of(self.epoch)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the present epoch; under a token budget epochs may differ by a few."""
+        """Steps of the current epoch; with a token budget epochs may differ by a few."""
         return self.plan.num_steps
 
     def num_steps_in(self, epoch: int) -> int:
-        """Return the steps of any epoch."""
+        """Return the number of steps of an epoch."""
         return self._plan_of(epoch).num_steps
 
     def summary(self) -> PlanSummary:
-        """Return the numbers of the present epoch: steps, and what its tail leaves out, repeats or pads."""
+        """Summarize the current epoch: its steps, and what its tail drops, repeats or pads."""
         return self.plan.summary(self._schedule)
 
     @property
     def num_micro_batches_per_rank(self) -> int:
-        """Micro-batches of a step that this rank runs, fillers included."""
+        """Micro-batches of a step that this rank runs, including padding micro-batches."""
         return self._schedule.num_micro_batches_per_rank
 
     def __len__(self) -> int:
-        """Micro-batches that this rank yields in the whole present epoch, wherever the position is."""
+        """Micro-batches that this rank yields in the whole current epoch, whatever the position."""
         return self.num_steps * self.num_micro_batches_per_rank
 
     def num_micro_batches_in(self, epoch: int) -> int:
-        """Return the micro-batches that this rank yields in a whole epoch, any one."""
+        """Return the number of micro-batches that this rank yields in a whole epoch."""
         return self.num_steps_in(epoch) * self.num_micro_batches_per_rank
 
     # ---- iteration -------------------------------------------------------------------------------
 
     def __iter__(self) -> EpochIterator:
-        """Go on at the position, to the end of its epoch."""
+        """Iterate from the position to the end of its epoch."""
         self._retire()
         start = self._position.step * self.num_micro_batches_per_rank
         numbers = range(start, len(self))
         stream = self._open(self.epoch, numbers)
-        self._parts.close_retired()
+        self._runtime.close_retired()
         iterator = EpochIterator(stream, numbers, self._check_alive, self._count)
         self._active = weakref.ref(iterator)
         return iterator
 
-    def stream(self, epoch: int, numbers: range, *, pool: Pool | None = None) -> BatchStream:
-        """Yield some of the rank's micro-batches of any epoch, without moving the position.
+    def stream(self, epoch: int, numbers: range, *, pool: Pool | None = None) -> ThreadStream:
+        """Open a stream of some of the rank's micro-batches of any epoch, without moving the position.
 
-        For those who deal micro-batches among processes and count for themselves: threads of this process
-        make them, whatever the config's execution.
+        For adapters that distribute micro-batches among processes and count them on their own. Threads of
+        this process make them, whatever the configured execution.
 
         Args:
             epoch: The epoch.
-            numbers: Which, counted over the epoch's steps, 0 to ``len(loader) - 1``.
-            pool: Where their memory comes from; the loader's own if not given.
+            numbers: Micro-batches to make, counted over the epoch's steps, 0 to ``len(loader) - 1``.
+            pool: Where their memory comes from; the loader's own pool by default.
         """
-        return self._here().stream(self._plan_of(epoch), numbers, self._quarantine, pool)
+        return self._own_runtime().stream(self._plan_of(epoch), numbers, self._quarantine, pool)
 
     def count(self, batch: Batch, number: int) -> None:
-        """Count a micro-batch as consumed and keep its masks.
+        """Count a micro-batch as consumed and record its masks.
 
-        The loader's own iteration does it; it is public for those who iterate a `stream` themselves.
+        The loader's own iteration calls it; only a user of `stream` has to.
 
         Args:
             batch: The micro-batch.
@@ -329,9 +312,9 @@ class Loader:
         self._count(batch.epoch, batch.quarantined, number)
 
     def close(self) -> None:
-        """End the running iteration, if any, and processes; the loader can be iterated again."""
+        """End the current iteration and the loader processes, if any; the loader can be iterated again."""
         self._retire()
-        self._parts.close()
+        self._runtime.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -341,44 +324,44 @@ class Loader:
     ) -> None:
         self.close()
 
-    # ---- settings that may change ----------------------------------------------------------------
+    # ---- tunables --------------------------------------------------------------------------------
 
     @property
-    def tunables(self) -> LoaderTunables:
-        """The settings that may change while it runs, those of its caches and stores among them."""
-        return LoaderTunables(self._here())
+    def tunables(self) -> Tunables:
+        """Settings that may change while the loader runs, including those of its caches and stores."""
+        return self._own_runtime()
 
     def apply_pending(self) -> bool:
-        """Let changes act that wait for a boundary: ``loader.execution``, and how many processes there are.
+        """Apply changes that wait for a boundary: ``loader.execution``, and the number of loader processes.
 
-        Call it between two micro-batches, in the thread that iterates. The running iteration goes on with the
-        next one that was not fetched. What was made ahead is dropped and made again, at most
-        ``prefetch_bytes``, and a process takes a second or two to start. Without a running iteration the
-        next ``iter()`` does the same by itself.
+        Call it between two micro-batches, in the thread that iterates. The iteration continues with the next
+        micro-batch that was not fetched. At most ``prefetch_bytes`` made ahead are dropped and made again,
+        and a process takes a second or two to start. Without a current iteration the next ``iter()`` does the
+        same.
 
         Returns:
-            Whether anything changed hands.
+            Whether anything changed.
 
         Raises:
-            Exception: The processes could not start; the iteration goes on as before, and so do the settings.
+            Exception: The processes could not start; iteration and settings stay as they were.
         """
-        current, parts = self._current(), self._parts
-        if current is None or parts.pid != os.getpid() or not parts.has_pending:
+        current, runtime = self._current(), self._runtime
+        if current is None or runtime.pid != os.getpid() or not runtime.has_pending:
             return False
-        side = parts.side
+        processes = runtime.processes
         try:
             has_changed = current.hand_over(partial(self._open, self.epoch))
         except BaseException:
-            parts.take_back_pending(side)
+            runtime.take_back_pending(processes)
             raise
-        parts.close_retired()
-        if has_changed and parts.side is not None:
-            parts.planner.rest()  # the processes report for themselves
+        runtime.close_retired()
+        if has_changed and runtime.processes is not None:
+            runtime.planner.rest()  # the loader processes report their own reads
         return has_changed
 
     def change(self, changes: Mapping[str, int | str]) -> None:
-        """Change settings by name without a look at their limits; `tunables` is for everybody else."""
-        self._here().change(changes)
+        """Change settings by name without checking their limits; prefer `tunables`."""
+        self._own_runtime().change(changes)
 
     # ---- position --------------------------------------------------------------------------------
 
@@ -393,10 +376,10 @@ class Loader:
         return self._position
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens if the position lies in it already.
+        """Move to the start of an epoch; does nothing if the position is in it already.
 
         Raises:
-            StateError: ``epoch`` is no number from 0.
+            StateError: ``epoch`` is not a number from 0.
         """
         if epoch != self.epoch:
             self._retire()
@@ -405,19 +388,19 @@ class Loader:
     def state_dict(self) -> dict[str, object]:
         """Return the position and the run it belongs to: under 1 KB of JSON, equal on all ranks.
 
-        Taken after the last micro-batch of step k was received it says k + 1; inside a step it says that
-        step; after an epoch's last step it says step 0 of the next epoch.
+        After the last micro-batch of step k the position is k + 1; inside a step it is that step; after the
+        last step of an epoch it is step 0 of the next one.
         """
         return self._state.at(self._position).to_json()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to a saved position; takes effect at the next ``iter()`` and retires a running iteration.
+        """Move to a saved position; takes effect at the next ``iter()`` and retires the current iteration.
 
         The state may have been saved with another world size.
 
         Raises:
-            StateError: The state is malformed or of another seed, dataset, split or batch spec; the message
-                names the field, and the loader stays where it is.
+            StateError: The state is malformed or belongs to another seed, dataset, split or batch spec; the
+                message names the field, and the position does not change.
         """
         loaded = LoaderState.from_json(state)
         loaded.check_matches(self._state)
@@ -425,26 +408,26 @@ class Loader:
         self._retire()
         self._position = loaded.position
 
-    # ---- what happened ---------------------------------------------------------------------------
+    # ---- counters and masks ----------------------------------------------------------------------
 
     @property
     def counters(self) -> StageCounters:
-        """Time, bytes and items per stage since the loader was made."""
-        return self._parts.counters
+        """Time, bytes and items per stage since the loader was created."""
+        return self._runtime.counters
 
     @property
     def process_ids(self) -> list[int]:
-        """Processes that load for this one; none where threads do it."""
-        return self._parts.process_ids if self._parts.pid == os.getpid() else []
+        """Process ids of the loader processes; empty if threads do the work."""
+        return self._runtime.process_ids if self._runtime.pid == os.getpid() else []
 
     @property
     def num_buffers_allocated(self) -> int:
-        """Batch buffers asked from the system so far; stands still once iteration is in its stride."""
-        return self._parts.pool.num_allocated
+        """Batch buffers allocated so far; constant once iteration has reached its steady state."""
+        return self._runtime.pool.num_allocated
 
     @property
     def quarantined(self) -> list[QuarantineRow]:
-        """The slots masked because their sample is bad, in the order of the run; loaded ones included."""
+        """Slots masked because their sample is bad, in the order of the run, including loaded ones."""
         return self._quarantine.rows
 
     def masks(self) -> list[dict[str, int | str]]:
@@ -454,8 +437,8 @@ class Loader:
     def load_masks(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Mask the slots of a checkpoint again, without reading their samples.
 
-        Pass the rows of all ranks: on another world size a slot may have moved to this one. They do not count
-        towards ``max_bad_samples``.
+        Pass the rows of all ranks: with another world size a slot may belong to this rank now. They do not
+        count towards ``max_bad_samples``.
 
         Raises:
             StateError: A row is malformed.
@@ -463,7 +446,7 @@ class Loader:
         self._quarantine.load(rows)
 
     def describe_activity(self) -> str:
-        """Say which shard, tier and stage the running iteration's threads are at; from any thread."""
+        """Describe which shard, tier and stage the current iteration is at; may be called from any thread."""
         current = self._current()
         return current.describe_activity() if current is not None else ""
 
@@ -488,8 +471,8 @@ class Loader:
     def _plan_of(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch.
 
-        Only plans that are asked for are made: under a token budget one takes a second at 200 million
-        samples, so a run that resumes in epoch 7 never plans epoch 0.
+        Plans are made on demand: with a token budget one takes a second for 200 million samples, so a run
+        that resumes in epoch 7 must not plan epoch 0.
         """
         for plan in self._plans:
             if plan.epoch == epoch:
@@ -497,26 +480,26 @@ class Loader:
         if self._plans:
             plan = self._plans[0].for_epoch(epoch)
         else:
-            plan = self._parts.selection.plan(self._state.spec, seed=self._state.seed, epoch=epoch)
+            plan = self._runtime.selection.plan(self._state.spec, seed=self._state.seed, epoch=epoch)
         self._plans = [plan, *self._plans[: _NUM_PLANS - 1]]
         return plan
 
-    def _here(self) -> LoaderRuntime:
-        """Return the parts of this process: a forked child cannot use its parent's."""
-        parts = self._parts
-        if parts.pid != os.getpid():
-            selection = parts.selection.reopened()
-            self._parts = LoaderRuntime(selection, self._schedule, self.world, self._state, parts.config)
-            weakref.finalize(self, self._parts.close)
-        return self._parts
+    def _own_runtime(self) -> LoaderRuntime:
+        """Return the runtime of this process, since a forked child cannot use its parent's."""
+        runtime = self._runtime
+        if runtime.pid != os.getpid():
+            selection = runtime.selection.reopened()
+            self._runtime = LoaderRuntime(selection, self._schedule, self.world, self._state, runtime.config)
+            weakref.finalize(self, self._runtime.close)
+        return self._runtime
 
-    def _open(self, epoch: int, numbers: range) -> BatchStream | ProcessStream:
-        """Open a stream as the settings say now."""
-        parts = self._here()
-        if parts.config.execution != "threads":
+    def _open(self, epoch: int, numbers: range) -> BatchStream:
+        """Open a stream with the settings as they are now."""
+        runtime = self._own_runtime()
+        if runtime.config.execution != "threads":
             self._plan_of(epoch)
-            return parts.process_stream(epoch, numbers, self.masks())
-        parts.retire_processes()
+            return runtime.process_stream(epoch, numbers, self.masks())
+        runtime.retire_processes()
         return self.stream(epoch, numbers)
 
     def _current(self) -> EpochIterator | None:

@@ -1,8 +1,8 @@
 """Loader processes: read and decode beside a trainer whose own Python is busy.
 
-Process ``p`` of ``n`` makes every n-th micro-batch, and what comes out is the plan's order. One process with
-several threads is the execution ``process``; several with one thread each are ``workers``. A process is
-started anew, never forked, knows nothing of the trainer's main module, and ends with it.
+Process ``p`` of ``n`` makes every n-th micro-batch, so that their order is the plan's. The execution
+``process`` is one process with several threads; ``workers`` are several processes with one thread each. A
+process is spawned, never forked, does not import the trainer's main module, and ends with the trainer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from shardflow.errors import LoaderProcessError, ShardflowError, StateError, WaitTimeoutError
-from shardflow.loading.batch import Batch
+from shardflow.errors import LoaderProcessError, ShardflowError, WaitTimeoutError
+from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.ipc import Channel, ChannelClosedError, SharedSegment, error_from_json
 from shardflow.processes import group_signals_held_back
@@ -34,37 +34,37 @@ _BOOT: Final = (
     "from shardflow.loading.process_main import main; "
     "main(int(sys.argv[1]), int(sys.argv[2]), dies_with_thread=sys.argv[3] == '1')"
 )
-# Decoders take and drop a picture's memory at every call; glibc would give it back to the system each time.
-# Our threads are what runs side by side: no pool of a library may add others.
+# Decoders allocate and free the memory of an image at every call; glibc would return it to the system each
+# time. Parallelism comes from our own threads: thread pools of libraries must not add more.
 _ENVIRONMENT: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "OMP_NUM_THREADS": "1",
     "BLOSC_NTHREADS": "1",
 }
-_ADD_UP: Final = ("buffered_bytes", "fetching_bytes", "threads_busy")
-"""Gauges of which several processes together have the sum."""
-_ASK_EVERY_S: Final = 1.0
+_SUMMED_GAUGES: Final = ("buffered_bytes", "fetching_bytes", "threads_busy")
+"""Gauges whose value for several processes is the sum of theirs."""
+_DESCRIBE_EVERY_S: Final = 1.0
 _EXIT_S: Final = 5.0
 _STARVED_S: Final = 1e-3
-"""A wait that is longer found nothing handed over."""
+"""A longer wait means that no micro-batch was ready."""
 _ENDLESS_S: Final = 1e8
-"""Deadline of a wait inside a loader process: the trainer's own is what counts."""
-_TOLD: Final = ("num_threads", "prefetch_bytes", "read_bytes")
+"""Deadline of a wait inside a loader process; the trainer's own deadline is the one that counts."""
+_FORWARDED: Final = ("num_threads", "prefetch_bytes", "read_bytes")
 
 
 class LoaderProcess:
-    """One process; it starts when the object is made.
+    """Handle of one loader process, which starts when the object is created.
 
     Args:
-        setup: What it needs before its first iteration, see `process_main`.
-        number: Which of its loader's processes it is, for messages.
-        num_processes: How many its loader has.
-        counters: Gets what it counts, and the stage ``wait``.
+        setup: What the process needs before its first iteration, see `process_main`.
+        number: Its number among the loader's processes, for messages.
+        num_processes: How many processes the loader has.
+        counters: Gets what the process counts, and the stage ``wait``.
 
     Attributes:
-        channel: Our end of the way to it.
-        activity: What it is at, while someone waits for it for a second and more.
+        channel: The trainer's end of the connection.
+        activity: What the process is doing, while a wait for it takes a second or more.
         is_lost: Whether it was found dead.
     """
 
@@ -80,22 +80,22 @@ class LoaderProcess:
         self.activity = ""
         self.is_lost = False
         ours, theirs = socket.socketpair()
-        lives_long = threading.current_thread() is threading.main_thread()
+        is_main_thread = threading.current_thread() is threading.main_thread()
         with theirs:
-            # -P: a folder in the working directory must not shadow a library.
+            # -P: a folder of the working directory must not shadow a library.
             command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())]
-            # The trainer decides what a signal means; it may need batches until its last step.
+            # The trainer handles signals, and may need batches until its last step.
             with group_signals_held_back():
                 self._process = subprocess.Popen(
-                    [*command, str(int(lives_long)), json.dumps(sys.path)],
+                    [*command, str(int(is_main_thread)), json.dumps(sys.path)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, **_ENVIRONMENT},
                 )
         self.channel = Channel(ours)
         try:
-            self._tell(setup=setup)
-        except BaseException:  # what crosses no process boundary, say
+            self._send(setup=setup)
+        except BaseException:  # for example a setup that cannot be pickled
             self.channel.close()
             self.end()
             raise
@@ -108,26 +108,26 @@ class LoaderProcess:
     def start_iteration(
         self, iteration: int, epoch: int, numbers: tuple[int, int, int], masks: list[Mapping[str, Any]]
     ) -> None:
-        """Let it make some micro-batches of an epoch; what it makes of another iteration is dropped."""
-        self._tell(
+        """Start an iteration over some micro-batches of an epoch; any other iteration is dropped."""
+        self._send(
             {"kind": "start", "iteration": iteration, "epoch": epoch, "numbers": numbers, "masks": masks}
         )
 
     def change(self, changes: Mapping[str, int | str], unread_bytes: int) -> None:
-        """Let it go on with other settings, by name, see `LoaderRuntime.change`."""
-        self._tell({"kind": "change", "changes": changes, "unread_bytes": unread_bytes})
+        """Change settings of the process by name, see `LoaderRuntime.change`."""
+        self._send({"kind": "change", "changes": changes, "unread_bytes": unread_bytes})
 
     def stop_iteration(self) -> None:
-        """Let it end the iteration."""
-        self._tell({"kind": "stop"})
+        """End the iteration."""
+        self._send({"kind": "stop"})
 
     def take(self, iteration: int, timeout_s: float) -> Batch:
         """Return its next micro-batch of an iteration.
 
         Raises:
-            WaitTimeoutError: It did not come in time; the message names what the process is at.
+            WaitTimeoutError: It was not ready in time; the message names what the process is doing.
             LoaderProcessError: The process died.
-            Exception: What was raised in it.
+            Exception: Whatever was raised in the process.
         """
         start = time.monotonic()
         deadline = start + timeout_s
@@ -145,15 +145,15 @@ class LoaderProcess:
             raise self._lost() from None
         finally:
             self.activity = ""
-        stage = "gives no answer" if self._is_ready else "is still starting"
+        state = "gives no answer" if self._is_ready else "is still starting"
         raise WaitTimeoutError(
             self._wait
             or f"a micro-batch must be ready within {timeout_s:g} s, got nothing (loader process "
-            f"{self._number} {stage}); look at the processors and the storage, or raise wait_timeout_s."
+            f"{self._number} {state}); look at the processors and the storage, or raise wait_timeout_s."
         )
 
     def end(self) -> None:
-        """Wait for the end of a process whose channel is closed; it needs no time, so it is given little."""
+        """Wait for the end of a process whose channel is closed, and kill it if it takes too long."""
         try:
             self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
@@ -161,13 +161,13 @@ class LoaderProcess:
             self._process.wait()
 
     def _receive_by(self, deadline: float, timeout_s: float) -> Mapping[str, Any] | None:
-        """Return the next message; None if none comes in time. A long wait asks what it is for."""
+        """Return the next message; None if none arrives in time. A long wait requests a description."""
         while (left_s := deadline - time.monotonic()) > 0:
-            message = self.channel.receive(min(left_s, _ASK_EVERY_S, timeout_s / 2))
+            message = self.channel.receive(min(left_s, _DESCRIBE_EVERY_S, timeout_s / 2))
             if message is not None:
                 return message
             self.activity = self.activity or f"loader process {self._number} has not answered"
-            self._tell({"kind": "describe", "timeout_s": timeout_s})
+            self._send({"kind": "describe", "timeout_s": timeout_s})
         return None
 
     def _handle(self, message: Mapping[str, Any], iteration: int) -> Batch | None:
@@ -196,16 +196,16 @@ class LoaderProcess:
                     self._segments[segment].release(index)
                     return None
                 buffer = self._segments[segment].lend(index)[:num_bytes]
-                self._tell({"kind": "taken", "iteration": iteration, "num_bytes": num_bytes})
+                self._send({"kind": "taken", "iteration": iteration, "num_bytes": num_bytes})
                 return Batch(buffer, message["batch"])
         return None
 
-    def _count(self, news: Mapping[str, Sequence[float]]) -> None:
-        for name, values in news.items():
+    def _count(self, totals: Mapping[str, Sequence[float]]) -> None:
+        for name, values in totals.items():
             if len(values) == 5:
                 last, least, most, weighted, weight = values
-                if name in _ADD_UP:
-                    # Each of n processes counts for its own part of the time.
+                if name in _SUMMED_GAUGES:
+                    # Each of n processes covers the same time, so together they count it once.
                     weight /= self._num_processes
                 self._counters.merge(
                     name, GaugeTotals(last=last, least=least, most=most, weighted=weighted, weight=weight)
@@ -214,10 +214,10 @@ class LoaderProcess:
                 seconds, num_bytes, num_items = values
                 self._counters.add(name, seconds, int(num_bytes), int(num_items))
 
-    def _tell(
+    def _send(
         self, message: Mapping[str, Any] | None = None, *, setup: Mapping[str, Any] | None = None
     ) -> None:
-        """Send; that the other end is gone is said where its next micro-batch is taken."""
+        """Send a message; a lost process is reported when its next micro-batch is taken."""
         with suppress(ChannelClosedError):
             if setup is not None:
                 self.channel.send_setup(setup)
@@ -229,22 +229,22 @@ class LoaderProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         code = self._process.poll()
-        how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+        ending = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
         return LoaderProcessError(
-            f"loader process {self._number} must live as long as its trainer, got its end by {how}; look for "
-            "what killed it (out of memory, mostly), or set execution to threads; iter() starts another."
+            f"loader process {self._number} must live as long as its trainer, but ended by {ending}; look "
+            "for what killed it (out of memory, mostly), or set execution to threads; iter() starts another."
         )
 
 
 class LoaderProcesses:
-    """The processes of one loader; they start with its first micro-batch and serve all its iterations.
+    """Loader processes of one loader; they start with its first micro-batch and serve all its iterations.
 
-    A quarter of the bytes that may be under way may be handed over and wait to be taken.
+    A quarter of ``prefetch_bytes`` is for micro-batches that were delivered and are not taken yet.
 
     Args:
-        loader: Arguments of the loader, but for its config; each process makes one of its own.
+        loader: Arguments of the loader, except its config; each process creates a loader of its own.
         config: How the loader runs; its ``execution`` is not ``threads``.
-        counters: Gets what they count, and the stage ``wait``.
+        counters: Gets what the processes count, and the stage ``wait``.
     """
 
     def __init__(self, loader: Mapping[str, Any], config: LoaderConfig, counters: StageCounters) -> None:
@@ -260,48 +260,38 @@ class LoaderProcesses:
 
     @property
     def structure(self) -> dict[str, Any]:
-        """The settings that these processes cannot change."""
+        """Settings that these processes cannot change."""
         if self._execution == "process":
             return {"execution": self._execution}
         return {"execution": self._execution, "num_threads": self._num_processes}
 
     def fits(self, config: LoaderConfig) -> bool:
-        """Tell whether these are the processes that a config asks for."""
+        """Tell whether these are the processes that a config needs."""
         return (config.execution, _num_processes(config)) == (self._execution, self._num_processes)
 
     def change(self, config: LoaderConfig, others: Mapping[str, int | str]) -> None:
-        """Let the processes go on with other threads and bounds; how many there are stays as it is.
+        """Change threads and bounds of the processes; their number stays the same.
 
         Args:
             config: How the loader runs from now on.
-            others: What else changes by name, of stores and their caches.
+            others: Other changes by name, of stores and their caches.
         """
-        # What is asked for may be another execution, which these processes do not live to see.
+        # The request may be for another execution mode; these processes are shut down before it applies.
         self._config = config = replace(config, execution=self._execution)
         if os.getpid() != self._pid:
             return
         theirs, unread_bytes = _share(config, self._num_processes)
-        settings = {f"loader.{name}": getattr(theirs, name) for name in _TOLD}
+        settings = {f"loader.{name}": getattr(theirs, name) for name in _FORWARDED}
         for process in list(self._processes):
             process.change({**settings, **others}, unread_bytes)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that were started."""
+        """Process ids of the processes that were started."""
         return [process.pid for process in list(self._processes)]
 
-    def stream(self, epoch: int, numbers: range, masks: Sequence[Mapping[str, Any]]) -> ProcessStream:
-        """Yield some of the rank's micro-batches of an epoch; nothing begins before the first one is asked.
-
-        Args:
-            epoch: The epoch.
-            numbers: Which micro-batches.
-            masks: Slots that are known to be masked.
-        """
-        return ProcessStream(self, epoch, numbers, masks)
-
     def begin(self, epoch: int, numbers: range, masks: Sequence[Mapping[str, Any]]) -> int:
-        """Start the processes where need be, and an iteration in each; returns its number."""
+        """Start missing processes, and an iteration in each; returns the number of the iteration."""
         if any(process.is_lost for process in self._processes):
             self.close()
         while len(self._processes) < self._num_processes:
@@ -322,9 +312,9 @@ class LoaderProcesses:
         """Return the micro-batch at a place of an iteration.
 
         Raises:
-            WaitTimeoutError: It did not come in time; the message names what the process is at.
+            WaitTimeoutError: It was not ready in time; the message names what the process is doing.
             LoaderProcessError: The process died.
-            ShardflowError: We are a forked child, or the process raised it.
+            ShardflowError: This is a forked child, or the process raised it.
         """
         if os.getpid() != self._pid:
             raise ShardflowError(
@@ -334,17 +324,17 @@ class LoaderProcesses:
         return self._processes[place % self._num_processes].take(iteration, self._wait_timeout_s)
 
     def describe_activity(self) -> str:
-        """Say what a wait that takes long is for, from any thread."""
+        """Describe what a long wait is for; may be called from any thread."""
         return "; ".join(process.activity for process in list(self._processes) if process.activity)
 
     def end(self, iteration: int) -> None:
-        """End an iteration that is not to go on; its processes stay."""
+        """End an iteration; the processes stay."""
         if os.getpid() == self._pid and iteration == self._num_iterations:
             for process in self._processes:
                 process.stop_iteration()
 
     def close(self) -> None:
-        """End the processes; the next iteration starts others."""
+        """End the processes; the next iteration starts new ones."""
         processes, self._processes = self._processes, []
         if os.getpid() == self._pid:
             for process in processes:
@@ -358,7 +348,7 @@ def _num_processes(config: LoaderConfig) -> int:
 
 
 def _share(config: LoaderConfig, num_processes: int) -> tuple[LoaderConfig, int]:
-    """Return the config of each process, and how many bytes it may hand over before they are taken."""
+    """Return the config of each process, and how many bytes it may deliver before they are taken."""
     share = max(config.prefetch_bytes // num_processes, 4)
     theirs = replace(
         config,
@@ -370,51 +360,42 @@ def _share(config: LoaderConfig, num_processes: int) -> tuple[LoaderConfig, int]
     return theirs, share // 4
 
 
-class ProcessStream(Iterator[Batch]):
-    """Micro-batches that other processes make, in order; see `BatchStream`."""
+class ProcessStream(BatchStream):
+    """Stream whose micro-batches loader processes make; nothing begins before the first one is requested.
+
+    Args:
+        processes: The loader processes.
+        epoch: The epoch.
+        numbers: Which of the rank's micro-batches of the epoch.
+        masks: Slots that are known to be masked.
+    """
 
     def __init__(
         self, processes: LoaderProcesses, epoch: int, numbers: range, masks: Sequence[Mapping[str, Any]]
     ) -> None:
+        super().__init__(len(numbers))
         self._processes = processes
         self._what = (epoch, numbers, masks)
-        self._num_batches = len(numbers)
         self._num_taken = 0
         self._iteration = 0
-        self._is_closed = False
         self._finalizer: weakref.finalize[..., ProcessStream] | None = None
 
-    def __next__(self) -> Batch:
-        """Return the next micro-batch; raises what `LoaderProcesses.take` raises."""
-        if self._num_taken == self._num_batches:
-            raise StopIteration
-        if self._is_closed:
-            num_left = self._num_batches - self._num_taken
-            raise StateError(
-                f"an iteration must go on to its end, got {num_left} micro-batches left of one that was "
-                "closed or ended with an error; call iter() again."
-            )
-        try:
-            self.start()
-            batch = self._processes.take(self._iteration, self._num_taken)
-        except BaseException:
-            self.close()
-            raise
+    def _take(self) -> Batch:
+        self.start()
+        batch = self._processes.take(self._iteration, self._num_taken)
         self._num_taken += 1
         return batch
 
     def start(self) -> None:
-        """Begin before the first micro-batch is asked for."""
+        """Begin before the first micro-batch is requested."""
         if not self._iteration:
             self._iteration = self._processes.begin(*self._what)
             self._finalizer = weakref.finalize(self, self._processes.end, self._iteration)
 
     def describe_activity(self) -> str:
-        """Say which shard, tier and stage a wait is for, from any thread."""
+        """Describe what a long wait is for; may be called from any thread."""
         return self._processes.describe_activity()
 
-    def close(self) -> None:
-        """End the iteration; the stream yields nothing more."""
-        self._is_closed = True
+    def _end(self) -> None:
         if self._finalizer is not None:
             self._finalizer()

@@ -1,7 +1,7 @@
-"""A process that reads and decodes for a trainer: the loader's own threads, and a way out for their batches.
+"""Main program of a loader process: a loader, and the delivery of its micro-batches to the trainer.
 
-Started by `LoaderProcess`. The main thread listens to the trainer and dies with it; for each iteration one
-thread more takes the micro-batches in order and hands them over, a bounded number of bytes ahead.
+`LoaderProcess` starts it. The main thread receives the trainer's messages and ends with the trainer; a
+delivery thread per iteration sends the micro-batches in order, a bounded number of bytes ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from shardflow.loading.batch import Batch
 from shardflow.loading.ipc import Channel, ChannelClosedError, SharedPool, error_to_json
 from shardflow.loading.loader import Loader
-from shardflow.loading.runtime import BatchStream
+from shardflow.loading.runtime import ThreadStream
 from shardflow.processes import ignore_group_signals
 from shardflow.telemetry import StageCounters
 
@@ -33,10 +33,10 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
     """Serve a trainer until it closes its end or dies.
 
     Args:
-        fileno: Our end of the channel.
+        fileno: This end of the channel.
         parent: Process id of the trainer.
-        dies_with_thread: Whether the thread that started us lives as long as the trainer, so that the kernel
-            may tie our life to it as well.
+        dies_with_thread: Whether the thread that started this process lives as long as the trainer, so that
+            the kernel may end this process with that thread.
     """
     ignore_group_signals()
     if dies_with_thread:
@@ -45,9 +45,9 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
     channel = Channel(socket.socket(fileno=fileno))
     with suppress(ChannelClosedError, ProcessLookupError):
         trainer = os.pidfd_open(parent)
-        if os.getppid() == parent:  # else it died before we looked, and another has its number
+        if os.getppid() == parent:  # otherwise it died, and its process id was reused
             _serve(channel, trainer)
-    # No clean-up: threads may be stuck in a read, and the kernel frees all that is ours.
+    # No cleanup: threads may be stuck in a read, and the kernel frees everything.
     os._exit(0)
 
 
@@ -57,13 +57,13 @@ def _serve(channel: Channel, trainer: int) -> None:
     try:
         import cv2
 
-        cv2.setNumThreads(1)  # threads of ours are what runs side by side
+        cv2.setNumThreads(1)  # parallelism comes from our own threads
         loader = Loader(**setup["loader"])
     except BaseException as error:  # noqa: BLE001 - the trainer raises it
         channel.send({"kind": "error", "iteration": -1, **error_to_json(error)})
         return
     pool = SharedPool(loader.config.prefetch_bytes)
-    counters = _CountersNews(loader.counters)
+    counters = _CounterUpdates(loader.counters)
     delivery: _Delivery | None = None
     unread_bytes: int = setup["unread_bytes"]
     channel.send({"kind": "ready"})
@@ -94,9 +94,9 @@ def _serve(channel: Channel, trainer: int) -> None:
 
 
 def _begin(
-    channel: Channel, loader: Loader, pool: SharedPool, counters: _CountersNews, message: dict[str, Any]
+    channel: Channel, loader: Loader, pool: SharedPool, counters: _CounterUpdates, message: dict[str, Any]
 ) -> _Delivery | None:
-    """Open an iteration; None where it cannot be opened, which the trainer was told."""
+    """Start an iteration; None if that fails, which is reported to the trainer."""
     iteration, numbers = message["iteration"], range(*message["numbers"])
     try:
         loader.load_masks(message["masks"])
@@ -108,7 +108,7 @@ def _begin(
 
 
 def _change(loader: Loader, pool: SharedPool, delivery: _Delivery | None, message: dict[str, Any]) -> int:
-    """Let settings be others; returns how many bytes are handed over and not taken from now on."""
+    """Change settings; returns how many bytes may be delivered before they are taken from now on."""
     unread_bytes: int = message["unread_bytes"]
     loader.change(message["changes"])
     pool.bound(loader.config.prefetch_bytes)
@@ -118,14 +118,14 @@ def _change(loader: Loader, pool: SharedPool, delivery: _Delivery | None, messag
 
 
 class _Delivery:
-    """Hands the micro-batches of one iteration over, in order."""
+    """Delivery of the micro-batches of one iteration, in order."""
 
     def __init__(
         self,
         channel: Channel,
         pool: SharedPool,
-        stream: BatchStream,
-        counters: _CountersNews,
+        stream: ThreadStream,
+        counters: _CounterUpdates,
         *,
         num_batches: int,
         iteration: int,
@@ -144,12 +144,12 @@ class _Delivery:
         self._thread = threading.Thread(target=self._run, name="shardflow-delivery", daemon=True)
 
     def start(self, max_unread_bytes: int) -> None:
-        """Begin; at most so many bytes are handed over and not taken yet, or one micro-batch."""
+        """Begin; at most so many bytes, or one micro-batch, are delivered before they are taken."""
         self._max_unread_bytes = max_unread_bytes
         self._thread.start()
 
     def bound(self, max_unread_bytes: int) -> None:
-        """Change how many bytes are handed over and not taken."""
+        """Change how many bytes may be delivered before they are taken."""
         with self._room:
             self._max_unread_bytes = max_unread_bytes
             self._room.notify()
@@ -171,7 +171,7 @@ class _Delivery:
         self._thread.join()
 
     def describe(self, timeout_s: float) -> dict[str, str]:
-        """Say what the next micro-batch waits for, as a sentence, and what the threads are at."""
+        """Describe what the next micro-batch waits for, and what the threads are doing."""
         return {"for": self._stream.describe_wait(timeout_s), "activity": self._stream.describe_activity()}
 
     def _run(self) -> None:
@@ -179,7 +179,7 @@ class _Delivery:
             while self._has_room():
                 self._send(next(self._stream))
         except ChannelClosedError:
-            return  # the main thread sees it too, and ends the process
+            return  # the main thread notices it too, and ends the process
         except BaseException as error:  # noqa: BLE001 - the trainer raises it
             if not self._is_stopped and not isinstance(error, StopIteration):
                 with suppress(ChannelClosedError):
@@ -200,13 +200,13 @@ class _Delivery:
         num_bytes = len(batch.buffer)
         self._num_left -= 1
         segment, index = self._pool.hand_over(batch.buffer)
-        for news in self._pool.take_news():
-            fields = {"segment": news.number, "size": news.buffer_num_bytes, "count": news.num_buffers}
-            if news.fileno < 0:
-                self._channel.send({"kind": "drop", "segment": news.number})
+        for change in self._pool.take_changes():
+            fields = {"segment": change.number, "size": change.buffer_num_bytes, "count": change.num_buffers}
+            if change.fileno < 0:
+                self._channel.send({"kind": "drop", "segment": change.number})
             else:
-                self._channel.send({"kind": "segment", **fields}, [news.fileno])
-                os.close(news.fileno)
+                self._channel.send({"kind": "segment", **fields}, [change.fileno])
+                os.close(change.fileno)
         with self._room:
             self._num_unread += 1
             self._unread_bytes += num_bytes
@@ -221,35 +221,35 @@ class _Delivery:
         )
 
 
-class _CountersNews:
-    """What was counted since the last look, now and then.
+class _CounterUpdates:
+    """Counter totals since the last update, at most every `_COUNTERS_EVERY_S`.
 
-    How long the delivery waited for its own engine is not told: the trainer counts its own waits.
+    Waits of the delivery for its own engine are left out: the trainer counts its own waits.
     """
 
     def __init__(self, counters: StageCounters) -> None:
         self._window = counters.window()
-        self._told_at = 0.0
+        self._taken_at = 0.0
 
     def take(self, *, is_last: bool) -> dict[str, list[float]]:
-        """Return seconds, bytes and items per stage that were not told yet, and the five totals of gauges."""
+        """Return new seconds, bytes and items of each stage, and the five totals of each gauge."""
         now = time.monotonic()
-        if not is_last and now - self._told_at < _COUNTERS_EVERY_S:
+        if not is_last and now - self._taken_at < _COUNTERS_EVERY_S:
             return {}
-        self._told_at = now
+        self._taken_at = now
         stages, gauges = self._window.take()
-        news = {
+        totals = {
             name: [one.seconds, float(one.num_bytes), float(one.num_items)]
             for name, one in stages.items()
             if name not in {"wait", "starved"}
         }
         for name, seen in gauges.items():
-            news[name] = [seen.last, seen.least, seen.most, seen.weighted, seen.weight]
-        return news
+            totals[name] = [seen.last, seen.least, seen.most, seen.weighted, seen.weight]
+        return totals
 
 
 class _Forwarding(logging.Handler):
-    """Sends log records to the trainer, whose handlers they are for."""
+    """Log handler that sends records to the trainer, whose own handlers take them."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()

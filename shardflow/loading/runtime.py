@@ -1,8 +1,8 @@
-"""Loader runtime: what a loader holds in one process, the streams it makes, and its tunables.
+"""Loader runtime: everything a loader holds in one process, the streams that it opens, and its tunables.
 
-Memory, locks, counters, loader processes, caches and stores. A forked child makes its own: its parent's may
-be held by threads that do not exist there. Settings may change while streams run; what a stream has opened,
-it finishes as it began.
+Memory, locks, counters, loader processes, caches and stores. A forked child makes a runtime of its own,
+because threads that do not exist in the child may hold the locks of its parent's. Tunables may change while
+streams run; what a stream has already opened, it finishes with the old settings.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import resource
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.errors import ConfigError, ShardflowError, StateError
-from shardflow.fields.findings import EntitySlots
+from shardflow.errors import ConfigError, ShardflowError
+from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import field_kinds
@@ -28,12 +28,11 @@ from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import TokenAssembler
 from shardflow.fields.transforms import Transform, load_transform
-from shardflow.format import Dataset
 from shardflow.loading.assembly import BatchSource, MicroBatchTask, PartSize
-from shardflow.loading.batch import Batch
+from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, rank_num_bytes
 from shardflow.loading.engine import BufferPool, OrderedEngine, Pool
-from shardflow.loading.prefetch import PrefetchPlanner, ReadProgress
+from shardflow.loading.prefetch import PrefetchPlanner, StreamReads
 from shardflow.loading.process import LoaderProcesses, ProcessStream
 from shardflow.loading.selection import Selection
 from shardflow.loading.world import World
@@ -43,16 +42,29 @@ from shardflow.storage.cache.store import Cache
 from shardflow.telemetry import StageCounters, TunableLimit
 from shardflow.telemetry.process import machine_bytes, num_processors
 
-_CACHE_SETTINGS: Final = ("read_ahead_bytes", "read_ahead_threads", "ram_bytes", "max_bytes")
 _LOGGER = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S: Final = 5.0
-_SETTINGS: Final = ("execution", "num_threads", "prefetch_bytes", "read_bytes")
 _MIB: Final = 1 << 20
 _EXECUTIONS: Final[tuple[str, ...]] = ("threads", "process", "workers")
-# More threads than processors pay only where they wait: a little for a disk, much for a network.
+_LOADER_SETTINGS: Final = ("execution", "num_threads", "prefetch_bytes", "read_bytes")
+# The least and the most of each tunable number, whatever the machine.
+_CACHE_BOUNDS: Final = {
+    "cache.read_ahead_bytes": (0, 1 << 40),
+    "cache.read_ahead_threads": (1, 64),
+    "cache.ram_bytes": (0, 1 << 40),
+    "cache.max_bytes": (0, 1 << 60),
+}
+_BOUNDS: Final = {
+    "loader.num_threads": (1, 256),
+    "loader.prefetch_bytes": (_MIB, 1 << 40),
+    "loader.read_bytes": (64 << 10, 256 * _MIB),
+    **_CACHE_BOUNDS,
+    "store.max_concurrency": (1, 256),
+}
+# More threads than processors pay only where they wait: a little for a disk, a lot for a network.
 _PER_PROCESSOR: Final = 2
 _PER_PROCESSOR_REMOTE: Final = 8
-# Descriptors that are left to everybody else, and how many one more of something may take.
+# File descriptors left to everything else, and how many each further thread, request or process may take.
 _SPARE_DESCRIPTORS: Final = 64
 _DESCRIPTORS: Final = {
     "loader.num_threads": 2,
@@ -60,96 +72,12 @@ _DESCRIPTORS: Final = {
     "store.max_concurrency": 2,
 }
 _DESCRIPTORS_OF_A_PROCESS: Final = 8
-_LEAST: Final = {
-    "loader.num_threads": 1,
-    "loader.prefetch_bytes": _MIB,
-    "loader.read_bytes": 64 << 10,
-    "cache.read_ahead_bytes": 0,
-    "cache.read_ahead_threads": 1,
-    "cache.ram_bytes": 0,
-    "cache.max_bytes": 0,
-    "store.max_concurrency": 1,
-}
-_MOST: Final = {
-    "loader.num_threads": 256,
-    "loader.prefetch_bytes": 1 << 40,
-    "loader.read_bytes": 256 * _MIB,
-    "cache.read_ahead_bytes": 1 << 40,
-    "cache.read_ahead_threads": 64,
-    "cache.ram_bytes": 1 << 40,
-    "cache.max_bytes": 1 << 60,
-    "store.max_concurrency": 256,
-}
 
 
-class Tiers:
-    """What lies between a loader and the bytes of its datasets.
+class ThreadStream(BatchStream):
+    """Stream whose micro-batches threads of this process make.
 
-    Datasets of a blend share a cache; remote stores have the same limit each.
-
-    Args:
-        datasets: What is read.
-    """
-
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        stores = [dataset.store for dataset in datasets]
-        origins = [store.origin if isinstance(store, CachedStore) else store for store in stores]
-        caches = [store.cache for store in stores if isinstance(store, CachedStore)]
-        self._caches: list[Cache] = list({id(cache): cache for cache in caches}.values())
-        self._remotes = list({id(one): one for one in origins if isinstance(one, RemoteStore)}.values())
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether anything comes over a network."""
-        return bool(self._remotes)
-
-    def settings(self) -> dict[str, int]:
-        """Return what `change` changes, by name; of several caches or stores the largest value."""
-        found: dict[str, int] = {}
-        for name in _CACHE_SETTINGS:
-            if name == "max_bytes" and not any(cache.config.directory for cache in self._caches):
-                continue
-            if self._caches:
-                found[f"cache.{name}"] = max(getattr(cache.config, name) for cache in self._caches)
-        if self._remotes:
-            found["store.max_concurrency"] = max(store.max_concurrency for store in self._remotes)
-        return found
-
-    def least(self, name: str) -> int:
-        """Return the least that a cache's setting may be: a cache of nothing is none."""
-        configs = [cache.config for cache in self._caches]
-        if name == "cache.max_bytes":
-            return max((config.block_bytes for config in configs if config.directory), default=0)
-        if name == "cache.ram_bytes":
-            return max((config.block_bytes for config in configs if not config.directory), default=0)
-        return 0
-
-    def disk_room_bytes(self) -> int:
-        """Return what the folders of the caches can hold: what they do, and what their disks have free."""
-        tiers = [cache.disk for cache in self._caches]
-        return min((tier.room_bytes for tier in tiers if tier is not None), default=0)
-
-    def change(self, changes: Mapping[str, int | str]) -> None:
-        """Change settings by name; those of others are passed over.
-
-        Raises:
-            ConfigError: A value cannot be, see `CacheConfig`.
-        """
-        kept = {
-            name.partition(".")[2]: int(one) for name, one in changes.items() if name.startswith("cache.")
-        }
-        for cache in self._caches if kept else ():
-            cache.change(
-                {name: one for name, one in kept.items() if name != "max_bytes" or cache.config.directory}
-            )
-        for store in self._remotes if "store.max_concurrency" in changes else ():
-            store.bound(int(changes["store.max_concurrency"]))
-
-
-class BatchStream(Iterator[Batch]):
-    """Yields micro-batches.
-
-    Its threads run from the first one until the last, an error, or the end of the stream's life.
+    The threads run from the first micro-batch until the last, an error, or the end of the stream's life.
 
     Args:
         source: What the micro-batches are made from.
@@ -158,9 +86,9 @@ class BatchStream(Iterator[Batch]):
     """
 
     def __init__(self, source: BatchSource, numbers: range, reader: FieldReader) -> None:
+        super().__init__(len(numbers))
         config = source.config
         self._source, self._reader = source, reader
-        self._num_left = len(numbers)
         self._engine: OrderedEngine[Batch] = OrderedEngine(
             partial(_open, source, numbers),
             len(numbers),
@@ -169,64 +97,40 @@ class BatchStream(Iterator[Batch]):
             wait_timeout_s=config.wait_timeout_s,
             counters=source.counters,
         )
-        # The threads know the engine and not the stream, so the stream dies with its last user, whether that
-        # one finished, broke off or raised. At exit the same call ends threads before the interpreter goes
-        # down.
-        self._finalizer = weakref.finalize(self, _close, self._engine, source.watch)
+        # The threads reference the engine, not the stream, so the stream dies with its last user, whether
+        # that one finished, stopped early or raised. At exit the same call ends the threads before the
+        # interpreter shuts down.
+        self._finalizer = weakref.finalize(self, _close, self._engine, source.reads)
 
-    def __next__(self) -> Batch:
-        """Return the next micro-batch.
-
-        Raises:
-            WaitTimeoutError: It did not come in time.
-            SampleError: A sample is bad, and the loader is told to raise.
-            StateError: The stream was closed, or ended with an error, before its last micro-batch.
-            ShardflowError: A shard cannot be read, or the stream was begun in another process.
-        """
-        try:
-            batch = self._engine.take()
-        except BaseException:
-            self.close()
-            raise
-        if batch is None:
-            self.close()
-            if self._num_left:
-                # StopIteration here would look like the end of the epoch.
-                raise StateError(
-                    f"an iteration must go on to its end, got {self._num_left} micro-batches left of one "
-                    "that was closed or ended with an error; call iter() again."
-                )
-            raise StopIteration
-        self._num_left -= 1
-        return batch
+    def _take(self) -> Batch | None:
+        return self._engine.take()
 
     def change(self, config: LoaderConfig) -> None:
-        """Go on with other threads and bounds; what is made stays as it is. May be called from anywhere."""
+        """Continue with other threads and bounds; may be called from any thread."""
         self._engine.resize(num_threads=self._source.num_threads(config), max_bytes=config.prefetch_bytes)
         self._reader.read_bytes = config.read_bytes
-        if self._source.watch is not None:
-            self._source.watch.change()
+        if self._source.reads is not None:
+            self._source.reads.change()
 
     def start(self) -> None:
-        """Begin before the first micro-batch is asked for."""
+        """Begin before the first micro-batch is requested."""
         self._engine.start()
 
     def describe_wait(self, timeout_s: float) -> str:
-        """Say what the next micro-batch waits for."""
+        """Return the message of a wait for the next micro-batch that took too long."""
         return self._engine.describe_wait(timeout_s)
 
     def describe_activity(self) -> str:
-        """Say which shard, tier and stage its threads are at, from any thread."""
+        """Describe which shard, tier and stage the threads are at; may be called from any thread."""
         return self._engine.describe_activity()
 
-    def close(self) -> None:
-        """End the threads; the stream yields nothing more."""
+    def _end(self) -> None:
         self._finalizer()
 
 
-def _close(engine: OrderedEngine[Batch], watch: ReadProgress | None) -> None:
-    if watch is not None:
-        watch.close()
+def _close(engine: OrderedEngine[Batch], reads: StreamReads | None) -> None:
+    if reads is not None:
+        reads.close()
     engine.close()
 
 
@@ -235,22 +139,24 @@ def _open(source: BatchSource, numbers: range, place: int) -> MicroBatchTask:
 
 
 class LoaderRuntime:
-    """What a loader holds in this process.
+    """Everything a loader holds in this process; its tunables, see `shardflow.telemetry.intervals.Tunables`.
+
+    A tunable acts at once on what runs, except for ``loader.execution``, and for ``loader.num_threads`` with
+    the execution ``workers``: those wait for the next ``iter()`` or `Loader.apply_pending`. Safe for many
+    threads. Datasets of a blend share a cache; all remote stores get the same limit.
 
     Args:
         selection: The samples.
-        schedule: Who runs what.
+        schedule: Which rank runs which micro-batch.
         world: This rank.
         state: The run that the loader belongs to.
         config: How to run.
 
     Attributes:
         pid: The process that this belongs to.
-        config: How to run now: as given, and what was changed since.
-        side: The processes that load for this one; None until they are needed.
-        tiers: What it reads through.
-        changing: Held while settings change.
-        streams: Those whose micro-batches threads of this process make.
+        config: How to run now: as given, with later changes.
+        processes: The loader processes; None until they are needed.
+        streams: Open streams whose micro-batches threads of this process make.
     """
 
     def __init__(
@@ -263,7 +169,11 @@ class LoaderRuntime:
     ) -> None:
         self.pid = os.getpid()
         self.selection, self.world, self.config = selection, world, config
-        self.tiers = Tiers(selection.datasets)
+        stores = [dataset.store for dataset in selection.datasets]
+        origins = [store.origin if isinstance(store, CachedStore) else store for store in stores]
+        caches = [store.cache for store in stores if isinstance(store, CachedStore)]
+        self._caches: list[Cache] = list({id(cache): cache for cache in caches}.values())
+        self._remotes = list({id(one): one for one in origins if isinstance(one, RemoteStore)}.values())
         self.counters = StageCounters()
         self.pool = BufferPool(config.prefetch_bytes)
         self.planner = PrefetchPlanner(
@@ -274,24 +184,24 @@ class LoaderRuntime:
             run_id=f"{state.plan_id} {state.seed}",
             counters=self.counters,
         )
-        self.side: LoaderProcesses | None = None
+        self.processes: LoaderProcesses | None = None
         self._retired: list[LoaderProcesses] = []
         self._schedule, self._state = schedule, state
         self._part_size = PartSize(selection, config)
         self._tokens = None if config.tokens is None else TokenAssembler(selection, config.tokens)
         self._transform: Transform | None = None
-        self.changing = threading.RLock()
-        self.streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
+        self._changing = threading.RLock()
+        self.streams: weakref.WeakSet[ThreadStream] = weakref.WeakSet()
 
     # ---- streams ---------------------------------------------------------------------------------
 
     def stream(
         self, plan: EpochPlan, numbers: range, known_masks: Quarantine, pool: Pool | None = None
-    ) -> BatchStream:
-        """Make a stream whose micro-batches threads of this process make."""
+    ) -> ThreadStream:
+        """Open a stream whose micro-batches threads of this process make."""
         if self._transform is None and self.config.transform:
             self._transform = load_transform(self.config.transform)
-        with self.changing:
+        with self._changing:
             config = self.config
             reader = FieldReader(self.selection, read_bytes=config.read_bytes, counters=self.counters)
             kinds = field_kinds(config.view, text=config.text, counters=self.counters)
@@ -306,192 +216,202 @@ class LoaderRuntime:
                 texts=TextAssembler(reader, self.counters) if config.view is None and config.text else None,
                 tokens=self._tokens,
                 transform=self._transform,
-                entities=EntitySlots.of(self.selection),
+                findings=FindingArrays.of(self.selection),
                 part_size=self._part_size,
                 counters=self.counters,
                 known_masks=known_masks,
-                watch=self.planner.watch(plan, numbers) if self.planner.is_on else None,
+                reads=self.planner.follow(plan, numbers) if self.planner.is_on else None,
             )
-            stream = BatchStream(source, numbers, reader)
+            stream = ThreadStream(source, numbers, reader)
             self.streams.add(stream)
         return stream
 
     def process_stream(
         self, epoch: int, numbers: range, known_masks: Sequence[Mapping[str, Any]]
     ) -> ProcessStream:
-        """Make a stream whose micro-batches other processes make; they start with the first one."""
-        if self.side is not None and not self.side.fits(self.config):
+        """Open a stream whose micro-batches loader processes make; they start with the first one."""
+        if self.processes is not None and not self.processes.fits(self.config):
             self.retire_processes()
-        if self.side is None:
+        if self.processes is None:
             arguments = {
                 "dataset": self.selection,
                 "batch": self._state.spec,
                 "seed": self._state.seed,
                 "world": self.world,
             }
-            self.side = LoaderProcesses(arguments, self.config, self.counters)
-        return self.side.stream(epoch, numbers, known_masks)
+            self.processes = LoaderProcesses(arguments, self.config, self.counters)
+        return ProcessStream(self.processes, epoch, numbers, known_masks)
 
     def retire_processes(self) -> None:
-        """Do without the processes from now on; `close_retired` ends them, once no stream needs them."""
-        if self.side is not None:
-            self._retired.append(self.side)
-            self.side = None
+        """Stop using the loader processes; `close_retired` ends them once no stream needs them."""
+        if self.processes is not None:
+            self._retired.append(self.processes)
+            self.processes = None
 
     @property
     def process_ids(self) -> list[int]:
-        """Processes of this loader that run."""
-        sides = [self.side, *self._retired]
-        return [pid for side in sides if side is not None for pid in side.pids]
+        """Process ids of the loader processes that run."""
+        every = [self.processes, *self._retired]
+        return [pid for processes in every if processes is not None for pid in processes.pids]
 
     def close_retired(self) -> None:
-        """End the processes that are not needed any more."""
+        """End the loader processes that are no longer used."""
         retired, self._retired = self._retired, []
-        for side in retired:
-            side.close()
+        for processes in retired:
+            processes.close()
 
     def close(self) -> None:
-        """End all processes, and wait a while for what was read ahead of streams that ended.
+        """End all loader processes, and wait a while for the prefetches of streams that ended.
 
-        Nothing happens in a forked child.
+        Does nothing in a forked child.
         """
         self.retire_processes()
         self.close_retired()
         if self.pid == os.getpid() and not self.planner.join(_JOIN_TIMEOUT_S):
-            _LOGGER.debug("reading ahead goes on after close, until its requests end")
+            _LOGGER.debug("prefetching continues after close, until its requests end")
 
-    # ---- changes ---------------------------------------------------------------------------------
-
-    def settings(self) -> dict[str, int | str]:
-        """Return what `change` changes, by name."""
-        ours = {f"loader.{name}": getattr(self.config, name) for name in _SETTINGS}
-        return {**ours, **self.tiers.settings()}
-
-    def change(self, changes: Mapping[str, int | str]) -> None:
-        """Change settings by name, unchecked, see `Tunables.set`; what runs takes part where it can."""
-        with self.changing:
-            ours = {name: changes[f"loader.{name}"] for name in _SETTINGS if f"loader.{name}" in changes}
-            others = {name: value for name, value in changes.items() if not name.startswith("loader.")}
-            self.config = replace(self.config, **ours)  # type: ignore[arg-type]
-            self.tiers.change(others)
-            self.pool.bound(self.config.prefetch_bytes)
-            self._part_size.divide_among(self.config.num_threads)
-            for stream in list(self.streams):
-                stream.change(self.config)
-            if self.side is not None:
-                self.side.change(self.config, others)
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether the newest stream was opened for an execution that is no longer asked for."""
-        if self.config.execution == "threads":
-            return self.side is not None
-        return self.side is None or not self.side.fits(self.config)
-
-    def take_back_pending(self, side: LoaderProcesses | None) -> None:
-        """Go back to the execution of a stream that goes on, since another could not start.
-
-        Args:
-            side: The processes that make it; None for threads.
-        """
-        with self.changing:
-            if self.side is not None and self.side is not side:
-                self.side.close()
-            self.side = side
-            self._retired = [other for other in self._retired if other is not side]
-            kept: dict[str, Any] = {"execution": "threads"} if side is None else side.structure
-            self.config = replace(self.config, **kept)
-
-
-class LoaderTunables:
-    """Changes settings of a loader, see `shardflow.telemetry.intervals.Tunables`. Safe for many threads.
-
-    All of them act at once on what runs, but for ``loader.execution``, and for ``loader.num_threads`` where
-    these are processes: such a change waits for the next ``iter()`` or `Loader.apply_pending`.
-
-    Args:
-        parts: Of the loader.
-    """
-
-    def __init__(self, parts: LoaderRuntime) -> None:
-        self._parts = parts
+    # ---- tunables --------------------------------------------------------------------------------
 
     def values(self) -> dict[str, int | str]:
-        """Return the settings as they were set last."""
-        return self._parts.settings()
+        """Return the tunables by name, as they were set last; of several caches or stores the largest."""
+        found: dict[str, int | str] = {
+            f"loader.{name}": getattr(self.config, name) for name in _LOADER_SETTINGS
+        }
+        for name in _CACHE_BOUNDS if self._caches else ():
+            if name == "cache.max_bytes" and not any(cache.config.directory for cache in self._caches):
+                continue
+            found[name] = max(getattr(cache.config, name.partition(".")[2]) for cache in self._caches)
+        if self._remotes:
+            found["store.max_concurrency"] = max(store.max_concurrency for store in self._remotes)
+        return found
 
     def limits(self) -> dict[str, TunableLimit]:
-        """Return what each may be now, with the others as they are.
+        """Return what each tunable may be now, with the others as they are.
 
         The memory of all loaders of the node stays within ``max_node_bytes``, or within half of the machine's
-        where none was given. A value that stands already is always allowed.
+        if none was given. The current value is always allowed.
         """
         values = self.values()
         limits: dict[str, TunableLimit] = {}
         spare = _free_descriptors()
-        for name, present in values.items():
-            if isinstance(present, str):
+        for name, current in values.items():
+            if isinstance(current, str):
                 choices = _EXECUTIONS if sys.platform == "linux" else _EXECUTIONS[:1]
-                choices = tuple(one for one in choices if one == present or self._fits({name: one}))
+                choices = tuple(one for one in choices if one == current or self._fits({name: one}))
                 limits[name] = TunableLimit(choices=choices, is_live=False)
                 continue
             is_processes = name == "loader.num_threads" and values["loader.execution"] == "workers"
-            least = min(present, max(_LEAST[name], self._parts.tiers.least(name)))
-            most = min(_MOST[name], self._most_in_memory(name, least))
+            least, most = _BOUNDS[name]
+            least = min(current, max(least, self._least_of_cache(name)))
+            most = min(most, self._most_in_memory(name, least))
             if name in _DESCRIPTORS:
                 each = _DESCRIPTORS_OF_A_PROCESS if is_processes else _DESCRIPTORS[name]
-                most = min(most, present + spare // each)
+                most = min(most, current + spare // each)
             if name == "loader.num_threads":
                 most = min(most, self._most_threads(is_processes=is_processes))
             if name == "cache.max_bytes":
-                most = min(most, self._parts.tiers.disk_room_bytes())
-            limits[name] = TunableLimit(least=least, most=max(most, present), is_live=not is_processes)
+                disks = [cache.disk for cache in self._caches]
+                most = min(most, min((disk.room_bytes for disk in disks if disk is not None), default=0))
+            limits[name] = TunableLimit(least=least, most=max(most, current), is_live=not is_processes)
         return limits
 
     def set(self, name: str, value: int | str) -> None:
-        """Change one setting.
+        """Change one tunable.
 
         Raises:
-            ConfigError: There is no such setting here, or the value is outside its limits.
-            ShardflowError: This is a forked child, whose loader has settings of its own.
+            ConfigError: There is no such tunable here, or the value is outside its limits.
+            ShardflowError: This is a forked child, whose loader has tunables of its own.
         """
-        if self._parts.pid != os.getpid():
+        if self.pid != os.getpid():
             raise ShardflowError(
                 "settings must be changed in the process that they belong to, got a forked child; ask the "
                 "loader for its tunables there."
             )
-        with self._parts.changing:
+        with self._changing:
             limits = self.limits()
             if name not in limits:
                 raise ConfigError(
                     f"a setting to change must be one of {', '.join(limits)}, got {name!r}; correct it."
                 )
             _check(name, value, limits[name])
-            self._parts.change({name: value})
+            self.change({name: value})
 
-    # ---- inside ----------------------------------------------------------------------------------
+    def change(self, changes: Mapping[str, int | str]) -> None:
+        """Change settings by name, without a check; what runs follows where it can.
+
+        Raises:
+            ConfigError: A value of a cache is impossible, see `CacheConfig`.
+        """
+        with self._changing:
+            ours = {
+                name: changes[f"loader.{name}"] for name in _LOADER_SETTINGS if f"loader.{name}" in changes
+            }
+            others = {name: value for name, value in changes.items() if not name.startswith("loader.")}
+            self.config = replace(self.config, **ours)  # type: ignore[arg-type]
+            kept = {name.partition(".")[2]: int(others[name]) for name in _CACHE_BOUNDS if name in others}
+            for cache in self._caches if kept else ():
+                cache.change(
+                    {name: one for name, one in kept.items() if name != "max_bytes" or cache.config.directory}
+                )
+            for store in self._remotes if "store.max_concurrency" in others else ():
+                store.bound(int(others["store.max_concurrency"]))
+            self.pool.bound(self.config.prefetch_bytes)
+            self._part_size.divide_among(self.config.num_threads)
+            for stream in list(self.streams):
+                stream.change(self.config)
+            if self.processes is not None:
+                self.processes.change(self.config, others)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the newest stream was opened for an execution that is no longer configured."""
+        if self.config.execution == "threads":
+            return self.processes is not None
+        return self.processes is None or not self.processes.fits(self.config)
+
+    def take_back_pending(self, processes: LoaderProcesses | None) -> None:
+        """Return to the execution of the running stream, because another one could not start.
+
+        Args:
+            processes: The loader processes of that stream; None for threads.
+        """
+        with self._changing:
+            if self.processes is not None and self.processes is not processes:
+                self.processes.close()
+            self.processes = processes
+            self._retired = [other for other in self._retired if other is not processes]
+            kept: dict[str, Any] = {"execution": "threads"} if processes is None else processes.structure
+            self.config = replace(self.config, **kept)
+
+    def _least_of_cache(self, name: str) -> int:
+        """Return the least of a cache's size: one block, since a cache of nothing is none."""
+        configs = [cache.config for cache in self._caches]
+        if name == "cache.max_bytes":
+            return max((config.block_bytes for config in configs if config.directory), default=0)
+        if name == "cache.ram_bytes":
+            return max((config.block_bytes for config in configs if not config.directory), default=0)
+        return 0
 
     def _num_bytes(self, changes: Mapping[str, int | str]) -> int:
-        parts = self._parts
-        ranks = max(1, parts.world.ranks_per_node)
-        return ranks * sum(rank_num_bytes(parts.config, parts.selection.datasets, changes).values())
+        """Return the memory that the node's loaders may take with some changes."""
+        ranks = max(1, self.world.ranks_per_node)
+        return ranks * sum(rank_num_bytes(self.config, self.selection.datasets, changes).values())
 
-    def _room(self) -> int:
-        return self._parts.config.max_node_bytes or machine_bytes() // 2
+    def _max_bytes(self) -> int:
+        return self.config.max_node_bytes or machine_bytes() // 2
 
     def _fits(self, changes: Mapping[str, int | str]) -> bool:
-        return self._num_bytes(changes) <= self._room()
+        return self._num_bytes(changes) <= self._max_bytes()
 
     def _most_in_memory(self, name: str, least: int) -> int:
-        """Return the largest value with which the node's loaders stay within their room."""
+        """Return the largest value with which the node's loaders stay within their memory."""
         with_least = self._num_bytes({name: least})
         each = self._num_bytes({name: least + 1}) - with_least
-        return least + max(self._room() - with_least, 0) // each if each else _MOST[name]
+        return least + max(self._max_bytes() - with_least, 0) // each if each else _BOUNDS[name][1]
 
     def _most_threads(self, *, is_processes: bool) -> int:
-        parts = self._parts
-        share = max(int(num_processors()) // max(1, parts.world.ranks_per_node), 1)
-        waits = parts.tiers.is_remote and not is_processes
+        share = max(int(num_processors()) // max(1, self.world.ranks_per_node), 1)
+        waits = bool(self._remotes) and not is_processes
         return share * (_PER_PROCESSOR_REMOTE if waits else _PER_PROCESSOR)
 
 
@@ -510,12 +430,12 @@ def _check(name: str, value: int | str, limit: TunableLimit) -> None:
 
 
 def _free_descriptors() -> int:
-    """Return how many descriptors this process may open, a few kept back."""
+    """Return how many file descriptors this process may still open, less a reserve."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 20
     try:
         num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
     except OSError:
-        num_open = 0  # no such folder here, and no way to know
+        num_open = 0  # not Linux: unknown
     return max(soft - num_open - _SPARE_DESCRIPTORS, 0)

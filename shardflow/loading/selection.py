@@ -1,14 +1,14 @@
-"""Selection: which samples a loader runs over; a split of a dataset, a subset of one, or a blend of several.
+"""Selection of the samples to iterate over: splits of a dataset, a subset of them, or a blend of datasets.
 
-A subset is a list of terms, and a sample belongs to it where all of them hold::
+A subset is a list of terms, and holds the samples for which all of them are true::
 
-    modality=CT,MR      one of these; modality!=... none of these; of an entity view label, anatomy, assertion
-                        and laterality too
-    num_slices>=16      a column of integers of the samples table: = != < <= > >=
-    keys=wanted.txt     a text file, one sample key a line, or ``sha256:`` and the SHA-256 of one
+    modality=CT,MR      one of these; modality!=... none of these; for an entity view also label, anatomy,
+                        assertion and laterality
+    num_slices>=16      an integer column of the samples table: = != < <= > >=
+    keys=wanted.txt     a text file with one sample key per line, or ``sha256:`` and the SHA-256 of a key
 
-The same terms are written in a training configuration, in a blend file and behind ``--subset``. What counts
-afterwards is which rows they give: the rows' digest is part of the plan's identity, the terms are not.
+Training configurations, blend files and ``--subset`` use the same terms. Only the resulting rows count: their
+digest is part of the plan's identity, the terms are not.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-# Where a sample lies says nothing about it, and modality and keys have terms of their own.
+# Columns of places are no facts about a sample; modality and keys have terms of their own.
 _NOT_FACTS = frozenset({"sample_key", "shard", "row_in_shard", "offset_bytes", "modality"})
 _SEPARATOR = "+"
 Choice = Callable[[int, int], NDArray[np.bool_]]
-"""Says which of the rows ``[start, stop)`` of the samples table are chosen."""
+"""Function that returns which of the rows ``[start, stop)`` of the samples table are chosen."""
 FULL_STUDY = "full_study"
-"""The view whose samples are whole studies."""
+"""View whose samples are whole studies."""
 Int64Array = NDArray[np.int64]
 _MAX_ASCII = 127
 
@@ -63,11 +63,11 @@ def listed_rows(dataset: Dataset, spans: Sequence[range], path: Path) -> Rows:
 
     Args:
         dataset: The dataset.
-        spans: Rows of the splits that the samples lie in, ascending.
-        path: A sample key a line, or ``sha256:`` and the SHA-256 of one; blank lines do not count.
+        spans: Rows of the splits that contain the samples, ascending.
+        path: File with one sample key per line, or ``sha256:`` and its SHA-256; blank lines are ignored.
 
     Raises:
-        ConfigError: The file cannot be read, a line is no key, or stands twice, or names no sample.
+        ConfigError: The file cannot be read, or a line is no key, is repeated, or names no sample.
     """
     keys, digests = _read_list(path)
     column = dataset.samples.column("sample_key")
@@ -120,7 +120,7 @@ def _read_list(path: Path) -> tuple[set[bytes], set[bytes]]:
         elif SAMPLE_KEY_PATTERN.fullmatch(line):
             target, entry = keys, line.encode("ascii")
         else:
-            # Not repeated: a file that is no key list may hold anything.
+            # The line is not quoted: a file that is no key list may contain anything.
             raise ConfigError(
                 f"a line of a key list must be a sample key, got {len(line)} characters that are none (line "
                 f"{number} of {path.name}); sample keys are 1 to 64 of a-z and 0-9."
@@ -143,7 +143,7 @@ def _read_list(path: Path) -> tuple[set[bytes], set[bytes]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, and their numbers from 1."""
+    """Yield the non-blank lines with their numbers, from 1."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
@@ -162,25 +162,25 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class SplitRows:
-    """The rows of one split or several, or a subset of them."""
+    """Rows of one or several splits, or a subset of them."""
 
     split: str
     """Name of the split; several are joined by ``+``, in the order of the table."""
     rows: Rows
     digest: str | None
-    """Digest of the rows where they are a subset; None for whole splits."""
+    """Digest of the rows of a subset; None for whole splits."""
 
 
 def choose_rows(dataset: Dataset, split: str, terms: Sequence[str] = ()) -> SplitRows:
-    """Return the rows of a split, or of several such as ``train+val``, that a subset consists of.
+    """Return the rows of a split, or of several such as ``train+val``, that satisfy some terms.
 
     Args:
         dataset: The dataset.
         split: Names of splits, joined by ``+``.
-        terms: All must hold; none chooses whole splits.
+        terms: Terms that must all be true; none selects whole splits.
 
     Raises:
-        ConfigError: There is no such split, column, modality or key, a term cannot be read, or no sample is
+        ConfigError: There is no such split, column, modality or key, a term is malformed, or no sample is
             left.
     """
     names = split_names(dataset, split)
@@ -211,10 +211,10 @@ def choose_rows(dataset: Dataset, split: str, terms: Sequence[str] = ()) -> Spli
 
 
 def split_names(dataset: Dataset, split: str) -> list[str]:
-    """Return the splits that ``split`` names, in the order of the table.
+    """Return the splits that ``split`` names, in the order of the samples table.
 
     Raises:
-        ConfigError: One is unknown, empty or named twice.
+        ConfigError: A split is unknown, empty or named twice.
     """
     names = [name.strip() for name in split.split(_SEPARATOR)]
     known = dataset.splits
@@ -228,7 +228,7 @@ def split_names(dataset: Dataset, split: str) -> list[str]:
 
 
 def resolve_terms(terms: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Return terms whose files lie where the file that names them lies."""
+    """Return terms with the paths of their files resolved from a folder."""
     resolved = []
     for term in terms:
         name, sign, value = _parse(term)
@@ -301,10 +301,10 @@ def _quoted(terms: Sequence[str]) -> str:
 
 
 def rows_layout(dataset: Dataset, rows: Rows, spec: BatchSpec) -> SampleLayout:
-    """Return where some samples lie, with the facts that a batch spec needs.
+    """Return the places of some samples, with the facts that a batch spec needs.
 
     Raises:
-        ConfigError: The cost rule names a tokenizer whose counts do not lie beside the dataset.
+        ConfigError: The cost rule names a tokenizer whose token counts are not stored with the dataset.
         PlanError: The samples table is not ordered by shard and offset.
     """
     column = dataset.samples.column
@@ -325,7 +325,7 @@ def rows_layout(dataset: Dataset, rows: Rows, spec: BatchSpec) -> SampleLayout:
 
 
 class RowNumbers:
-    """The number of each row as a column of the samples table: what a keyed choice of the plan hangs on.
+    """Row numbers as a column of the samples table, for choices of the plan that are keyed by row.
 
     Args:
         num_rows: Rows of the table.
@@ -359,18 +359,18 @@ def _facts(dataset: Dataset, rule: CostRule) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Selection:
-    """Samples to run over, and the datasets that hold them. Crosses process boundaries.
+    """Samples to iterate over, and their datasets. Crosses process boundaries.
 
-    A *row* of a selection counts the rows of its datasets' samples tables one after another; of one dataset
-    it is the row of the table.
+    A *row* of a selection counts through the samples tables of its datasets; for a single dataset it is the
+    row of its table.
     """
 
     datasets: tuple[Dataset, ...]
-    """One, or that of each component of a blend; components may share one."""
+    """One dataset, or one per component of a blend; components may share one."""
     population: Rows | Blend
     split: str
     subset: str | None = None
-    """Digest of the rows, where they are not all of the split."""
+    """Digest of the rows, if they are not the whole split."""
 
     @property
     def is_blend(self) -> bool:
@@ -379,18 +379,18 @@ class Selection:
 
     @property
     def has_entities(self) -> bool:
-        """Whether some of the samples are entities of reports."""
+        """Whether some of the samples are findings of reports."""
         return any(isinstance(dataset, EntityDataset) for dataset in self.datasets)
 
     @property
     def is_local(self) -> bool:
-        """Whether all datasets lie in folders of this machine, with no cache between."""
+        """Whether all datasets are local folders, read without a cache."""
         return all(isinstance(dataset.store, LocalStore) for dataset in self.datasets)
 
     # ---- plan and state --------------------------------------------------------------------------
 
     def layout(self, spec: BatchSpec) -> SampleLayout:
-        """Return where the samples lie, with the facts that a batch spec needs.
+        """Return the places of the samples, with the facts that a batch spec needs.
 
         Raises:
             PlanError: A samples table is not ordered by shard and offset.
@@ -411,7 +411,7 @@ class Selection:
             spec: How steps are formed.
             seed: Run-level seed.
             epoch: The epoch.
-            auto_lanes: Choose the number of lanes, see `choose_lanes`; the plan's spec holds it.
+            auto_lanes: Choose the number of lanes, see `choose_lanes`; it becomes part of the plan's spec.
 
         Raises:
             PlanError: No step can be formed.
@@ -424,7 +424,7 @@ class Selection:
         return EpochPlan(self.population, spec, seed=seed, epoch=epoch, layout=layout)
 
     def state(self, spec: BatchSpec, *, seed: int) -> LoaderState:
-        """Return the state of a run over these samples, at its start."""
+        """Return the state of a run over these samples at its start."""
         if isinstance(self.population, Blend):
             return LoaderState(
                 dataset_id=self.population.digest,
@@ -444,14 +444,14 @@ class Selection:
         )
 
     def reopened(self) -> Selection:
-        """Return the same samples with maps and locks of this process."""
+        """Return the same samples with memory maps and locks of this process."""
         again = {id(dataset): dataset.reopened() for dataset in self.datasets}
         return replace(self, datasets=tuple(again[id(dataset)] for dataset in self.datasets))
 
     # ---- rows ------------------------------------------------------------------------------------
 
     def components_of(self, rows: Int64Array) -> Int64Array:
-        """Return the component, from 0, that each row belongs to."""
+        """Return the component of each row, from 0."""
         return np.searchsorted(self._row_bases(), rows, side="right") - 1
 
     def table_rows(self, rows: Int64Array) -> Int64Array:
@@ -464,7 +464,7 @@ class Selection:
         return found
 
     def study_rows(self, rows: Int64Array) -> Int64Array:
-        """Return the row of each sample's study in its dataset's samples table; a cache counts in those."""
+        """Return the row of each sample's study in its dataset's samples table, which caches count in."""
         found = np.zeros(len(rows), np.int64)
         components, inside = self.components_of(rows), self.table_rows(rows)
         for component, dataset in enumerate(self.datasets):
@@ -473,10 +473,10 @@ class Selection:
         return found
 
     def entity(self, row: int) -> EntityPlace | None:
-        """Return where the entity of a row is; None for a whole study.
+        """Return the place of a finding in its study; None for a whole study.
 
         Raises:
-            FormatError: The view was sound when it was opened, and is not now.
+            FormatError: The view was damaged after it was opened.
         """
         if not self.has_entities:
             return None
@@ -490,7 +490,7 @@ class Selection:
         """Return the keys of samples as byte strings.
 
         Raises:
-            ChecksumError: The table was sound when it was opened, and is not now.
+            ChecksumError: The table was damaged after it was opened.
         """
         if not self.is_blend:
             keys = self.datasets[0].samples.gather("sample_key", rows)
@@ -520,7 +520,7 @@ class Selection:
         return found
 
     def column(self, name: str, rows: Int64Array) -> Int64Array:
-        """Return a column of integers of the samples table; shards are counted over all datasets."""
+        """Return an integer column of the samples table; shards are numbered across all datasets."""
         if not self.is_blend:
             return self.datasets[0].samples.gather(name, rows).astype(np.int64)
         values = np.zeros(len(rows), np.int64)
@@ -531,7 +531,7 @@ class Selection:
         return values
 
     def shard(self, number: int) -> tuple[int, int]:
-        """Return component and position in its manifest of a shard of `column`."""
+        """Return the component of a shard of `column`, and its position in the manifest."""
         if not self.is_blend:
             return 0, number
         bases = self._shard_bases()
@@ -556,7 +556,7 @@ class Selection:
 
 
 def open_view(dataset: Dataset, view: str = FULL_STUDY) -> Dataset:
-    """Return what is drawn from: a dataset's studies, or the entities of a view beside it.
+    """Return the dataset of a view: whole studies, or the findings of an entity view stored beside it.
 
     Args:
         dataset: The dataset.
@@ -570,16 +570,16 @@ def open_view(dataset: Dataset, view: str = FULL_STUDY) -> Dataset:
 
 
 def select(source: Dataset | Selection, split: str = "", subset: Sequence[str] = ()) -> Selection:
-    """Return the samples of a split or a subset; a selection, such as a blend, is one already.
+    """Return the samples of a split or a subset; a selection, such as a blend, is returned as it is.
 
     Args:
         source: A dataset, or a selection.
         split: Of a dataset: its split, or several joined by ``+``.
-        subset: Of a dataset: terms that all samples must meet, see `shardflow.loading.selection`.
+        subset: Of a dataset: terms that all samples must satisfy, see `shardflow.loading.selection`.
 
     Raises:
-        ConfigError: There is no such split, a term cannot be read, no sample is left, or a selection is
-            narrowed down again.
+        ConfigError: There is no such split, a term is malformed, no sample is left, or a split or subset of a
+            selection is requested.
     """
     if isinstance(source, Selection):
         if split or subset:
@@ -593,5 +593,5 @@ def select(source: Dataset | Selection, split: str = "", subset: Sequence[str] =
 
 
 def _bases(sizes: list[int]) -> Int64Array:
-    """Return what lies before each; the last size is left out."""
+    """Return the sum of the sizes before each one."""
     return np.cumsum([0, *sizes[:-1]], dtype=np.int64)

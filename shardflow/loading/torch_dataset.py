@@ -1,8 +1,8 @@
-"""The same micro-batches in torch's DataLoader, for those who keep it: same order, same length, exact resume.
+"""Adapter for torch's DataLoader: the same micro-batches in the same order, the same length, exact resume.
 
-The DataLoader asks its workers in turn, so worker ``w`` of ``n`` makes every n-th micro-batch, and what comes
-out is the plan's order. A batch crosses the process boundary as one tensor in shared memory and a JSON text.
-Each worker reads and decodes with threads of its own, which start in the worker.
+The DataLoader asks its workers in turn, so worker ``w`` of ``n`` makes every n-th micro-batch, and their
+order is the plan's. A batch crosses the process boundary as one tensor in shared memory and a JSON text. Each
+worker reads and decodes with threads of its own, which start in the worker.
 
 Workers run ahead, so only the main process knows what was consumed: `ShardIterableDataset.track` counts
 there. The `Loader` is faster (no copies between processes); this is for pipelines that need the DataLoader.
@@ -29,18 +29,18 @@ from shardflow.sampling import BatchSpec, Position
 
 
 class ShardIterableDataset(IterableDataset[Batch]):
-    """An iterable dataset of whole micro-batches; give it to a ``DataLoader`` with ``batch_size=None``.
+    """Iterable dataset of whole micro-batches; pass it to a ``DataLoader`` with ``batch_size=None``.
 
-    An iteration goes from the position to the end of its epoch. The position moves with `track`, `set_epoch`
-    and `load_state_dict`, also for workers that persist; never while workers run ahead.
+    An iteration runs from the position to the end of its epoch. The position moves with `track`, `set_epoch`
+    and `load_state_dict`, even with persistent workers; never while workers run ahead.
 
     Args:
         dataset: The dataset, or a blend of several; workers open it anew.
         split: As in `Loader`, like the arguments below.
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
-        subset: Terms that all samples must meet.
-        world: This rank; one of one by default.
+        subset: Terms that all samples must satisfy.
+        world: This rank; a world of one rank by default.
         config: How to run, per worker.
 
     Raises:
@@ -79,15 +79,15 @@ class ShardIterableDataset(IterableDataset[Batch]):
             "config": config or LoaderConfig(),
         }
         self._dataset = dataset
-        # Counts and keeps the masks of the main process; it is never iterated here.
+        # Counts, and records masks, in the main process; never iterated there.
         self._loader = Loader(dataset, **self._arguments)
-        # Where an iteration begins. In shared memory, because workers that persist keep their first copy of
-        # us.
+        # Where an iteration begins; in shared memory, because persistent workers keep their first copy of
+        # self.
         self._start: torch.Tensor = torch.zeros(2, dtype=torch.int64)
         self._start.share_memory_()  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Cross to a worker as arguments, the start and the masks."""
+        """Return what crosses to a worker: the arguments, the start and the masks."""
         state = {key: value for key, value in self.__dict__.items() if key != "_loader"}
         return {**state, "_masks": self._loader.masks()}
 
@@ -98,12 +98,12 @@ class ShardIterableDataset(IterableDataset[Batch]):
         self._loader.load_masks(masks)
 
     def __len__(self) -> int:
-        """Micro-batches that this rank yields in the whole present epoch."""
+        """Micro-batches that this rank yields in the whole current epoch."""
         return len(self._loader)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the present epoch."""
+        """Steps of the current epoch."""
         return self._loader.num_steps
 
     @property
@@ -112,7 +112,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         return self._loader.plan_id
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield what falls to this worker; called by the DataLoader, in each of its workers."""
+        """Yield the micro-batches of this worker; called by the DataLoader in each of its workers."""
         worker = get_worker_info()
         number, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         epoch, step = (int(value) for value in self._start)
@@ -134,8 +134,8 @@ class ShardIterableDataset(IterableDataset[Batch]):
 
         Raises:
             SampleError: There are more bad samples than ``max_bad_samples`` allows.
-            StateError: The batches are not the ones that come next: the DataLoader shuffles, drops or is
-                another's.
+            StateError: The batches are not the next ones: the DataLoader shuffles or drops them, or is over
+                another dataset.
         """
         self._move()
         expected = self._loader.position
@@ -169,16 +169,16 @@ class ShardIterableDataset(IterableDataset[Batch]):
         return self._loader.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens if the position lies in it already."""
+        """Move to the start of an epoch; does nothing if the position is in it already."""
         self._loader.set_epoch(epoch)
         self._move()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position of what `track` has yielded, see `Loader.state_dict`."""
+        """Return the position after what `track` has yielded, see `Loader.state_dict`."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to a saved position, of a `Loader` as well; takes effect at the next iteration.
+        """Move to a saved position, also one of a `Loader`; takes effect at the next iteration.
 
         Raises:
             StateError: See `Loader.load_state_dict`.
@@ -188,7 +188,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
 
     @property
     def quarantined(self) -> list[QuarantineRow]:
-        """The masked slots among what `track` has yielded."""
+        """Masked slots among what `track` has yielded."""
         return self._loader.quarantined
 
     def masks(self) -> list[dict[str, int | str]]:
@@ -205,10 +205,9 @@ class ShardIterableDataset(IterableDataset[Batch]):
 
 
 class _Parcel:
-    """A batch on its way to the main process, where it arrives as a `Batch`.
+    """Batch on its way to the main process, where it is unpickled as a `Batch`.
 
-    The DataLoader's queue moves a tensor by handing over its shared memory, and everything else by copying
-    it.
+    The DataLoader's queue passes a tensor as shared memory, and copies everything else.
     """
 
     __slots__ = ("_batch",)

@@ -1,4 +1,4 @@
-"""Which part of a data-parallel job this process is."""
+"""World of a data-parallel job: the rank of this process, and the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """A rank and the number of ranks, in the sense of data parallelism.
+    """Data-parallel rank, and the number of ranks.
 
-    Ranks of one tensor- or pipeline-parallel group must pass the same ``World``, so that they get the same
+    All ranks of a tensor- or pipeline-parallel group pass the same ``World``, so that they get the same
     micro-batches.
     """
 
@@ -24,8 +24,9 @@ class World:
     #: From 0.
     world_size: int = 1
     ranks_per_node: int = 0
-    #: Ranks of one node, whose numbers follow each other; 0 if unknown. Decides which lanes a rank reads,
-    #: never what a step holds.
+    #  Ranks of one node, numbered consecutively; 0 if unknown. Decides which lanes a rank reads, never what
+    # is
+    #: in a step.
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -43,17 +44,17 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
-        """Read ``RANK`` and ``WORLD_SIZE`` as torchrun sets them; one rank of one where neither is set.
+        """Read ``RANK`` and ``WORLD_SIZE`` as torchrun sets them; a world of one rank if neither is set.
 
-        ``LOCAL_WORLD_SIZE``, where it is set, says how many ranks a node has.
+        ``LOCAL_WORLD_SIZE``, if set, is the number of ranks of a node.
 
-        Call it once at the start of a job and pass the result on.
+        Call it once at the start of a job, and pass the result on.
 
         Args:
-            environment: Where to look; the process environment by default.
+            environment: Variables to read; the process environment by default.
 
         Raises:
-            ConfigError: Only one of the two is set, or a value is no number in range.
+            ConfigError: Only one of the two is set, or a value is not a number in range.
         """
         names = ("RANK", "WORLD_SIZE")
         variables = os.environ if environment is None else environment

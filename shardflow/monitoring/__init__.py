@@ -1,7 +1,7 @@
-"""What to make of a run's measurements: reading them back, judging, tuning, showing.
+"""Measurements of a run: reading, judging, tuning, exporting and displaying them.
 
-Needs no torch: a run is looked at on any machine. Training measures and calls what is here; nothing here
-knows how a step is taken.
+Needs no torch: a run can be inspected on any machine. Training measures and calls this package, which knows
+nothing of how a step is taken.
 """
 
 from __future__ import annotations

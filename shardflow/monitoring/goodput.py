@@ -1,9 +1,8 @@
-"""Where the time of a run went, over all its starts: steps that count, waits, restarts, lost work.
+"""Goodput of a run: where its time went, over all its starts.
 
-Read from ``metrics.jsonl`` alone, of a run that goes on or has ended. The share of useful steps is what
-others call goodput, or the effective training time ratio (Kokolis et al., Revisiting Reliability in
-Large-Scale Machine Learning Research Clusters, 2024), with the wait for data counted as what it is: no
-training.
+Computed from ``metrics.jsonl`` alone, for a running or finished run. Goodput is the share of useful steps, or
+effective training time ratio (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research
+Clusters, 2024); waits for data do not count as training.
 """
 
 from __future__ import annotations

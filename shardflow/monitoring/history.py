@@ -1,14 +1,9 @@
-"""The settings of a run, as its folder holds them.
+"""History of a run: its settings, and the records of its ``metrics.jsonl``.
 
-Which lines of ``metrics.jsonl`` count: a later start did again what stands behind its own beginning.
-
-A file is read twice: once for the lines of starts, which say what they do again, and once for all else. So
-nothing of a run is held in memory, however long it was.
-
-A run's ``metrics.jsonl`` as records: of one that has ended, or of one that goes on.
-
-Each step is held once, as its latest start measured it; what a later start did again is dropped, as
-``shardflow.training.metrics.read_metrics`` does. Invariant: reading on gives the same as reading anew.
+Each step is kept once, as its latest start measured it; what a later start repeated is dropped, as in
+`shardflow.training.metrics.read_metrics`. A file is read twice, first for the lines of starts, which tell
+what they repeat, so that memory does not grow with the run. Invariant: reading on gives the same records as
+reading again from the start.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""A line of a run's ``metrics.jsonl``: what must hold of it, checked in one place for all who read.
+"""Reader of a run's ``metrics.jsonl``: validates each line and follows the file while it grows.
 
-A file may hold lines that a kill cut in two, that another version wrote, or that a disk or an editor spoiled.
-A line that is not what its event has is damaged: every reader leaves the same ones out, and counts them. An
-event that is not known here is no damage, and neither is a key that is missing where it has a default.
-
-The lines of a run's ``metrics.jsonl``, each once, while the file grows.
-
-Whoever follows a run (a view, an exporter) makes what it wants of them. A line that is not written whole
-yet waits for the next call; damaged ones are left out and counted, see `shardflow.monitoring.lines`.
+A file may hold lines that a kill truncated, that another version wrote, or that a disk or an editor damaged.
+A line that does not match its event's schema is damaged: every reader skips the same ones and counts them.
+Unknown events are not damage, and neither are missing keys that have a default. An incomplete last line waits
+for the next call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Live state of a run, in bounded memory: the numbers that ``shardflow top`` draws.
+"""Live state of a run in bounded memory: the numbers that ``shardflow top`` draws.
 
-Owns which numbers are shown and how they are condensed; nothing here knows a terminal.
+Decides which numbers are shown and how they are condensed; knows nothing of terminals.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""The metrics of a run that leave the process: names, kinds, units and labels, in one table.
+"""Exported metrics of a run: a table of names, kinds, units and labels, and the meter that adds them up.
 
-Names are OpenTelemetry's; `Metric.prometheus_name` gives those that Prometheus wants: dots become
-underscores, the unit is spelt out at the end, counters end in ``_total``. A label holds a number, a name out
-of a list of ours, or a host: never a sample key, a path, or anything that somebody wrote.
+Names are OpenTelemetry's; `Metric.prometheus_name` derives Prometheus' names: dots become underscores, the
+unit is spelled out at the end, counters end in ``_total``. A label is a number, a name from a fixed list, or
+a host: never a sample key, a path, or free text.
 
-A run's events added up: counters that never go back, and gauges as they stand.
-
-The whole file of a run is read, over all its starts, so an exporter that is started anew tells the same
-totals as the one before it. Work that a later start does again was done, and stays counted; what counts of
-it is told by gauges. Memory is bounded: what is kept grows by 24 bytes a step, for goodput.
+The meter reads the whole file of a run, over all its starts, so a restarted exporter reports the same totals.
+Work that a later start repeats stays counted in counters; gauges tell what counts of it. Memory is bounded
+but for 24 bytes a step, for goodput.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
-"""All that tells others of a run while it goes on, opened by its settings: Prometheus, and sinks.
+"""Exporters of a running run, opened by its settings: Prometheus, Weights & Biases, MLflow.
 
-None of it can end the run: a port that is taken is a warning. Only what is missing or misspelt is refused,
-and before anything has started, see `check_outlets`.
-
-A run's numbers for services that keep experiments: read from its file, in a thread, at leisure.
-
-The loop writes ``metrics.jsonl`` and knows of nothing here. A thread a service reads what was appended and
-hands it on; a service that fails, or does not answer, costs a warning and its own numbers, never a step. Only
-numbers go out, and settings that are no places: no path, no address, no text that somebody wrote.
-
-Weights & Biases: offline, in the run folder, unless the environment says otherwise.
-
-MLflow: a server that the environment names, else files in the run folder.
+The loop writes ``metrics.jsonl`` and knows nothing of exporters. Each service has a thread that reads what
+was appended and forwards it; a service that fails or does not answer costs a warning and its own numbers,
+never a step, and a port in use is a warning. Only missing packages and misspelled names are refused, before
+anything starts, see `check_outlets`. Only numbers leave, and settings that name no places: no path, no
+address, no free text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A run's numbers for Prometheus: served while it goes on, or from its folder by anybody who can read that.
+"""Prometheus endpoint of a run: served while it runs, or from its folder by anybody who can read it.
 
-Every scrape reads what the run has written since the one before, in a thread of its own: the loop that
-trains is never asked, and waits for nothing. Only numbers are served, under the names of
-`shardflow.monitoring.meter`; on an address beyond this machine everybody there can read them.
+Every scrape reads what the run wrote since the last one, in its own thread: the training loop is never
+involved. Only numbers are served, under the names of `shardflow.monitoring.meter`; on a public address
+everybody who reaches it can read them.
 """
 
 from __future__ import annotations

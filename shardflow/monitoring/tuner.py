@@ -1,18 +1,15 @@
-"""Which setting to try next, and in which direction: what a window says, as a list of moves.
+"""Online tuner: finds the loader settings under which the loop waits least, one proven change at a time.
 
-A loop that waits for data gets more of what its loader lacks: fetches where bytes hold it up, threads where
-decoding does, room where threads are held back by the bound on what is under way. Where that is of no use it
-may be less that helps: threads that take processors or the interpreter from the model. A loop that does not
+Hill climbing guided by what limited a window of steps (`candidates`): a loop that waits for data gets more of
+what its loader lacks, fetches if storage is slow, threads if decoding is, prefetch bytes if threads idle at
+the bound; or fewer threads, if they take processors or the interpreter from the model. A loop that does not
 wait is only ever offered less.
 
-Finds settings under which the loop waits least, while it runs: one change at a time, each one proven.
-
-Hill climbing guided by what a window of steps was held up by (`candidates`). What is no better than before is
-dropped after one window, so that many tries fit into a search. A change is kept only if steps were faster
-than before *and* than under the old settings again afterwards (A-B-A), so that a machine that drifts is no
-gain; one that gives resources back is kept if nothing was lost. Whatever it does is bounded: values by their
-limits, the search by `TunerRules.settle_steps`. Then it watches, and looks again when the rate falls for
-long. Knows settings by name and numbers only; who drives it carries the changes out.
+A change without gain is dropped after one window, so that a search fits many tries. It is kept only if steps
+were faster than before *and* than under the old settings again afterwards (A-B-A), so that drift of the
+machine is not taken for gain; one that frees resources is kept if nothing was lost. Values are bounded by
+their limits, a search by `TunerRules.settle_steps`. Afterwards the tuner monitors the rate, and searches
+again when it drops for long. It knows settings by name and number only; the caller applies the changes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""What the tuner hears of each step, and what it makes of a window of them.
+"""Inputs and outputs of the tuner: step numbers and their windows, starting values, and ``tuned.toml``.
 
-The rate of a window is the rate that can last: micro-batches that were only taken out of buffers, or made of
-bytes that were fetched long ago, do not count. Without this a loop that lives on what was made or fetched
-ahead would look as fast as one whose loader keeps up.
-
-Where tuning starts: settings that are sensible on this machine, before anything was measured.
-
-The file of settings that a tuner found: TOML, so that people read it and paste it.
+The rate of a window is the sustainable one: micro-batches that were only taken from buffers, or made from
+bytes fetched long before, do not count. Otherwise a loop that drains its buffers would look as fast as one
+whose loader keeps up. Starting values are sensible for the machine before anything is measured; the settings
+that a tuner found are written as TOML, for people to read and paste.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers with units as people read them, shared by the run page and the live view."""
+"""Human-readable numbers with units, shared by the run page and the live view."""
 
 from __future__ import annotations
 

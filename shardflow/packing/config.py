@@ -1,8 +1,8 @@
 """Settings of a packing job.
 
-Two kinds of settings stand apart, because the one decides bytes and the other must not: what decides the
-dataset's content (`PackConfig.content`, part of every digest), and how the job runs (folders, processes,
-memory, time), which gives the same bytes whatever it says.
+Two kinds are kept apart, because one decides bytes and the other must not: settings that decide the dataset's
+content (`PackConfig.content`, part of every digest), and settings of the run (folders, processes, memory,
+time), which never change the bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,7 +37,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputsConfig:
-    """Where the inputs lie; nothing is ever written there."""
+    """Locations of the inputs; nothing is ever written there."""
 
     dicom: tuple[Path, ...]
     """Folders (or single files) of images; every file below them ends in one outcome."""
@@ -45,10 +46,10 @@ class InputsConfig:
     reports: Path | None = None
     """Table or folder of reports; none packs images alone."""
     reports_format: Literal["csv", "documents", "folder", "jsonl"] = "csv"
-    """How ``reports`` is to be read, where the layout does not say it. ``documents``: DICOM SR, C-CDA, FHIR
-    and HL7v2, each file as what its content is."""
+    """Format of ``reports``, unless the layout determines it. ``documents``: DICOM SR, C-CDA, FHIR
+    and HL7v2, each file by its content."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    """Whose an input is, where DICOM headers are not all there is."""
+    """Assignment of inputs to studies and patients, if DICOM headers do not suffice."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -66,8 +67,8 @@ class IdentityConfig:
     """The secret behind every surrogate."""
 
     key_file: Path | None = None
-    """File of at least 32 random bytes, mode 0600. By default ``secret.key`` in the private folder, made by
-    the first run; keep it: with another key every sample has another name and patients change their split."""
+    """File of at least 32 random bytes, mode 0600. By default ``secret.key`` in the private folder, created by
+    the first run. Keep it: with another key every sample has another name and patients change their split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +89,12 @@ class ShardsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
-    """What becomes of inputs that are not as they should be."""
+    """Treatment of defective inputs."""
 
     require_report: bool = False
     """Skip studies that no report names."""
     on_bad_instance: BadInstancePolicy = "quarantine_study"
-    """Whether one unreadable image takes its study with it, or is left out and named."""
+    """Whether one unreadable image quarantines its study, or is left out and reported."""
     max_quarantined_share: Annotated[float, Bounds(0, 1)] = 0.05
     """Largest share of inputs (files and reports) that may be quarantined; above it nothing is published."""
 
@@ -103,7 +104,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitsConfig:
-    """Counts that decide outcomes: the same on every machine, checked before anything is allocated."""
+    """Limits that decide outcomes, equal on every machine and checked before anything is allocated."""
 
     max_frame_pixels: Annotated[int, Bounds(1)] = 1 << 28
     """Rows times columns of one frame."""
@@ -124,12 +125,12 @@ class LimitsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageConfig:
-    """The page for people that becomes part of the dataset, ``report.html``."""
+    """The dataset page, ``report.html``."""
 
     enabled: bool = True
-    """Whether there is one."""
+    """Whether to write one."""
     num_thumbnails: Annotated[int, Bounds(0, 500)] = 24
-    """Studies to show at most. Thumbnails are pixels of patients, as the slices in the shards are."""
+    """Maximum number of studies to show. Thumbnails are pixels of patients, as are the slices in the shards."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -149,7 +150,7 @@ class ExecutionConfig:
     memory_bytes: Annotated[ByteSize, Bounds(512 * _MIB)] = 4 * _GIB
     """Address space of one packing process; about 0.3 GiB of it are libraries."""
     task_timeout_s: Annotated[float, Bounds(0.1)] = 900.0
-    """Time for one study (or shard, or batch of headers); past it the process is killed and replaced."""
+    """Time for one study (or shard, or batch of headers); after it the process is killed and replaced."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -162,6 +163,25 @@ class ExecutionConfig:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def check_splits(splits: Mapping[str, int], name: str) -> None:
+    """Check names and parts of splits.
+
+    Args:
+        splits: Parts of each split.
+        name: Their setting.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    for split, parts in splits.items():
+        if not _SPLIT_NAME.fullmatch(split):
+            raise ConfigError(f"a split's name must be 1 to 32 of [a-z0-9], got {split!r}; rename it.")
+        if parts < 0:
+            raise ConfigError(f"{name}.{split} must be at least 0, got {parts}; correct it.")
+    if sum(splits.values()) < 1:
+        raise ConfigError(f"{name} must have at least one part in all, got 0; give a split some.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackConfig:
     """All settings of a packing job."""
@@ -169,21 +189,21 @@ class PackConfig:
     output: Path
     """Folder of the dataset: new, empty, or of an interrupted job with the same settings."""
     upload_to: str = ""
-    """Address in an object store (``s3://bucket/prefix``) that the dataset is sent to while it is packed, its
-    manifest last; empty for none."""
+    """Address in an object store (``s3://bucket/prefix``) that the dataset is uploaded to while it is packed,
+    its manifest last; empty for none."""
     keep_local: bool = True
-    """Whether shards stay in ``output`` once they were sent. Without, each is removed as soon as it was read
+    """Whether shards stay in ``output`` after their upload. If not, each is removed as soon as it was read
     back from there; manifests, tables and ledgers stay."""
     private_dir: Path
-    """Folder outside the dataset for what must never be in it (mode 0700): the key, the way back from
-    surrogates to paths, headers while the job runs, recorded deaths of processes. One for each dataset."""
+    """Folder outside the dataset for what must never be in it (mode 0700): the key, the ledger of input paths,
+    headers while the job runs, the crash log. One for each dataset."""
     inputs: InputsConfig
     identity: IdentityConfig = field(default_factory=IdentityConfig)
     splits: Annotated[dict[str, int], Inside("parts")] = field(
         default_factory=lambda: {"train": 90, "val": 5, "test": 5}
     )
-    """Parts of each split, in the order in which the dataset lists them; patients are dealt by a keyed
-    hash. May stand in a table ``parts``, as in the settings of a corpus."""
+    """Parts of each split, in the order in which the dataset lists them; patients are assigned by a keyed
+    hash. May be in a table ``parts``, as in the settings of a corpus."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -198,20 +218,14 @@ class PackConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, parts in self.splits.items():
-            if not _SPLIT_NAME.fullmatch(name):
-                raise ConfigError(f"a split's name must be 1 to 32 of [a-z0-9], got {name!r}; rename it.")
-            if parts < 0:
-                raise ConfigError(f"splits.{name} must be at least 0, got {parts}; correct it.")
+        check_splits(self.splits, "splits")
         if not self.keep_local and not self.upload_to:
-            raise ConfigError("keep_local must be true without upload_to, got false; name an address.")
+            raise ConfigError("keep_local = false needs upload_to; name an address.")
         self.deid.rules()
-        if sum(self.splits.values()) < 1:
-            raise ConfigError("splits must have at least one part in all, got 0; give a split some.")
 
     @property
     def key_file(self) -> Path:
-        """Where the secret key lies."""
+        """File of the secret key."""
         return self.identity.key_file or self.private_dir / "secret.key"
 
     def content(self) -> dict[str, Any]:
@@ -224,7 +238,7 @@ class PackConfig:
             "reports": self.reports.content(),
         }
         return {
-            # Absent where nothing is set: settings from before there were such keep their digest.
+            # Left out at their defaults: settings older than these sections keep their digest.
             **{name: value for name, value in later.items() if value is not None},
             "deid": self.deid.content(),
             "limits": asdict(self.limits),

@@ -1,4 +1,4 @@
-"""What packing processes can do: the setup that they share, and who answers each kind of task."""
+"""Task handlers of packing processes: the setup that all tasks share, and the function for each kind of task."""
 
 from __future__ import annotations
 
@@ -21,27 +21,23 @@ from shardflow.packing.studies.privacy import PrivacyRules
 from shardflow.packing.studies.report_content import ReadingSetup, ReportParser, reading_setup
 from shardflow.packing.studies.study import StudyPacker, StudyRules
 from shardflow.packing.studies.tasks import CheckTask, ProbeTask, ScanTask, ShardTask, StudyTask
+from shardflow.packing.workspace import Workspace
 
 if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
     from shardflow.packing.engines.worker import Handler
-    from shardflow.packing.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSetup:
-    """What all tasks of a job need."""
+    """Setup of a packing process."""
 
+    workspace: Workspace
     key_file: Path
-    """The secret key goes as the path of its file."""
+    """The secret key is sent as the path of its file."""
     roots: tuple[Path, ...]
     """Input folders: those of images, then those of attachments alone."""
     num_image_roots: int
-    headers: Path
-    reports: Path
-    fragments: Path
-    records: Path
-    output: Path
     codec: str
     splits: tuple[str, ...]
     limits: HeaderLimits
@@ -49,22 +45,22 @@ class PackSetup:
     variants: VariantsConfig
     deid: DeidConfig
     pixel_rules: tuple[str, ...]
-    """Texts of the site's own rules: their file may change while the job runs."""
+    """Texts of the site's own rules, because their file may change while the job runs."""
     attachments: AttachmentsConfig
     reading: ReadingSetup | None
-    """How reports are read; None where that is not wanted."""
+    """Settings for reading reports; None if they are not read."""
     clinical: str
     """Settings of clinical records, as text."""
 
 
 def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
-    """Gather what every task needs.
+    """Return the setup of the packing processes.
 
     Raises:
-        ConfigError: A table, an extractor or a kind of attachments that the settings name cannot be used.
+        ConfigError: A table, an extractor or a kind of attachments in the settings is not available.
     """
     reading, clinical = reading_setup(config.reports, config.alignment), config.records.to_text()
-    # Checked once here: in a packing process it would be the failure of every input.
+    # Checked once, here: in a packing process it would fail every input.
     if reading is not None and (reading.findings or reading.anatomy or reading.extractors):
         ReportParser(reading).check()
     if config.attachments.leave_out:
@@ -72,18 +68,14 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
         unknown = sorted(set(config.attachments.leave_out) - known)
         if unknown:
             raise ConfigError(
-                f"attachments.leave_out must hold kinds of attachments ({', '.join(sorted(known))}), "
-                f"got {unknown[0]!r}; correct it."
+                f"attachments.leave_out must name kinds of attachments ({', '.join(sorted(known))}), got "
+                f"{unknown[0]!r}; correct it."
             )
     return PackSetup(
+        workspace=workspace,
         key_file=config.key_file,
         roots=config.inputs.roots,
         num_image_roots=len(config.inputs.dicom),
-        headers=workspace.headers,
-        reports=workspace.reports,
-        fragments=workspace.fragments,
-        records=workspace.records,
-        output=workspace.output,
         codec=config.shards.codec,
         splits=tuple(config.splits),
         limits=HeaderLimits(
@@ -100,10 +92,10 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
 
 
 def make_handler(fields: Mapping[str, Any]) -> Handler:
-    """Make the function that answers tasks inside a packing process.
+    """Make the task handler of a packing process.
 
     Args:
-        fields: A `PackSetup`, as it arrived.
+        fields: A `PackSetup` as JSON.
 
     Raises:
         ConfigError: The key file cannot be used.
@@ -118,7 +110,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
     )
     scanner = Scanner(
         roots=setup.roots,
-        folder=setup.headers,
+        folder=setup.workspace.headers,
         key=key,
         limits=setup.limits,
         splits=setup.splits,
@@ -126,10 +118,8 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
         num_image_roots=setup.num_image_roots,
     )
     packer = StudyPacker(
+        workspace=setup.workspace,
         roots=setup.roots,
-        headers=setup.headers,
-        reports=setup.reports,
-        fragments=setup.fragments,
         rules=StudyRules(
             key=key,
             limits=setup.limits,
@@ -141,7 +131,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
             reading=None if setup.reading is None else ReportParser(setup.reading),
         ),
     )
-    assembler = Assembler(output=setup.output, fragments=setup.fragments, records=setup.records)
+    assembler = Assembler(workspace=setup.workspace)
     return answering(
         {
             "check": (CheckTask, assembler.check),

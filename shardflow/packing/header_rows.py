@@ -1,15 +1,13 @@
-"""Header rows: what the header pass found, one JSON line for each input file, kept in the private folder.
+"""Header rows: one JSON line for each input file, and the evidence in them that links attachments with studies.
 
-The job keeps a few numbers per file in memory (`shardflow.packing.inventory`); everything else about a file
-waits here until its study is packed, so that memory does not grow with the number of attributes. Rows hold
-identifiers and therefore lie in the private folder, and only while the job runs.
+The job keeps a few numbers per file in memory (`shardflow.packing.inventory`). Everything else about a file is
+stored here until its study is packed, so that memory does not grow with the number of attributes. Rows hold
+identifiers; they live in the private folder, and only while the job runs.
 
-Link attachments with studies, without knowing a single identifier.
-
-The packing processes turn what attachments and images say of themselves into digests; here they are compared.
-Evidence is used in one order (study, series, instances, accession number, place, patient and time), and the
-first kind of it that names studies of the inputs decides; several studies are no link, and neither is the
-study of one patient with the name of another (docs/attachments.md).
+For linking, packing processes turn identifiers into digests, which the job compares. Evidence is used in one
+order (study, series, instances, accession number, place, patient and time), and the first kind that names
+studies of the inputs decides. Several studies are no link, and neither is a study of one patient under the
+name of another (docs/attachments.md).
 """
 
 from __future__ import annotations
@@ -18,19 +16,21 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardflow.errors import SourceError, StorageError
+from shardflow.errors import ShardflowError, StorageError
+from shardflow.format.writer import storing
 from shardflow.packing.deid.pseudonyms import parse_date
-from shardflow.packing.inventory import ATTACHMENT_KIND, NO_STUDY, Attachment, ItemLinks, StudyFacts
+from shardflow.packing.engines.base import decode, encode
+from shardflow.packing.inventory import ATTACHMENT_KIND, NO_FACTS, NO_STUDY, Attachment, ItemLinks, StudyFacts
 from shardflow.packing.sources.attachments import AttachmentItem
 from shardflow.packing.sources.dicom.headers import InstanceHeader, header_from_json, header_to_json
 from shardflow.packing.sources.placement import Placement
-from shardflow.packing.workspace import storage_error, write_plainly
+from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,68 +41,36 @@ if TYPE_CHECKING:
     from shardflow.packing.inventory import FileTable
 
 _END: Final = b"end\n"
-# ASCII: a file name that is not UTF-8 travels as lone surrogates, which only escapes can carry.
+# ASCII: file names that are not UTF-8 contain lone surrogates, which only escapes can express.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where one header row is stored."""
+    """Location of one header row."""
 
     name: str
-    """Of the file of rows."""
+    """File of rows."""
     offset: int
     num_bytes: int
 
 
-# Facts of an image by which attachments are linked with its study: they decide none of its bytes.
+# Header fields that only link attachments with the study: they decide none of its bytes.
 _LINKING: Final = ("accession_number", "study_date", "study_time")
 
 
 @dataclass(frozen=True, slots=True)
 class AttachmentRow:
-    """What the header pass found out about an attachment; private as all of a row."""
+    """An attachment in a header row."""
 
     kind: str
     """Name of the `shardflow.packing.sources.attachments.AttachmentKind`."""
     version: int
     content: str
-    """Digest of what the file holds."""
+    """Digest of the file's content."""
     items: tuple[AttachmentItem, ...]
-    study_of_attachment: str = ""
-    """Study of the layout in whose place the file lies."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON."""
-        items = [
-            {**asdict(item), "time": None if item.time is None else item.time.isoformat()}
-            for item in self.items
-        ]
-        return {
-            "kind": self.kind,
-            "version": self.version,
-            "content": self.content,
-            "items": items,
-            "study_of_attachment": self.study_of_attachment,
-        }
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> AttachmentRow:
-        """Read what `to_json` wrote."""
-        items = tuple(
-            AttachmentItem(
-                item=item["item"],
-                study_uids=tuple(item["study_uids"]),
-                series_uids=tuple(item["series_uids"]),
-                sop_uids=tuple(item["sop_uids"]),
-                accession=item["accession"],
-                patient_id=item["patient_id"],
-                time=None if item["time"] is None else datetime.fromisoformat(item["time"]),
-                content=item["content"],
-            )
-            for item in row["items"]
-        )
-        return cls(row["kind"], row["version"], row["content"], items, row["study_of_attachment"])
+    study_beside: str = ""
+    """Study of the layout that the file is located with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +80,16 @@ class HeaderRow:
     root_index: int
     relative_path: str
     header: InstanceHeader | None = None
-    """None where the file cannot be packed; then there is a reason."""
+    """None if the file cannot be packed; there is a reason then."""
     reason: str | None = None
     patient_id: str = ""
-    """Of a file that cannot be packed and still says where it belongs; else empty."""
+    """Of a file that cannot be packed but names its patient; else empty."""
     study_instance_uid: str = ""
     sop_instance_uid: str = ""
     placement: Placement | None = None
-    """What the layout says of the file."""
+    """Facts that the layout knows about the file."""
     attachment: AttachmentRow | None = None
-    """Set for a file that is no image and that a kind of attachments knows."""
+    """Set for a file of a kind of attachments."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON."""
@@ -133,9 +101,9 @@ class HeaderRow:
             "patient_id": self.patient_id,
             "study_instance_uid": self.study_instance_uid,
             "sop_instance_uid": self.sop_instance_uid,
-            # Absent where there is none: the digest of a row says whether an input is known already.
+            # Left out if there is none: the digest of a row decides whether an input is already known.
             **({} if self.placement is None else {"placement": self.placement.to_json()}),
-            **({} if self.attachment is None else {"attachment": self.attachment.to_json()}),
+            **({} if self.attachment is None else {"attachment": encode(self.attachment)}),
         }
 
     @classmethod
@@ -146,24 +114,24 @@ class HeaderRow:
         placed = row.get("placement")
         placement = None if placed is None else Placement.from_json(placed)
         found = row.get("attachment")
-        attachment = None if found is None else AttachmentRow.from_json(found)
+        attachment = None if found is None else decode(AttachmentRow, found)
         return cls(row["root"], row["path"], header, row["reason"], *identifiers, placement, attachment)
 
     def instance_digest(self) -> int:
-        """Return 64 bits that stand for the SOP Instance UID, to tell copies; 0 where it is missing."""
+        """Return 64 bits of the SOP Instance UID, to recognize copies; 0 if it is missing."""
         uid = self.sop_instance_uid if self.header is None else self.header.sop_instance_uid
-        # A layout may name an image by its path, and a path need not be UTF-8.
+        # A layout may name an image by its path, which need not be UTF-8.
         encoded = uid.encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little") if uid else 0
 
     def digest(self) -> int:
-        """Return 64 bits of the row's content: equal for a file that was moved or renumbered.
+        """Return 64 bits of the row's content, equal for a file that was moved or renumbered.
 
-        The split is no content: it is the patient's, and the plan holds it in the names of its shards. Nor
-        are further identifiers of the study, which only its report is searched for.
+        Not included are the split, which belongs to the patient and shows in the names of the plan's shards,
+        and further identifiers of the study, which only its report is searched for.
         """
         if self.attachment is not None:
-            # Not what a kind makes of it: a later version of shardflow knows the file again.
+            # The content itself, so that a later version of a kind still recognizes the file.
             return int(self.attachment.content[:16], 16)
         content = self.to_json()
         del content["root"], content["path"]
@@ -181,7 +149,7 @@ def store_rows(path: Path, digest: str, rows: Sequence[HeaderRow]) -> list[tuple
 
     Args:
         path: File in the private folder.
-        digest: What the batch depends on; `load_rows` takes the file only for the same digest.
+        digest: Digest of all that the batch depends on; `load_rows` accepts the file only for the same one.
         rows: One for each input file.
 
     Returns:
@@ -198,7 +166,7 @@ def store_rows(path: Path, digest: str, rows: Sequence[HeaderRow]) -> list[tuple
 
 
 def load_rows(path: Path, digest: str) -> tuple[list[HeaderRow], list[tuple[int, int]]] | None:
-    """Read a batch's rows and their places back; None where absent, torn or of another digest."""
+    """Read back the rows of a batch and their places; None if missing, torn or of another digest."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -213,7 +181,7 @@ def load_rows(path: Path, digest: str) -> tuple[list[HeaderRow], list[tuple[int,
         start += len(line)
     try:
         return [HeaderRow.from_json(json.loads(line)) for line in lines], places
-    except (ValueError, KeyError, TypeError, SourceError):
+    except (ValueError, KeyError, TypeError, ShardflowError):
         return None
 
 
@@ -223,25 +191,25 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
     Raises:
         StorageError: A row cannot be read back; the header pass has to run again.
     """
-    rows: list[HeaderRow] = []
     descriptors: dict[str, int] = {}
     try:
-        for place in places:
-            if place.name not in descriptors:
-                descriptors[place.name] = os.open(folder / place.name, os.O_RDONLY | os.O_CLOEXEC)
-            line = os.pread(descriptors[place.name], place.num_bytes, place.offset)
-            rows.append(HeaderRow.from_json(json.loads(line)))
-    except OSError as error:
-        raise storage_error("reading header rows of the private folder", error) from None
-    except (ValueError, KeyError, TypeError, SourceError) as error:
+        lines: list[bytes] = []
+        with storing("reading header rows of the private folder"):
+            for place in places:
+                if place.name not in descriptors:
+                    descriptors[place.name] = os.open(folder / place.name, os.O_RDONLY | os.O_CLOEXEC)
+                lines.append(os.pread(descriptors[place.name], place.num_bytes, place.offset))
+        return [HeaderRow.from_json(json.loads(line)) for line in lines]
+    except StorageError:
+        raise
+    except (ValueError, KeyError, TypeError, ShardflowError) as error:
         raise StorageError(
-            f"header rows must be as they were written, got {type(error).__name__}; "
-            "remove the headers folder in the private folder and run the job again."
+            f"header rows cannot be read back ({type(error).__name__}); remove the headers folder in the private "
+            "folder and run the job again."
         ) from None
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
-    return rows
 
 
 def _encode(value: Any) -> bytes:
@@ -249,23 +217,23 @@ def _encode(value: Any) -> bytes:
 
 
 AMBIGUOUS: Final = -2
-"""Stands for a record that several studies have an equal claim to."""
+"""In place of a study: several studies match a record equally well."""
 CONFLICTING: Final = -3
-"""Stands for a record that names a study and a patient of the inputs who is not the study's."""
+"""In place of a study: a record names a study, and another patient of the inputs than the study's."""
 _DAY_S: Final = 86_400
 
 
 def digest64(text: str) -> int:
-    """Return 64 bits that stand for an identifier in the memory of a job; 0 for none."""
+    """Return 64 bits of an identifier, which the job keeps in its place; 0 for none."""
     encoded = text.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little") if text else 0
 
 
 def image_facts(row: HeaderRow) -> StudyFacts:
-    """Return what an image says of its study."""
+    """Return the facts of its study that an image names."""
     header = row.header
     if header is None:
-        return StudyFacts(0, None, None)
+        return NO_FACTS
     others = () if row.placement is None else row.placement.other_ids
     accession = digest64((header.accession_number or next(iter(others), "")).strip())
     day = parse_date(header.study_date)
@@ -278,7 +246,7 @@ def image_facts(row: HeaderRow) -> StudyFacts:
 
 
 def seconds_of_day(value: str) -> int | None:
-    """Read a DICOM time, which may end after its hours or minutes; None where it is none.
+    """Parse a DICOM time, which may end after its hours or minutes; None if it is invalid.
 
     Example:
         >>> seconds_of_day("093015.25"), seconds_of_day("09:30"), seconds_of_day("25")
@@ -293,7 +261,7 @@ def seconds_of_day(value: str) -> int | None:
 
 
 def link_facts(row: AttachmentRow, key: SecretKey) -> Attachment:
-    """Return what the records of an attachment are linked by; identifiers end here."""
+    """Turn what the records of an attachment are linked by into digests and surrogates."""
     items = []
     for item in row.items:
         time = item.time
@@ -305,7 +273,7 @@ def link_facts(row: AttachmentRow, key: SecretKey) -> Attachment:
                 series=tuple(digest64(uid.strip()) for uid in item.series_uids if uid.strip()),
                 instances=tuple(digest64(uid.strip()) for uid in item.sop_uids if uid.strip()),
                 accession=digest64(item.accession.strip()),
-                beside=key.surrogate("study", row.study_of_attachment) if row.study_of_attachment else "",
+                beside=key.surrogate("study", row.study_beside) if row.study_beside else "",
                 patient=key.surrogate("patient", item.patient_id.strip()) if item.patient_id.strip() else "",
                 time_s=seconds,
             )
@@ -319,10 +287,10 @@ def resolve(files: FileTable, links: Iterable[Sequence[ItemLinks]], window_s: in
     Args:
         files: The inventory after the header pass.
         links: Records of each attachment.
-        window_s: Largest distance in time between a record and the study of its patient.
+        window_s: Maximum distance in time between a record and the study of its patient.
 
     Returns:
-        For each attachment, item to study, `NO_STUDY`, `AMBIGUOUS` or `CONFLICTING`.
+        For each attachment, the study, `NO_STUDY`, `AMBIGUOUS` or `CONFLICTING` of each item.
     """
     attachments = [list(items) for items in links]
     every = [item for items in attachments for item in items]
@@ -354,7 +322,7 @@ class _Search:
                 self._by_patient.setdefault(patient, []).append(study)
 
     def study_of(self, item: ItemLinks) -> int:
-        """Return the study of a record by the strongest evidence that names any."""
+        """Return the study of a record by the strongest evidence that names one."""
         known = {self._studies.find(key) for key in item.studies} - {NO_STUDY}
         for found in (
             known,
@@ -369,16 +337,16 @@ class _Search:
         return NO_STUDY
 
     def _of_one_patient(self, study: int, item: ItemLinks) -> int:
-        """Refuse a study where the record names somebody else of the inputs.
+        """Reject a study if the record names another patient of the inputs.
 
-        A name that no image has tells nothing: systems number patients in their own ways.
+        A patient that no image names proves nothing: systems number patients in their own ways.
         """
         patient = self._studies.patient_of(study)
         is_other = patient and item.patient in self._patients and item.patient != patient
         return CONFLICTING if is_other else study
 
     def _with_accession(self, item: ItemLinks) -> set[int]:
-        """One study with the record's accession number, unless it is another patient's."""
+        """Return the only study with the record's accession number, unless it is another patient's."""
         found = self._by_accession.get(item.accession, set()) if item.accession else set()
         if len(found) != 1:
             return set()
@@ -387,7 +355,7 @@ class _Search:
         return set() if item.patient and patient and item.patient != patient else {study}
 
     def _near(self, item: ItemLinks) -> set[int]:
-        """Studies of the record's patient within the window."""
+        """Return studies of the record's patient within the window."""
         if item.time_s is None or not item.patient:
             return set()
         near: set[int] = set()

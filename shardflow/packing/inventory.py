@@ -1,8 +1,8 @@
-"""Every input of a job in a few columns, so that memory grows by tens of bytes a file and not by objects.
+"""Inventory: every input of a job in a few NumPy columns, about 100 bytes a file and 500 a study.
 
-About 100 bytes an input file and 500 a study; attributes wait on disk (`shardflow.packing.header_rows`), and
-so do texts (`shardflow.packing.linking`). Owns who belongs to which study and the reason of each input, and
-the sum that must come out: inputs = packed + skipped + quarantined.
+Attributes stay on disk (`shardflow.packing.header_rows`), and so do texts (`shardflow.packing.linking`). The
+inventory knows which study an input belongs to and the reason of each input, and checks the sum that must
+come out: inputs = packed + skipped + quarantined.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NO_STUDY: Final = -1
 
 UNDECIDED: Final = 255
 CARRIED: Final = 254
-"""Of inputs and studies that a later version leaves as the version before has them."""
+"""Reason of inputs and studies that a later version takes over unchanged."""
 INPUT_KINDS: Final = ("dicom", "nifti", "raster", "report", "attachment")
-"""What an input is, by its number in a column: how an image file is read, a report, or an attachment."""
+"""Kinds of inputs by their number in a column: three forms of image files, reports, attachments."""
 REPORT_KIND: Final = INPUT_KINDS.index("report")
 ATTACHMENT_KIND: Final = INPUT_KINDS.index("attachment")
 
@@ -33,53 +33,66 @@ _CODES: Final = {reason.value: code for code, reason in enumerate(_REASONS, star
 
 
 def reason_code(reason: str | None) -> int:
-    """Return the number that stands for a reason in a column; `PACKED` for None."""
+    """Return the column code of a reason; `PACKED` for None."""
     return PACKED if reason is None else _CODES[reason]
 
 
 def reason_name(code: int) -> str | None:
-    """Return the reason behind a number; None for `PACKED`."""
+    """Return the reason of a column code; None for `PACKED`."""
     return None if code == PACKED else _REASONS[code - 1].value
 
 
 def known_code(reason: str | None) -> int:
-    """Return `reason_code` of a text that was read from a file.
+    """Return the column code of a reason that was read from a file.
 
     Raises:
-        FormatError: It is no reason.
+        FormatError: It is not a reason.
     """
     if reason is not None and reason not in _CODES:
         raise FormatError("a reason must be one of docs/dicom.md, got another text; is it a newer ledger?")
     return reason_code(reason)
 
 
-_SCANNED_COLUMNS: Final = (
-    "decoded_bytes",
-    "digest",
-    "instance",
-    "modified_ns",
-    "num_slices",
-    "row_num_bytes",
-    "row_offset",
-    "series",
-    "surrogate",
-)
-"""Columns of `FileTable` that are fields of `ScannedFile`."""
-_COLUMNS: Final = (*_SCANNED_COLUMNS, "kind", "reason", "source", "study")
+_SCANNED_COLUMNS: Final = {
+    "decoded_bytes": "i8",
+    "digest": "u8",
+    "instance": "u8",
+    "modified_ns": "i8",
+    "num_slices": "i4",
+    "row_num_bytes": "i4",
+    "row_offset": "i8",
+    "series": "u8",
+    "surrogate": "S26",
+}
+"""Columns of `FileTable` that are fields of `ScannedFile`, with their types."""
+_COLUMNS: Final = {**_SCANNED_COLUMNS, "kind": "u1", "reason": "u1", "source": "i8", "study": "i4"}
+
+
+def set_columns(table: object, types: Mapping[str, str], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Set the columns of a table from its rows.
+
+    Args:
+        table: Object that gets an array for each column.
+        types: Type of each column, in the order of a row's values.
+        rows: The rows.
+    """
+    columns = zip(*rows, strict=True) if rows else [()] * len(types)
+    for (name, dtype), values in zip(types.items(), columns, strict=True):
+        setattr(table, name, np.array(values, dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class StudyFacts:
-    """What tells the attachments of a study, beside identifiers, that it is theirs."""
+    """Facts of a study that link attachments with it, beside identifiers."""
 
     accession: int = 0
-    """Digest of the accession number; 0 where there is none."""
+    """Digest of the accession number; 0 if there is none."""
     first_s: int | None = None
-    """Earliest moment at which the study may have begun, on its own clock."""
+    """Earliest time at which the study may have started, on its own clock."""
     last_s: int | None = None
 
-    def and_(self, other: StudyFacts) -> StudyFacts:
-        """Put together what two images of a study say, in any order."""
+    def merged(self, other: StudyFacts) -> StudyFacts:
+        """Merge the facts of two images of a study; the order does not matter."""
         accessions = [one for one in (self.accession, other.accession) if one]
         first = [one for one in (self.first_s, other.first_s) if one is not None]
         last = [one for one in (self.last_s, other.last_s) if one is not None]
@@ -91,7 +104,7 @@ NO_FACTS: Final = StudyFacts()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemLinks:
-    """What one record of an attachment is linked by: digests and surrogates, in the order of their weight."""
+    """Evidence that links one record of an attachment: digests and surrogates, in the order of their weight."""
 
     item: int
     studies: tuple[str, ...]
@@ -99,32 +112,32 @@ class ItemLinks:
     instances: tuple[int, ...]
     accession: int
     beside: str
-    """Study in whose place the file lies."""
+    """Study of the layout that the file is located with."""
     patient: str
     time_s: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attachment:
-    """What the job knows of an attachment."""
+    """An attachment in the inventory."""
 
     kind: str
     version: int
-    """Of the kind."""
+    """Version of the kind."""
     links: tuple[ItemLinks, ...]
     items: tuple[int, ...] = ()
-    """Records that belong to the study of this row."""
+    """Records that belong to the study of the row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScannedFile:
-    """What the header pass reports of one input file: numbers, digests and surrogates, no identifier."""
+    """Result of the header pass for one input file: numbers, digests and surrogates, no identifier."""
 
     surrogate: str
     reason: str | None
-    """Why it cannot be packed."""
+    """Reason why it cannot be packed."""
     study: str
-    """Surrogate; empty where the file names no study."""
+    """Surrogate; empty if the file names no study."""
     patient: str
     """Likewise."""
     bucket: int
@@ -138,22 +151,22 @@ class ScannedFile:
     row_num_bytes: int
     facts: StudyFacts = NO_FACTS
     attachment: Attachment | None = None
-    """Set for a file that is not an image and may be an attachment; without links it cannot be packed."""
+    """Set for files that are not images and may be attachments; without links it cannot be packed."""
 
 
 class StudyTable:
-    """The studies that the header pass met, by surrogate.
+    """The studies that the header pass found, by surrogate.
 
     Attributes:
         keys: Sample key of each study.
         patients: Surrogate of its patient.
         buckets: Bucket of its patient.
         is_conflicting: Whether its files name several patients.
-        facts: What links attachments with it.
+        facts: Facts that link attachments with it.
 
     Args:
-        former: Surrogate of the patient of studies of the version before, by sample key; ``""`` where it was
-            forgotten. Their files need not be met again.
+        former: Surrogate of the patient of each study of the previous version, by sample key; ``""`` if it
+            was removed. Files of these studies need not be found again.
     """
 
     def __init__(self, former: Mapping[str, str] | None = None) -> None:
@@ -172,15 +185,15 @@ class StudyTable:
 
     @property
     def num_torn_patients(self) -> int:
-        """Number of patients that came with several buckets: official splits put them into two."""
+        """Number of patients with several buckets: official splits put them into two."""
         return len(self._torn_patients)
 
     def patient_of(self, number: int) -> str:
-        """Return the patient of a study as its files say, or those of the version before; ``""`` for none."""
+        """Return the patient of a study by its files, or by those of the previous version; ``""`` for none."""
         return self.patients[number] or self._former.get(self.keys[number], "")
 
     def add(self, key: str, patient: str, bucket: int, facts: StudyFacts = NO_FACTS) -> int:
-        """Return the number of a study, new or known; a file without a patient (``""``) names none."""
+        """Return the number of a study, adding it if it is new; ``patient`` is ``""`` if a file names none."""
         if patient and self._bucket_of.setdefault(patient, bucket) != bucket:
             self._torn_patients.add(patient)
         number = self._numbers.setdefault(key, len(self.keys))
@@ -195,52 +208,58 @@ class StudyTable:
         elif patient and self.patients[number] != patient:
             self.is_conflicting[number] = True
         if facts is not NO_FACTS and self.facts[number] != facts:
-            self.facts[number] = self.facts[number].and_(facts)
+            self.facts[number] = self.facts[number].merged(facts)
         return number
 
     def find(self, key: str) -> int:
-        """Return the number of a study; `NO_STUDY` where no image of it was found."""
+        """Return the number of a study; `NO_STUDY` if none of its images was found."""
         return self._numbers.get(key, NO_STUDY)
 
 
 class FileTable:
-    """The input files, by their position in the sorted list of what was discovered.
+    """The input files, by their position in the sorted list of discovered files.
 
     Behind them come the parts of attachments that belong to several studies (`add_parts`).
 
     Attributes:
-        studies: What ``study`` points into.
-        surrogate: ``(n,)`` S26, what the ledger calls the file.
+        studies: Studies that ``study`` refers to.
+        surrogate: ``(n,)`` S26, name of the file in the ledger.
         kind: ``(n,)`` uint8 into `INPUT_KINDS`.
         reason: ``(n,)`` uint8: `UNDECIDED`, `PACKED` or a code of `reason_code`.
         study: ``(n,)`` int32, or `NO_STUDY`.
         decoded_bytes: ``(n,)`` int64, declared by the header.
         num_slices: ``(n,)`` int32, frames declared by the header.
-        instance: ``(n,)`` uint64 of the SOP Instance UID, equal for copies; 0 where it is missing.
-        series: ``(n,)`` uint64 of the Series Instance UID; 0 where it is missing.
+        instance: ``(n,)`` uint64 of the SOP Instance UID, equal for copies; 0 if it is missing.
+        series: ``(n,)`` uint64 of the Series Instance UID; 0 if it is missing.
         digest: ``(n,)`` uint64 of the header's content.
-        modified_ns: ``(n,)`` int64; only ever compared between runs of one job.
-        row_offset: ``(n,)`` int64: where the header row lies in its batch's file.
+        modified_ns: ``(n,)`` int64; only compared between runs of one job.
+        row_offset: ``(n,)`` int64: offset of the header row in the file of its batch.
         row_num_bytes: ``(n,)`` int32.
         source: ``(n,)`` int64: the discovered file that a row is, or is a part of.
-        attachments: What is known of the rows that are attachments.
+        attachments: Rows that are attachments.
     """
+
+    surrogate: NDArray[np.bytes_]
+    kind: NDArray[np.uint8]
+    reason: NDArray[np.uint8]
+    study: NDArray[np.int32]
+    decoded_bytes: NDArray[np.int64]
+    num_slices: NDArray[np.int32]
+    instance: NDArray[np.uint64]
+    series: NDArray[np.uint64]
+    digest: NDArray[np.uint64]
+    modified_ns: NDArray[np.int64]
+    row_offset: NDArray[np.int64]
+    row_num_bytes: NDArray[np.int32]
+    source: NDArray[np.int64]
 
     def __init__(self, num_files: int, studies: StudyTable | None = None) -> None:
         self.studies = studies if studies is not None else StudyTable()
-        self.surrogate: NDArray[np.bytes_] = np.zeros(num_files, "S26")
-        self.kind: NDArray[np.uint8] = np.zeros(num_files, np.uint8)
-        self.reason: NDArray[np.uint8] = np.full(num_files, UNDECIDED, np.uint8)
-        self.study: NDArray[np.int32] = np.full(num_files, NO_STUDY, np.int32)
-        self.decoded_bytes: NDArray[np.int64] = np.zeros(num_files, np.int64)
-        self.num_slices: NDArray[np.int32] = np.zeros(num_files, np.int32)
-        self.instance: NDArray[np.uint64] = np.zeros(num_files, np.uint64)
-        self.series: NDArray[np.uint64] = np.zeros(num_files, np.uint64)
-        self.digest: NDArray[np.uint64] = np.zeros(num_files, np.uint64)
-        self.modified_ns: NDArray[np.int64] = np.zeros(num_files, np.int64)
-        self.row_offset: NDArray[np.int64] = np.zeros(num_files, np.int64)
-        self.row_num_bytes: NDArray[np.int32] = np.zeros(num_files, np.int32)
-        self.source: NDArray[np.int64] = np.arange(num_files, dtype=np.int64)
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.zeros(num_files, dtype))
+        self.reason.fill(UNDECIDED)
+        self.study.fill(NO_STUDY)
+        self.source = np.arange(num_files, dtype=np.int64)
         self.attachments: dict[int, Attachment] = {}
         self._order: NDArray[np.int64] | None = None
         self._starts: NDArray[np.int64] | None = None
@@ -249,7 +268,7 @@ class FileTable:
         return len(self.reason)
 
     def add(self, first_file: int, scanned: Sequence[ScannedFile]) -> None:
-        """Take the files of a batch."""
+        """Set the rows of a batch of files."""
         batch = slice(first_file, first_file + len(scanned))
         for name in _SCANNED_COLUMNS:
             getattr(self, name)[batch] = [getattr(file, name) for file in scanned]
@@ -263,10 +282,10 @@ class FileTable:
                     self.attachments[number] = file.attachment
 
     def add_parts(self, parts: Sequence[tuple[int, int, str, int, Attachment]]) -> None:
-        """Put rows behind all others, each for what a file holds of one study.
+        """Append rows, each for the part of a file that belongs to one study.
 
         Args:
-            parts: The file's row, the study, surrogate and digest of the part, its attachment.
+            parts: Row of the file, study, surrogate and digest of the part, its attachment.
         """
         if not parts:
             return
@@ -283,7 +302,7 @@ class FileTable:
         self._order = self._starts = None
 
     def images_of(self, study: int) -> NDArray[np.int64]:
-        """Return the files of a study that are no attachments, ascending."""
+        """Return the files of a study that are not attachments, ascending."""
         files = self.files_of(study)
         return files[self.kind[files] != ATTACHMENT_KIND] if self.attachments else files
 
@@ -295,48 +314,46 @@ class FileTable:
         return self._order[self._starts[study] : self._starts[study + 1]]
 
     def sum_by_study(self, column: NDArray[Any]) -> NDArray[np.int64]:
-        """Add a column up over the files of each study."""
+        """Sum a column over the files of each study."""
         totals = np.zeros(len(self.studies), np.int64)
         inside = self.study != NO_STUDY
         np.add.at(totals, self.study[inside], column[inside].astype(np.int64))
         return totals
 
     def decide(self, study: int, reason: str | None, exceptions: dict[int, str]) -> None:
-        """Give every undecided file of a study its outcome.
+        """Set the reason of every undecided file of a study.
 
         Args:
             study: Number of the study.
-            reason: Of the study as a whole; None where it is packed.
-            exceptions: Other reasons, by position in `files_of`.
+            reason: Reason of the study; None if it is packed.
+            exceptions: Differing reasons, by position in `files_of`.
 
         Raises:
-            ShardflowError: A position is none; an internal error.
+            ShardflowError: A position does not exist; an internal error.
         """
         files = self.files_of(study)
         codes = np.full(len(files), reason_code(reason), np.uint8)
         codes[self.kind[files] == ATTACHMENT_KIND] = _code_of_attachment(reason)
         for position, exception in exceptions.items():
             if not 0 <= position < len(files):
-                raise ShardflowError(
-                    "a study must name its own files, got another one; this is an internal error."
-                )
+                raise ShardflowError("a study names a file that is not its own; this is an internal error.")
             codes[position] = reason_code(exception)
         undecided = self.reason[files] == UNDECIDED
         self.reason[files[undecided]] = codes[undecided]
 
 
 def _code_of_attachment(reason: str | None) -> int:
-    """Return what becomes of an attachment whose study ends so."""
+    """Return the code of an attachment whose study has this reason."""
     if reason is None or reason in HELD_BACK or reason == Reason.STUDY_WITHOUT_REPORT:
         return reason_code(reason)
     if outcome_of(reason) is Outcome.QUARANTINED:
         return reason_code(Reason.STUDY_QUARANTINED)
-    # No image of the study can be packed: as if none had been there.
+    # No image of the study can be packed, as if there were none.
     return reason_code(Reason.ATTACHMENT_WITHOUT_STUDY)
 
 
 def count_reasons(*columns: NDArray[np.uint8]) -> dict[str, int]:
-    """Count the inputs by reason, for those that have one."""
+    """Count inputs by reason, without those that have none."""
     reasons: dict[str, int] = {}
     for column in columns:
         for code, count in zip(
@@ -349,16 +366,14 @@ def count_reasons(*columns: NDArray[np.uint8]) -> dict[str, int]:
 
 
 def count_outcomes(*columns: NDArray[np.uint8]) -> dict[str, int]:
-    """Count the inputs by outcome: ``{"packed", "skipped", "quarantined"}``; without those `CARRIED`.
+    """Count inputs by outcome: ``{"packed", "skipped", "quarantined"}``, without those `CARRIED`.
 
     Raises:
-        ShardflowError: An input was left without an outcome; an internal error.
+        ShardflowError: An input has no outcome; an internal error.
     """
     undecided = sum(int((column == UNDECIDED).sum()) for column in columns)
     if undecided:
-        raise ShardflowError(
-            f"every input must have an outcome, got {undecided} without one; this is an internal error."
-        )
+        raise ShardflowError(f"{undecided} inputs have no outcome; this is an internal error.")
     outcomes = {outcome.value: 0 for outcome in Outcome}
     outcomes[Outcome.PACKED] = sum(int((column == PACKED).sum()) for column in columns)
     for reason, count in count_reasons(*columns).items():
@@ -367,7 +382,7 @@ def count_outcomes(*columns: NDArray[np.uint8]) -> dict[str, int]:
 
 
 def count_failed(reasons: Mapping[str, int]) -> int:
-    """Count the inputs that are quarantined because something is wrong with them, which a limit bounds."""
+    """Count inputs that are quarantined because of a defect; these are bounded by a limit."""
     return sum(
         count
         for reason, count in reasons.items()

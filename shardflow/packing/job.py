@@ -1,20 +1,14 @@
-"""One run of the packing job: its settings and folders, and what it says when it ends.
+"""Packing job: headers, plan, studies, shards, manifest.
 
-Carry a plan out: pack its studies, assemble its shards, publish the version.
+Data flow: the layout lists the input files; the header pass reduces each to a few numbers and a row in the
+private folder; reports and attachments are linked with studies; the plan fixes splits and shards; packing
+processes turn studies into fragments and fragments into shards; finally the samples table, the ledger and the
+manifest are written. The job may be killed at any moment: the same command resumes it, and produces identical
+bytes.
 
-What the plan holds was decided before (`shardflow.packing.job`); from here on only the outcomes of its
-studies are open.
-
-The packing job: headers, plan, studies, shards, manifest.
-
-The data's way: `discover` lists the input files; the header pass turns each into a few numbers and a row in
-the private folder; reports are linked; the plan fixes splits and shards; packing processes turn studies into
-fragments and fragments into shards; at last the samples table, the ledger and the manifest are written. Any
-moment may be the last: the same command goes on from what stands, and comes to the same bytes.
-
-A first version takes everything. `append` and `retry` make the next version: the same way, for the studies
-that `shardflow.packing.versions.scope` leaves to them. This module decides what is to be made; how a plan becomes a
-version stands in `shardflow.packing.job`.
+A first version takes all inputs. `append` and `retry` make the next version in the same way, from the studies
+that `shardflow.packing.versions.scope` leaves to them. `PackRun` holds what every part of a run needs,
+`_Job` decides what is to be made, and `Execution` turns a plan into a version.
 """
 
 from __future__ import annotations
@@ -38,6 +32,7 @@ from shardflow.packing.inventory import CARRIED, count_failed, count_reasons
 from shardflow.packing.linking import link_attachments
 from shardflow.packing.plan import (
     PlanBasis,
+    PlanRules,
     build_plan,
     check_files,
     check_reports,
@@ -59,6 +54,7 @@ from shardflow.packing.scheduling import (
 )
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.layouts.opening import open_layout
+from shardflow.packing.studies.report_content import reading_basis
 from shardflow.packing.summary import PackSummary, Status, forecast
 from shardflow.packing.upload import Uploader, check_publish_target, reading_store
 from shardflow.packing.versions.base import Base
@@ -78,16 +74,16 @@ if TYPE_CHECKING:
     from shardflow.packing.workspace import ArrayTask, Workspace
 
 _FILE_HEADROOM: Final = 2
-"""A study writes at most what it decodes to, a shard its target; both with room for overhead."""
+"""Bound on file sizes, relative to the decoded size of a study and the target size of a shard."""
 
 PackMode: TypeAlias = Literal["pack", "append", "retry"]
-"""``pack`` makes a first version; ``append`` one with new inputs; ``retry`` one with quarantined studies that
-are good now."""
+"""``pack`` makes a first version, ``append`` one with new inputs, ``retry`` one with formerly quarantined
+studies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackRun:
-    """What every part of the job needs to know of it."""
+    """Context of a run."""
 
     config: PackConfig
     mode: PackMode
@@ -95,19 +91,18 @@ class PackRun:
     workspace: Workspace
     progress: Progress
     handlers: str
-    """What makes the task handler of the packing processes; see `shardflow.packing.registry`."""
+    """Name of the task handler of the packing processes; see `shardflow.packing.registry`."""
     is_dry_run: bool
     is_merge: bool
     uploader: Uploader | None
-    """Sends what stands; None where nothing is to be sent."""
+    """Uploads finished files; None without an address."""
     started: float = field(default_factory=time.monotonic)
 
     def open_engine(self) -> Engine:
-        """Return the engine that the settings ask for; a context manager.
+        """Start the engine of the settings; a context manager.
 
         Raises:
-            ConfigError: Ray is asked for and not installed, or a table or kind that the settings name is not
-                there.
+            ConfigError: Ray is not installed, or a table or kind in the settings is not available.
             ShardflowError: Ray cannot be started or reached.
         """
         config = self.config
@@ -128,14 +123,12 @@ class PackRun:
         try:
             from shardflow.packing.engines.ray import RayEngine
         except ImportError:
-            raise ConfigError(
-                'execution.engine must be "local" without Ray, got "ray"; install shardflow[ray].'
-            ) from None
+            raise ConfigError('execution.engine = "ray" needs Ray; install shardflow[ray].') from None
         num_processes = execution.num_processes if execution.ray_address else execution.resolved_num_processes
         return RayEngine(num_processes, worker, address=execution.ray_address)
 
     def ingest(self, engine: Engine, key: SecretKey, crash_log: CrashLog) -> Ingest:
-        """Return what takes inputs in, with the packing processes."""
+        """Return the ingestion of the inputs, which uses the packing processes."""
         timeout_s = self.config.execution.task_timeout_s
         inputs = self.config.inputs
 
@@ -165,21 +158,21 @@ class PackRun:
         )
 
     def finish_upload(self) -> None:
-        """Send what is not sent yet of every version, the manifests last.
+        """Upload the rest of every version, the manifests last.
 
         Raises:
-            StorageError: Something could not be sent.
+            StorageError: An upload failed.
         """
         if self.uploader is not None:
             self.progress.phase("upload", 0)
             self.uploader.finish()
 
     def seconds(self) -> float:
-        """Return the wall time since the run began."""
+        """Return the wall time since the start of the run."""
         return time.monotonic() - self.started
 
     def summary(self, status: Status, manifest: Manifest, engine: Engine, ingested: Ingested) -> PackSummary:
-        """Sum up a run after which a version stands."""
+        """Return the summary of a run with a published version."""
         return PackSummary.of_manifest(
             status,
             manifest,
@@ -189,7 +182,7 @@ class PackRun:
         )
 
     def unpublished(self, status: Status, ingested: Ingested, engine: Engine, **facts: Any) -> PackSummary:
-        """Sum up a run that has published nothing."""
+        """Return the summary of a run that published nothing."""
         reasons = count_reasons(ingested.files.reason, ingested.reports.reason)
         outcomes = dict.fromkeys(map(str, Outcome), 0)
         for reason, count in reasons.items():
@@ -205,13 +198,13 @@ class PackRun:
 
 
 def peak_memory(engine: Engine) -> dict[str, int]:
-    """Return the most resident memory of the job and of any one packing process."""
+    """Return the peak resident memory of the job and of any packing process."""
     return {"job": peak_memory_bytes(), "process": engine.peak_memory_bytes}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """A plan, and all that it takes to make a version of it."""
+    """Execution of a plan: packs its studies, assembles its shards, publishes the version."""
 
     run: PackRun
     engine: Engine
@@ -220,24 +213,25 @@ class Execution:
     key: SecretKey
     crash_log: CrashLog
     base: Base | None = None
-    """The version before; None for a first one."""
+    """The previous version; None for a first one."""
 
     def forecast(self) -> PackSummary:
-        """Say what the plan would make, and do nothing."""
+        """Return what the plan would make, without making it."""
         self.run.progress.phase("done", 0)
         seconds = self.run.seconds()
         return forecast(self.plan, self.ingested, seconds=seconds, peak_memory_bytes=peak_memory(self.engine))
 
     def publish(self) -> PackSummary:
-        """Pack what is planned and publish it.
+        """Pack the plan and publish it.
 
         Raises:
-            ConfigError: There is no sample to publish, or tasks that were to be merged never ran.
+            ConfigError: There is no sample to publish, or no task to merge.
             StorageError: Something cannot be written; the job can be run again.
             ShardflowError: The packing processes cannot work.
         """
         run, plan, ingested = self.run, self.plan, self.ingested
-        note_missing_reports(run.config, plan, ingested.reports, run.progress)
+        if run.config.inputs.reports is not None:
+            note_missing_reports(plan, ingested.reports, run.progress)
         study_pass = self._study_pass()
         try:
             if run.is_merge:
@@ -259,10 +253,10 @@ class Execution:
                 self._write_private_ledger()
             return run.unpublished("quarantine_limit", ingested, self.engine)
         if self.base is not None and not settled.samples and is_unchanged(self.base, ingested):
-            return self.leave(self.base.manifest)
+            return leave(run, self.base.manifest, ingested, self.engine)
         self._write_private_ledger()
         if run.uploader is not None:
-            # The page reads shards: none of them may leave meanwhile.
+            # The page reads shards, which must not be removed meanwhile.
             run.uploader.wait()
         manifest = publish(
             run.workspace,
@@ -280,12 +274,8 @@ class Execution:
         run.progress.phase("done", 0)
         return run.summary("packed", manifest, self.engine, ingested)
 
-    def leave(self, finished: Manifest) -> PackSummary:
-        """End a job that has found nothing to do."""
-        return leave(self.run, finished, self.ingested, self.engine)
-
     def _end_task(self, study_pass: StudyPass) -> PackSummary:
-        """End one task of several: its shards stand, and nothing is published."""
+        """End an array task: its shards are packed, and nothing is published."""
         if self.run.uploader is not None:
             self.run.uploader.wait()
         self.run.progress.phase("done", 0)
@@ -303,7 +293,7 @@ class Execution:
         run, ingested = self.run, self.ingested
         tables = (ingested.files, ingested.reports)
         num_inputs = sum(int((table.reason != CARRIED).sum()) for table in tables)
-        # Of what was quarantined before, most may be so again: that is no sign of a broken mount.
+        # Most of what was quarantined may be quarantined again, which is no sign of a broken mount.
         max_share = 1.0 if run.mode == "retry" else run.config.policy.max_quarantined_share
         uploader = run.uploader
         return StudyPass(
@@ -313,8 +303,12 @@ class Execution:
             ingested.reports,
             run.workspace,
             crash_log=self.crash_log,
-            basis=fragment_basis(run.config, self.key.key_id),
-            # The small term takes back what binary fractions lose: 0.05 of 100 inputs are 5.
+            basis=fragment_basis(
+                run.config.content(),
+                reading_basis(run.config.reports, run.config.alignment),
+                self.key.key_id,
+            ),
+            # The small term makes up for binary fractions: 0.05 of 100 inputs are 5.
             max_quarantined=math.floor(max_share * num_inputs + 1e-9),
             task_timeout_s=run.config.execution.task_timeout_s,
             progress=run.progress,
@@ -326,7 +320,7 @@ class Execution:
 
 
 def leave(run: PackRun, finished: Manifest, ingested: Ingested, engine: Engine) -> PackSummary:
-    """End a job that has found nothing to do."""
+    """End a job without anything to do."""
     run.finish_upload()
     if not run.is_dry_run:
         run.workspace.remove_work()
@@ -340,9 +334,7 @@ def _check_samples(settled: Settled) -> None:
         return
     if settled.outcomes["quarantined"]:
         raise QuarantineLimitError
-    raise ConfigError(
-        f"the inputs must hold a study that can be packed, got none ({settled.reasons}); correct them."
-    )
+    raise ConfigError(f"the inputs hold no study that can be packed ({settled.reasons}); correct them.")
 
 
 def pack(
@@ -355,20 +347,20 @@ def pack(
     is_merge: bool = False,
     handlers: str = "studies",
 ) -> PackSummary:
-    """Pack the inputs into a dataset or into its next version, or go on where a former run stopped.
+    """Pack the inputs into a dataset or its next version, or resume an interrupted run.
 
     Args:
         config: All settings.
-        progress: Hears where the job is.
+        progress: Receives the progress of the job.
         mode: What kind of version to make.
-        is_dry_run: Read headers and plan, and say what would be; nothing is written into the output.
-        share: Pack the shards of one task, and publish nothing; of a first version alone.
-        is_merge: Publish what tasks have packed, or say which of them are missing.
-        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` serves tests,
-            which make processes fail on purpose.
+        is_dry_run: Read headers and plan, and return the expected result; nothing is written into the output.
+        array_task: Pack the shards of one array task of a first version, and publish nothing.
+        is_merge: Publish what array tasks have packed, or return which of them are missing.
+        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` is for tests
+            that make processes fail on purpose.
 
     Returns:
-        What was done; its ``status`` says whether a version was published.
+        Summary; its ``status`` tells whether a version was published.
 
     Raises:
         ConfigError: A setting, a folder or the key is wrong, there is nothing to pack, or the output holds
@@ -376,15 +368,15 @@ def pack(
         StorageError: Something cannot be written; the job can be run again.
         ShardflowError: The packing processes cannot work; the job can be run again.
     """
-    if (array_task is not None or is_merge) and (
-        mode != "pack" or is_dry_run or (array_task is not None and is_merge)
-    ):
-        raise ConfigError("--task and --merge must stand alone, got another mode; leave one of them out.")
-    check_reports(config)
+    if (array_task is not None or is_merge) and (mode != "pack" or is_dry_run):
+        raise ConfigError("--task and --merge cannot be combined with another mode; leave one of them out.")
+    if array_task is not None and is_merge:
+        raise ConfigError("--task and --merge cannot be combined; leave one of them out.")
+    check_reports(config.inputs.reports, is_required=config.policy.require_report)
     layout = open_layout(config.inputs, list(config.splits))
     discovered = [] if mode == "retry" else _discover(config, layout)
     if not discovered and mode != "retry":
-        raise ConfigError("inputs.dicom must hold DICOM files, got empty folders; correct the folders.")
+        raise ConfigError("inputs.dicom names empty folders; correct them.")
     inputs = config.inputs.roots
     with locked_workspace(
         config.output, config.private_dir, inputs, writes_output=not is_dry_run, array_task=array_task
@@ -409,16 +401,18 @@ def pack(
 
 
 def _discover(config: PackConfig, layout: Layout) -> list[DiscoveredFile]:
-    """List the files of all input folders; those of attachments come last."""
+    """List the files of all input folders, attachments last."""
     found = layout.discover()
     if not config.inputs.attachments:
         return found
-    # Asked for together, folders inside one another are refused.
+    # Discovered together, so that overlapping folders are refused.
     first = len(config.inputs.dicom)
     return found + [file for file in discover(config.inputs.roots) if file.root_index >= first]
 
 
 class _Job:
+    """Decides what a run has to make."""
+
     def __init__(self, run: PackRun) -> None:
         self._run = run
         self._config = run.config
@@ -429,31 +423,28 @@ class _Job:
         store = LocalStore(self._workspace.output)
         finished = load(store) if versions(store) else None
         if self._workspace.array_task is not None and finished is not None:
-            raise ConfigError(
-                "output must hold no finished dataset for --task, got one; the job is done, leave --task out."
-            )
+            raise ConfigError("output holds a finished dataset, so that no task is left; leave --task out.")
         if uploader is not None:
             uploader.check_target()
         if mode == "pack":
             return self._first(discovered) if finished is None else self._compare(discovered, finished)
         if finished is None:
             raise ConfigError(
-                f"output must hold a dataset for {mode}, got none; an interrupted first packing goes on "
-                f"without --{mode}."
+                f"output must hold a dataset for {mode}, got none; resume an interrupted first packing without "
+                f"--{mode}."
             )
         return self._next(mode, discovered, finished)
 
     def _first(self, discovered: Sequence[DiscoveredFile]) -> PackSummary:
         """Make the first version."""
-        key = load_key(self._config)
+        identity = self._config.identity
+        key = load_key(self._config.key_file, may_create=identity.key_file is None)
         crash_log = CrashLog(self._workspace.crash_log)
         with self._run.open_engine() as engine:
             ingested = self._ingest_all(engine, discovered, key, crash_log)
-            plan = build_plan(self._config, key.key_id, ingested.files, ingested.reports)
+            plan = build_plan(self._plan_rules(key), ingested.files, ingested.reports)
             for split in plan.empty_splits:
-                self._run.progress.note(
-                    f"split {split} gets no study: there are few patients, or its parts are few"
-                )
+                self._run.progress.note(f"split {split} gets no study: too few patients, or too few parts")
             work = Execution(
                 run=self._run, engine=engine, plan=plan, ingested=ingested, key=key, crash_log=crash_log
             )
@@ -463,7 +454,7 @@ class _Job:
         """Make the next version."""
         run = self._run
         key = SecretKey.load(self._config.key_file)
-        check_same_settings(self._config, key, finished)
+        check_same_settings(key, self._config.content_digest(), finished)
         base = Base.open(self._workspace, finished)
         crash_log = CrashLog(self._workspace.crash_log)
         if not run.is_dry_run:
@@ -478,39 +469,36 @@ class _Job:
             num_moved = keep_splits(ingested.files.studies, base.patient_splits(), splits, scope.study_reason)
             if num_moved:
                 run.progress.note(
-                    f"{num_moved} packed patients are in another split of the layout than in the dataset: "
-                    "they stay where they are, and their new studies are SPLIT_CHANGED"
+                    f"{num_moved} packed patients are in another split of the layout than in the dataset: they stay "
+                    "in their split, and their new studies are SPLIT_CHANGED"
                 )
             if scope.is_empty:
                 return leave(run, finished, ingested, engine)
             basis = PlanBasis(
                 parent=finished.dataset_id, next_shards=base.next_shards, study_reason=scope.study_reason
             )
-            plan = build_plan(self._config, key.key_id, ingested.files, ingested.reports, basis)
+            plan = build_plan(self._plan_rules(key), ingested.files, ingested.reports, basis)
             work = Execution(
                 run=run, engine=engine, plan=plan, ingested=ingested, key=key, crash_log=crash_log, base=base
             )
             return work.forecast() if run.is_dry_run else work.publish()
 
     def _compare(self, discovered: Sequence[DiscoveredFile], finished: Manifest) -> PackSummary:
-        """Say that there is nothing to do, or that this would be another dataset."""
+        """Confirm that the finished dataset is of these inputs and settings, or refuse."""
         unfinished = self._workspace.unfinished
         if unfinished is not None:
-            raise ConfigError(
-                f"output must hold no unfinished {unfinished}, got one; run it again with --{unfinished}, it "
-                "goes on where it was."
-            )
+            raise ConfigError(f"output holds an interrupted {unfinished}; resume it with --{unfinished}.")
         try:
             key = SecretKey.load(self._config.key_file)
-            check_same_settings(self._config, key, finished)
+            check_same_settings(key, self._config.content_digest(), finished)
             crash_log = CrashLog(self._workspace.crash_log)
             with self._run.open_engine() as engine:
                 ingested = self._ingest_all(engine, discovered, key, crash_log)
-                plan = build_plan(self._config, key.key_id, ingested.files, ingested.reports)
+                plan = build_plan(self._plan_rules(key), ingested.files, ingested.reports)
             if finished.extra.get("plan_digest") != plan.digest:
                 raise ConfigError(
-                    "output must be new, or hold a dataset of the same inputs, got one of other inputs; "
-                    "add --append to take in what is new, or name another output."
+                    "output must be new, or hold a dataset of the same inputs, got one of other inputs; add "
+                    "--append to add new inputs, or name another output."
                 )
             check_files(reading_store(self._workspace.output, self._config.upload_to, finished), finished)
             self._run.finish_upload()
@@ -518,6 +506,17 @@ class _Job:
         finally:
             if not self._run.is_dry_run:
                 self._workspace.remove_work()
+
+    def _plan_rules(self, key: SecretKey) -> PlanRules:
+        config = self._config
+        return PlanRules(
+            splits=config.splits,
+            shards=config.shards,
+            policy=config.policy,
+            max_study_bytes=config.limits.max_study_bytes,
+            config_digest=config.content_digest(),
+            key_id=key.key_id,
+        )
 
     def _ingest_all(
         self,

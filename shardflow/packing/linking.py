@@ -1,17 +1,13 @@
-"""Find the studies that a report belongs to: by what it names them, else by its order.
+"""Linking of reports and attachments with studies, after the header pass and before anything is planned.
 
-An order is an accession number together with a patient: other hospitals use the same accession numbers.
+A report is joined by study instance UID, or by its order: an accession number together with a patient, since
+other hospitals use the same accession numbers. A join is certain or it is not made: several different texts
+for one study are quarantined, and the study with them, because no rule tells which one describes the images.
+Texts wait in one private file.
 
-Join reports with studies, by study instance UID or order; the texts wait in one private file.
-
-A join is either certain or it is not made: several different texts for one study are quarantined, and the
-study with them, because no rule says which one describes the images.
-
-Give every attachment its study, after the header pass and before anything is planned.
-
-A file of one record is an input like an image. A file of several records (a bundle, a table) belongs to as
-many studies as they do: what it holds of each is an input of its own, and its own row says what became of
-records that belong to none. So a study that comes later finds its part, and no other changes its name.
+An attachment of one record is an input like an image. One of several records (a bundle, a table) belongs to
+as many studies as they do: its part for each study is an input of its own, and the file's own row reports
+records that belong to none. So a study that is added later finds its part, and no other part changes its name.
 """
 
 from __future__ import annotations
@@ -23,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
+from shardflow.format.writer import storing
 from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, resolve
 from shardflow.packing.inventory import (
     NO_STUDY,
@@ -40,9 +37,9 @@ from shardflow.packing.inventory import (
     StudyTable,
     reason_code,
     reason_name,
+    set_columns,
 )
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord
-from shardflow.packing.workspace import storage_error
 
 if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
@@ -51,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class StudyFinder:
-    """Finds studies of reports.
+    """Finder of the studies of a report.
 
     Args:
         studies: The studies of the header pass.
@@ -68,7 +65,7 @@ class StudyFinder:
     def find(
         self, record: ReportRecord | BrokenReport
     ) -> Iterator[tuple[ReportRecord | BrokenReport, str, int]]:
-        """Return a report with the surrogate and number of its study, once for each study that it names."""
+        """Yield a report with the surrogate and number of its study, once for each study that it names."""
         named = self._key.surrogate("study", record.study_instance_uid)
         study = self._studies.find(named)
         if study != NO_STUDY or isinstance(record, BrokenReport) or not record.accessions:
@@ -87,7 +84,7 @@ class StudyFinder:
             yield one, self._studies.keys[number], number
 
     def _with_order(self, record: ReportRecord) -> list[int]:
-        """Studies of the surest accession number that the patient has studies with."""
+        """Return the studies of the first accession number that matches any of the patient's."""
         if self._by_order is None:
             self._by_order = self._read_orders()
         patients = [self._key.surrogate("patient", patient.strip()) for patient in record.patient_ids]
@@ -111,51 +108,70 @@ class StudyFinder:
 SeveralReports: TypeAlias = Literal["append", "quarantine"]
 
 _STANDING: Final[tuple[ReportRole, ...]] = ("corrected", "final", "preliminary")
-"""Roles of reports of which one stands for a study; an earlier one stands for those behind it."""
+"""Roles of reports, one of which becomes the study's report; earlier ones take precedence."""
 _HARMLESS: Final = frozenset(
     {UNDECIDED, reason_code(Reason.EMPTY_REPORT), reason_code(Reason.REPORT_WITHDRAWN)}
 )
-"""Reasons of reports that do not keep the others of their study from being used."""
+"""Reasons of reports that do not make the other reports of their study unusable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportPlace:
-    """Where a report is stored in the private file: its text, and behind it what it says of people."""
+    """Location of a report in the private file: its text, followed by the people it names."""
 
     offset: int
     num_bytes: int
     people_num_bytes: int
 
 
+_REPORT_COLUMNS: Final = {
+    "surrogate": "S26",
+    "reason": "u1",
+    "study": "i4",
+    "offset": "i8",
+    "num_bytes": "i4",
+    "digest": "u8",
+    "identity": "u8",
+    "place": "i8",
+    "people_num_bytes": "i4",
+    "people_digest": "u8",
+}
+
+
 class ReportTable:
     """The input reports, in the order of their source.
 
+    Args:
+        rows: Values of the columns below, in this order.
+
     Attributes:
-        surrogate: ``(n,)`` S26, what the ledger calls the report.
+        surrogate: ``(n,)`` S26, name of the report in the ledger.
         reason: ``(n,)`` uint8, as in `shardflow.packing.inventory.FileTable`.
         study: ``(n,)`` int32, or `NO_STUDY`.
-        offset: ``(n,)`` int64: where the text lies in the private file.
+        offset: ``(n,)`` int64: of the text in the private file.
         num_bytes: ``(n,)`` int32 of UTF-8.
         digest: ``(n,)`` uint64 of the text.
-        identity: ``(n,)`` uint64 of study and text, by which later versions know the report again.
+        identity: ``(n,)`` uint64 of study and text, by which later versions recognize the report.
         place: ``(n,)`` int64: line or position in the source.
-        people_num_bytes: ``(n,)`` int32: of what its document says of people, JSON behind the text.
-        people_digest: ``(n,)`` uint64 of that; 0 where there is none.
+        people_num_bytes: ``(n,)`` int32: of the people that its document names, as JSON behind the text.
+        people_digest: ``(n,)`` uint64 of that; 0 if there is none.
         report_of: The report of each study that has one, by study number.
-        unusable: Studies whose report cannot be used: several different ones, or one that cannot be read.
+        unusable: Studies whose report cannot be used: several different ones, or an unreadable one.
     """
 
-    def __init__(self) -> None:
-        self.surrogate: NDArray[np.bytes_] = np.zeros(0, "S26")
-        self.reason: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.study: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.offset: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.num_bytes: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.digest: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self.identity: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self.place: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.people_num_bytes: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.people_digest: NDArray[np.uint64] = np.zeros(0, np.uint64)
+    surrogate: NDArray[np.bytes_]
+    reason: NDArray[np.uint8]
+    study: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    num_bytes: NDArray[np.int32]
+    digest: NDArray[np.uint64]
+    identity: NDArray[np.uint64]
+    place: NDArray[np.int64]
+    people_num_bytes: NDArray[np.int32]
+    people_digest: NDArray[np.uint64]
+
+    def __init__(self, rows: Sequence[tuple[Any, ...]] = ()) -> None:
+        set_columns(self, _REPORT_COLUMNS, rows)
         self.report_of: dict[int, int] = {}
         self.unusable: set[int] = set()
 
@@ -163,7 +179,7 @@ class ReportTable:
         return len(self.reason)
 
     def place_of(self, report: int) -> ReportPlace:
-        """Return where a report is stored in the private file."""
+        """Return the location of a report in the private file."""
         return ReportPlace(
             offset=int(self.offset[report]),
             num_bytes=int(self.num_bytes[report]),
@@ -171,14 +187,14 @@ class ReportTable:
         )
 
     def digests_of(self, report: int | None) -> tuple[int | None, list[int]]:
-        """Return the digest of a report, and that of what it says of people where it says something."""
+        """Return the digest of a report, and that of the people it names if there are any."""
         if report is None:
             return None, []
-        told = int(self.people_digest[report])
-        return int(self.digest[report]), [told] if told else []
+        people = int(self.people_digest[report])
+        return int(self.digest[report]), [people] if people else []
 
     def decide(self, study_reason: NDArray[np.uint8]) -> None:
-        """Let the undecided reports share the fate of their study, where that is decided.
+        """Give undecided reports the outcome of their study, if that is decided.
 
         Args:
             study_reason: ``(num_studies,)`` uint8: `UNDECIDED`, `PACKED` or a code.
@@ -190,7 +206,7 @@ class ReportTable:
             elif outcome_of(str(reason_name(code))) is Outcome.QUARANTINED:
                 self.reason[number] = reason_code(Reason.STUDY_QUARANTINED)
             else:
-                # No image of the study can be packed: as if none had been there.
+                # No image of the study can be packed, as if there were none.
                 self.reason[number] = reason_code(Reason.REPORT_WITHOUT_STUDY)
 
 
@@ -203,50 +219,46 @@ def link_reports(
     several: SeveralReports = "quarantine",
     copies: bool = False,
 ) -> ReportTable:
-    """Write the texts into the private folder and join them with the studies.
+    """Write the texts into the private folder and join reports with studies.
 
     Args:
         records: The reports of the source, taken one at a time.
         studies: The studies of the header pass.
         key: Makes the surrogates.
         spool: Private file that the texts are written to.
-        several: What becomes of several different texts for one study: none is taken, or the final one with
-            its addenda behind it.
+        several: Treatment of several different texts for one study: all are quarantined, or the final one is
+            used with its addenda appended.
         copies: Whether a report whose order has several studies is copied to each; else it is ambiguous.
 
     Raises:
         StorageError: The texts cannot be written.
     """
-    table = ReportTable()
+    rows: list[tuple[Any, ...]] = []
     roles: list[ReportRole] = []
-    columns: list[tuple[str, int, int, int, int, int, int, int, int, int]] = []
+    unusable: set[int] = set()
     finder = StudyFinder(studies, key, copies=copies)
     offset = 0
-    try:
+    with storing("writing report texts to the private folder"):
         descriptor = os.open(spool, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             linked = ((number, *found) for one in records for number, found in enumerate(finder.find(one)))
             for number, record, study_key, study in linked:
                 encoded = _encode(record)
-                people = _encode_people(record)
+                text, people = encoded or b"", _encode_people(record)
                 reason = _reason(record, study, is_text=encoded is not None)
-                text = encoded or b""
-                identity = _identity(study_key, record, text)
-                digest = int.from_bytes(hashlib.sha256(bytes([reason]) + text).digest()[:8], "little")
-                at = f"{record.place}/{number}" if number else str(record.place)
-                surrogate = key.surrogate("input-report", at)
                 if study != NO_STUDY and reason not in _HARMLESS:
-                    table.unusable.add(study)
+                    unusable.add(study)
+                place = f"{record.place}/{number}" if number else str(record.place)
                 roles.append("final" if isinstance(record, BrokenReport) else record.role)
-                columns.append(
+                rows.append(
                     (
-                        surrogate,
+                        key.surrogate("input-report", place).encode("ascii"),
                         reason,
                         study,
                         offset,
                         len(text),
-                        digest,
-                        identity,
+                        _digest(bytes([reason]) + text),
+                        _identity(study_key, record, text),
                         record.place,
                         len(people),
                         _digest(people) if people else 0,
@@ -254,24 +266,8 @@ def link_reports(
                 )
                 file.write(text + people)
                 offset += len(text) + len(people)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error("writing report texts to the private folder", error) from None
-    if columns:
-        surrogate_, reason_, study_, offset_, num_bytes_, digest_, identity_, place_, people_, told_ = zip(
-            *columns, strict=True
-        )
-        table.surrogate = np.array([value.encode("ascii") for value in surrogate_], "S26")
-        table.reason = np.array(reason_, np.uint8)
-        table.study = np.array(study_, np.int32)
-        table.offset = np.array(offset_, np.int64)
-        table.num_bytes = np.array(num_bytes_, np.int32)
-        table.digest = np.array(digest_, np.uint64)
-        table.identity = np.array(identity_, np.uint64)
-        table.place = np.array(place_, np.int64)
-        table.people_num_bytes = np.array(people_, np.int32)
-        table.people_digest = np.array(told_, np.uint64)
+    table = ReportTable(rows)
+    table.unusable = unusable
     _join(table, _Appending(table, roles, spool) if several == "append" else None)
     return table
 
@@ -286,7 +282,7 @@ def read_report(spool: Path, place: ReportPlace) -> bytes:
 
 
 def read_people(spool: Path, place: ReportPlace) -> dict[str, list[str]]:
-    """Read back what a report's document says of people, by DICOM keyword; nothing where it says nothing.
+    """Read back the people that the document of a report names, by DICOM keyword.
 
     Raises:
         StorageError: It cannot be read whole.
@@ -300,18 +296,15 @@ def read_people(spool: Path, place: ReportPlace) -> dict[str, list[str]]:
 
 
 def _read(spool: Path, offset: int, num_bytes: int) -> bytes:
-    try:
-        with spool.open("rb") as file:
-            text = os.pread(file.fileno(), num_bytes, offset)
-    except OSError as error:
-        raise storage_error("reading a report text of the private folder", error) from None
+    with storing("reading a report text of the private folder"), spool.open("rb") as file:
+        text = os.pread(file.fileno(), num_bytes, offset)
     if len(text) != num_bytes:
-        raise StorageError("a report text must be whole, got a cut one (private folder); run the job again.")
+        raise StorageError("a report text in the private folder is truncated; run the job again.")
     return text
 
 
 def _encode(record: ReportRecord | BrokenReport) -> bytes | None:
-    """Encode a text; None where there is none, or where it holds what UTF-8 cannot say (lone surrogates)."""
+    """Encode a text; None if there is none, or if it contains lone surrogates."""
     if isinstance(record, BrokenReport):
         return None
     try:
@@ -332,8 +325,7 @@ def _digest(data: bytes) -> int:
 
 def _identity(study_key: str, record: ReportRecord | BrokenReport, text: bytes) -> int:
     problem = record.reason if isinstance(record, BrokenReport) else ""
-    hasher = hashlib.sha256(f"{study_key}/{problem}/".encode("ascii") + text)
-    return int.from_bytes(hasher.digest()[:8], "little")
+    return _digest(f"{study_key}/{problem}/".encode("ascii") + text)
 
 
 def _reason(record: ReportRecord | BrokenReport, study: int, *, is_text: bool) -> int:
@@ -347,9 +339,9 @@ def _reason(record: ReportRecord | BrokenReport, study: int, *, is_text: bool) -
 
 
 class _Appending:
-    """Makes one text of the final report of a study and its addenda, behind all other texts.
+    """Combines the final report of a study and its addenda into one text, behind all other texts.
 
-    The row of the final report then stands for the whole text; addenda share the fate of their study.
+    The row of the final report then refers to the whole text; addenda get the outcome of their study.
     """
 
     def __init__(self, table: ReportTable, roles: Sequence[ReportRole], spool: Path) -> None:
@@ -358,7 +350,7 @@ class _Appending:
         self._spool = spool
 
     def choose(self, group: NDArray[np.int64]) -> int | None:
-        """Return the report that stands for a study; None where no rule chooses.
+        """Choose the report of a study; None if no rule does.
 
         Args:
             group: The study's reports, in the order of their source.
@@ -391,37 +383,32 @@ class _Appending:
             seen.add(digest)
         return kept
 
-    def _write(self, stands: int, parts: Sequence[int]) -> None:
+    def _write(self, final: int, parts: Sequence[int]) -> None:
         table = self._table
         texts = [read_report(self._spool, table.place_of(one)) for one in parts]
         text = b"\n\n".join(part.strip(b"\n") for part in texts) + b"\n"
         people = self._people(parts)
-        try:
-            with self._spool.open("ab") as file:
-                table.offset[stands] = file.tell()
-                file.write(text + people)
-        except OSError as error:
-            raise storage_error("writing report texts to the private folder", error) from None
-        table.num_bytes[stands] = len(text)
-        table.people_num_bytes[stands] = len(people)
-        table.people_digest[stands] = _digest(people) if people else 0
-        table.digest[stands] = int.from_bytes(
-            hashlib.sha256(bytes([UNDECIDED]) + text).digest()[:8], "little"
-        )
+        with storing("writing report texts to the private folder"), self._spool.open("ab") as file:
+            table.offset[final] = file.tell()
+            file.write(text + people)
+        table.num_bytes[final] = len(text)
+        table.people_num_bytes[final] = len(people)
+        table.people_digest[final] = _digest(people) if people else 0
+        table.digest[final] = _digest(bytes([UNDECIDED]) + text)
 
     def _people(self, parts: Sequence[int]) -> bytes:
-        """Put together whom the documents of several reports name."""
+        """Merge the people that the documents of several reports name."""
         table = self._table
         merged: dict[str, set[str]] = {}
         for one in parts:
             for keyword, values in read_people(self._spool, table.place_of(one)).items():
                 merged.setdefault(keyword, set()).update(values)
-        said = {keyword: sorted(values) for keyword, values in merged.items()}
-        return json.dumps(said, sort_keys=True).encode("ascii") if said else b""
+        people = {keyword: sorted(values) for keyword, values in merged.items()}
+        return json.dumps(people, sort_keys=True).encode("ascii") if people else b""
 
 
 def _join(table: ReportTable, appending: _Appending | None) -> None:
-    """Find the one report of each study; copies and contradictions get their reasons."""
+    """Choose the report of each study; copies and contradictions get their reasons."""
     candidates = np.flatnonzero(table.reason == UNDECIDED)
     order = candidates[np.argsort(table.study[candidates], kind="stable")]
     for group in np.split(order, np.flatnonzero(np.diff(table.study[order])) + 1):
@@ -443,13 +430,13 @@ def _join(table: ReportTable, appending: _Appending | None) -> None:
 def link_attachments(
     files: FileTable, discovered: Sequence[DiscoveredFile], key: SecretKey, window_s: int
 ) -> None:
-    """Write the study, or the reason why there is none, into the rows of all attachments.
+    """Set the study of all attachments, or the reason why there is none.
 
     Args:
-        files: The inventory; parts are put behind its rows.
+        files: The inventory; parts are appended to its rows.
         discovered: The files.
         key: Makes the surrogates of parts.
-        window_s: Largest distance in time between a record and the study of its patient.
+        window_s: Maximum distance in time between a record and the study of its patient.
     """
     rows = sorted(files.attachments)
     found = resolve(files, [files.attachments[row].links for row in rows], window_s)
@@ -477,7 +464,7 @@ def link_attachments(
 def _parts(
     files: FileTable, key: SecretKey, row: int, studies: dict[int, int]
 ) -> list[tuple[int, int, str, int, Attachment]]:
-    """Make a part for each study of a file's records."""
+    """Make the part of each study that records of a file belong to."""
     items_of: dict[int, list[int]] = {}
     for item, study in sorted(studies.items()):
         if study >= 0:
@@ -492,7 +479,7 @@ def _parts(
                 row,
                 study,
                 key.surrogate("input-part", f"{name}/{sample_key}"),
-                int.from_bytes(hashlib.sha256(text).digest()[:8], "little"),
+                _digest(text),
                 replace(files.attachments[row], items=tuple(items)),
             )
         )
@@ -508,7 +495,7 @@ def _reason_attaching(study: int) -> int:
 
 
 def _reason_of_rest(studies: dict[int, int]) -> int:
-    """Say what became of the records of a file that are in no part."""
+    """Return the reason of a file whose records are in parts, or belong to no study."""
     for code in (CONFLICTING, AMBIGUOUS, NO_STUDY):
         if code in studies.values():
             return _reason_attaching(code)
@@ -516,7 +503,7 @@ def _reason_of_rest(studies: dict[int, int]) -> int:
 
 
 def _leave_out_copies(files: FileTable) -> None:
-    """Keep one of the files of a study that hold the same: the first by surrogate."""
+    """Keep one of several equal files of a study: the first by surrogate."""
     seen: set[tuple[int, str, int]] = set()
     for row in sorted(files.attachments, key=lambda row: bytes(files.surrogate[row])):
         if files.reason[row] != UNDECIDED:

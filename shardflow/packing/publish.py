@@ -1,25 +1,23 @@
-"""Settle what became of every input of a plan whose shards all stand, and publish the version."""
+"""Publication of a packed plan: settles the outcome of every input, and writes the version."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
 from shardflow.format.samples import SampleEntry, SampleFacts
+from shardflow.format.writer import package_versions
 from shardflow.packing.engines.base import decode
 from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code
 from shardflow.packing.studies.assembly import load_record
 from shardflow.packing.studies.fragment import StudyOutcome
 from shardflow.packing.studies.privacy import profile_codes
-from shardflow.packing.studies.report_content import reading_basis
 from shardflow.packing.versions.base import sample_entries, shard_number
 from shardflow.packing.versions.files import NewVersion, ledger_columns, merge_samples, write_version
 
@@ -49,45 +47,40 @@ _PACKAGES: Final = (
 
 def created_with() -> dict[str, str]:
     """Return the versions of the packages that decide the bytes."""
-    versions: dict[str, str] = {}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    return package_versions(_PACKAGES)
 
 
-def fragment_basis(config: PackConfig, key_id: str) -> str:
-    """Return the digest of all that every fragment depends on: settings, versions, key."""
-    content = config.content()
+def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) -> str:
+    """Return the digest of all that every fragment depends on: settings, versions, key.
+
+    Args:
+        content: Settings that decide content, see `shardflow.packing.config.PackConfig.content`.
+        reading: See `shardflow.packing.studies.report_content.reading_basis`.
+        key_id: Of the secret key.
+    """
     settings = [content[name] for name in ("deid", "limits", "on_bad_instance", "variants")]
-    facts = [
-        created_with(),
-        key_id,
-        content["shards"]["codec"],
-        *settings,
-        reading_basis(config.reports, config.alignment),
-    ]
+    facts = [created_with(), key_id, content["shards"]["codec"], *settings, reading]
     return hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
-    """A finished plan: every input has its outcome, every shard its record."""
+    """Outcomes of a finished plan."""
 
     shards: tuple[ShardEntry, ...]
     samples: tuple[SampleEntry, ...]
     outcomes: dict[str, int]
-    """Inputs by outcome; their sum is the number of inputs that the job decides."""
+    """Inputs by outcome; they add up to the inputs that the job decides."""
     reasons: dict[str, int]
     """Inputs by reason, for those that are not packed."""
     studies: dict[str, int]
     """Studies by outcome."""
     tallies: dict[str, int]
-    """What de-identification did how often."""
+    """Counts of what de-identification did."""
 
 
 def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: ReportTable) -> Settled:
-    """Give every input its outcome from the records of the shards.
+    """Set the outcome of every input from the records of the shards.
 
     Raises:
         ShardflowError: A shard has no record, or an input no outcome; an internal error.
@@ -99,7 +92,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
     for planned in plan.shards:
         record = load_record(workspace.records, planned.name)
         if record is None:
-            raise ShardflowError(f"{planned.name} must have a record, found none; this is an internal error.")
+            raise ShardflowError(f"{planned.name} has no record; this is an internal error.")
         for study in planned.studies:
             outcome = decode(StudyOutcome, record["outcomes"][files.studies.keys[study]])
             files.decide(study, outcome.reason, outcome.instances)
@@ -111,10 +104,10 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
     reports.decide(study_reason)
     outcomes = count_outcomes(files.reason, reports.reason)
     if sum(outcomes.values()) != sum(int((table.reason != CARRIED).sum()) for table in (files, reports)):
-        raise ShardflowError("inputs must be packed + skipped + quarantined; this is an internal error.")
+        raise ShardflowError("the outcomes do not add up to the inputs; this is an internal error.")
     studies = count_outcomes(study_reason)
     if studies["packed"] != len(samples):
-        raise ShardflowError("packed studies must be the samples; this is an internal error.")
+        raise ShardflowError("the packed studies are not the samples; this is an internal error.")
     return Settled(
         shards=tuple(shards),
         samples=tuple(samples),
@@ -172,7 +165,7 @@ def publish(
 
 
 def _deidentification(config: PackConfig, settled: Settled, base: Base | None) -> dict[str, Any]:
-    """Say what was done to identifiers; counts are of all samples, also of those packed before."""
+    """Describe the de-identification of all samples, including those packed before."""
     former = {} if base is None else base.extra.get("deidentification", {})
     counts = Counter(former.get("counts", {}))
     counts.update(settled.tallies)

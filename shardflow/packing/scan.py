@@ -1,10 +1,9 @@
-"""Recognise attachments: by SOP class where a file is DICOM, else by its first bytes.
+"""Header pass: every input file is opened once, in batches that the packing processes share.
 
-Asked only for files that are no images, so that a job without attachments loads none of their packages.
-
-The header pass over one batch of files; runs in a packing process.
-
-The header pass: every input file is opened once, in batches dealt to the packing processes.
+A process reads the headers of a batch, recognizes attachments (by SOP class if a file is DICOM, else by its
+first bytes), stores the rows, and reports numbers, digests and surrogates: the job itself never sees an
+identifier. Attachments are only looked for in files that are not images, so that a job without any loads
+none of their packages.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ if TYPE_CHECKING:
     from shardflow.packing.workspace import ArrayTask
 
 _WHOLE_BYTES: Final = 8 << 20
-"""Of a larger file, so many bytes of either end stand for what it holds, as a header does for an image."""
+"""A larger file is digested by this many bytes of each end, as an image is by its header."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachmentFinder:
-    """Recognises files and asks their kind whose they are."""
+    """Recognizes attachments, and reads what they are linked by."""
 
     limits: HeaderLimits
     max_bytes: int
@@ -65,11 +64,11 @@ class AttachmentFinder:
     """Settings of clinical records, as text."""
 
     def kinds(self) -> list[AttachmentKind]:
-        """Return the kinds that are packed, in their order."""
+        """Return the kinds that are packed, in order."""
         return [kind for kind in attachment_kinds(self.records) if kind.name not in self.leave_out]
 
     def identity(self) -> list[Any]:
-        """Return what decides which files are attachments, as JSON."""
+        """Return all that decides which files are attachments, as JSON."""
         kinds = [[kind.name, kind.version] for kind in self.kinds()]
         return [self.max_bytes, kinds, *([self.records] if self.records else [])]
 
@@ -77,7 +76,7 @@ class AttachmentFinder:
         """Read an attachment.
 
         Returns:
-            What it is; the reason where it is of a kind and cannot be used; None for a file of no kind.
+            The attachment; a reason if its kind is known but it cannot be used; None for a file of no kind.
         """
         kind = self._recognise(path)
         if kind is None:
@@ -103,7 +102,7 @@ class AttachmentFinder:
             with path.open("rb") as file:
                 head = file.read(HEAD_BYTES)
         except OSError:
-            # Whoever looked whether it is an image has said so.
+            # The attempt to read it as an image has reported this already.
             return None
         sop_class = sop_class_of(path, limits=self.limits)
         if sop_class:
@@ -125,10 +124,9 @@ def _digest(path: Path, beside: str) -> str:
 
 
 NUM_BUCKETS: Final = 10_000
-"""Patients are dealt to splits by one of so many keyed buckets; part of the format of a split, never
-changed."""
+"""Number of keyed buckets by which patients are assigned to splits; part of the format, never changed."""
 
-# Raised when a header row means something else than before: rows of another version are read anew.
+# Incremented whenever the meaning of a header row changes: rows of another version are read anew.
 _ROWS_VERSION: Final = 4
 
 NO_IMAGE: Final = frozenset(
@@ -141,28 +139,28 @@ NO_IMAGE: Final = frozenset(
         Reason.UNSUPPORTED_SOP_CLASS,
     }
 )
-"""What a file is said to be that is no image, and may be an attachment."""
+"""Reasons of files that are not images, and may be attachments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scanner:
-    """Reads headers and turns identifiers into surrogates at once: the job itself never sees one."""
+    """Reads headers in a packing process and turns identifiers into surrogates."""
 
     roots: tuple[Path, ...]
-    """Folders of images, and then those of attachments alone."""
+    """Folders of images, then those of attachments alone."""
     folder: Path
-    """Where header rows go."""
+    """Folder of the header rows."""
     key: SecretKey
     limits: HeaderLimits
     splits: tuple[str, ...] = ()
     """Names of the splits, in the order of the settings."""
     finder: AttachmentFinder | None = None
-    """Recognises attachments; None packs images alone."""
+    """Finder of attachments; None packs images alone."""
     num_image_roots: int | None = None
-    """How many of the roots hold images; None for all."""
+    """Number of roots that hold images; None for all."""
 
     def scan(self, task: ScanTask) -> ScanDone:
-        """Read the headers of a batch, or take them from a former run."""
+        """Read the headers of a batch, or load them from an earlier run."""
         times = [self._modified_ns(file) for file in task.files]
         digest = self._digest(task.files, times)
         path = self.folder / task.name
@@ -178,7 +176,7 @@ class Scanner:
         )
 
     def probe(self, task: ProbeTask) -> ProbeDone:
-        """Read one file for nothing: the job wants to know whether a process survives it."""
+        """Read one file only to find out whether the process survives."""
         self._read(task.file)
         return ProbeDone()
 
@@ -193,7 +191,7 @@ class Scanner:
             found = None if reason is not None else self._find_attachment(row, path)
             return found or _without_header(row, reason or Reason.NOT_ATTACHMENT)
         if reason is not None:
-            # A placement says then in whose place the file lies, not that it is an image.
+            # The placement names the study beside the file here, not that it is an image.
             found = self._find_attachment(row, path) if reason in NO_IMAGE else None
             return found or _without_header(
                 replace(row, placement=None) if reason in NO_IMAGE else row, reason
@@ -214,7 +212,7 @@ class Scanner:
         return replace(row, header=header)
 
     def _find_attachment(self, row: HeaderRow, path: Path) -> HeaderRow | None:
-        """Return the row of a file that is an attachment, or one that cannot be read; else None."""
+        """Return the row of an attachment, usable or not; None for any other file."""
         if self.finder is None:
             return None
         found = self.finder.find(path)
@@ -228,7 +226,7 @@ class Scanner:
         return replace(row, placement=None, attachment=found, reason=reason)
 
     def _scanned(self, row: HeaderRow, place: tuple[int, int], modified_ns: int) -> ScannedFile:
-        """Turn a row into what the job may know of it."""
+        """Reduce a row to what the job may know."""
         header = row.header
         patient = row.patient_id if header is None else header.patient_id
         study = row.study_instance_uid if header is None else header.study_instance_uid
@@ -257,7 +255,7 @@ class Scanner:
         )
 
     def _bucket(self, patient: str, placement: Placement | None) -> int:
-        """Return the keyed bucket of a patient; above `NUM_BUCKETS` the split that the layout names."""
+        """Return the keyed bucket of a patient, or `NUM_BUCKETS` plus the split that the layout names."""
         if placement is not None and placement.split:
             return NUM_BUCKETS + self.splits.index(placement.split)
         return self.key.bucket("split", patient, NUM_BUCKETS) if patient else 0
@@ -286,43 +284,43 @@ class Scanner:
 
 
 def _without_header(row: HeaderRow, reason: str) -> HeaderRow:
-    """Say where a file without a usable header belongs, as far as its layout knows."""
+    """Identify a file without a usable header, as far as its layout can."""
     placement = row.placement
     if placement is None:
         return replace(row, reason=reason)
     if reason in {Reason.NOT_DICOM, Reason.NOT_IMAGE} and placement.study:
         reason = Reason.DAMAGED_IMAGE
-    said = placement.identify(
+    identified = placement.identify(
         {"patient_id": "", "study_instance_uid": "", "series_instance_uid": "", "sop_instance_uid": ""}
     )
     return replace(
         row,
         reason=str(reason),
-        patient_id=said["patient_id"],
-        study_instance_uid=said["study_instance_uid"],
-        sop_instance_uid=said["sop_instance_uid"],
+        patient_id=identified["patient_id"],
+        study_instance_uid=identified["study_instance_uid"],
+        sop_instance_uid=identified["sop_instance_uid"],
     )
 
 
 def decoded_num_bytes(header: InstanceHeader) -> int:
-    """Return how many bytes the slices of an instance take once decoded, from what its header declares."""
+    """Return the decoded size of an instance, as its header declares it."""
     image = header.image
     samples = image.rows * image.columns * (3 if image.is_colour else 1) * image.num_frames
     return samples * max(1, -(-image.bits_allocated // 8))
 
 
 BATCH_FILES: Final = 128
-"""Files of one task. Fixed, so that a restart with other processes finds the same batches."""
+"""Files of one task; fixed, so that a restart with other processes finds the same batches."""
 
 
 def batch_name(file: int) -> str:
-    """Name the file of header rows that holds an input file's row."""
+    """Return the name of the file of header rows with the row of an input file."""
     return f"batch-{file // BATCH_FILES:07d}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderPass:
-    """Reads all headers, and survives those that cannot be read."""
+    """The job's side of the header pass, which survives files that crash their process."""
 
     engine: Engine
     files: Sequence[DiscoveredFile]
@@ -332,15 +330,15 @@ class HeaderPass:
     task_timeout_s: float
     progress: Progress
     array_task: ArrayTask | None = None
-    """The task that this is, of a job in tasks."""
+    """The array task that this is; None for a whole job."""
     num_image_roots: int | None = None
-    """Input folders from this one on hold attachments alone, which no layout places; None for no such."""
+    """Number of input folders with images; the others hold attachments alone, which no layout places."""
 
     def run(self, studies: StudyTable | None = None) -> FileTable:
-        """Return the inventory of all files.
+        """Build the inventory of all files.
 
         Args:
-            studies: Studies that are known before any file is read.
+            studies: Studies that are already known.
 
         Raises:
             ShardflowError: Processes cannot start, or a batch cannot be read even without its bad files.
@@ -349,24 +347,23 @@ class HeaderPass:
         table = FileTable(len(self.files), studies)
         self.progress.phase("headers", len(self.files))
         starts = list(range(0, len(self.files), BATCH_FILES))
-        troubled = sorted(
-            self._scan(table, starts if self.array_task is None else self.array_task.order(starts))
-        )
+        ordered = starts if self.array_task is None else self.array_task.order(starts)
+        troubled = sorted(self._scan(table, ordered))
         if troubled:
             self.engine.restart(1)
-            # Alone, most of them succeed: their process was killed for what others did.
+            # Alone, most of them succeed: their process was killed because of others.
             for start in self._scan(table, troubled):
                 self._find_bad_files(start)
                 if self._scan(table, [start]):
                     raise ShardflowError(
-                        "a batch of headers must be read without its bad files, got another failure; run the "
-                        "job again, with more execution.memory_bytes if it is small."
+                        "a batch of headers failed again without its bad files; run the job again, with more "
+                        "execution.memory_bytes if it is small."
                     )
             self.engine.restart()
         return table
 
     def _scan(self, table: FileTable, starts: Sequence[int]) -> list[int]:
-        """Scan batches; return those whose process died or failed."""
+        """Scan batches; return those that failed or crashed."""
         waiting = list(reversed(starts))
         troubled: list[int] = []
         while waiting or self.engine.num_running:
@@ -401,7 +398,7 @@ class HeaderPass:
         )
 
     def _place(self, file: DiscoveredFile) -> tuple[Reason | str | None, Placement | None]:
-        """Ask the layout; a reason that it has says more than that a file cannot be read."""
+        """Ask the layout; its reason takes precedence over that of an unreadable file."""
         if self.num_image_roots is not None and file.root_index >= self.num_image_roots:
             return self._known_reason(file), None
         placed = self.layout.place(file)
@@ -414,7 +411,7 @@ class HeaderPass:
         return self._known_reason(file), placed
 
     def _find_bad_files(self, start: int) -> None:
-        """Read the files of a batch one by one; record those that end two processes."""
+        """Read the files of a batch one by one; log those that crash two processes."""
         for file in self.files[start : start + BATCH_FILES]:
             reason = self._place(file)[0]
             if (reason is None or reason in NO_IMAGE) and self._probe(file) is not None:

@@ -1,7 +1,4 @@
-"""What a packing job reports when it ends.
-
-What a job would do: the summary of a dry run, from headers and plan alone.
-"""
+"""Summary of a packing job: what it reports when it ends, or, after a dry run, what it would do."""
 
 from __future__ import annotations
 
@@ -33,15 +30,15 @@ _EXIT_CODES: Final[Mapping[Status, int]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSummary:
-    """Counts and costs of a job; holds nothing of an input."""
+    """Counts and costs of a job, without anything from an input."""
 
     status: Status
     """``packed``; ``already_packed`` and ``nothing_new``: there was nothing to do; ``planned``: a dry run,
-    with expected numbers; ``quarantine_limit``: nothing was published; ``task_done``: the shards of one task
-    stand; ``tasks_missing``: there is nothing to merge yet."""
+    with expected numbers; ``quarantine_limit``: nothing was published; ``task_done``: the shards of one
+    array task are packed; ``tasks_missing``: some tasks have to run before the merge."""
     inputs: dict[str, int]
-    """Files and reports: ``total``, ``packed``, ``skipped``, ``quarantined``; after a stop, those known by
-    then."""
+    """Files and reports: ``total``, ``packed``, ``skipped``, ``quarantined``; after a stop, those known so
+    far."""
     reasons: dict[str, int]
     """Inputs by reason code, for those that are not packed."""
     studies: dict[str, int] = field(default_factory=dict)
@@ -51,11 +48,11 @@ class PackSummary:
     manifest_version: int | None = None
     """Version of the dataset that ``dataset_id`` is of."""
     num_known_inputs: int = 0
-    """Inputs found that the version before knows, and that were left as they are."""
+    """Inputs that the previous version already has."""
     splits: dict[str, int] = field(default_factory=dict)
     """Samples by split."""
     missing_tasks: tuple[int, ...] = ()
-    """Numbers of the tasks that have to run before the merge."""
+    """Numbers of the array tasks that have to run before the merge."""
     num_shards: int = 0
     num_slices: int = 0
     num_bytes: int = 0
@@ -63,7 +60,7 @@ class PackSummary:
     seconds: float = 0.0
     """Wall time of this run."""
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
-    """Most resident memory of the ``job`` and of any one packing ``process``."""
+    """Peak resident memory of the ``job`` and of any packing ``process``."""
 
     @classmethod
     def of_manifest(
@@ -75,7 +72,7 @@ class PackSummary:
         peak_memory_bytes: dict[str, int],
         num_known_inputs: int = 0,
     ) -> Self:
-        """Sum up a published dataset."""
+        """Summarize a published dataset."""
         counts = asdict(manifest.counts)
         extra: Mapping[str, Any] = manifest.extra
         return cls(
@@ -107,14 +104,14 @@ class PackSummary:
 def forecast(
     plan: PackPlan, ingested: Ingested, *, seconds: float, peak_memory_bytes: dict[str, int]
 ) -> PackSummary:
-    """Sum up a plan; what headers and reports leave undecided is expected to be packed.
+    """Summarize a plan; inputs that headers and reports leave undecided count as packed.
 
     Pixels are not read, so a file that cannot be decoded shows only when it is packed.
 
     Args:
-        plan: What would be packed where.
-        intake: The inputs.
-        seconds: Wall time until now.
+        plan: The plan.
+        ingested: The inputs.
+        seconds: Wall time so far.
         peak_memory_bytes: As in the summary.
     """
     files, reports = ingested.files, ingested.reports

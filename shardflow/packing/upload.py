@@ -1,17 +1,14 @@
-"""Where a dataset was sent, remembered in the private folder: later jobs must publish there too.
+"""Upload of a dataset into an object store while it is packed: nothing is overwritten, and manifests go last.
 
-An address says where data of patients lie, and whoever reads the dataset has no use for it.
+A shard is sent as soon as it is in the output folder, while the next ones are packed. Every put is
+conditional. The first one is a claim with the digest of the plan: of two jobs that pack different datasets to
+one address, the second is refused before it sends anything, and a killed job resumes. Uploaded files are
+marked in the work folder, so that they are not sent again.
 
-Puts a dataset into an object store while it is packed: nothing is overwritten, the manifest is last.
-
-A shard goes as soon as it stands in the output folder, beside the packing of the next ones. Every put is
-conditional. The first one is a claim, which holds the digest of the plan: of two jobs that pack different
-datasets to one address the second is refused before it sends anything, and a killed one goes on.
-What was put is marked in the work folder, so that a killed job does not send it again.
-
-Where the output folder is to hold no shards, each one is read back from the store, marked, and only then
-removed here; and a job that packs faster than it sends waits, so that few shards lie here at any moment
-(docs/adr/0004-manifest-commit-point.md).
+If the output folder is to hold no shards, each one is read back from the store, marked, and only then removed
+locally; a job that packs faster than it sends waits, so that only few shards are stored locally at any moment
+(docs/adr/0004). The address is remembered in the private folder, because later jobs must publish there too;
+readers of the dataset have no use for it.
 """
 
 from __future__ import annotations
@@ -31,7 +28,8 @@ from shardflow.format.entities import view_digests
 from shardflow.format.foreign.places import RelocatedStore
 from shardflow.format.keys import canonical_json
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
-from shardflow.packing.workspace import storage_error, write_plainly
+from shardflow.format.writer import storing
+from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore, open_store, write_atomic
 from shardflow.storage.opening import erase
 
@@ -48,36 +46,31 @@ _NAME: Final = "upload.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishTarget:
-    """An address that holds the dataset."""
+    """Address that a dataset is published to."""
 
     url: str
     keeps_local: bool
-    """Whether shards lie in the output folder too."""
+    """Whether shards stay in the output folder too."""
 
 
 def read_publish_target(workspace: Workspace) -> PublishTarget | None:
-    """Return where the dataset was sent; None if it never was.
+    """Return the address that the dataset is published to; None if there is none.
 
     Raises:
         FormatError: The note is damaged.
         StorageError: It cannot be read.
     """
+    path = workspace.private / _NAME
     try:
-        note = json.loads((workspace.private / _NAME).read_bytes())
-        return PublishTarget(url=str(note["upload_to"]), keeps_local=bool(note["keep_local"]))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise storage_error("reading where the dataset was sent", error) from None
+        with storing("reading the publish target"):
+            note = json.loads(path.read_bytes()) if path.exists() else None
+        return note and PublishTarget(url=str(note["upload_to"]), keeps_local=bool(note["keep_local"]))
     except (ValueError, KeyError, TypeError):
-        raise FormatError(
-            f"{_NAME} of the private folder must say where the dataset was sent, got another text; "
-            "restore it from a copy."
-        ) from None
+        raise FormatError(f"{_NAME} of the private folder is damaged; restore it from a copy.") from None
 
 
 def write_publish_target(workspace: Workspace, publish_target: PublishTarget) -> None:
-    """Remember where the dataset is sent, before anything leaves the output folder.
+    """Remember the publish target, before anything leaves the output folder.
 
     Raises:
         StorageError: It cannot be written.
@@ -90,7 +83,7 @@ def write_publish_target(workspace: Workspace, publish_target: PublishTarget) ->
 
 
 def check_publish_target(workspace: Workspace, upload_to: str) -> None:
-    """Refuse a job that would publish elsewhere, where the address holds the only copy of the shards.
+    """Refuse a job that would publish elsewhere if the publish target holds the only copy of the shards.
 
     Raises:
         ConfigError: The settings name another address, or none.
@@ -101,12 +94,12 @@ def check_publish_target(workspace: Workspace, upload_to: str) -> None:
     if not upload_to or open_store(upload_to).url != publish_target.url:
         raise ConfigError(
             "upload_to must be the address that holds the shards of this dataset, got another or none; name "
-            "it, or bring the shards back with `shardflow copy` and remove upload.json of the private folder."
+            "it, or copy the shards back with `shardflow copy` and remove upload.json of the private folder."
         )
 
 
 def reading_store(output: Path, url: str, manifest: Manifest) -> ByteStore:
-    """Return a store that finds the files of a version in the output folder, else at an address.
+    """Return a store that reads shards of a version at an address, and all else in the output folder.
 
     Args:
         output: Folder of the dataset.
@@ -122,20 +115,20 @@ def reading_store(output: Path, url: str, manifest: Manifest) -> ByteStore:
 
 
 _NUM_THREADS: Final = 4
-"""Files sent at once; each takes up to 20 MiB."""
+"""Concurrent uploads; each takes up to 20 MiB."""
 
 MAX_WAITING_SHARDS: Final = 4
-"""Shards that may wait for their way, where the output folder is to hold none."""
+"""Shards that may wait for their upload if the output folder is to hold none."""
 
 _OWN_FOLDERS: Final = ("shards/", "samples/", "ledger", "report", "claim-")
 
 
 class Uploader:
-    """Sends the files of one output folder; a context manager, which forgets what has not begun.
+    """Uploader of one output folder; a context manager, which drops uploads that have not started.
 
     Args:
         place: The folders of the job.
-        url: Where the dataset shall lie.
+        url: Address to publish to.
         keeps_local: Whether shards stay in the output folder.
     """
 
@@ -157,29 +150,29 @@ class Uploader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def store(self, manifest: Manifest) -> ByteStore:
-        """Return a store that finds the files of a version here or there."""
+        """Return a store that reads a version from the output folder and the address."""
         return reading_store(self._workspace.output, self._publish_target.url, manifest)
 
     def check_target(self) -> None:
-        """Refuse, before anything is packed, an address that holds what this output does not.
+        """Refuse, before anything is packed, an address with versions that this output does not have.
 
         Raises:
-            ConfigError: It holds a version of another dataset.
+            ConfigError: It has a version of another dataset.
             StorageError: It cannot be reached.
         """
         own = {number: load(self._source, number).dataset_id for number in versions(self._source)}
         there = versions(self._target)
         for number in there:
-            # Versions that were deleted here and not there yet are older than all that are left.
+            # Versions that were deleted locally but not remotely yet are older than all remaining ones.
             is_deleted = bool(own) and number < min(own) and max(there) in own
             if not is_deleted and own.get(number) != load(self._target, number).dataset_id:
                 raise _taken(number)
 
     def claim(self, version: int, plan_digest: str) -> None:
-        """Take the address for one version of one plan; whoever has the same plan may share it.
+        """Claim the address for one version of one plan; jobs with the same plan may share it.
 
         Raises:
-            ConfigError: Another plan has it.
+            ConfigError: Another plan has claimed it.
             StorageError: It cannot be reached.
         """
         path = f"claim-{version:06d}.json"
@@ -189,29 +182,29 @@ class Uploader:
         except AlreadyExistsError:
             if self._target.read(path) != claim:
                 raise ConfigError(
-                    "upload_to must be claimed by no other job, got one with other inputs or settings; name "
-                    f"another address, or remove its objects and {path} if it will not go on."
+                    "upload_to is claimed by a job with other inputs or settings; name another address, or remove "
+                    f"its objects and {path} if it will not be resumed."
                 ) from None
         write_publish_target(self._workspace, self._publish_target)
 
     def has_shard(self, record: Mapping[str, Any]) -> bool:
-        """Tell whether a shard of a former run was sent, read back and marked, and is not needed here.
+        """Return whether a shard of an earlier run was uploaded and read back, and is not needed locally.
 
         Args:
-            record: What `shardflow.packing.studies.assembly` wrote of it.
+            record: Record of the shard, see `shardflow.packing.studies.assembly`.
         """
         entries = _entries(record)
         return not self._publish_target.keeps_local and bool(entries) and all(map(self._is_marked, entries))
 
     def add_shard(self, record: Mapping[str, Any]) -> None:
-        """Begin to send a shard that stands; a failure of an earlier one is raised here.
+        """Start to upload a finished shard, and raise failures of earlier uploads.
 
         Args:
-            record: What `shardflow.packing.studies.assembly` wrote of it.
+            record: Record of the shard, see `shardflow.packing.studies.assembly`.
 
         Raises:
-            StorageError: Something could not be sent.
-            ChecksumError: Another object stands where a shard should go.
+            StorageError: An upload failed.
+            ChecksumError: Another object exists under the name of a shard.
         """
         self._begin(str(record["name"]), _entries(record))
         self._raise_failures(only_done=True)
@@ -220,10 +213,10 @@ class Uploader:
             self._raise_failures(only_done=True)
 
     def fetch(self, shard: ShardEntry) -> None:
-        """Bring the files of a shard into the output folder, checked, where they are not.
+        """Download the files of a shard that are missing in the output folder, and verify them.
 
         Raises:
-            ChecksumError: They are not what the manifest says.
+            ChecksumError: They differ from the manifest.
             StorageError: They cannot be read or written.
         """
         for entry in (shard.index, shard.file):
@@ -231,11 +224,11 @@ class Uploader:
                 copy_object(self._target, self._source, entry)
 
     def send(self, shard: ShardEntry) -> None:
-        """Send a shard now, whole."""
+        """Upload a shard, and wait for it."""
         self._send_all((shard.file, shard.index))
 
     def release(self, shard: ShardEntry) -> None:
-        """Remove the files of a shard that is there from the output folder, if it is to hold none.
+        """Remove the files of an uploaded shard from the output folder, if it is to hold none.
 
         Raises:
             StorageError: They cannot be removed.
@@ -244,36 +237,36 @@ class Uploader:
             self._unlink((shard.file, shard.index))
 
     def wait(self) -> None:
-        """Wait for all that has begun.
+        """Wait for all started uploads.
 
         Raises:
-            StorageError: Something could not be sent.
-            ChecksumError: Another object stands where one of these should go.
+            StorageError: An upload failed.
+            ChecksumError: Another object exists under the name of a file.
         """
         self._raise_failures(only_done=False)
 
     def finish(self) -> None:
-        """Send what is left of every version in the output folder, and then the manifests.
+        """Upload the rest of every version in the output folder, and then the manifests.
 
         Raises:
-            ConfigError: Another dataset has come to stand there meanwhile.
-            StorageError: Something could not be sent.
-            ChecksumError: Another object stands where one of these should go.
+            ConfigError: Another dataset has been published there meanwhile.
+            StorageError: An upload failed.
+            ChecksumError: Another object exists under the name of a file.
         """
         write_publish_target(self._workspace, self._publish_target)
         manifests = {number: load(self._source, number) for number in versions(self._source)}
         sent = {number: load(self._target, number) for number in versions(self._target)}
-        # What a manifest there names was there before the manifest was.
-        stands = {entry for manifest in sent.values() for entry in manifest.files()}
+        # Files of a published manifest were uploaded before it.
+        uploaded = {entry for manifest in sent.values() for entry in manifest.files()}
         for number, manifest in manifests.items():
             if number in sent and sent[number].dataset_id == manifest.dataset_id:
                 continue
             shards = {entry for shard in manifest.shards for entry in (shard.file, shard.index)}
             for shard in manifest.shards:
-                if shard.file not in stands or shard.index not in stands:
+                if shard.file not in uploaded or shard.index not in uploaded:
                     self._begin(shard.name, (shard.file, shard.index))
             for entry in manifest.files():
-                if entry not in shards and entry not in stands:
+                if entry not in shards and entry not in uploaded:
                     self._begin(entry.path, (entry,))
         self.wait()
         for number, manifest in sorted(manifests.items()):
@@ -282,9 +275,9 @@ class Uploader:
             self._release_all(manifests.values())
 
     def erase_unnamed(self) -> None:
-        """Delete, at the address, versions that were deleted here, and all that no version here names.
+        """Delete, at the address, versions that were deleted locally, and files that no local version names.
 
-        Among that may be what a job sent that was stopped and never published.
+        This includes uploads of a job that was interrupted and never published.
 
         Raises:
             StorageError: Something cannot be deleted.
@@ -299,7 +292,7 @@ class Uploader:
         for path in self._target.list(""):
             if path.startswith(_OWN_FOLDERS) and path not in named:
                 erase(self._target, path)
-        # Counts and entities for readers of those versions, sample by sample.
+        # Token counts and entity views belong to single versions.
         current = {manifest.dataset_id for manifest in manifests} | view_digests(self._target, manifests)
         for path in [*self._target.list("tokens/"), *self._target.list("views/")]:
             if path.split("/")[2:3] and path.split("/")[2] not in current:
@@ -320,9 +313,7 @@ class Uploader:
             return
         is_new = copy_object(self._source, self._target, entry)
         if is_new and not self._publish_target.keeps_local and not object_stands(self._target, entry):
-            raise StorageError(
-                f"{entry.path} must stand where it was sent, found nothing; run the job again."
-            )
+            raise StorageError(f"{entry.path} is missing at its address after the upload; run the job again.")
         mark = self._mark(entry)
         mark.parent.mkdir(parents=True, exist_ok=True)
         write_plainly(mark, self._facts(entry), mode=0o644)
@@ -343,21 +334,19 @@ class Uploader:
             return False
 
     def _unlink(self, entries: Iterable[FileEntry]) -> None:
-        try:
+        with storing("removing an uploaded shard"):
             for entry in entries:
                 (self._workspace.output / entry.path).unlink(missing_ok=True)
-        except OSError as error:
-            raise storage_error("removing a shard that was sent", error) from None
 
     def _release_all(self, manifests: Iterable[Manifest]) -> None:
-        """Remove shards that lie here since shards were kept here; each is compared with what is there."""
+        """Remove local shards from before `keep_local` was turned off, after checking their uploads."""
         for manifest in manifests:
             for shard in manifest.shards:
                 entries = (shard.file, shard.index)
                 if any((self._workspace.output / entry.path).exists() for entry in entries):
                     for entry in entries:
                         if not object_stands(self._target, entry):
-                            raise StorageError(f"{entry.path} must stand where it was sent, found nothing.")
+                            raise StorageError(f"{entry.path} is missing at its address.")
                     self._unlink(entries)
 
     def _unfinished(self) -> list[Future[None]]:
@@ -378,10 +367,10 @@ class Uploader:
 
 @contextmanager
 def uploader_of(workspace: Workspace) -> Iterator[Uploader | None]:
-    """Open the way to where a dataset was sent; None if it never was.
+    """Open the uploader of a published dataset; None if it has no publish target.
 
     Raises:
-        ConfigError: Another dataset is there.
+        ConfigError: The address holds another dataset.
         StorageError: It cannot be reached.
     """
     publish_target = read_publish_target(workspace)
@@ -394,7 +383,7 @@ def uploader_of(workspace: Workspace) -> Iterator[Uploader | None]:
 
 
 def _entries(record: Mapping[str, Any]) -> tuple[FileEntry, ...]:
-    """The files of a shard by its record; none where no study of it could be packed."""
+    """Return the files of a shard; none if none of its studies could be packed."""
     return tuple(
         FileEntry(path=f"shards/{record['name']}.{suffix}", **entry)
         for suffix, entry in (("tar", record["tar"]), ("idx", record["index"]))
@@ -404,6 +393,6 @@ def _entries(record: Mapping[str, Any]) -> tuple[FileEntry, ...]:
 
 def _taken(number: int) -> ConfigError:
     return ConfigError(
-        f"upload_to must hold nothing, or versions of the dataset in output, got another version {number}; "
+        f"upload_to must be empty or hold versions of the dataset in output, got another version {number}; "
         "name another address."
     )

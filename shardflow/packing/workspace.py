@@ -1,20 +1,9 @@
-"""Packing in tasks: which of several tasks this is, and which headers it reads first.
+"""Workspace of a packing job: its folders, the locks on them, array tasks, and the crash log.
 
-Every task comes to the same plan by itself, from the header rows that all of them share. No task waits for
-another: one that finds header rows missing reads those files itself.
-
-The folders of a job: the dataset's, the hidden work folder inside it, and the private one beside it.
-
-Owns who may write there (one job at a time) and what may be there. The dataset's folder only ever holds the
-manifests, ``shards/``, ``samples/``, ledgers, pages, ``tokens/``, ``views/`` and, while a job runs or
-was killed, ``.work/``. The private folder holds identifiers; nothing of it is ever copied into the dataset.
-
-Deaths of packing processes, recorded as inputs of every later run.
-
-Whether a study runs into a memory limit, a deadline or a crash may depend on the machine and the moment. So
-the first such death only asks for a second try, alone; the second one is written down in the private folder,
-and from then on it is what is known of that input: a re-run quarantines it without trying and comes to the
-same bytes (see docs/adr/0031-packing-processes.md). To try again, remove the line.
+One job at a time may write into a dataset's folder and its private folder; the array tasks of one job share
+them. The dataset's folder only ever holds manifests, ``shards/``, ``samples/``, ledgers, pages, ``tokens/``,
+``views/`` and, while a job runs or after it was killed, ``.work/``. The private folder holds identifiers;
+nothing in it is ever copied into the dataset.
 """
 
 from __future__ import annotations
@@ -34,6 +23,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.reasons import Reason
+from shardflow.format.writer import storing
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import is_temporary_name
 
@@ -43,11 +33,29 @@ if TYPE_CHECKING:
     from shardflow.packing.engines.base import Failure
 
 _MAX_TASKS: Final = 100_000
+_WORK: Final = ".work"
+_LOCK_TRIES: Final = 100
+_OWN_NAMES: Final = (
+    "manifest-",
+    "shards",
+    "samples",
+    "ledger",
+    "report.html",
+    "report-0",
+    "tokens",
+    "views",
+    _WORK,
+)
+"""First letters of every name that may exist in a dataset's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayTask:
-    """One task of several: the ``index``-th of ``count``, from 0."""
+    """One of the tasks that share a job: number ``index`` of ``count``, counted from 0.
+
+    Every task computes the same plan on its own from header rows that all tasks share. No task waits for
+    another: a task that finds header rows missing reads those files itself.
+    """
 
     index: int
     count: int
@@ -63,26 +71,26 @@ class ArrayTask:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``"3/8"``.
+        """Parse ``"3/8"``.
 
         Raises:
-            ConfigError: It is no such text.
+            ConfigError: The text is not of this form.
         """
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         if match is None:
-            raise ConfigError("a task must be i/n, such as 0/8, got another text; tasks count from 0.")
+            raise ConfigError("a task must be i/n, such as 0/8, with i counted from 0; correct it.")
         return cls(int(match[1]), int(match[2]))
 
     @property
     def name(self) -> str:
-        """Name of its files: ``task-00003-of-00008``."""
+        """Stem of the task's file names: ``task-00003-of-00008``."""
         return f"task-{self.index:05d}-of-{self.count:05d}"
 
     def order(self, batches: Sequence[int]) -> list[int]:
-        """Order the batches of the header pass: its own part first, then those of the others.
+        """Order the batches of the header pass: the task's own part first, then those of the other tasks.
 
-        The others' are read back, where they are there. In an order of its own for each task: tasks that read
-        for one that does not run share its work, and do not meet in the same batch.
+        Batches that another task has finished are only loaded. Each task visits the rest in an order of its
+        own, so that tasks that cover for a missing one divide its batches among themselves.
         """
         start, stop = (len(batches) * edge // self.count for edge in (self.index, self.index + 1))
         others = [*batches[:start], *batches[stop:]]
@@ -90,43 +98,28 @@ class ArrayTask:
         return [*batches[start:stop], *others]
 
 
-_WORK: Final = ".work"
-_LOCK_TRIES: Final = 100
-_OWN_NAMES: Final = (
-    "manifest-",
-    "shards",
-    "samples",
-    "ledger",
-    "report.html",
-    "report-0",
-    "tokens",
-    "views",
-    _WORK,
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where everything lies while a job runs."""
+    """Paths of everything that a job writes."""
 
     output: Path
     private: Path
     array_task: ArrayTask | None = None
-    """The task that this is, of a job in tasks."""
+    """The array task that this process is; None for a whole job."""
 
     @property
     def work(self) -> Path:
-        """Hidden folder for what is not yet, or never will be, part of the dataset; removed at the end."""
+        """Hidden folder for what is not part of the dataset (yet); removed when the job ends."""
         return self.output / _WORK
 
     @property
     def fragments(self) -> Path:
-        """Packed studies that wait for their shard."""
+        """Packed studies, waiting to be assembled into shards."""
         return self.work / "fragments"
 
     @property
     def records(self) -> Path:
-        """What is known of each shard that stands."""
+        """One JSON record for each finished shard."""
         return self.work / "shards"
 
     @property
@@ -136,16 +129,16 @@ class Workspace:
 
     @property
     def reports(self) -> Path:
-        """Texts of the reports, one after another; private. Every task writes its own."""
+        """Report texts, concatenated; private. Every array task writes its own file."""
         return self.private / (
             "reports.bin" if self.array_task is None else f"reports-{self.array_task.name}.bin"
         )
 
     @property
     def crash_log(self) -> Path:
-        """Studies and files that ended their process twice; private, an input of every run.
+        """Studies and files that crashed their process twice; private, an input of every later run.
 
-        Every task writes its own file: appending from several machines to one is not safe everywhere.
+        Every array task appends to its own file: not every file system supports appends from several machines.
         """
         if self.array_task is None:
             return self.private / "resource_outcomes.jsonl"
@@ -153,47 +146,47 @@ class Workspace:
 
     @property
     def process_log(self) -> Path:
-        """What packing processes say while they start, and where in the code they crashed; private."""
+        """Standard error of starting packing processes, and stack traces of crashes; private."""
         return self.private / "packing-processes.log"
 
     @property
     def uploaded(self) -> Path:
-        """Marks of the files that an object store has."""
+        """Marks of files that were uploaded."""
         return self.work / "uploaded"
 
     @property
     def tasks(self) -> Path:
-        """Locks of tasks, and how many they are."""
+        """Locks of the array tasks, and their count."""
         return self.work / "tasks"
 
     @property
     def num_tasks(self) -> int | None:
-        """Into how many tasks the job was divided; None where no task has run."""
+        """Number of array tasks of the job; None if none has run."""
         return _read_count(self.tasks)
 
     @property
     def retry_mark(self) -> Path:
-        """Says which version a `retry` has begun with; private."""
+        """Name of the version that a `retry` started from; private."""
         return self.private / "retrying"
 
     @property
     def unfinished(self) -> str | None:
-        """What kind of job, beside a first packing, was stopped here; None where none was."""
+        """Kind of the interrupted job, other than a first packing; None if there is none."""
         try:
             return (self.work / "job").read_text(encoding="ascii").strip() or None
         except OSError:
             return None
 
     def begin(self, kind: str) -> None:
-        """Say what kind of job works here, for whoever finds its work folder."""
+        """Record the kind of job, so that the next job knows what was interrupted."""
         write_plainly(self.work / "job", kind.encode("ascii"), mode=0o644)
 
     def private_ledger(self, plan_digest: str) -> Path:
-        """The way back from surrogates to input paths; private."""
+        """Private ledger of a plan: maps surrogates back to input paths."""
         return self.private / f"inputs-{plan_digest[:16]}.jsonl"
 
     def remove_work(self) -> None:
-        """Remove the work folder, what killed writers left, and the private spools: nothing needs them."""
+        """Remove the work folder, temporary files of killed writers, and the private spools."""
         for folder in (self.output, self.output / "shards", self.output / "samples", self.private):
             for path in folder.glob("*"):
                 if is_temporary_name(path.name):
@@ -208,7 +201,7 @@ class Workspace:
                 shutil.rmtree(entry)
             elif entry != lock:
                 entry.unlink()
-        # The lock goes last: from then on another job may have one here, and with it the folder.
+        # The lock goes last: once it is gone, another job may create its own, and with it the folder.
         lock.unlink(missing_ok=True)
         with suppress(OSError):
             self.work.rmdir()
@@ -223,32 +216,27 @@ def locked_workspace(
     writes_output: bool = True,
     array_task: ArrayTask | None = None,
 ) -> Iterator[Workspace]:
-    """Make the folders and hold the only right to write into them.
+    """Create the folders and hold the exclusive right to write into them.
 
     Args:
         output: Folder of the dataset.
         private: The private folder.
-        inputs: Folders that both must lie apart from.
-        writes_output: Whether the job may write into ``output``; one that may not only holds ``private``.
-        share: The task that this is: tasks share the folders with each other, and with nobody else.
+        inputs: Input folders; neither of the above may overlap with them.
+        writes_output: Whether the job writes into ``output``; without, only ``private`` is locked.
+        array_task: The array task that this is; tasks share the locks with each other, and with nobody else.
 
     Raises:
-        ConfigError: The folders are not as they must be, or another job holds the right.
-        StorageError: They cannot be made.
+        ConfigError: A folder is unsuitable, or another job holds the lock.
+        StorageError: The folders cannot be created.
     """
     output, private = output.absolute(), private.absolute()
     _check_apart(output, private, inputs)
     _check_contents(output)
     workspace = Workspace(output, private, array_task)
-    try:
+    with storing("creating output and private_dir"):
         private.mkdir(parents=True, exist_ok=True, mode=0o700)
         if writes_output:
             output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"output and private_dir must be folders that can be made, got {type(error).__name__}; "
-            "correct them."
-        ) from None
     if stat.S_IMODE(private.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError("private_dir must be closed to group and others; run chmod 700 on it.")
     with ExitStack() as locks:
@@ -258,56 +246,47 @@ def locked_workspace(
         if array_task is not None:
             locks.enter_context(_lock(workspace.tasks / f"{array_task.name}.lock", f"task {array_task}"))
             _agree_on_count(workspace.tasks, array_task)
-        try:
+        with storing("creating the work folders"):
             if writes_output:
                 for folder in (workspace.fragments, workspace.records):
                     folder.mkdir(parents=True, exist_ok=True)
             workspace.headers.mkdir(exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise storage_error("making the work folders", error) from None
         yield workspace
 
 
 def write_plainly(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Write a file of the work or private folder: whole or not at all, but not forced to the disk.
+    """Write a file of the work or private folder atomically, without forcing it to disk.
 
-    What a power cut takes of it is made again; its readers check what they read.
+    Readers verify what they read, and whatever a power cut destroys is made again.
 
     Raises:
-        StorageError: No space, or no permission.
+        StorageError: There is no space, or no permission.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        temporary.replace(path)
-    except OSError as error:
+        with storing("writing a work file"):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            temporary.replace(path)
+    except StorageError:
         temporary.unlink(missing_ok=True)
-        raise storage_error("writing a work file", error) from None
-
-
-def storage_error(action: str, error: OSError) -> StorageError:
-    """Say what failed without a path: work files are named after surrogates, but folders after people."""
-    reason = os.strerror(error.errno) if error.errno else type(error).__name__
-    return StorageError(
-        f"{action} must succeed, got: {reason}; make room or repair it, and run the job again."
-    )
+        raise
 
 
 def _check_apart(output: Path, private: Path, inputs: tuple[Path, ...]) -> None:
     resolved_output, resolved_private = output.resolve(), private.resolve()
     if resolved_private.is_relative_to(resolved_output) or resolved_output.is_relative_to(resolved_private):
         raise ConfigError(
-            "private_dir must lie outside output, and output outside private_dir; move one of them."
+            "private_dir must be outside output, and output outside private_dir; move one of them."
         )
     for index, root in enumerate(inputs):
         resolved = root.resolve()
         for name, own in (("output", resolved_output), ("private_dir", resolved_private)):
             if own.is_relative_to(resolved) or resolved.is_relative_to(own):
                 raise ConfigError(
-                    f"{name} must lie apart from the input folders (number {index + 1}), got one inside the "
-                    "other; move it."
+                    f"{name} must not overlap with the input folders, but one of it and input folder {index + 1} "
+                    f"is inside the other; move {name}."
                 )
 
 
@@ -315,7 +294,7 @@ def _check_contents(output: Path) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise ConfigError("output must be a folder, got a file; name another place.")
+        raise ConfigError("output must be a folder, got a file; name another folder.")
     foreign = [
         entry
         for entry in output.iterdir()
@@ -324,7 +303,7 @@ def _check_contents(output: Path) -> None:
     if foreign:
         raise ConfigError(
             f"output must be new, empty or a dataset, got a folder with {len(foreign)} other entries; "
-            "name another place."
+            "name another folder."
         )
 
 
@@ -336,46 +315,45 @@ def _read_count(folder: Path) -> int | None:
 
 
 def _agree_on_count(folder: Path, array_task: ArrayTask) -> None:
-    """Let all tasks be of one division: of two, tasks could remove each other's fragments."""
+    """Refuse tasks of different counts: they could remove each other's fragments."""
     if _read_count(folder) is None:
         write_plainly(folder / f"count-{array_task.name}", str(array_task.count).encode("ascii"), mode=0o644)
-        # A link, unlike a rename, leaves what another task has put there meanwhile.
+        # Unlike a rename, a link never replaces what another task has written meanwhile.
         with suppress(FileExistsError):
             (folder / "count").hardlink_to(folder / f"count-{array_task.name}")
         (folder / f"count-{array_task.name}").unlink(missing_ok=True)
     count = _read_count(folder)
     if count != array_task.count:
         raise ConfigError(
-            f"the tasks of a job must be of one number, got {array_task} after tasks of {count}; go on with "
-            f"--task i/{count}, or finish with `shardflow pack` alone, which takes over what stands."
+            f"all tasks of a job must have the same count, got {array_task} after tasks of {count}; continue with "
+            f"--task i/{count}, or finish with plain `shardflow pack`, which keeps what is packed."
         )
 
 
 @contextmanager
 def _lock(path: Path, name: str, *, is_shared: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel drops when this process ends, however it ends."""
+    """Hold a lock that the kernel releases when this process ends, however it ends."""
+    mode = (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     for _ in range(_LOCK_TRIES):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:
-            continue  # the job that held it has just ended and removed the folder
-        except OSError as error:
-            raise storage_error(f"locking {name}", error) from None
-        try:
+        with storing(f"locking {name}"):
             try:
-                fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise storage_error(f"locking {name}", error) from None
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                continue  # the job that held it has just ended and removed the folder
+        try:
+            with storing(f"locking {name}"):
+                try:
+                    fcntl.flock(descriptor, mode)
+                except BlockingIOError:
+                    break
             if not _is_same_file(descriptor, path):
                 continue  # the job that held it has just ended and removed it
             yield
             return
         finally:
             os.close(descriptor)
-    raise ConfigError(f"{name} must be used by one job at a time, got a running one; wait for it.")
+    raise ConfigError(f"another job is using {name}; wait until it ends.")
 
 
 def _lock_path(output: Path) -> Path:
@@ -389,14 +367,12 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-_REASONS: Final[dict[str, Reason]] = {
+_REASONS: Final[dict[Failure, Reason]] = {
     "failed": Reason.WORKER_FAILED,
     "killed": Reason.WORKER_KILLED,
     "out_of_memory": Reason.WORKER_OUT_OF_MEMORY,
     "timeout": Reason.WORKER_TIMEOUT,
 }
-
-
 _CONVERSION: Final = "/convert"
 _PATTERN: Final = "resource_outcomes*.jsonl"
 
@@ -407,15 +383,20 @@ def reason_of_failure(failure: Failure) -> Reason:
 
 
 def conversion_of(surrogate: str) -> str:
-    """Return what the conversion of an attachment is recorded as: the file itself can be read."""
+    """Return the name under which a crash in the conversion of an attachment is logged."""
     return f"{surrogate}{_CONVERSION}"
 
 
 class CrashLog:
-    """The recorded outcomes of one private folder.
+    """Log of inputs that crashed their packing process, an input of every later run.
+
+    Whether a study exceeds a memory limit or a deadline may depend on the machine and the moment. The first
+    crash only causes a second try, alone; the second one is logged in the private folder. From then on it is
+    a known fact about that input: a rerun quarantines it without trying, and produces identical bytes
+    (docs/adr/0031). To try again, remove the line.
 
     Args:
-        path: The JSONL file to add to; need not exist. What tasks have recorded beside it is known too.
+        path: JSONL file to append to; need not exist. Files of array tasks beside it are read too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -423,23 +404,21 @@ class CrashLog:
         self._known: dict[tuple[str, int], str] = {}
         for path in self._paths():
             for record in read_events(path):
-                if record.get("event") == "resource_outcome" and record.get("reason") in set(
-                    _REASONS.values()
-                ):
+                if record.get("event") == "resource_outcome" and record.get("reason") in _REASONS.values():
                     self._known[str(record.get("input")), int(record.get("num_bytes", -1))] = record["reason"]
 
     def __len__(self) -> int:
         return len(self._known)
 
     def find(self, surrogate: str, num_bytes: int) -> str | None:
-        """Return the recorded reason of a file or study, by surrogate and input size; None without one."""
+        """Return the logged reason of a file or study, by surrogate and input size, or None."""
         return self._known.get((surrogate, num_bytes))
 
     def lift(self, surrogates: Container[str]) -> None:
-        """Forget what is recorded of files, their conversions and studies, so that they are tried again.
+        """Remove the entries of files, their conversions and studies, so that they are tried again.
 
         Raises:
-            StorageError: The file cannot be written.
+            StorageError: The log cannot be written.
         """
         kept = {
             key: reason
@@ -461,10 +440,10 @@ class CrashLog:
         self._known = kept
 
     def add(self, surrogate: str, num_bytes: int, reason: str) -> None:
-        """Record an outcome, durably.
+        """Append an entry, durably.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The log cannot be written.
         """
         with EventLog(self._path, mode=0o600) as log:
             log.write("resource_outcome", input=surrogate, num_bytes=num_bytes, reason=str(reason))

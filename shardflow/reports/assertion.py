@@ -40,7 +40,7 @@ class PhraseIndex(Generic[T]):
     """
 
     def __init__(self, phrases: Mapping[str, T]) -> None:
-        # The blanks around a phrase are its word boundaries; neighbours share one.
+        # The blanks around a phrase are its word boundaries; neighbors share one.
         self._automaton: Any = ahocorasick.Automaton()
         for phrase, value in phrases.items():
             self._automaton.add_word(f" {phrase} ", (len(phrase), value))
@@ -152,7 +152,7 @@ def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
 def coordinate(
     tokens: Tokens, entities: Sequence[Match[ConceptKind]], cues: Sequence[Match[Cue]]
 ) -> list[bool]:
-    """Say of each neighbouring pair of one sentence's findings whether they are items of one list."""
+    """Say of each neighboring pair of one sentence's findings whether they are items of one list."""
     blocked = {number for cue in cues for number in range(cue.first, cue.last) if cue.value.effect != "none"}
     links: list[str] = []
     for before, after in pairwise(entities):

@@ -444,7 +444,7 @@ def _findings(tokens: Tokens, begin: int, concepts: Sequence[Match[Concept]]) ->
 
 
 def _merge(found: list[Match[Concept]]) -> list[Match[Concept]]:
-    """Make one finding of those that overlap or are neighbours ("ground-glass nodule"); the last names it."""
+    """Make one finding of those that overlap or are neighbors ("ground-glass nodule"); the last names it."""
     merged: list[Match[Concept]] = []
     for one in sorted(found, key=lambda one: (one.first, one.last)):
         if merged and one.first <= merged[-1].last:

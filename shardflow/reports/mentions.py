@@ -270,7 +270,7 @@ def _owners(text: str, atoms: list[Atom]) -> list[int | None]:
 
 def _far_owner(text: str, atoms: list[Atom], owners: list[int | None], number: int) -> int | None:
     """Find the series of an image that has none beside it."""
-    # "image 45 and image 47 of series 3": what a neighbour's series is, is the image's too.
+    # "image 45 and image 47 of series 3": what a neighbor's series is, is the image's too.
     following = owners[number + 1] if number + 1 < len(atoms) else None
     if following is not None and following > number:
         gap = text[atoms[number].end : atoms[number + 1].start]
@@ -310,7 +310,7 @@ def _is_image_first(text: str, atoms: list[Atom]) -> bool:
 
 
 def _groups(owners: list[int | None]) -> list[int]:
-    """Number the atoms so that neighbours of which one is the other's series share a number."""
+    """Number the atoms so that neighbors of which one is the other's series share a number."""
     groups = list(range(len(owners)))
     for number in range(1, len(owners)):
         if owners[number] == number - 1 or owners[number - 1] == number:

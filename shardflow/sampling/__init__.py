@@ -1,8 +1,8 @@
-"""Epoch plans: pure integers that say, before step 0, which samples make which step.
+"""Sampling: epoch plans in pure integers, which state before step 0 which samples make which step.
 
-Owns: the order of an epoch, micro-batches, steps, who runs what, and where a run stands. Does not own: any
-byte, file, clock or process. Invariant: the samples of step k depend on dataset, seed, epoch and batch spec
-only, never on the world size, the workers or the machine.
+Covers the order of an epoch, micro-batches, steps, rank schedules and positions; touches no byte, file,
+clock or process. The samples of step k depend on dataset, seed, epoch and batch spec only, never on the
+world size, the workers or the machine.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""What a loader state says of a blend: enough to open its components again, and to name a changed one.
+"""Blends: epochs that draw a given number of samples from each of several components.
 
-Shares in whole numbers: draws of a component from repeats or weights, and draws of its parts.
-
-Exact fractions throughout, so that every machine finds the same numbers.
-
-Blends: an epoch that draws from several datasets, or several parts of one, so many times from each.
-
-Component c is drawn from ``count`` times an epoch. Its draws are counted over all epochs: draw k of epoch e
+Component c is drawn from ``count`` times per epoch, and draws are counted over all epochs: draw k of epoch e
 is number ``e * count + k``. Draws go through the component's samples pass after pass, each pass in another
-order, so a repeat that ends in the middle of a pass goes on there in the next epoch, and over any number of
-epochs every sample of a component is drawn equally often, but for one.
+order, so a repeat that ends within a pass continues there in the next epoch, and over any number of epochs
+all samples of a component are drawn equally often, within one. Shares are exact fractions, so every machine
+computes the same counts.
 
-Three numberings: a *draw* of an epoch, 0 to ``num_draws - 1``; the *number* of a sample among all components'
-chosen samples, which the layout speaks of; and the *blended row*, which counts the rows of all components'
-samples tables one after another, and which the plan hands out.
+Three numberings: a *draw* of an epoch, 0 to ``num_draws - 1``; the *number* of a sample among the chosen
+samples of all components, used by the layout; and the *blended row*, which counts the rows of all
+components' samples tables one after another and is what the plan returns.
+
+`ComponentState` is what a loader state keeps of a component: enough to reopen it, and to name one that
+changed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Lanes of a blend: the draws of all components laid in a line and cut into equal parts.
+"""Lanes of a blend: the draws of all components in one sequence, cut into equal parts.
 
-The line holds one component after the other, each as long as its draws of an epoch, so a lane holds a part of
-one component, or the end of one and the start of the next. The part's samples are its own in every epoch.
-Neighbouring numbers of lanes lie far apart on the line: any few of them hold all components in about their
-shares, and as steps take from lanes in turn, so does every step.
+The sequence holds one component after the other, each as long as its draws of an epoch, so a lane covers
+part of one component, or the end of one and the start of the next. The samples of a lane are the same in
+every epoch. Lanes with neighboring numbers are far apart in the sequence: any few of them contain all
+components in about their shares, and since steps take from lanes in turn, so does every step.
 
 A part walks its own samples pass after pass, in chunks, like the lane of a single dataset. In an epoch it
-gives its share of the component's draws, whole chunks but for the first and the last one. So a node reads the
-same shards in every epoch, and of a component that is drawn from 0.3 times only 0.3 of them.
+gives its share of the component's draws, whole chunks except for the first and last. So a node reads the
+same shards in every epoch, and only 0.3 of the shards of a component that is repeated 0.3 times.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""What a sample costs: a declared rule over facts, in integers, so that every machine finds the same number.
+"""Token budgets: the declared cost of a sample, and how many samples of a window make a micro-batch.
 
-The index stores facts, never cost, because cost depends on the tokenizer, the view and the model. Text tokens
-are estimated from the bytes of the report, unless the rule names a tokenizer whose counts lie beside the
-dataset.
+Cost is a rule over facts, in integers, so every machine computes the same number. The index stores facts,
+never cost, because cost depends on tokenizer, view and model. Text tokens are estimated from the bytes of
+the report unless the rule names a tokenizer whose counts are stored beside the dataset.
 
-The token budget: how many of a window's samples make a micro-batch.
-
-Samples are taken from the longest to the shortest, so those of one micro-batch are of nearly equal length and
-little is padded; where a micro-batch ends follows from the lengths of the window alone. A first filling says
-how many micro-batches a window needs; a second one, with a smaller budget, makes them equally full, so that
-no rank waits for the others because its micro-batch is the last and least of its window.
+Samples are taken from longest to shortest, so the samples of a micro-batch have nearly equal lengths and
+little is padded. Where a micro-batch ends follows from the lengths of the window alone. A first pass counts
+the micro-batches of a window; a second one, with a smaller budget, fills them equally, so that no rank waits
+because its micro-batch is the last and smallest of a window.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The windows of lanes under a token budget: how many micro-batches each has, and which samples those hold.
+"""Micro-batches under a token budget: windows filled to the budget, and steps of equal cost.
 
-The count of every window is known before the first step; what a window holds is worked out when it is opened.
+`BudgetWindows` counts the micro-batches of every window before the first step; the contents of a window are
+computed when it is opened.
 
-Micro-batches under a token budget: equal costs meet in a step, whatever lanes they come from.
-
-In a round every lane gives equally many micro-batches. They are ranked by cost, lane by lane, and a step
-takes those of neighbouring ranks from all lanes; then the steps of the round are permuted. The remainder is ranked
-as a whole. A rank opens the windows of its own lanes only.
+`BudgetMicroBatches` orders them. In a round every lane gives the same number of micro-batches. They are
+ranked by cost within their lane, a step takes neighboring ranks from all lanes, and the steps of the round
+are permuted. The remainder is ranked as a whole. A rank opens the windows of its own lanes only.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _WORD_BITS = 62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BudgetWindow:
-    """A window that is open; micro-batches are numbered as its lane walks them."""
+    """An open window; micro-batches are numbered as its lane walks them."""
 
     rows: Int64Array
     """``(n,)`` int64, the longest sample first."""
@@ -85,8 +84,8 @@ class BudgetWindows:
         self._count()
 
     def open(self, lane: int, window: int) -> BudgetWindow:
-        """Return what a window of a lane holds; the newest windows are kept."""
-        return self._open.get((lane, window), lambda: self._materialise(lane, window))
+        """Return the contents of a window; the latest windows are kept."""
+        return self._open.get((lane, window), lambda: self._materialize(lane, window))
 
     def _lengths(self, lane: int, window: int) -> LengthArray:
         """Return the lengths of a window's samples, ``(n,)`` int64, in the order of the lane."""
@@ -100,7 +99,7 @@ class BudgetWindows:
             for window in range(int(lane_windows[lane + 1] - lane_windows[lane]))
         ]
         max_tokens = self._budget.max_tokens
-        # How far a sample is over the budget does not matter, so short words do, which are sorted faster.
+        # How far a sample exceeds the budget does not matter, so short words, which sort faster, are enough.
         word = np.dtype(np.uint16 if max_tokens < 2**16 - 1 else np.uint32)
         # All lengths twice while they are joined, then their sums where padding does not count.
         block = _BLOCK_BYTES // (
@@ -132,9 +131,10 @@ class BudgetWindows:
         found = count_micro_batches(lengths, starts, stops, self._budget)
         self.num_micros[first:last], self._max_tokens[first:last], self._max_samples[first:last] = found
 
-    def _materialise(self, lane: int, window: int) -> BudgetWindow:
+    def _materialize(self, lane: int, window: int) -> BudgetWindow:
         budget, number = self._budget, int(self._windows.lane_windows[lane]) + window
-        # Mixed first and then sorted stably, so that equal lengths meet others in every epoch.
+        # Shuffled first and then sorted stably, so that samples of equal length are grouped anew in every
+        # epoch.
         rows = self._windows.mix(lane, window)
         lengths = budget.cost.lengths(
             {name: self._layout.facts[name][rows] for name in budget.cost.used_facts()}, self._draw
@@ -153,7 +153,7 @@ class BudgetWindows:
             padded=budget.padded,
         )
         count = int(self.num_micros[number])
-        if len(cuts) - 1 != count:  # two ways to one number; they are tested against each other
+        if len(cuts) - 1 != count:  # computed in two ways that tests compare
             raise PlanError(f"a window must have {count} micro-batches, got {len(cuts) - 1}; this is a bug.")
         if not count:
             none = np.zeros(0, np.int64)
@@ -193,7 +193,7 @@ def _longest_first(lengths: Int64Array) -> Int64Array:
 
 
 def weigh_tokens(layout: SampleLayout, budget: TokenBudget) -> Weigh:
-    """Return what gives the tokens of rows."""
+    """Return a function from rows to their tokens."""
 
     def weigh(start: int, stop: int) -> Int64Array:
         return _lengths_of(layout, budget, [(start, stop)]).astype(np.int64, copy=False)
@@ -259,7 +259,7 @@ class BudgetMicroBatches(MicroBatches):
                 f"under the token budget do not fill one step of {per_step}); choose tail 'repeat' or "
                 f"'mask', a smaller budget, or at most {max(1, self.num_micros)} micro_batches_per_step."
             )
-        self._pool_bounds = self._cut_pool(mean)
+        self._remainder_bounds = self._cut_remainder(mean)
         self._orders: Recent[Int64Array] = Recent(2 * self.interleave.num_lanes + 8)
 
     def micro_batch(self, number: int) -> MicroBatch:
@@ -325,9 +325,9 @@ class BudgetMicroBatches(MicroBatches):
             place += size
         return np.argsort(costs, kind="stable")
 
-    # ---- the remainder --------------------------------------------------------------------------------
+    # ---- the remainder ---------------------------------------------------------------------------
 
-    def _cut_pool(self, round_micros: int) -> Int64Array:
+    def _cut_remainder(self, round_micros: int) -> Int64Array:
         """Return the cuts of the remainder's rounds: whole steps each, but for the last."""
         per_step, num_remainder = self._spec.micro_batches_per_step, self.interleave.num_remainder
         num_steps = num_remainder // per_step
@@ -336,7 +336,7 @@ class BudgetMicroBatches(MicroBatches):
         return np.append(numbers * num_steps // num_rounds * per_step, num_remainder)
 
     def _remainder_place(self, number: int) -> tuple[int, int]:
-        bounds = self._pool_bounds
+        bounds = self._remainder_bounds
         round_number = int(np.searchsorted(bounds[:-1], number, side="right")) - 1
         start, stop = bounds[round_number : round_number + 2].tolist()
         order = self._orders.get(
@@ -345,20 +345,20 @@ class BudgetMicroBatches(MicroBatches):
         return self._remainder_entry(int(order[number - start]))
 
     def _remainder_entry(self, entry: int) -> tuple[int, int]:
-        """Return lane and place of an entry of the remainder, which has the end of one lane after the other's."""
+        """Return lane and place of an entry of the remainder, which lists the ends of all lanes."""
         before = self.interleave.remainder_before
         lane = int(np.searchsorted(before, entry, side="right")) - 1
         return lane, self.interleave.num_common + entry - int(before[lane])
 
     def _rank_remainder(self, number: int, start: int, stop: int) -> Int64Array:
-        """Return the entries of a round of the remainder: whole steps of equal cost rank, permuted, then the rest.
+        """Return a round of the remainder: permuted whole steps of equal cost rank, then the rest.
 
         The rest, which tail ``drop`` leaves out, is chosen before anything is ranked, so that no cost is
         more likely to be left out than another.
         """
         per_step, size = self._spec.micro_batches_per_step, stop - start
         key = derive(self._seed, "pool-order", self._epoch, number)
-        mixed = self._pool_order()[start:stop][shuffled(size, key)]
+        mixed = self._remainder_order()[start:stop][shuffled(size, key)]
         num_steps = size // per_step
         if not num_steps:
             return mixed
@@ -372,7 +372,7 @@ class BudgetMicroBatches(MicroBatches):
         key = derive(self._seed, "pool-steps", self._epoch, number)
         return np.concatenate([ranked[shuffled(num_steps, key)].reshape(-1), rest])
 
-    def _pool_order(self) -> Int64Array:
+    def _remainder_order(self) -> Int64Array:
         """Return all entries of the remainder, the lanes side by side, so that a round opens few windows."""
 
         def compute() -> Int64Array:

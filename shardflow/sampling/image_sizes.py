@@ -1,9 +1,7 @@
-"""Into how many tiles an image is cut: from its size alone, so that the plan knows it.
+"""Image sizes: the tiles of an image, and the keyed choice of a size bucket per sample.
 
-Which size of image a sample gets in an epoch: a keyed number, known to the plan before anything is read.
-
-A sample of a large bucket costs more tokens, so the choice is part of the cost rule: the plan and the loader
-draw the same number from (seed, epoch, row of the samples table), each for itself.
+The tiles of an image follow from its size alone. A sample in a large bucket costs more tokens, so the choice
+is part of the cost rule: plan and loader draw the same number from (seed, epoch, row), each for itself.
 """
 
 from __future__ import annotations

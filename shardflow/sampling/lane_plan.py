@@ -1,17 +1,16 @@
-"""Micro-batches of a fixed size from lanes: B neighbours of one lane's line, across its windows.
-
-What the lanes hold beyond their equal parts is collected sample by sample, permuted, and appended, so an
-epoch has the same number of steps, and the same tail, as one without lanes.
-
-An epoch in lanes: what stands between the layout of the samples and the micro-batches of the steps.
+"""Lane plan: the part of an epoch plan between the layout of the samples and the micro-batches of the steps.
 
 ::
 
-    chunks    shards, or parts of them, dealt to L lanes     lanes.LaneMap           once a run
-    windows   the epoch's walk through each lane             windows.LaneWindows
-    micros    B neighbours of a lane                         lane_micros.LaneMicroBatches
-              or a window filled to a budget                 budget_windows, budget_micros
-    rounds    steps take equally from all lanes              rounds.Interleave
+    chunks      shards, or parts of them, dealt to L lanes     LaneMap             once a run
+    windows     the epoch's walk through each lane             LaneWindows
+    micros      B neighbors of a lane                          LaneMicroBatches
+                or a window filled to a budget                 BudgetWindows, BudgetMicroBatches
+    interleave  steps take equally from all lanes              Interleave
+
+With micro-batches of a fixed size, what the lanes hold beyond their equal parts is collected sample by
+sample, permuted, and appended, so an epoch has the same number of steps and the same tail as one without
+lanes.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class LaneMicroBatches(MicroBatches):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneSummary:
-    """What lanes and windows make of one epoch, in numbers."""
+    """Numbers of the lanes and windows of one epoch."""
 
     lanes: int
     window_bytes: int
@@ -121,7 +120,7 @@ class LaneSummary:
         return asdict(self)
 
     def lines(self) -> dict[str, str]:
-        """Return the numbers for people."""
+        """Return the numbers as text by label."""
         return {
             "lanes": (
                 f"{self.lanes:,} of {self.num_chunks:,} chunks, {self.num_windows:,} windows of about "
@@ -133,7 +132,7 @@ class LaneSummary:
 
 
 class BudgetSlots:
-    """The tail of an epoch under a token budget, in numbers; those that need windows opened come when asked.
+    """The tail of an epoch under a token budget; numbers that need open windows are computed on request.
 
     Args:
         micros: The micro-batches.
@@ -209,7 +208,7 @@ class LanePlan:
 
     @classmethod
     def first(cls, layout: SampleLayout, spec: BatchSpec, *, seed: int, epoch: int) -> LanePlan:
-        """Deal the lanes of a run, and plan an epoch of it."""
+        """Cut the lanes of a run, and plan an epoch of it."""
         lanes: Lanes
         weigh = None if spec.budget is None else partial(weigh_tokens, budget=spec.budget)
         if isinstance(layout, BlendLayout):

@@ -1,28 +1,18 @@
-"""A few computed things, kept by their key: bounded, and safe between threads without a lock.
+"""Lanes: a population cut into L equal parts of few shards each, walked window by window.
 
-A lock would be held for ever in a child that was forked while a thread computed. Two threads may compute the
-same thing; neither ever sees half of one.
+Shards are arranged in a keyed order that is cut at L - 1 places: lanes differ by at most a sample, and all
+but L - 1 shards belong to one lane. Neighboring lanes share the shards that are cut, so a node that serves a
+run of lanes reads hardly a shard of another node. The cut depends on dataset, seed and batch spec, never on
+epoch or world, so a node's cache serves every epoch (`LaneMap`).
 
-Lanes: the samples cut into L equal parts, each made of few shards, the same parts in every epoch.
+In an epoch the chunks of a lane follow each other in a new order. A window is the part between two cuts of
+that sequence, near multiples of the window size, and samples are shuffled within a window (`LaneWindows`).
+So a rank keeps few shards open, and a cache knows which.
 
-Shards are laid in a line, in a keyed order, and the line is cut at L - 1 places: lanes differ by a sample,
-and all but L - 1 shards lie in one lane. Neighbouring lanes share the shards that are cut, so a node that
-serves a run of lanes reads hardly a shard that another one reads. The line depends on the dataset, the seed
-and the batch spec, never on the epoch or the world: a node meets the same shards every epoch, and its cache
-pays.
-
-Windows: the walk of an epoch through each lane, so many bytes at a time.
-
-Chunks follow each other in an order of the epoch. A window is what lies between two cuts of that line, near
-multiples of the window size; samples are mixed inside a window. So a rank holds few shards open, and a cache
-knows which.
-
-Interleave: how steps take equally from all lanes, and what becomes of the lanes' uneven ends.
-
-A lane is a line of micro-batches. All lanes give their first T micro-batches to steps, equally many to each
-step as far as the numbers allow; what a lane has beyond T goes to the *remainder*. The world size has no part in it.
-
-How many lanes a population bears: as many as leave little for the remainder, and fill micro-batches well.
+Each lane is a sequence of micro-batches. All lanes give their first T micro-batches to steps, equally many
+to each step as far as the numbers allow; what a lane has beyond T is the *remainder* (`Interleave`). The
+world size has no part in it. `choose_lanes` takes as many lanes as leave a small remainder and fill
+micro-batches well.
 """
 
 from __future__ import annotations
@@ -49,19 +39,22 @@ Weigh = Callable[[int, int], Int64Array]
 CHUNKS_PER_LANE = 32
 """A lane has about this many chunks or more, whose order is another one in each epoch."""
 MOST_LANES = 64
-"""Enough for 64 nodes to read shards of their own; more lanes only keep more windows open."""
+"""Enough for 64 nodes to read shards of their own; more lanes would only keep more windows open."""
 _REMAINDER_PARTS = 20  # at most one twentieth of the samples is in the remainder
-# A lane of fewer micro-batches under a budget pads more than 1 % of report-like lengths, and its longest ones
-# meet no equals.
+# With fewer micro-batches per lane a budget pads more than 1 % of report-like lengths, and the longest ones
+# have no equals in their step.
 _MICRO_BATCHES_PER_LANE = 128
 _PROBED_ROWS = 2**16
 
 
 class Recent(Generic[_Value]):
-    """The newest values by key.
+    """Bounded cache of computed values, safe between threads and forks without a lock.
+
+    A lock would be held forever in a child forked while a thread computed. Two threads may compute the same
+    value; neither ever sees a partial one.
 
     Args:
-        size: How many are kept; the one that was computed first goes first.
+        size: Number of values kept; the oldest is evicted first.
     """
 
     __slots__ = ("_size", "_values")
@@ -76,7 +69,7 @@ class Recent(Generic[_Value]):
         if found is None:
             found = compute()
             if len(self._values) >= self._size:
-                # A copy of the keys is made in one go; one that is gone by now is no loss.
+                # The copy of the keys is atomic; a key that another thread removed meanwhile does no harm.
                 for oldest in list(self._values)[: len(self._values) + 1 - self._size]:
                     self._values.pop(oldest, None)
             self._values[key] = found
@@ -85,7 +78,7 @@ class Recent(Generic[_Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaneWalk:
-    """What a lane holds in an epoch, as pieces of shards in the order of the walk."""
+    """Contents of a lane in an epoch: pieces of shards in the order of the walk."""
 
     first_row: Int64Array
     """``(P,)`` int64, first row of each piece."""
@@ -96,7 +89,7 @@ class LaneWalk:
 
 
 class Lanes(Protocol):
-    """Lanes that can be walked."""
+    """Interface of lanes: of one dataset (`LaneMap`) or of a blend (`BlendLanes`)."""
 
     @property
     def num_lanes(self) -> int:
@@ -107,7 +100,7 @@ class Lanes(Protocol):
         """Chunks of all lanes."""
 
     def walk(self, lane: int, *, seed: int, epoch: int) -> LaneWalk:
-        """Return what a lane holds in an epoch."""
+        """Return the contents of a lane in an epoch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,15 +133,14 @@ class LaneMap:
         weigh: Weigh | None = None,
         targets: Sequence[int] | None = None,
     ) -> LaneMap:
-        """Cut the line of shards.
+        """Cut the ordered shards into lanes.
 
         Args:
             layout: The population.
             num_lanes: L, at least 1.
             seed: Run-level seed.
-            weigh: What the lanes should have equally much of; samples by default.
-            targets: Where the line is cut instead of into equal parts: ``num_lanes - 1`` sums of weights,
-                ascending.
+            weigh: Weights that lanes share equally; every sample weighs the same by default.
+            targets: Cuts in place of equal parts: ``num_lanes - 1`` sums of weights, ascending.
 
         Raises:
             PlanError: The bytes of the layout do not ascend.
@@ -212,7 +204,7 @@ class LaneMap:
         return LaneWalk(*(column[order] for column in found))
 
     def chunks(self, lane: int) -> slice:
-        """Return which chunks a lane has."""
+        """Return the chunks of a lane."""
         return slice(int(self.lane_chunks[lane]), int(self.lane_chunks[lane + 1]))
 
 
@@ -224,7 +216,7 @@ def _weighed_cuts(
     weigh: Weigh,
     targets: Sequence[int] | None,
 ) -> Int64Array:
-    """Return the places of the line, in samples, where the sum of weights reaches the targets."""
+    """Return the positions, in samples, at which the sum of weights reaches the targets."""
     rows = layout.shard_rows.tolist()
     weights = np.array([int(weigh(rows[shard], rows[shard + 1]).sum()) for shard in order.tolist()], np.int64)
     before = sums(weights)
@@ -241,7 +233,7 @@ def _weighed_cuts(
 
 
 def weight_of(layout: SampleLayout, weigh: Weigh | None) -> int:
-    """Return the weight of all samples; their number where nothing weighs them."""
+    """Return the weight of all samples; their number without weights."""
     if weigh is None:
         return layout.num_samples
     rows = layout.shard_rows.tolist()
@@ -249,7 +241,7 @@ def weight_of(layout: SampleLayout, weigh: Weigh | None) -> int:
 
 
 class LaneWindows:
-    """The windows of all lanes in one epoch; nothing is stored per sample but the windows that are open.
+    """The windows of all lanes in one epoch; only open windows take memory per sample.
 
     Args:
         layout: The population.
@@ -330,11 +322,11 @@ class LaneWindows:
         return np.concatenate([np.arange(start, stop) for start, stop in self.pieces(lane, window)])
 
     def mixed_rows(self, lane: int, window: int) -> Int64Array:
-        """Return the rows of a window in the order of the epoch; the newest windows are kept."""
+        """Return the shuffled rows of a window; the latest windows are kept."""
         return self._open.get((lane, window), lambda: self.mix(lane, window))
 
     def mix(self, lane: int, window: int) -> Int64Array:
-        """Return the rows of a window in the order of the epoch."""
+        """Return the shuffled rows of a window."""
         rows = self.rows(lane, window)
         key = derive(self._seed, "window-order", self._epoch, lane, window)
         mixed: Int64Array = rows[shuffled(len(rows), key)]
@@ -362,7 +354,7 @@ class LaneWindows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interleave:
-    """The lanes' equal parts, cut into rounds in which micro-batches of equal cost rank meet.
+    """The equal parts of all lanes, cut into rounds that group micro-batches of equal cost rank.
 
     Always ``num_lane_steps * M == T * L``, and every round is whole steps.
     """
@@ -371,11 +363,11 @@ class Interleave:
     per_step: int
     """M, micro-batches of a step."""
     num_common: int
-    """T, micro-batches that every lane gives."""
+    """T, micro-batches that every lane contributes."""
     bounds: Int64Array
-    """``(R + 1,)`` int64: in round r each lane gives its micro-batches ``[bounds[r], bounds[r + 1])``."""
+    """``(R + 1,)`` int64: round r takes the micro-batches ``[bounds[r], bounds[r + 1])`` of each lane."""
     remainder_before: Int64Array
-    """``(L + 1,)`` int64: how many micro-batches the lanes before each one leave to the remainder."""
+    """``(L + 1,)`` int64: micro-batches in the remainder from the lanes before each one."""
 
     @classmethod
     def of(cls, num_micros: Int64Array, per_step: int, *, round_micros: int) -> Interleave:
@@ -384,7 +376,7 @@ class Interleave:
         Args:
             num_micros: ``(L,)`` int64, micro-batches of each lane.
             per_step: M.
-            round_micros: About how many micro-batches a lane gives in a round, such as a window has; at
+            round_micros: Approximate number of micro-batches per lane and round, such as those of a window; at
                 least 1.
         """
         num_lanes = len(num_micros)
@@ -419,7 +411,7 @@ class Interleave:
 
 
 def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
-    """Return the largest power of two, at most ``MOST_LANES``, at which 5 % or less is in the remainder; else 1.
+    """Return the largest power of two, at most ``MOST_LANES``, with at most 5 % in the remainder; else 1.
 
     Under a token budget a lane also has about 128 micro-batches or more: padding and balance need windows of
     that many. A function of the data and the sizes of a step, and never of the world; the size of a

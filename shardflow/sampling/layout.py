@@ -1,18 +1,12 @@
-"""Chosen rows of a samples table: which they are, the n-th of them, and how many lie before a row.
+"""Sample layout: shards as row ranges with their bytes and facts, for a whole split or for chosen rows.
 
-A subset is a bit a row of the table and a count every 64 rows: 0.19 bytes a row, whatever share is chosen, so
-half of 200 million rows takes 38 MB (as int64 it would take 800). Both questions are answered without a loop
-over rows. Rows without gaps are a ``range`` and need nothing.
+The plan reads no file. Whoever opens a dataset passes columns of its samples table, memory-mapped as they
+are, and nothing here makes a copy that grows with the number of samples.
 
-Where the samples of a population lie: shards as row ranges, and their bytes, all as arrays.
-
-The plan reads no file. Whoever opens a dataset hands in columns of its samples table, memory-mapped ones as
-they are; nothing here makes a copy that grows with the number of samples.
-
-The layout of chosen rows: the numbers of the chosen samples stand where rows stand in a whole split.
-
-Lanes and windows ask for shards, bytes and facts by the number of a sample. For a whole split that is its
-row. For a subset it is its place among the chosen ones, and these columns translate on the way.
+`RowSet` is a subset in 0.19 bytes per row, whatever share is chosen: one bit per row of the table and a
+count every 64 rows. Half of 200 million rows takes 38 MB (800 MB as int64), and neither the n-th chosen row
+nor the rank of a row takes a loop over rows. Rows without gaps are a ``range``. In the layout of a subset
+the number of a chosen sample takes the place of its row; `ChosenColumn` and `EvenOffsets` translate.
 """
 
 from __future__ import annotations

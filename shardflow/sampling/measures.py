@@ -1,10 +1,8 @@
-"""What a plan does to nodes, caches and ranks, measured by walking it.
+"""Plan measures: what a plan costs nodes, caches and ranks, and how well it mixes a blend.
 
-The numbers are there to choose M, budgets and lanes by. No shard is read. Small epochs are walked whole; of
-large ones some steps are, spread over the epoch; what only a whole walk can tell is then left out, bytes are
-scaled, and a node's shards follow from its lanes.
-
-How well a blend is mixed: what each step holds of the components, against what the epoch holds.
+The numbers help to choose M, budgets and lanes. They come from walking the plan; no shard is read. A small
+epoch is walked whole. Of a large one some steps are walked, spread over the epoch: numbers that need the
+whole walk are left out, bytes are scaled, and the shards of a node follow from its lanes.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _MOST_STEPS = 2000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanMeasures:
-    """What was found on the way through an epoch."""
+    """Measures of one epoch."""
 
     walked_share: float
     """Steps that were walked, as a share of all."""
@@ -46,8 +44,8 @@ class PlanMeasures:
     budget_used: float | None
     """Tokens of a micro-batch, as a share of the budget, mean over the epoch."""
     imbalance: float | None
-    """Largest cost over mean cost of the micro-batches of a step: what ranks wait for each other, mean over
-    steps. The last step, which the tail fills, is left out."""
+    """Largest cost over mean cost of the micro-batches of a step: how long ranks wait for each other, mean
+    over steps. The last step, which the tail fills, is left out."""
     imbalance_p99: float | None
     imbalance_max: float | None
     """The same of the worst step."""
@@ -152,7 +150,7 @@ def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
         [[micros.cost(step * per_step + micro) for micro in range(per_step)] for step in steps], np.float64
     )
     cost, tokens, used = found[..., 0], found[..., 1], found[..., 2]
-    # A step that the tail fills up waits for nobody's data but its own.
+    # The step that the tail fills says nothing about the balance of the others.
     full = (np.array(steps) + 1) * per_step <= micros.num_micros
     ratios = cost[full].max(axis=1) / cost[full].mean(axis=1) if full.any() else np.ones(1)
     values = (
@@ -177,7 +175,7 @@ class BlendMix:
     max_deviation: float
     """The farthest that it lies from it in any step."""
     num_steps: int
-    """Steps that were looked at, spread over the epoch."""
+    """Steps that were sampled, spread over the epoch."""
 
     def to_json(self) -> dict[str, object]:
         """Return the numbers as a JSON object."""

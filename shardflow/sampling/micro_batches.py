@@ -1,16 +1,9 @@
-"""Stage 2 of the plan, the slots: how the positions of an epoch fill whole steps, in closed form.
+"""Epoch order, sample slots and fixed-size micro-batches: the first three stages of a plan without lanes.
 
-An epoch has ``num_steps * samples_per_step`` sample slots. Slot ``s`` holds position ``s`` of the order as
-long as there is one; the tail rule says what the slots behind the last position hold.
-
-Stage 1 of the plan, the order: which row of the samples table stands at which position of the epoch.
-
-Here every sample of the population may follow every other one.
-
-Stage 3 of the plan, the micro-batches: sample slots, a fixed number at a time.
-
-Micro-batches are numbered over the whole epoch. Whatever forms them otherwise (by a token budget, window by
-window of a lane) is another class with the same members, and keeps what it has computed as suits it.
+`EpochOrder` shuffles all rows of the population. `EpochSlots` fills whole steps: slot ``s`` of an epoch's
+``num_steps * samples_per_step`` holds position ``s`` of the order while there is one, and the tail rule
+decides about the rest. `FixedMicroBatches` groups B slots at a time. Micro-batches are numbered over the
+whole epoch; other ways to form them (a token budget, lanes) are further subclasses of `MicroBatches`.
 """
 
 from __future__ import annotations

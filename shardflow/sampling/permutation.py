@@ -1,32 +1,24 @@
-"""The gate through which every number enters the plan: exact Python integers inside stated bounds.
+"""Keyed permutation of ``[0, size)`` in constant memory, and checks of the integers that enter a plan.
 
-NumPy integers, such as a count taken from a table, are accepted and become Python integers, so that every
-number that leaves the plan (a summary, a state) can be written as JSON and no product wraps at 64 bits.
+Any position is mapped in constant time, so a resume seeks instead of replaying. A small permutation is a
+sorted table, which reaches every order with equal probability; a network over a handful of numbers cannot. A
+large one cycle-walks an unbalanced Feistel network in mixed radix: ``x`` in ``[0, left * right)`` is the
+pair ``(x // right, x % right)``, and each round adds a keyed hash of one half to the other modulo its radix.
+Rounds are invertible whatever the hash is, so the whole is a bijection. Powers of two with XOR would need a
+domain of up to four times the size, with three of four results walked again; here ``left * right`` exceeds
+the size by less than its square root.
 
-A keyed bijection on a rectangle of integers: an unbalanced Feistel network in mixed radix.
-
-A number ``x`` in ``[0, left * right)`` is the pair ``(x // right, x % right)``. Each round adds a keyed hash
-of one half to the other half, modulo that half's radix. Such a round can be undone whatever the hash is, so
-the whole is a bijection, and no list of ``left * right`` numbers exists anywhere.
-
-Why not powers of two with XOR: their domain can be four times the size that is wanted, and three of four
-results would have to be walked again. Here ``left * right`` exceeds the size by less than its square root.
-
-The constants, the number of rounds and the order of the halves are frozen: they are the order of every epoch
+All arithmetic uses 64-bit integers and does not depend on platform, byte order, Python or NumPy version. The
+constants, the number of rounds and the order of the halves are frozen: they define the order of every epoch
 ever run (change class ITERATION ORDER, guarded by ``tests/golden/order.json``).
 
+`checked_int` accepts NumPy integers and returns Python ones, so every number that leaves a plan (a summary,
+a state) can be written as JSON and no product wraps at 64 bits.
+
 Source:
-    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (the generalised Feistel network);
+    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (the generalized Feistel network);
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, and Stafford's
     constants "Mix13" (the hash).
-
-A keyed permutation of ``[0, size)`` in constant memory, which never changes.
-
-Any position is mapped in constant time, so a resume seeks instead of replaying. Small sizes are a sorted
-table, which reaches every permutation with equal probability; a network over a handful of numbers cannot.
-Large ones walk the cycles of a network over a slightly larger rectangle. Both are integer arithmetic on
-64-bit words: the result depends neither on the platform and its byte order nor on the versions of Python and
-NumPy. ``tests/golden/order.json`` pins it.
 """
 
 from __future__ import annotations

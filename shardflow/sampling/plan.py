@@ -1,22 +1,19 @@
-"""The name of a plan: a digest of all that decides, besides seed and epoch, what is in which step.
-
-Stage 5 of the plan: who runs which micro-batch of a step; the only stage that knows the world size.
-
-The numbers of an epoch that are known, and reported, before its first step.
-
-The plan of one epoch: which rows make which micro-batch of which step, before the first step runs.
+"""Epoch plan: the rows of every micro-batch of every step, known before the first step runs.
 
 Five stages, each of which knows only the one before it. Without lanes::
 
-    order     position -> row of the samples table           order.EpochOrder
-    slots     sample slot -> position, by the tail rule      slots.EpochSlots
-    micros    micro-batch j = slots [j * B, (j + 1) * B)     micros.FixedMicroBatches
+    order     position -> row of the samples table           EpochOrder
+    slots     sample slot -> position, by the tail rule      EpochSlots
+    micros    micro-batch j = slots [j * B, (j + 1) * B)     FixedMicroBatches
     steps     step k = micro-batches [k * M, (k + 1) * M)    EpochPlan
-    ranks     micro-batch of a step -> rank and rank slot    elastic.RankSchedule
+    ranks     micro-batch of a step -> rank and rank slot    RankSchedule
 
-With lanes the first three give way to lanes, windows and rounds (``lane_plan``). The world comes last, so the
-steps are the same for every world size. Nothing is stored per sample or per step: an epoch of 200 million
-samples is planned at once, and any step is found without those before it.
+With lanes, `LanePlan` replaces the first three. Only the last stage knows the world size, so steps are the
+same for every world size. Nothing is stored per sample or per step: an epoch of 200 million samples is
+planned at once, and any step is found without those before it.
+
+`plan_id` is the digest of everything that decides, besides seed and epoch, what each step holds;
+`PlanSummary` has the numbers of an epoch that are reported before its first step.
 """
 
 from __future__ import annotations
@@ -81,15 +78,15 @@ def plan_id(
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """The micro-batches of a step, dealt to the ranks like cards.
+    """The micro-batches of a step, dealt round-robin to the ranks.
 
     Every rank runs ``ceil(M / W)`` micro-batches a step, one after the other in its *rank slots* 0, 1, ...;
     rank ``r`` runs micro-batch ``slot * W + r`` in slot ``slot``. Those of the last slot that are not below M
-    are fillers of weight 0, so that every rank joins every collective.
+    are padding micro-batches of weight 0, so that every rank joins every collective.
 
-    Where the plan has lanes and the nodes are told, and their number divides ``gcd(M, lanes)``, the lanes are
-    dealt to the nodes first: a node runs the micro-batches of its own lanes only, dealt to its ranks like
-    cards. So each shard is read by one node. The steps are the same either way.
+    If the plan has lanes and the number of nodes is known and divides ``gcd(M, lanes)``, lanes are dealt to
+    the nodes first: a node runs the micro-batches of its own lanes only, dealt to its ranks. So each shard
+    is read by one node. The steps are the same either way.
 
     Args:
         micro_batches_per_step: M of the batch spec.
@@ -99,12 +96,14 @@ class RankSchedule:
         ranks_per_node: Data-parallel ranks of a node, whose numbers follow each other; 0 for unknown.
 
     Raises:
-        PlanError: The world size is out of range, or does not divide M and fillers are refused.
+        PlanError: The world size is out of range, or does not divide M and padding is refused.
 
     Example:
         >>> schedule = RankSchedule(micro_batches_per_step=512, world_size=56)
-        >>> schedule.num_micro_batches_per_rank, schedule.num_padding_micro_batches, round(schedule.efficiency, 3)
-        (10, 48, 0.914)
+        >>> schedule.num_micro_batches_per_rank, schedule.num_padding_micro_batches
+        (10, 48)
+        >>> round(schedule.efficiency, 3)
+        0.914
     """
 
     micro_batches_per_step: int
@@ -127,23 +126,23 @@ class RankSchedule:
         if self.num_padding_micro_batches and not self.allow_padding:
             raise PlanError(
                 f"world_size must divide micro_batches_per_step ({self.micro_batches_per_step}), got "
-                f"{self.world_size} ({where}, fillers are refused); start {self._divisor_below()} ranks, or "
-                f"allow fillers at an efficiency of {self.efficiency:.1%}."
+                f"{self.world_size} ({where}, padding is refused); start {self._divisor_below()} ranks, or "
+                f"allow padding micro-batches at an efficiency of {self.efficiency:.1%}."
             )
 
     @property
     def num_micro_batches_per_rank(self) -> int:
-        """Micro-batches that every rank runs in a step, fillers included."""
+        """Micro-batches that every rank runs in a step, padding included."""
         return -(-self.micro_batches_per_step // self.world_size)
 
     @property
     def num_padding_micro_batches(self) -> int:
-        """Fillers of a step, over all ranks."""
+        """Padding micro-batches of a step, over all ranks."""
         return self.num_micro_batches_per_rank * self.world_size - self.micro_batches_per_step
 
     @property
     def efficiency(self) -> float:
-        """Share of the micro-batches that are run and are no fillers, over 0.5 and at most 1."""
+        """Share of the micro-batches that are not padding, over 0.5 and at most 1."""
         return self.micro_batches_per_step / (self.num_micro_batches_per_rank * self.world_size)
 
     @property
@@ -160,7 +159,7 @@ class RankSchedule:
         return lane % group // (group // self.num_nodes)
 
     def micro(self, rank: int, slot: int) -> int:
-        """Return the micro-batch that ``rank`` runs in its rank slot ``slot``; a filler if not below M.
+        """Return the micro-batch that ``rank`` runs in its rank slot ``slot``; padding if not below M.
 
         Raises:
             PlanError: There is no such rank or rank slot.
@@ -183,7 +182,7 @@ class RankSchedule:
         return row * group + node * (group // num_nodes) + column
 
     def micros(self, rank: int) -> Sequence[int]:
-        """Return the micro-batches that ``rank`` runs in a step, in order; those not below M are fillers.
+        """Return the micro-batches that ``rank`` runs in a step, in order; those not below M are padding.
 
         Raises:
             PlanError: There is no such rank.
@@ -191,7 +190,7 @@ class RankSchedule:
         return [self.micro(rank, slot) for slot in range(self.num_micro_batches_per_rank)]
 
     def is_padding(self, micro: int) -> bool:
-        """Say whether a micro-batch that this schedule deals is a filler."""
+        """Return whether a micro-batch of this schedule is padding."""
         return micro >= self.micro_batches_per_step
 
     def _divisor_below(self) -> int:
@@ -247,14 +246,14 @@ class PlanSummary:
     micro_batch_size: int
     micro_batches_per_step: int
     samples_per_step: int
-    """Sample slots of a step: padding in the last step included, fillers not."""
+    """Sample slots of a step: padding slots of the last step included, padding micro-batches not."""
     world_size: int
     num_micro_batches_per_rank_per_step: int
     num_micro_batches_per_rank: int
-    """Micro-batches that every rank runs in the epoch, fillers included: ``len(loader)``."""
+    """Micro-batches that every rank runs in the epoch, padding included: ``len(loader)``."""
     num_fillers_per_step: int
     efficiency: float
-    """Share of a step's micro-batches that are no fillers; 1.0 where the world size divides M."""
+    """Share of a step's micro-batches that are not padding; 1.0 if the world size divides M."""
     lanes: LaneSummary | None = None
     """What lanes make of it; None, and no key of the JSON, where the spec has none."""
     max_tokens: int = 0
@@ -343,7 +342,7 @@ class PlanSummary:
         if not self.num_fillers_per_step:
             return ""
         return (
-            f", as the ranks do not divide the micro-batches of a step; fillers of weight 0 in every step: "
+            f", as the ranks do not divide the micro-batches of a step; padding micro-batches in every step: "
             f"{self.num_fillers_per_step:,}"
         )
 
@@ -393,7 +392,7 @@ class EpochPlan:
         layout: SampleLayout | None = None,
     ) -> None:
         self.population = _checked_population(population)
-        # What the stages deal in: rows of a range, and of a subset or a blend the numbers of its samples.
+        # What the stages work with: rows of a range, or the numbers of the samples of a subset or blend.
         self._numbers = _numbers_of(self.population)
         self.spec = spec
         where = "epoch plan"
@@ -441,7 +440,7 @@ class EpochPlan:
         return self._slots.num_padding_slots
 
     def for_epoch(self, epoch: int) -> EpochPlan:
-        """Return the plan of another epoch of the same run; what all epochs share is not worked out again."""
+        """Return the plan of another epoch of the same run; what all epochs share is not computed again."""
         epoch = checked_int("epoch", epoch, low=0, high=MAX_COUNTER, where="epoch plan", error=PlanError)
         other = copy(self)
         other.epoch = epoch
@@ -453,7 +452,7 @@ class EpochPlan:
 
         Args:
             step: 0 to ``num_steps - 1``.
-            micro: 0 to ``M - 1``, with M = ``micro_batches_per_step``. M to 2 M - 1 is a filler, all padding,
+            micro: 0 to ``M - 1``, with M = ``micro_batches_per_step``. M to 2 M - 1 is a padding micro-batch,
                 such as :meth:`RankSchedule.micro` deals where the world size does not divide M.
 
         Raises:
@@ -486,13 +485,13 @@ class EpochPlan:
         return (numbers if isinstance(self.population, range) else self._rows(numbers)), weights
 
     def numbered_step(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-        """Return the same with what the layout knows samples by: in a subset, numbers from 0."""
+        """Return the step with the layout's numbers in place of rows: in a subset, numbers from 0."""
         per_step = self.spec.micro_batches_per_step
         first = self._checked_step(step) * per_step
         return self._micros.span(first, first + per_step)
 
     def summary(self, schedule: RankSchedule) -> PlanSummary:
-        """Return all that is known about the epoch before its first step.
+        """Return everything known about the epoch before its first step.
 
         Raises:
             PlanError: The schedule is for another number of micro-batches per step.

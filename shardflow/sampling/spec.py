@@ -1,4 +1,4 @@
-"""What a step is made of: the batch spec, which the user chooses and no world size may change."""
+"""Batch spec: how samples form micro-batches and steps; the user's choice, which no world size may change."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Where a run stands: a position, not a pickle of iterators.
+"""Loader state: the position of a run, and the facts that identify the run.
 
-A position counts *consumed* steps, so what was prefetched and not used is planned again. It is equal on all
-ranks and says nothing about them, so any world size can go on from it, and at once: the plan finds the next
-step without those before it.
-
-The loader state: a position, and the facts that say which run it belongs to.
+A position counts *consumed* steps, so prefetched but unused data is planned again. It is equal on all ranks
+and independent of the world size, so any world size resumes from it at once: the plan finds the next step
+without those before it.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ class Position:
 
         Args:
             epoch: The epoch that is being run.
-            num_consumed: Micro-batches of it that this rank has consumed, fillers included, counted from the
+            num_consumed: Micro-batches of it that this rank has consumed, padding included, counted from the
                 epoch's start also where the run was resumed in its middle.
             num_micro_batches_per_rank: Micro-batches that the rank runs in a step, at least 1.
             num_steps: Steps of the epoch.
@@ -197,10 +195,10 @@ class LoaderState:
         )
 
     def check_matches(self, expected: LoaderState) -> None:
-        """Refuse to go on from this state in a run that differs from the one it was saved in.
+        """Refuse to resume a run that differs from the one in which this state was saved.
 
         Args:
-            expected: The state of the run that wants to go on, at any position.
+            expected: The state of the run that wants to resume, at any position.
 
         Raises:
             StateError: Dataset, split, view, batch spec, seed or plan differ; the message names the first
@@ -209,7 +207,7 @@ class LoaderState:
         check_components(self.components, expected.components)
         own, wanted = self._identity(), expected._identity()
         # A field that only one of the two specs has, such as lanes, is null in the other. The plan's digest
-        # stands last: it differs with every other field.
+        # comes last: it differs with every other field.
         names = [name for name in {**own, **wanted} if name != "plan_id"]
         for name in (*names, "plan_id"):
             found = own.get(name)

@@ -1,7 +1,7 @@
-"""Byte stores: named, write-once objects that are read by ranges.
+"""Byte stores: named, write-once objects, read by byte ranges.
 
-Owns where bytes lie and how they are written without ever showing a torn object; knows nothing of what the
-bytes mean.
+Handles where bytes are stored and how an object is written without ever exposing a torn one; knows nothing
+of what the bytes mean.
 """
 
 from __future__ import annotations

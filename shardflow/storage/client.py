@@ -1,19 +1,13 @@
-"""Keys of S3 from the files that Amazon's tools share: ``~/.aws/credentials`` and ``~/.aws/config``.
+"""Object store client: created on first use, in the process that uses it, from a URL alone.
 
-The client reads the environment, web identities, containers and the machine's role by itself, but no files.
-Nothing of what is read here is ever part of a message.
+Credentials, endpoint and region come from the environment as obstore reads it (``AWS_*``, ``GOOGLE_*``,
+``AZURE_*``), from ``~/.aws/credentials`` and ``~/.aws/config``, which obstore does not read, or from the
+machine's role. A URL with credentials is refused, because URLs are printed; no message contains a value read
+here.
 
-Which servers may be asked.
-
-A dataset may name other places than its own (foreign shards stay where they are), and whoever wrote it need
-not be whoever reads it. ``SHARDFLOW_ENDPOINTS`` is the list of what may be asked; where it is not set,
-everything may be but the addresses at which machines hand out their own credentials.
-
-The client of object stores: made when first used, in the process that uses it, from an address alone.
-
-Credentials, endpoint and region come from the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``,
-``AZURE_*``), from the files that Amazon's tools share, or from the machine's role; an address that carries
-any is refused, because addresses are printed.
+A dataset may name other servers than its own (foreign shards stay in place), and its author need not be its
+reader. ``SHARDFLOW_ENDPOINTS`` is the allowlist; without it every server is allowed except the metadata
+addresses that hand out a machine's credentials.
 """
 
 from __future__ import annotations

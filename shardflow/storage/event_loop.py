@@ -1,14 +1,13 @@
-"""An event loop in a thread of its own, for requests that can be taken back.
+"""Event loop thread: runs cancellable object store requests for other threads.
 
-A thread that waits inside the client cannot be woken: a request that hangs would be waited for to its last
-timeout. A task can be cancelled, and the client drops the connection with it. So all reads of a store run on
-one loop, and whoever asks waits for the outcome.
+A thread blocked inside the client cannot be woken, so a hanging request would block it until the last
+timeout. A task can be cancelled, and the client then drops the connection. So all reads of a store run on
+one loop, and callers wait for the result.
 
-The client's own threads come into Python once for each call, to deliver its outcome or to see that nobody
-wants it any more, and at a time of their own, be it long after the call was cancelled or the outcome used.
-One that comes while the interpreter is torn down aborts the process: Python ends the thread inside the
-client's frames. So each call is followed until its thread has gone home (`ClientLoop`), and the loop ends,
-before the interpreter does, only then.
+The client's own threads enter Python once per call, to deliver a result or to find the call cancelled,
+possibly long afterwards. Entering Python during interpreter shutdown would abort the process. So
+`ClientLoop` tracks every call until its thread has left Python, and the loop closes only then, before the
+interpreter does.
 """
 
 from __future__ import annotations

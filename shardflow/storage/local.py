@@ -1,16 +1,14 @@
-"""Write a local file so that a reader sees all of it or none of it.
+"""Local byte store, and atomic writes of local files.
 
-The order of the calls is the whole point: write a hidden temporary in the same folder, flush, fsync, then
-give it its name with one call that the file system does atomically, then fsync the folder so that the name
-survives a power cut. A failed call removes the temporary and raises; an fsync that failed is never tried
-again, because the kernel may have dropped the dirty pages and would report success the second time.
+`write_atomic` shows readers all of a file or none of it. The order of its calls is essential: write a hidden
+temporary file in the same folder, flush, fsync, give it its name with one atomic call, then fsync the folder
+so that the name survives a power failure. A failed call removes the temporary file and raises. A failed
+fsync is never retried, because the kernel may have dropped the dirty pages and would report success the
+second time.
 
-A byte store in a folder of a local or parallel file system.
-
-Reads are positional (``preadv``) on cached descriptors, so threads share one descriptor without a lock around
-the read and the GIL is released while the kernel copies. Descriptors are counted while in use, so that the
-cache can be bounded without closing one under a reader. A child process starts with an empty cache of its
-own.
+`LocalStore` reads positionally (``preadv``) on cached descriptors, so threads share a descriptor without a
+lock and the GIL is released during the copy. Descriptors are reference-counted, so the cache stays bounded
+without closing one that is in use. A child process starts with an empty cache.
 """
 
 from __future__ import annotations

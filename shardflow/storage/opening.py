@@ -1,8 +1,7 @@
-"""Erase objects: for what must not lie anywhere any more, such as the data of a person who withdrew.
+"""Opening a byte store from a path or URL, and erasing objects from one.
 
-No part of the contract of a byte store, whose objects never change: whoever erases answers for all readers.
-
-Open a byte store from a URL.
+`erase` is no part of the `ByteStore` interface, whose objects never change: it exists for data that must not
+be kept anywhere, such as that of a person who withdrew consent, and its caller answers for all readers.
 """
 
 from __future__ import annotations

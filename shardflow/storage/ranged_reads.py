@@ -1,19 +1,16 @@
-"""How many requests of a store are under way, and when none may begin.
+"""Ranged reads: concurrent range requests, each admitted, hedged, checked and retried on its own.
 
-A store in trouble says so (503 SlowDown, 429). One such answer among many good ones is noise, and its request
-is simply tried again. Several in a row with nothing good between them are an overloaded store: then fewer
-requests may run side by side, and all of them wait a while. Each good answer earns a part of a place back.
+`Versions` keeps the ETag of an object from its first read and binds every later request to it, so the result
+comes from one version or is an error. A body of another length, another range, or a whole object in place of
+a part is never accepted as data.
 
-A second request for one that is late: the one that answers first is taken, the other one is dropped.
+`Admission` limits concurrency. One 503 or 429 among good responses is noise and is just retried; several in
+a row mean an overloaded store: concurrency is halved and all requests pause. Each good response restores a
+part of the limit.
 
-Late means later than 95 of 100 requests before it, each measured by what its size lets expect. The second
-requests are at most a fixed share of all, so that a store that is slow as a whole is not asked twice.
-
-Ranged requests, side by side: each admitted, hedged, checked and tried again on its own.
-
-The ETag of an object is kept from its first read on, and every later request is bound to it: what is stitched
-together is one version or an error. What an answer says of itself is compared with what came: a body of
-another length, another range, or all of the object where a part was asked for is never data.
+`Hedging` sends a second request for a late one and takes the first response. Late means slower than 95 of
+100 earlier requests, relative to the time expected for the size. Second requests are a bounded share of all,
+so a store that is slow as a whole does not get twice the load.
 """
 
 from __future__ import annotations

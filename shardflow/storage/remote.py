@@ -1,14 +1,11 @@
-"""Conditional writes to an object store: small objects in one request, large ones in parts.
+"""Remote byte store: S3, Google Cloud Storage, Azure, or read-only HTTP, through obstore.
 
-The condition is If-None-Match: * or what the store has in its place. A store that takes the header and
-overwrites all the same would lose data in silence, so the first write of a process is made twice: the second
-one must be refused (and writes the same bytes if it is not).
-
-A byte store in S3, Google Cloud Storage, Azure or behind plain HTTP (read-only), through obstore.
-
-Reads are ranged requests, joined, cut and sent side by side, each tried again on its own. The ETag of an
-object is kept from its first read on, and every later read is bound to it: what is stitched together is one
-version or an error. Writes are conditional, so that an object is written once whoever else writes.
+Reads become coalesced range requests that run concurrently and are bound to the ETag of the first read (see
+`shardflow.storage.ranged_reads`). Writes are conditional (``If-None-Match: *`` or the store's equivalent),
+so an object is written once whoever else writes: small objects in one request, large ones as a multipart
+upload to a hidden name that the store then copies. A store that accepts the header and overwrites anyway
+would lose data silently, so the first write of a process is made twice; the second attempt must be refused
+(and writes the same bytes if it is not).
 """
 
 from __future__ import annotations

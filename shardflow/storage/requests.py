@@ -1,21 +1,15 @@
-"""When a request is tried again: how often, how long, and how many in all.
+"""Remote requests: retry policy, request cost, coalescing of ranges, and translated errors.
 
-A fault that passes is retried with full jitter, so that a thousand ranks do not come back at once; within a
-deadline, so that a wait ends; and within a budget, so that a store in trouble is not asked many times as
-often as one in health.
+A transient fault is retried with full jitter, so that a thousand ranks do not return at once; within a
+deadline, so that every wait ends; and within a budget, so that a store in trouble is not flooded with
+retries.
 
-From ranges to requests: join what lies close together, cut what is large.
+The cost of a request is declared (`RequestCost`): its latency is time in which its connection carries
+nothing. A gap between two ranges that is cheaper to read than another request is read and dropped; a read
+larger than a request should be is split into equal parts, because several connections carry more than one.
 
-What a request costs is declared (`RequestCost`): the time before its first byte, during which its place among
-the concurrent requests carries nothing. A gap between two ranges that costs less is read and dropped. What is
-larger than one request should be is cut into equal parts, because several connections carry more than one.
-
-How a remote store asks: sizes, limits and patience.
-
-What went wrong in an object store, in our words.
-
-The texts of the client quote addresses, keys and bodies of the server: nothing of them is kept but the HTTP
-status. What may pass becomes a `PassingFaultError`; everything else is an error at once.
+Error texts of the client quote URLs, keys and response bodies, so only the HTTP status is kept. Transient
+errors become `PassingFaultError`; all others are raised at once.
 """
 
 from __future__ import annotations

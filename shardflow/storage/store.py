@@ -1,8 +1,7 @@
-"""What a byte store is.
+"""Byte store interface: complete, write-once objects under relative POSIX names.
 
-A store holds complete objects under relative POSIX names. Objects are written once and never change, so
-whatever was read of an object may be kept. The reading call takes a list of ranges: a store knows best how to
-turn them into few requests.
+Objects never change after they are written, so anything read from one may be cached. The read call takes a
+list of ranges, because the store knows best how to turn them into few requests.
 """
 
 from __future__ import annotations

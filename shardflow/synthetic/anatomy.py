@@ -1,7 +1,7 @@
 """Anatomy of a patient: solids in painting order, and the organs that lesions grow in.
 
 The torso phantom is the chest and abdomen, diaphragm at z = 0, about 500 mm high; the head phantom is skull
-and brain, the brain's centre at the origin. Sizes are those of a middle-sized adult, scaled and varied by
+and brain, the brain's center at the origin. Sizes are those of a middle-sized adult, scaled and varied by
 keyed draws. x points to the patient's left.
 """
 
@@ -172,7 +172,7 @@ def _add_base(body: Body) -> None:
 
 VERTEBRA_PITCH_MM = 31.0
 FIRST_LUMBAR_Z_MM = -48.0
-"""Centre of L1; T12 lies one pitch above."""
+"""Center of L1; T12 lies one pitch above."""
 
 _NUM_THORACIC, _NUM_LUMBAR = 12, 5
 _NUM_RIBS = 12

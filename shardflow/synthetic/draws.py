@@ -1,6 +1,6 @@
 """Keyed random draws, generated identifiers, and image noise.
 
-Every choice of the generator is a labelled hash, so no choice depends on the order of others. NumPy's and
+Every choice of the generator is a labeled hash, so no choice depends on the order of others. NumPy's and
 Python's random distributions may change between versions; `shardflow.seeds.derive` is frozen. A draw costs
 about two microseconds, nothing beside a rendered slice.
 

@@ -88,7 +88,7 @@ class Grid:
     rows: int
     columns: int
     row_spacing_mm: float
-    """Between the centres of neighbouring rows: the first value of Pixel Spacing."""
+    """Between the centers of neighboring rows: the first value of Pixel Spacing."""
     column_spacing_mm: float
 
 
@@ -98,7 +98,7 @@ class Plane:
 
     grid: Grid
     position: Vector
-    """Centre of the first pixel, mm: (0020,0032) Image Position (Patient)."""
+    """Center of the first pixel, mm: (0020,0032) Image Position (Patient)."""
     row_direction: Vector
     """Along a row, column index growing: first half of (0020,0037) Image Orientation (Patient)."""
     column_direction: Vector
@@ -134,7 +134,7 @@ def stack_of_planes(
         grid: Pixels of each.
         center: The middle of the stack, mm.
         orientation: Row and column direction before ``turn``.
-        steps: Places of the planes along their normal from the centre, mm.
+        steps: Places of the planes along their normal from the center, mm.
         turn: Rotation of the whole stack (oblique), or of the planes alone where ``advance`` is given.
         advance: Direction in which the planes follow each other; their normal by default. A gantry tilt is
             planes that are turned and still follow the table.
@@ -169,7 +169,7 @@ class Quadric:
     """Of a slab only: its normal divided by its half height."""
 
     def value(self, point: Vector) -> float:
-        """Return 0 in the centre, 1 on the surface."""
+        """Return 0 in the center, 1 on the surface."""
         x, y, z = move(point, self.center, -1.0)
         xx, xy, xz, yy, yz, zz = self.matrix
         return xx * x * x + yy * y * y + zz * z * z + 2 * (xy * x * y + xz * x * z + yz * y * z)
@@ -215,7 +215,7 @@ def ellipsoid(center: Vector, semi_axes: Vector, frame: Frame = IDENTITY) -> Qua
 
 
 def slab(center: Vector, normal: Vector, half_mm: float) -> Quadric:
-    """Return the space between two planes, ``half_mm`` to both sides of the centre."""
+    """Return the space between two planes, ``half_mm`` to both sides of the center."""
     x, y, z = (value / half_mm for value in normal)
     return Quadric(center=center, matrix=(x * x, x * y, x * z, y * y, y * z, z * z), normal=(x, y, z))
 

@@ -177,7 +177,7 @@ def decimal_text(value: float, decimals: int = 6) -> str:
 
 
 def position_of(study: StudyPlan, item: SlicePlan) -> Vector:
-    """Return the centre of a slice's first pixel in the study's frame of reference, as written, mm."""
+    """Return the center of a slice's first pixel in the study's frame of reference, as written, mm."""
     return round_vector(move(item.plane.position, study.origin))
 
 

@@ -69,7 +69,7 @@ class Lesion:
     level: str
     """Such as ``T9`` for a vertebra; else empty."""
     host_value: Vector
-    """Place within the organ: the centre's offset from the organ's, in the organ's semi-axes."""
+    """Place within the organ: the center's offset from the organ's, in the organ's semi-axes."""
     bounds: Quadric
     semi_axes_mm: Vector
     course: Course
@@ -105,7 +105,7 @@ def place_lesions(
         anatomy: The body to grow in.
         kinds: What may grow.
         count: How many to try; one that finds no room is left out.
-        window_mm: Lowest and highest z of the centres.
+        window_mm: Lowest and highest z of the centers.
         visit: Number of the study of this patient, from 0.
 
     Returns:

@@ -1,7 +1,7 @@
 """Rendering of planned slices, and the appearances of lesions in them.
 
 Values are Hounsfield units, MR signal or attenuation, with noise. Appearances, the instances and pixel boxes
-that show a lesion, are computed from geometry alone: a pixel belongs to a lesion if its centre, on the
+that show a lesion, are computed from geometry alone: a pixel belongs to a lesion if its center, on the
 slice's middle plane, is inside the lesion's ellipsoid (on a radiograph: inside its outline along the beam).
 Scouts are left out.
 """

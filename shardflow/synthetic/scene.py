@@ -191,7 +191,7 @@ class Scene:
 
 
 class _Quadrics:
-    """Centres and matrices as columns, so that one plane cuts all of them at once."""
+    """Centers and matrices as columns, so that one plane cuts all of them at once."""
 
     def __init__(self, quadrics: Sequence[Quadric]) -> None:
         centers = np.array([quadric.center for quadric in quadrics], dtype=np.float64)
@@ -292,7 +292,7 @@ def coverage(conic: Conic, rectangle: Rectangle, edge_pixels: float) -> _Array:
 
 
 def inside_mask(conic: Conic, rectangle: Rectangle) -> _Array:
-    """Return the pixels of a rectangle whose centre lies inside a conic, bool."""
+    """Return the pixels of a rectangle whose center lies inside a conic, bool."""
     inside: _Array = conic_field(conic, rectangle, 1.0, 0.0, np.float64) <= 1
     return inside
 
@@ -325,7 +325,7 @@ def project(solids: Sequence[Solid], plane: Plane) -> _Array:
     """Sum up attenuation along the normal of every pixel.
 
     Returns:
-        ``(rows, columns)`` float32: millimetres of water that attenuate as much.
+        ``(rows, columns)`` float32: millimeters of water that attenuate as much.
     """
     total = np.zeros((plane.grid.rows, plane.grid.columns), dtype=np.float32)
     for solid in solids:

@@ -80,7 +80,7 @@ class SeriesPlan:
     kernel: Kernel
     thickness_mm: float | None
     spacing_mm: float | None
-    """Between neighbouring planes of a stack."""
+    """Between neighboring planes of a stack."""
     noise: float
     """Standard deviation, in the unit of the values."""
     gain: float

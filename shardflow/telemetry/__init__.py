@@ -1,7 +1,7 @@
-"""Where the time goes: counts of seconds, bytes and items per stage, and the records made of them.
+"""Telemetry: seconds, bytes and items per stage, and the interval records made from them.
 
-Owns the numbers only; who reports them (metrics files, a live view) reads snapshots, and who judges them
-(`shardflow.monitoring`) reads records. Nothing here knows how a stage does its work.
+Only the numbers live here. Exporters and live views read snapshots, `shardflow.monitoring` judges the
+records, and nothing here knows how a stage does its work.
 """
 
 from __future__ import annotations

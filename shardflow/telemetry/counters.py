@@ -1,13 +1,11 @@
-"""The stages of a run by name: what each is, and who spends its time there.
+"""Stage counters: thread-safe totals of seconds, bytes and items per stage, and gauges.
 
-The names are those of the counters, of the lines of ``metrics.jsonl``, and of the label ``stage`` wherever
-numbers leave the process. None of them ever names a patient, a file or a path.
+Totals only grow, so a reader may subtract two snapshots; a gauge (queue depth, buffered bytes) keeps its
+last value and its extremes. A `CountersWindow` returns everything, gauges included, counted since its last
+use.
 
-Counters that many threads add to and one thread reads.
-
-A stage is a name such as ``"read"`` or ``"decode"``. Its totals only grow, so that a reader may take the
-difference of two snapshots; a gauge (queue depth, buffered bytes) keeps what was last seen and the extremes.
-Who wants the numbers of a stretch of time, gauges too, opens a `CountersWindow`.
+`STAGES` lists every stage by the name used in counters, in ``metrics.jsonl`` and in the exported label
+``stage``. No name ever contains a patient, a file or a path.
 """
 
 from __future__ import annotations

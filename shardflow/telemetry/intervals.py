@@ -1,15 +1,11 @@
-"""What a run measured in a stretch of steps: one line of ``metrics.jsonl``, over all ranks.
+"""Interval records: the measurements of consecutive steps over all ranks, one line of ``metrics.jsonl`` each.
 
-Owns the form of the line and nothing else. Who measures fills it in (training), who judges, draws or exports
-reads it back; between them there is only JSON. Keys that a reader does not know are left alone, and those
-that a line lacks have defaults, so that runs of other versions can be read.
+Only the schema lives here: training fills the records in; monitoring judges, draws and exports them, and
+JSON is all that passes between the two. Readers ignore unknown keys and supply defaults for missing ones, so
+runs of other versions stay readable. Verdicts and tuner moves are records of the same file.
 
-What was concluded from intervals, as lines of ``metrics.jsonl``: verdicts, and moves of the tuner.
-
-Settings that may change while they are in use: their values, their limits, and how one is changed.
-
-Owns the form and nothing else. Who reads or trains offers such an object, and who tunes turns it. None of
-these settings changes what is read or trained, or in which order.
+`Tunables` is the interface of settings that may change while a loader runs, with their values and limits.
+Changing them never changes what is read or trained, or in which order.
 """
 
 from __future__ import annotations

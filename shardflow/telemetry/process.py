@@ -1,15 +1,10 @@
-"""What of this machine the processes of a job may use: processors and memory, quotas counted.
+"""Process probe: CPU and memory limits of the machine, and what this process and its children use of them.
 
-What processes took of their machine, as Linux's ``/proc`` says it: processor time, waits for it, memory.
-
-Zeros where the kernel does not tell, and for a process that has ended.
-
-A thread that watches the process from beside: how long the interpreter lets it wait, and its memory.
-
-Nothing here is on the way of a step. Every 20 ms the thread wakes up and sees how late it is: a thread that
-wants Python's interpreter while others keep it waits for them, up to the interpreter's switch interval (5 ms)
-for one that runs Python, or for as long as a call into a library does not let go of it. What the thread
-waited for a processor, which the kernel tells, is not counted.
+`ProcessProbe` runs a thread that wakes every 20 ms and measures how late it is. A thread that needs the GIL
+waits for the interpreter's switch interval (5 ms) if another one runs Python, or until a library call
+returns; time spent waiting for a CPU, which the kernel reports, is not counted. Nothing here runs on the
+path of a step. Numbers come from ``/proc`` and cgroups; they are 0 where the kernel does not report them or
+the process has ended.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Training: the ranks, the model, the step, and what a run leaves behind.
 
-Owns everything that needs torch, apart from one adapter in ``shardflow.loading``. The way of a step:
-``inputs`` (a batch becomes tensors on the device), ``model`` (slices and text become logits), ``losses``,
+Owns everything that needs torch, apart from one adapter in ``shardflow.loading``. Path of a step: ``inputs``
+(a batch becomes tensors on the device), ``models`` (slices and text become logits), ``sequences`` (the loss),
 ``step`` (micro-batches become one gradient), ``loop`` (steps become epochs), ``checkpoint`` and ``ledger``
-(what survives a kill). The job is ``shardflow.training.run.train``; it is not imported here, so that
-settings and run files are read without torch.
+(what survives a kill). The job is ``shardflow.training.run.train``; it is not imported here, so that settings
+and run files are read without torch.
 """
 
 from __future__ import annotations

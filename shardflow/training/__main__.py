@@ -1,6 +1,6 @@
-"""One process of a training job: ``python -m shardflow.training --config FILE``; torchrun starts several.
+"""Entry point of one training process: ``python -m shardflow.training --config FILE``, under torchrun.
 
-``shardflow train`` starts torchrun on it. Torch is imported only once the settings are known to be right.
+``shardflow train`` starts torchrun on it. Torch is imported only once the settings are known to be valid.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Settings of a training run: one frozen dataclass for each table of the TOML file, `TrainConfig` for all.
+"""Settings of a training run: one frozen dataclass for each table of the TOML file, and `TrainConfig`.
 
 Holds the names, defaults and ranges of every setting of ``shardflow train``; `shardflow.config` reads the
-files. Imports no torch, so that a wrong setting is reported before seconds of imports. An instance that
-exists is consistent: each table checks itself, and `TrainConfig` what two tables must agree on.
-
-A component gets its own tables, never the whole: only ``run`` and ``prepare`` see `TrainConfig`.
+files. Imports no torch, so that a wrong setting is reported before seconds of imports. Every instance is
+consistent: each table validates itself, and `TrainConfig` what two tables must agree on. A component receives
+its own tables; only ``run`` sees the whole `TrainConfig`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The samples of a run: a dataset with its splits, or a blend of several, at the versions it began with.
+"""Data of a run: a dataset with its splits, or a blend, at the versions it began with.
 
-From settings to the batch spec, and from a mesh of processes to a data-parallel rank.
-
-From settings to what the loader reads of a study, and what the device makes of it.
+Translates settings into the batch spec, the loader's view of a study, and the device's transforms, and a
+process mesh into data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,26 +1,19 @@
-"""The device of a rank and the library that its gradients travel by: CPU, NVIDIA GPU, Ascend NPU.
+"""Ranks of a run: devices, stop signals, process groups, and the model on several ranks.
 
-Ascend needs the package ``torch_npu``, which teaches torch the device ``npu`` and the backend ``hccl`` when
-it is imported; that is done here and nowhere else, where it is wanted or nothing else is there.
+Owns the process groups and their timeouts. There are two groups: the *gradient group* (NCCL on GPUs, gloo on
+CPUs), which runs nothing but the model's own collectives, and a gloo *control group* for everything else:
+barriers that name who is missing, and small JSON facts. Invariant: no unbounded work happens inside a
+collective; a rank prepares first (data, model, checkpoint), then meets the others at `Ranks.barrier`, whose
+deadline names the missing ranks.
 
-A polite end: SIGTERM and SIGUSR1 ask the run to finish its step, write a checkpoint and stop.
+SIGTERM and SIGUSR1 ask the run to finish its step, write a checkpoint and stop; schedulers send one of them
+before they take a machine away. The handler only sets a flag; the ranks look at it once a step, together,
+because a rank that stopped alone would hang the others. A repeated signal changes nothing.
 
-Schedulers send one of them before they take a machine away. The handler only sets a flag; the ranks look at
-it once a step, together, because a rank that stopped alone would hang the others. A repeated signal changes
-nothing: under SLURM a process may get the same one from the scheduler and from torchrun.
-
-The ranks of a run: joining, meeting, and exchanging small facts.
-
-Owns the process groups and their timeouts. There are two groups: the *gradient group* (NCCL on GPUs, gloo
-on CPUs), on which nothing but the model's own collectives runs, and a gloo *control group* for everything
-else: meetings that name who is missing, and small JSON facts. Invariant: no unbounded work happens inside a
-collective; a rank prepares first (data, model, checkpoint), then meets the others at :meth:`Ranks.barrier`,
-whose deadline names the missing ranks.
-
-How several ranks hold one model: whole on each (DDP), or in shares (FSDP2); and when they exchange.
-
-Both average gradients over ranks, so a step is the same sum under either (docs/adr/0050, 0125). Blocks are
-the layers that a transformers model names as not to be split.
+Each rank holds the whole model (DDP) or a share of it (FSDP2). Both average gradients over ranks, so a step
+is the same sum under either (docs/adr/0050, 0051). Blocks are the layers that a transformers model lists as
+not to be split. Ascend NPUs need the package ``torch_npu``, which registers the device ``npu`` and the
+backend ``hccl`` when it is imported.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What a job could do at most: its data without the model, its model without the data, and both together.
+"""Headroom of a job: its speed without the model, without the data, and with both.
 
 Three contestants take turns in rounds, made of the parts that a run is made of (`prepare_run`), so nothing is
 measured that training does not do:
 
-- ``loader``: the loader, and what brings its micro-batches to the device; no model;
-- ``compute``: whole training steps on micro-batches that stay on the device, the job's first ones, over and
-  over; the loader stands still;
-- ``together``: whole training steps on what the loader brings.
+- ``loader``: the loader, and the transfer of its micro-batches to the device; no model;
+- ``compute``: whole training steps on micro-batches that stay on the device, the job's first ones, repeated;
+  the loader is idle;
+- ``together``: whole training steps on what the loader delivers.
 
-Weights, ledger and metrics of it go into a temporary folder, and away with it. A cache that the settings name
-is read and filled, as training would.
+Weights, ledger and metrics go into a temporary folder that is deleted afterwards. A cache that the settings
+name is read and filled, as in training.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""A loader's batch becomes the model's tensors: small integers travel, the device does the rest.
+"""Model inputs from the loader's batches, and the feed that brings them to the device.
 
-Owns the labels (report tokens only) and what each image gets. Images cross to the device as they were stored
-(int16 is half of float32) and are resized, windowed and turned there, see ``shardflow.training.device``.
-
-Path of micro-batches from the loader to the device, with the ledger's entry of each.
+Owns the labels (report tokens only) and the transforms of each image. Images cross to the device as stored
+(int16 is half of float32) and are resized, windowed and rotated there, see ``shardflow.training.device``.
 
 On a device the feed is one micro-batch ahead across the end of a step: while the device still computes the
 last backward, the next step's first micro-batch is copied. The loader's position counts what was handed out,
-never what was only sent ahead, so a checkpoint between the two says the right step.
+never what was only sent ahead, so a checkpoint between the two has the right step.
 """
 
 from __future__ import annotations

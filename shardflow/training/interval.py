@@ -1,18 +1,13 @@
-"""How long the parts of a step take: by the wall on CPUs, by events in the device's stream on GPUs.
+"""Interval measurements of a run: stages of its steps, cache use, process facts.
 
-Nothing here waits for a device: events are read once the device has passed them, which is where the step asks
-for its loss anyway. Nor does anything here touch a number: the hook of a parameter only looks at the clock.
+Stages are timed by the wall clock on CPUs and by events in the device's stream on GPUs. Nothing waits for a
+device: events are read once the device has passed them, where the step asks for its loss anyway. The gradient
+exchange overlaps the backward and ends after it; its cost is the time after this rank's last gradient, seen
+by a hook on the parameter whose gradient came last at the last check.
 
-The gradient exchange runs beside the backward, and ends after it. What it costs is the time after this rank's
-last gradient: it is told by a hook on the parameter whose gradient came last when that was looked at last.
-
-What the caches of a run's data did in a step: hits by tier, what was fetched, waits for other ranks.
-
-What a run measures of itself: stages of its steps, facts of its processes, an interval at a time.
-
-Owns when an interval ends, and the exchange that makes one of all ranks' numbers. All ranks end an interval
-at the same step without asking: the time that each rank took since the step before travels with the numbers
-of the step, and an interval ends with the first step at which the longest of these add up to ``interval_s``.
+All ranks end an interval at the same step without a message of its own: each rank's time since the last step
+travels with the numbers of the step, and an interval ends with the first step at which the longest of these
+add up to ``interval_s``.
 """
 
 from __future__ import annotations

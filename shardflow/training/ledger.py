@@ -1,19 +1,15 @@
-"""The run ledger: which samples made which committed step, over kills and restarts.
+"""Run ledger: which samples made which committed step, over kills and restarts; and its comparison.
 
 Every attempt (one start of the job) has a folder, every rank in it a file: a header line, then a line for
-each step it has finished. Work after the last checkpoint of a killed attempt is done again by the next one,
-so a later attempt supersedes all steps from its own start on; what remains is the committed lineage, in
-which every step stands once. Needs no torch: tools read it.
+each finished step. Work after the last checkpoint of a killed attempt is repeated by the next one, so a later
+attempt supersedes all steps from its own start on; what remains is the committed lineage, in which every step
+exists once. A step line is written after its optimizer update and synced before the checkpoint that commits
+it, so every step that a checkpoint counts is here.
 
-A step line is written after its optimizer update and synced before the checkpoint that commits it, so a
-step that a checkpoint counts is always here.
-
-Two runs' committed steps side by side: which samples differ, and where.
-
-A run is compared by its ledger, or by the lines that ``shardflow ledger show --json`` made of one. Lines
-without their samples (``--compact``) hold a digest of each step, in some 150 bytes whatever the step's size:
-enough to say that two runs on machines that do not see each other trained on the same samples, and from which
-step on they did not. Needs no torch.
+Two runs are compared by their ledgers, or by the lines of ``shardflow ledger show --json``. Lines without
+their samples (``--compact``) hold a digest of each step, some 150 bytes whatever the step's size: enough to
+tell whether two runs on separate machines trained on the same samples, and at which step they diverged. Needs
+no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A LightningDataModule over a dataset: equal steps on every rank, and a position in Lightning's checkpoints.
+"""LightningDataModule over a dataset: equal steps on every rank, and exact resume from its checkpoints.
 
 Needs the package lightning (``shardflow[lightning]``). Lightning saves and restores the state of any loader
 that has one, and does not skip through batches then, so a resume is exact at the end of a step. The trainer
-must accumulate as many micro-batches as a rank has in a step (:attr:`ShardDataModule.accumulation`).
+must accumulate as many micro-batches as a rank has in a step (`ShardDataModule.accumulation`).
 """
 
 from __future__ import annotations

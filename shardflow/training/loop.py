@@ -1,21 +1,16 @@
-"""What all ranks must agree on before a step is run (contract S1: the step count is known before step 0).
-
-The loss of a split, in which every sample counts exactly once for any number of ranks.
-
-The plan's tail is ``mask``, so padding slots and fillers have weight 0; sums of losses and tokens travel,
-never means. A whole model is called without DistributedDataParallel: no rank waits inside a forward for
-another one's data. A sharded one gathers its layers in every forward; the plan gives all ranks the same
-number of them, fillers included, so none waits for ever.
-
-A stop does not wait for the end of a long evaluation: every other second ranks tell each other whether one
-was asked for, after micro-batches that all of them derive from the same numbers.
-
-The training loop: steps become epochs.
+"""Training loop: steps become epochs, with evaluations between them.
 
 A step is a straight line: forward and backward of each micro-batch, one exchange of a `StepReport`, one
 update of the weights. Everything beside it is a hook (`shardflow.training.hooks`): health monitor, clock,
 ledger, stop signals, checkpoints, metrics, tuner, evaluation. All ranks take the same branches, because each
-decision follows from numbers that every rank holds: the plan, the settings, and the reports.
+decision follows from numbers that every rank holds: the plan, the settings, and the reports. What they must
+agree on is checked before the first step (contract S1).
+
+An evaluation counts every sample of a split exactly once for any number of ranks: its tail is ``mask``, so
+padding has weight 0, and sums of losses and tokens are exchanged, never means. A whole model is called
+without DistributedDataParallel, so no rank waits inside a forward for another one's data; a sharded one
+gathers its layers, and the plan gives all ranks the same number of forwards. A stop does not wait for the end
+of a long evaluation: every other second ranks exchange whether one was requested.
 """
 
 from __future__ import annotations

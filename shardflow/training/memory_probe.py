@@ -1,10 +1,10 @@
-"""Memory that micro-batches take: measured for some sizes, a line through them, and a proposal.
+"""Memory probe: measures what micro-batches take, fits a line, and proposes a micro-batch size.
 
 `measure_memory_curve` starts this module as a process (``python -m shardflow.training.memory_probe
 RUN.toml``), which builds the run's model and optimizer, and takes one step with 1, 2, 4, ... samples in the
 largest shapes that the settings allow: all slices, the longest text. It prints a line for each size and ends
 after 64 samples, when half of the memory is in use, or when a size does not fit; running out of memory does
-the caller no harm. Nothing is changed during a run: the size of a micro-batch is a part of the plan.
+not affect the caller. The size never changes during a run: it is part of the plan.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""TensorBoard's event files: what goes wrong with them costs their curves, never the run.
+"""Metrics of a run: one line a step in ``metrics.jsonl`` for tools, TensorBoard for people.
 
-What a run measures, a line a step: ``metrics.jsonl`` for tools, TensorBoard for people.
+Rank 0 writes, with numbers of all ranks. A restart appends; lines of steps that it repeats are superseded by
+their attempt number, and `read_metrics` returns each step once. Names hold no patient, file or path. Reading
+needs no torch.
 
-Rank 0 writes, with numbers of all ranks. A restart appends; lines of steps that it does again are
-superseded by their attempt number, and :func:`read_metrics` returns each step once. Names hold no patient,
-file or path. Reading needs no torch.
-
-Invariant: once a start has begun, nothing that is only a measurement ends it. A line that cannot be written
-is counted, said once, and left out.
+Invariant: once a start has begun, no failure of a measurement ends it. A line that cannot be written is
+counted, logged once, and skipped; a failure of TensorBoard costs its curves.
 """
 
 from __future__ import annotations

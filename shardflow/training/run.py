@@ -1,19 +1,10 @@
-"""Everything a run is made of, built in the order of a start.
+"""Training run: chooses where to start, prepares every part, runs the loop, and returns a summary.
 
-Files are read, the model is built and the checkpoint is put in place without exchanging anything, in any
-time up to ``timeouts.startup_s``; then the ranks meet, and only then is there a collective: the model is
-wrapped and warmed up.
-
-Where a run starts: its own newest sound checkpoint, another run's, or step 0.
-
-Rank 0 decides, everybody follows. Owns the run folder's lock (two jobs must not write into one run) and the
-refusal of a checkpoint that belongs to another model; that it belongs to another seed, dataset or batch
-spec is the loader's to say, when it is given its state.
-
-A whole run: from settings to a summary.
-
-Every rank joins, learns from rank 0 where the run starts, prepares, and runs the loop. Nothing here is
-particular to a number of ranks: one process without torchrun takes the same way.
+Rank 0 locks the run folder (two jobs must not write into one run) and decides where the run starts: its own
+newest sound checkpoint, another run's, or step 0. All ranks then read files, build the model and load the
+checkpoint without exchanging anything, within ``timeouts.startup_s``; after a barrier the model is wrapped
+and warmed up. A checkpoint of another model is refused here, one of another seed, dataset or batch spec by
+the loader. Nothing depends on the number of ranks: one process without torchrun runs the same code.
 """
 
 from __future__ import annotations

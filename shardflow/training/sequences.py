@@ -1,16 +1,14 @@
-"""Several studies in one sequence: where each element of it comes from, and who may look at whom.
+"""Packed sequences, several studies in one row, and the loss of a micro-batch.
 
-Padded rows waste what their lengths differ by; a packed micro-batch is one row, study after study, each with
-its own start, its slices and its text. A study sees itself alone: positions begin at 0 in each, and
-attention stays inside it, as a block-diagonal mask or, for kernels that take them, as cumulative lengths. So
-the loss is that of the padded rows, up to the order of additions (docs/adr/0050).
+Padded rows waste the difference of their lengths; a packed micro-batch is one row, study after study, each
+with its own start, slices and text. Positions begin at 0 in each study, and attention stays inside it, as a
+block-diagonal mask or, for kernels that take them, as cumulative lengths, so the loss equals that of the
+padded rows, up to the order of additions (docs/adr/0050). Everything is computed on the host, from masks, and
+travels as a few small integers per element.
 
-Everything here is worked out on the host, from masks, and travels as a few small integers per element.
-
-The loss of a micro-batch: a weighted sum over tokens, never a mean.
-
-A mean over a micro-batch would make the step depend on how its samples were dealt to micro-batches of
-unequal length; sums add up to the same step for every world size (docs/adr/0050).
+The loss is a weighted sum over tokens, never a mean: a mean over a micro-batch would make the step depend on
+how its samples were assigned to micro-batches of unequal length; sums add up to the same step for every world
+size (docs/adr/0050).
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""AdamW, and the learning rate as a function of the step alone.
+"""One optimizer step: the learning rate, the gradient of the step's micro-batches, and the update.
 
-The learning rate is never state: it is computed from the step number, so a resumed run has it right by
+The learning rate is computed from the step number, never stored, so a resumed run has it right by
 construction.
 
-One step's gradient: micro-batches in, one sum out, the same for every number of ranks.
+With L the sum of the weighted token losses of all micro-batches of the step and N their weighted tokens, the
+gradient is that of L / N. DDP and FSDP2 average over ranks, so each rank's loss is multiplied by the world
+size first; N is known only after the last micro-batch, so `Updates` divides the sum by it before clipping
+(docs/adr/0050).
 
-With L the sum of the weighted token losses of all micro-batches of the step and N their weighted tokens,
-the gradient is that of L / N. DDP and FSDP2 average over ranks, so each rank's loss is multiplied by the
-world size first; N is known only after the last micro-batch, so ``updates`` divides the sum by it before
-clipping (docs/adr/0050).
-
-From a step's summed gradient to new weights: scale, clip, update; or nothing at all.
-
-Owns what becomes of a step whose gradient is not finite, and the loss scale of fp16. Every rank sees the same
-norm (that of the exchanged gradient), so all take the same branch without asking one another. Invariant: a
-step that is not taken leaves weights, moments and the optimizer's count as they were.
+`Updates` also owns the handling of non-finite gradients, and the loss scale of fp16. Every rank sees the same
+norm (that of the exchanged gradient), so all take the same branch without a message. Invariant: a skipped
+step leaves weights, moments and the optimizer's count as they were.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reports as tokens: a fast tokenizer from a local folder, and a helper that trains a small one.
+"""Tokenizer of reports: a fast tokenizer from a local folder, and a helper that trains a small one.
 
-Owns the special tokens' meaning and the rows of token ids. Report text passes through here and must not
-leave: no message of this module holds any of it. Invariant: the tokens of a micro-batch depend on its
-reports only, so every world size sees the same tensors.
+Owns the meaning of the special tokens and the rows of token ids. Report text passes through here and must not
+leave: no message of this module holds any of it. Invariant: the tokens of a micro-batch depend on its reports
+only, so every world size sees the same tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tokenize every text of a dataset, shard by shard: what is done stays done when the job is killed.
+"""Stored tokens: tokenizes every text of a dataset shard by shard, resumable after a kill.
 
-The ids of a shard are a file of their own from the start; the counts of all and the manifest that makes them
-valid are written when the last one is there. Shards are tokenized side by side, and the tokenizer has threads
-of its own. Needs ``tokenizers``, and neither torch nor transformers.
+The ids of each shard are a file of their own; the counts and the manifest that makes them valid are written
+when the last one exists. Shards are tokenized in parallel, and the tokenizer has threads of its own. Needs
+``tokenizers``, but neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The tuner's place in the loop: rank 0 decides, and all ranks do the same at the same boundary of steps.
+"""Tuner hook of the training loop: rank 0 decides, and all ranks apply it at the same step boundary.
 
-A decision travels as three numbers of rank 0 in the exchange that every step has anyway; whoever gets it
-sets it on its own loader once the step is done. So no rank is ever ahead of another, and nothing is asked or
-waited for that was not before. What is trained cannot change: micro-batches and their order are the plan's
-(contract S2), and ``tests/distributed/test_tuning.py`` compares ledgers.
+A decision travels as three numbers of rank 0 in the exchange of every step; each rank applies it to its own
+loader once the step is done. So no rank is ever ahead of another, and there is no extra message or wait. What
+is trained cannot change: micro-batches and their order are the plan's (contract S2), and
+``tests/distributed/test_tuning.py`` compares ledgers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardflow.monitoring.tuner_numbers import (
 )
 from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
-from shardflow.telemetry import Interval, TunableLimit, Move
+from shardflow.telemetry import Interval, Move, TunableLimit
 from shardflow.telemetry.process import available_bytes, num_processors
 from shardflow.training.config import DataLoadingConfig, TuneConfig
 from shardflow.training.distributed import Ranks

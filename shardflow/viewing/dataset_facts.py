@@ -177,9 +177,7 @@ class Thumbnail:
     """Split and row, such as ``train:12``."""
     modality: str
     num_slices: int
-    jpeg: bytes
-    width: int
-    height: int
+    picture: Picture
     generated: str
     """Label of generated content, or an empty string."""
 
@@ -293,28 +291,13 @@ _SIDE: Final = 168
 _SLICES_AT_ONCE: Final = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyOrder:
-    """The parts of one study to read."""
-
-    row: int
-    """Row in the samples table."""
-    is_described: bool
-    is_shown: bool
-    ct_slices: int | None
-    """Slices of a CT series to count, evenly spread; all if None."""
-    is_primary_only: bool
-    """Whether the primary series alone is counted."""
-
-
-def read_facts(dataset: Dataset, order: StudyOrder) -> StudyFacts:
-    """Read what was ordered of a study, checked.
+def _read_facts(dataset: Dataset, scope: _Scope, row: int) -> StudyFacts:
+    """Read the parts of a study that are in scope, checked.
 
     Raises:
         FormatError: Bytes are not what the index says, or a slice is no picture.
         StorageError: Reading failed.
     """
-    row = order.row
     _, fields = dataset.sample_fields(row)
     present = {name.name for name in fields}
     texts = dataset.read_fields(row, present & {STUDY_FIELD, REPORT_FIELD})
@@ -323,22 +306,23 @@ def read_facts(dataset: Dataset, order: StudyOrder) -> StudyFacts:
     generated = made_by_synth(series or ()) or generated_mark(report)
     counts: NDArray[np.int64] | None = None
     num_slices = num_counted = 0
-    for number, one in enumerate((series or [])[: 1 if order.is_primary_only else None]):
-        if order.ct_slices != 0 and one.get("modality") == "CT" and one.get("unit") == "HU":
-            names = slice_names(fields, number)
-            num_slices += len(names)
-            chosen = [names[i] for i in choose_slices(len(names), order.ct_slices or len(names))]
-            num_counted += len(chosen)
-            counts = hounsfield_bins() if counts is None else counts
-            for name, payload in _read_slices(dataset, row, chosen):
+    for number in scope.ct_series(row, series or []):
+        names = slice_names(fields, number)
+        num_slices += len(names)
+        chosen = [names[i] for i in choose_slices(len(names), scope.slices_per_series or len(names))]
+        num_counted += len(chosen)
+        counts = hounsfield_bins() if counts is None else counts
+        for start in range(0, len(chosen), _SLICES_AT_ONCE):
+            payloads = dataset.read_fields(row, chosen[start : start + _SLICES_AT_ONCE])
+            for name, payload in payloads.items():
                 counts += count_hounsfield(decode_array(name.rpartition(".")[2], payload))
     thumbnail, is_burned_in = None, False
-    if order.is_shown and series:
+    if row in scope.shown and series:
         is_burned_in = (series[0].get("technical") or {}).get("burned_in_annotation") == "YES"
         if not is_burned_in:
             thumbnail = _thumbnail(dataset, row, series[0], fields, generated)
     return StudyFacts(
-        is_described=order.is_described,
+        is_described=scope.described is None or row in scope.described,
         series=series,
         hounsfield=counts,
         num_ct_slices=num_slices,
@@ -357,11 +341,6 @@ def _series_of(payload: bytes | None) -> list[dict[str, Any]] | None:
     return series if isinstance(series, list) and all(isinstance(one, dict) for one in series) else None
 
 
-def _read_slices(dataset: Dataset, row: int, names: list[str]) -> Iterator[tuple[str, bytes]]:
-    for start in range(0, len(names), _SLICES_AT_ONCE):
-        yield from dataset.read_fields(row, names[start : start + _SLICES_AT_ONCE]).items()
-
-
 def _thumbnail(
     dataset: Dataset, row: int, series: dict[str, Any], fields: list[FieldLocation], generated: str
 ) -> Thumbnail | None:
@@ -374,9 +353,7 @@ def _thumbnail(
         place=f"{split}:{row - rows.start}",
         modality=str(series.get("modality") or ""),
         num_slices=len(names),
-        jpeg=picture.jpeg,
-        width=picture.width,
-        height=picture.height,
+        picture=picture,
         generated=generated,
     )
 
@@ -446,65 +423,65 @@ def gather(
     facts = DatasetFacts()
     _count_samples(dataset, facts)
     _count_reasons(dataset, facts)
-    orders = _orders(dataset, num_thumbnails, slices_per_series, bounds)
-
+    scope = _Scope.of(dataset, num_thumbnails, slices_per_series, bounds)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="shardflow-page") as pool:
-        for start in range(0, len(orders), _STUDIES_AT_ONCE):
-            part = orders[start : start + _STUDIES_AT_ONCE]
-            for done, study in enumerate(pool.map(lambda order: read_facts(dataset, order), part), 1):
+        for start in range(0, len(scope.rows), _STUDIES_AT_ONCE):
+            part = scope.rows[start : start + _STUDIES_AT_ONCE]
+            for done, study in enumerate(pool.map(lambda row: _read_facts(dataset, scope, row), part), 1):
                 facts.add(study)
                 if progress is not None:
-                    progress(start + done, len(orders))
+                    progress(start + done, len(scope.rows))
     return facts
 
 
-def _orders(
-    dataset: Dataset, num_thumbnails: int, slices_per_series: int | None, bounds: Bounds | None
-) -> _Orders:
-    """Say what is read of which study."""
-    samples = dataset.samples
-    shown = frozenset(lowest_rows(samples, num_thumbnails, samples.column("num_slices") > 0))
-    if bounds is None:
-        return _Orders(range(samples.num_samples), None, shown, None, slices_per_series)
-    described = lowest_rows(samples, bounds.num_studies)
-    is_ct = samples.column("modality") == _modality(samples.modalities, "CT")
-    counted = lowest_rows(samples, bounds.num_ct_slices, is_ct)
-    each = max(bounds.num_ct_slices // max(len(counted), 1), 1)
-    rows = sorted({*described, *counted, *shown})
-    return _Orders(rows, frozenset(described), shown, frozenset(counted), each)
-
-
-@dataclass(frozen=True, slots=True)
-class _Orders:
-    """The parts to read of each study, as a lazy sequence."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scope:
+    """The parts of the dataset that are read."""
 
     rows: range | list[int]
     described: frozenset[int] | None
-    """None for all."""
+    """Studies whose description counts; None for all."""
     shown: frozenset[int]
+    """Studies with a thumbnail."""
     counted: frozenset[int] | None
     """Studies whose primary series counts in the histogram of CT; None for all series of all."""
     slices_per_series: int | None
+    """Slices of a CT series to count, evenly spread; None for all."""
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, places: slice) -> list[StudyOrder]:
-        return [self._order(row) for row in self.rows[places]]
-
-    def _order(self, row: int) -> StudyOrder:
-        is_counted = self.counted is None or row in self.counted
-        return StudyOrder(
-            row=row,
-            is_described=self.described is None or row in self.described,
-            is_shown=row in self.shown,
-            ct_slices=self.slices_per_series if is_counted else 0,
-            is_primary_only=self.counted is not None,
+    @classmethod
+    def of(
+        cls, dataset: Dataset, num_thumbnails: int, slices_per_series: int | None, bounds: Bounds | None
+    ) -> _Scope:
+        samples = dataset.samples
+        shown = frozenset(lowest_rows(samples, num_thumbnails, samples.column("num_slices") > 0))
+        if bounds is None:
+            return cls(
+                rows=range(samples.num_samples),
+                described=None,
+                shown=shown,
+                counted=None,
+                slices_per_series=slices_per_series,
+            )
+        described = lowest_rows(samples, bounds.num_studies)
+        names = samples.modalities
+        is_ct = samples.column("modality") == (names.index("CT") if "CT" in names else -1)
+        counted = lowest_rows(samples, bounds.num_ct_slices, is_ct)
+        return cls(
+            rows=sorted({*described, *counted, *shown}),
+            described=frozenset(described),
+            shown=shown,
+            counted=frozenset(counted),
+            slices_per_series=max(bounds.num_ct_slices // max(len(counted), 1), 1),
         )
 
-
-def _modality(names: tuple[str, ...], name: str) -> int:
-    return names.index(name) if name in names else -1
+    def ct_series(self, row: int, series: list[dict[str, Any]]) -> Iterator[int]:
+        """Yield the numbers of the series that the histogram of CT counts."""
+        if self.counted is not None:
+            series = series[:1] if row in self.counted else []
+        if self.slices_per_series != 0:
+            for number, one in enumerate(series):
+                if one.get("modality") == "CT" and one.get("unit") == "HU":
+                    yield number
 
 
 def _count_samples(dataset: Dataset, facts: DatasetFacts) -> None:

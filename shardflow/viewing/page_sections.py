@@ -501,12 +501,13 @@ def gallery(facts: DatasetFacts, *, remedy: str) -> str:
 
 
 def _thumbnail(thumbnail: Thumbnail) -> str:
-    data = base64.b64encode(thumbnail.jpeg).decode("ascii")
+    picture = thumbnail.picture
+    data = base64.b64encode(picture.jpeg).decode("ascii")
     amount = "1 image" if thumbnail.num_slices == 1 else counted(thumbnail.num_slices, "slice")
     what = f"{escape(thumbnail.modality)} {amount}".strip()
     badge = f"<b>{thumbnail.generated}</b>" if thumbnail.generated else ""
     return (
-        f'<figure><div class=film><img width={thumbnail.width} height={thumbnail.height} alt="slice of '
+        f'<figure><div class=film><img width={picture.width} height={picture.height} alt="slice of '
         f'{thumbnail.place}" src="data:image/jpeg;base64,{data}"></div>'
         f"<figcaption><code>{thumbnail.place}</code> {what}{badge}</figcaption></figure>"
     )

@@ -35,7 +35,7 @@ class Window:
 
     @classmethod
     def parse(cls, text: str) -> Window:
-        """Parse ``centre,width`` or the name of a usual CT window.
+        """Parse ``center,width`` or the name of a usual CT window.
 
         Raises:
             ConfigError: It is neither.
@@ -123,7 +123,7 @@ def to_size(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.ui
 
 
 def pixel_spacing(series: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return millimetres ``(between rows, between columns)``, or None where they are unknown or absurd."""
+    """Return millimeters ``(between rows, between columns)``, or None where they are unknown or absurd."""
     spacing = series.get("pixel_spacing_mm")
     if not spacing or not all(isinstance(value, int | float) and value > 0 for value in spacing):
         return None
@@ -223,7 +223,7 @@ def encode_thumbnail(
     height, width = (max(round(side * scale), min(_MIN_SIDE, max_side)) for side in (height, width))
     window = Window(float(display_range[0]), float(display_range[1])) if display_range else None
     grey = to_size(to_grey(pixels, window), height, width)
-    # OpenCV writes colours as blue, green, red.
+    # OpenCV writes colors as blue, green, red.
     plain = np.ascontiguousarray(grey[..., ::-1] if grey.ndim == 3 else grey)
     ok, encoded = cv2.imencode(".jpg", plain, _PARAMETERS)
     if not ok:

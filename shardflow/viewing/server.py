@@ -30,7 +30,7 @@ from shardflow.format import Dataset
 from shardflow.processes import join_all, wait_for_at_exit
 from shardflow.viewing.catalog import Catalog, Query
 from shardflow.viewing.steps import Inputs, step_samples
-from shardflow.viewing.studies import Pixels, Signals, Studies
+from shardflow.viewing.studies import RawArray, Signals, Studies
 
 _MAX_ROWS: Final = 500
 _TYPES: Final = {
@@ -52,8 +52,8 @@ _MAX_SAMPLES: Final = 1 << 40
 _NUMBER: Final = r"(\d{1,12})"
 
 
-class NoSuchPage(Exception):  # noqa: N818 - what the reader of a page is told
-    """There is nothing at an address; stays inside this package."""
+class NoSuchPage(Exception):  # noqa: N818 - an answer, not a fault
+    """No page has this address; handled inside this package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,105 +75,84 @@ class Routes:
         self._signals = Signals(dataset)
         self._inputs = Inputs(dataset)
         self._assets = {name: _asset(name) for name in _ASSETS}
-        routes: dict[str, Callable[..., Answer]] = {
+        row, number = rf"/api/samples/{_NUMBER}", _NUMBER
+        studies = self._studies
+        # Each takes the query parameters and the numbers in the path.
+        routes: dict[str, Callable[..., Any]] = {
             "/api/dataset": self._about,
             "/api/samples": self._samples,
-            "/api/findings": self._findings,
+            "/api/findings": lambda _: self._catalog.findings(),
             "/api/inputs": self._rows_of_inputs,
             "/api/steps": self._step,
-            f"/api/samples/{_NUMBER}": self._study,
-            f"/api/samples/{_NUMBER}/slices/{_NUMBER}/{_NUMBER}": self._slice,
-            f"/api/samples/{_NUMBER}/documents/{_NUMBER}": self._document,
-            f"/api/samples/{_NUMBER}/waveforms/{_NUMBER}/{_NUMBER}": self._waveform,
-            f"/api/samples/{_NUMBER}/masks/{_NUMBER}/{_NUMBER}/{_NUMBER}": self._mask,
+            row: lambda _, *at: studies.describe(*at),
+            f"{row}/slices/{number}/{number}": lambda _, *at: studies.slice(*at),
+            f"{row}/documents/{number}": lambda _, *at: {"text": studies.document(*at)},
+            f"{row}/waveforms/{number}/{number}": self._waveform,
+            f"{row}/masks/{number}/{number}/{number}": lambda _, *at: studies.mask(*at),
         }
-        self._routes = [(re.compile(pattern, re.ASCII), answer) for pattern, answer in routes.items()]
+        self._routes = [(re.compile(pattern, re.ASCII), route) for pattern, route in routes.items()]
 
     def close(self) -> None:
-        """Stop what runs beside."""
+        """Stop the reader of reports."""
         self._catalog.close()
 
     def answer(self, path: str, values: Mapping[str, str]) -> Answer:
         """Answer a request.
 
         Args:
-            path: Without the question mark and what follows it.
-            values: What follows it.
+            path: Path of the address.
+            values: Query parameters.
 
         Raises:
-            NoSuchPage: There is nothing there.
+            NoSuchPage: No page has this path.
             ConfigError: A value cannot be used.
-            ShardflowError: What is there cannot be read.
+            ShardflowError: The data cannot be read.
         """
         name = "index.html" if path == "/" else path.removeprefix("/")
         if name in self._assets:
             return self._assets[name]
-        for pattern, answer in self._routes:
+        for pattern, route in self._routes:
             match = pattern.fullmatch(path)
             if match:
-                return answer(values, *map(int, match.groups()))
+                found = route(values, *map(int, match.groups()))
+                return _raw(found) if isinstance(found, RawArray) else _json(found)
         raise NoSuchPage
 
-    def _about(self, values: Mapping[str, str]) -> Answer:
+    def _about(self, values: Mapping[str, str]) -> dict[str, Any]:
         samples, manifest = self._dataset.samples, self._dataset.manifest
-        return _json(
-            {
-                "dataset_id": self._dataset.dataset_id,
-                "version": self._dataset.manifest_version,
-                "num_samples": samples.num_samples,
-                "splits": [
-                    {"name": name, "num_samples": len(rows)} for name, rows in self._dataset.splits.items()
-                ],
-                "modalities": [name for name in samples.modalities if name],
-                "num_shards": len(manifest.shards),
-                "inputs": self._inputs.summary() if values.get("inputs") else None,
-            }
-        )
+        return {
+            "dataset_id": self._dataset.dataset_id,
+            "version": self._dataset.manifest_version,
+            "num_samples": samples.num_samples,
+            "splits": [
+                {"name": name, "num_samples": len(rows)} for name, rows in self._dataset.splits.items()
+            ],
+            "modalities": [name for name in samples.modalities if name],
+            "num_shards": len(manifest.shards),
+            "inputs": self._inputs.summary() if values.get("inputs") else None,
+        }
 
-    def _samples(self, values: Mapping[str, str]) -> Answer:
-        query = Query(
+    def _samples(self, values: Mapping[str, str]) -> dict[str, Any]:
+        given = {name: values.get(name, "") for name in ("split", "modality", "concept", "assertion")}
+        return self._catalog.find(Query(text=values.get("text", "")[:100], **given), *_page(values))
+
+    def _rows_of_inputs(self, values: Mapping[str, str]) -> dict[str, Any]:
+        return self._inputs.find(values.get("outcome", ""), values.get("reason", ""), *_page(values))
+
+    def _step(self, values: Mapping[str, str]) -> dict[str, Any]:
+        return step_samples(
+            self._dataset,
             split=values.get("split", ""),
-            modality=values.get("modality", ""),
-            text=values.get("text", "")[:100],
-            concept=values.get("concept", ""),
-            assertion=values.get("assertion", ""),
-        )
-        return _json(self._catalog.find(query, *_page(values)))
-
-    def _findings(self, values: Mapping[str, str]) -> Answer:  # noqa: ARG002
-        return _json(self._catalog.findings())
-
-    def _rows_of_inputs(self, values: Mapping[str, str]) -> Answer:
-        return _json(self._inputs.find(values.get("outcome", ""), values.get("reason", ""), *_page(values)))
-
-    def _step(self, values: Mapping[str, str]) -> Answer:
-        return _json(
-            step_samples(
-                self._dataset,
-                split=values.get("split", ""),
-                seed=_natural(values, "seed", 0),
-                epoch=_natural(values, "epoch", 0),
-                step=_natural(values, "step", 0),
-                micro_batch_size=min(_natural(values, "size", 2), _MAX_ROWS),
-                micro_batches_per_step=min(_natural(values, "count", 4), _MAX_ROWS),
-            )
+            seed=_natural(values, "seed", 0),
+            epoch=_natural(values, "epoch", 0),
+            step=_natural(values, "step", 0),
+            micro_batch_size=min(_natural(values, "size", 2), _MAX_ROWS),
+            micro_batches_per_step=min(_natural(values, "count", 4), _MAX_ROWS),
         )
 
-    def _study(self, values: Mapping[str, str], row: int) -> Answer:  # noqa: ARG002
-        return _json(self._studies.describe(row))
-
-    def _slice(self, values: Mapping[str, str], row: int, series: int, index: int) -> Answer:  # noqa: ARG002
-        return _pixels(self._studies.slice(row, series, index))
-
-    def _mask(self, values: Mapping[str, str], row: int, series: int, number: int, index: int) -> Answer:  # noqa: ARG002
-        return _pixels(self._studies.mask(row, series, number, index))
-
-    def _document(self, values: Mapping[str, str], row: int, number: int) -> Answer:  # noqa: ARG002
-        return _json({"text": self._studies.document(row, number)})
-
-    def _waveform(self, values: Mapping[str, str], row: int, recording: int, group: int) -> Answer:
+    def _waveform(self, values: Mapping[str, str], row: int, recording: int, group: int) -> RawArray:
         self._studies.check_row(row)
-        found = self._signals.excerpt(
+        return self._signals.excerpt(
             row,
             recording,
             group,
@@ -181,12 +160,6 @@ class Routes:
             count=_natural(values, "count", _MAX_SAMPLES),
             columns=_natural(values, "columns", 1000),
         )
-        headers = {
-            "X-Channels": str(found.num_channels),
-            "X-Columns": str(found.num_columns),
-            "X-Per-Column": str(found.per_column),
-        }
-        return Answer(body=found.data, content_type="application/octet-stream", headers=headers)
 
 
 def _asset(name: str) -> Answer:
@@ -199,14 +172,9 @@ def _json(value: Any) -> Answer:
     return Answer(body=body, content_type="application/json; charset=utf-8")
 
 
-def _pixels(pixels: Pixels) -> Answer:
-    headers = {
-        "X-Rows": str(pixels.rows),
-        "X-Columns": str(pixels.columns),
-        "X-Channels": str(pixels.channels),
-        "X-Dtype": pixels.dtype,
-    }
-    return Answer(body=pixels.data, content_type="application/octet-stream", headers=headers)
+def _raw(array: RawArray) -> Answer:
+    headers = {f"X-{name}": str(value) for name, value in array.facts.items()}
+    return Answer(body=array.data, content_type="application/octet-stream", headers=headers)
 
 
 def _page(values: Mapping[str, str]) -> tuple[int, int]:

@@ -26,16 +26,12 @@ MAX_BYTES: Final = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Excerpt:
-    """A part of a recording, condensed to columns."""
+class RawArray:
+    """An array as the browser takes it: little-endian, row by row."""
 
-    num_channels: int
-    num_columns: int
-    per_column: int
-    """Samples that a column holds."""
     data: bytes
-    """``(channels, columns, 2)`` float32: least and most of a column, in the channel's unit (as stored where
-    it is not calibrated); NaN where there is no sample."""
+    facts: Mapping[str, int | str]
+    """Shape and kind by the names of HTTP headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class _Held:
 
 
 class Signals:
-    """Reads recordings; keeps the one that was read last, so that scrolling through it costs no read."""
+    """Reads recordings; keeps the last one, so that scrolling through it costs no read."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -56,8 +52,11 @@ class Signals:
 
     def excerpt(
         self, row: int, recording: int, group: int, *, start: int, count: int, columns: int
-    ) -> Excerpt:
-        """Return what the samples of an array reach, from ``start`` on.
+    ) -> RawArray:
+        """Return lowest and highest values of an array, condensed to columns.
+
+        The data are ``(channels, columns, 2)`` float32 in the channel's unit (as stored where it is not
+        calibrated), NaN where there is no sample.
 
         Args:
             row: Of the sample.
@@ -65,7 +64,7 @@ class Signals:
             group: The array of the recording.
             start: First sample.
             count: Samples; fewer where the array ends.
-            columns: Into so many these are condensed, if there are more.
+            columns: Columns at most.
 
         Raises:
             ConfigError: There is no such array, or it is too large to be drawn.
@@ -74,15 +73,18 @@ class Signals:
         held = self._read(row, f"w{recording:03d}.g{group:02d}.npy")
         part = held.samples[:, start : start + count]
         if not part.shape[1]:
-            raise ConfigError(f"a stretch must begin within {held.samples.shape[1]} samples, got {start}.")
+            raise ConfigError(
+                f"start must be below {held.samples.shape[1]}, the number of samples, got {start}."
+            )
         per_column = -(-part.shape[1] // max(1, min(columns, _MAX_COLUMNS)))
         starts = np.arange(0, part.shape[1], per_column)
         reached = [_reached(one, channel, starts) for one, channel in zip(part, held.channels, strict=True)]
         data = np.stack(reached).astype("<f4")
-        return Excerpt(len(reached), len(starts), per_column, data.tobytes())
+        facts = {"Channels": len(reached), "Columns": len(starts), "Per-Column": per_column}
+        return RawArray(data.tobytes(), facts)
 
     def _read(self, row: int, name: str) -> _Held:
-        # One after the other: what two threads would read at once is mostly the same recording.
+        # Serialized: two threads mostly want the same recording.
         with self._lock:
             held = self._held
             if held is not None and (held.row, held.name) == (row, name):
@@ -116,7 +118,7 @@ def _channels(description: bytes, name: str) -> Sequence[Mapping[str, Any]]:
 def _reached(
     stored: NDArray[np.integer[Any]], channel: Mapping[str, Any], starts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Least and most of each column, ``(columns, 2)``."""
+    """Return lowest and highest value of each column, ``(columns, 2)``."""
     invalid = channel.get("invalid_value")
     missing = None if invalid is None else stored == invalid
     if missing is None or not missing.any():
@@ -144,18 +146,6 @@ _MAX_OPEN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Pixels:
-    """Pixels as the browser takes them: little-endian, row by row."""
-
-    rows: int
-    columns: int
-    channels: int
-    dtype: str
-    """``uint8``, ``int16``, ``uint16`` or ``float32``."""
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class _Open:
     slices: dict[int, list[str]]
     """Field of each slice, by series."""
@@ -164,7 +154,7 @@ class _Open:
 
 
 class Studies:
-    """Reads studies; keeps where the fields of the last few lie, so that a slice is one small read."""
+    """Reads studies; keeps the field places of the last few, so that a slice is one small read."""
 
     def __init__(self, dataset: Dataset, catalog: Catalog) -> None:
         self._dataset = dataset
@@ -200,7 +190,7 @@ class Studies:
             "problems": problems,
         }
 
-    def slice(self, row: int, series: int, index: int) -> Pixels:
+    def slice(self, row: int, series: int, index: int) -> RawArray:
         """Return one slice in the unit of its series.
 
         Raises:
@@ -212,8 +202,8 @@ class Studies:
             raise ConfigError(f"a slice must be one of {len(names)} of the series, got number {index}.")
         return _pixels(self._decoded(row, names[index]))
 
-    def mask(self, row: int, series: int, number: int, index: int) -> Pixels:
-        """Return what a region covers of one slice: uint8, 0 to 255 of it, or 0 and 1.
+    def mask(self, row: int, series: int, number: int, index: int) -> RawArray:
+        """Return the mask of a region on one slice: uint8, 0 to 255 for fractions, or 0 and 1.
 
         Raises:
             ConfigError: The region has nothing on that slice.
@@ -297,9 +287,10 @@ def _parsed(data: bytes | None, name: str, problems: list[str]) -> dict[str, Any
     return value
 
 
-def _pixels(array: NDArray[Any]) -> Pixels:
+def _pixels(array: NDArray[Any]) -> RawArray:
     channels = array.shape[2] if array.ndim == 3 else 1
     if array.dtype.name not in ("uint8", "int16", "uint16"):
         array = array.astype(np.int16 if array.dtype == np.int8 else np.float32)
     data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    return Pixels(array.shape[0], array.shape[1], channels, array.dtype.name, data)
+    rows, columns = array.shape[:2]
+    return RawArray(data, {"Rows": rows, "Columns": columns, "Channels": channels, "Dtype": array.dtype.name})

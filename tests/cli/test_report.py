@@ -94,7 +94,7 @@ def test_counts_are_those_of_every_pixel(dataset: Path) -> None:
     assert facts.slices.total == facts.spacing.total == facts.gap.total == 16
     assert len(facts.thumbnails) == 16
     assert (facts.num_generated, facts.num_not_described) == (0, 0)
-    picture = cv2.imdecode(np.frombuffer(facts.thumbnails[0].jpeg, np.uint8), cv2.IMREAD_UNCHANGED)
+    picture = cv2.imdecode(np.frombuffer(facts.thumbnails[0].picture.jpeg, np.uint8), cv2.IMREAD_UNCHANGED)
     assert picture is not None
     assert picture.shape == (168, 168)
     fewer = gather(opened, slices_per_series=1, num_thumbnails=3)

@@ -146,7 +146,7 @@ def test_close_waits_for_what_is_read_ahead(url: str, config: CacheConfig) -> No
             if threading.current_thread().name.startswith("shardflow-ahead"):
                 is_reading.set()
                 # Until everything is told to end, and a while longer: only a join outlasts that.
-                while not all(watch.is_closed for watch in source._parts.planner._watches):
+                while not all(reads.is_closed for reads in source._runtime.planner._streams):
                     time.sleep(0.001)
                 time.sleep(0.3)
 
@@ -314,11 +314,11 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
     dataset = Dataset.open(url, cache=config)
     source = loader(dataset, SPECS[kind], world=world)
     assert isinstance(dataset.store, CachedStore)
-    forecast = dataset.store.cache.forecast
+    outlook = dataset.store.cache.forecast
     iterator = iter(source)
     next(iterator)
-    (told,) = source._parts.planner._told
-    assert eventually(lambda: told.run.table.has_epoch(0) and told.run.table.has_epoch(1))
+    (cached,) = source._runtime.planner._cached
+    assert eventually(lambda: cached.run.table.has_epoch(0) and cached.run.table.has_epoch(1))
     schedule = RankSchedule(4, 4, lanes=SPECS[kind].lanes, ranks_per_node=2)
     micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_padding(micro)]
     plans = [select(dataset, "train").plan(SPECS[kind], seed=SEED, epoch=epoch) for epoch in (0, 1)]
@@ -334,9 +334,9 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
             min((use - now for use in uses.get(row, []) if use >= now), default=np.inf)
             for row in everything.tolist()
         ]
-        forecast.report(told.run, 0, now, now)
+        outlook.report(cached.run, 0, now, now)
         for is_scan in (True, False):
-            found = forecast.distances(dataset.dataset_id, everything, everything + 1, is_scan=is_scan)
+            found = outlook.distances(dataset.dataset_id, everything, everything + 1, is_scan=is_scan)
             assert found.tolist() == expected
 
 

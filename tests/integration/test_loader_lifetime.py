@@ -127,7 +127,7 @@ def test_close_waits_for_a_thread_that_is_amid_a_read(url: str) -> None:
     dataset, _ = hooked(url, before)
     loader = _loader(dataset, num_threads=2)
     iterator = iter(loader)
-    engine = next(iter(loader._parts.streams))._engine
+    engine = next(iter(loader._runtime.streams))._engine
     engine.start()
     assert is_reading.wait(60)
     loader.close()
@@ -279,7 +279,7 @@ def test_a_loader_that_was_iterated_works_in_a_forked_child(url: str) -> None:
         return 0 if list(received_keys(loader)) == expected else 2
 
     # Another thread may hold any of the locks at the moment of the fork; here this one does.
-    with loader.counters._lock, loader._parts.pool._lock, loader.dataset._lock:
+    with loader.counters._lock, loader._runtime.pool._lock, loader.dataset._lock:
         assert _in_child(child) == 0
     assert next(iterator).slot == 1
 

@@ -77,8 +77,8 @@ def _digests(batches: Iterable[Batch]) -> list[str]:
 
 
 def _pids(loader: Loader) -> list[int]:
-    side = loader._parts.side
-    return side.pids if side is not None else []
+    processes = loader._runtime.processes
+    return processes.pids if processes is not None else []
 
 
 def _named_memory(pid: int) -> list[str]:
@@ -255,9 +255,9 @@ def test_a_process_that_stands_still_is_named(url: str) -> None:
         (pid,) = _pids(loader)
         os.kill(pid, signal.SIGSTOP)
         try:
-            side = loader._parts.side
-            assert side is not None
-            side._wait_timeout_s = 0.5
+            processes = loader._runtime.processes
+            assert processes is not None
+            processes._wait_timeout_s = 0.5
             with pytest.raises(WaitTimeoutError, match="loader process 0 gives no answer"):
                 for _ in iterator:
                     pass
@@ -322,7 +322,7 @@ loader = Loader(
 )
 iterator = iter(loader)
 kept = next(iterator)
-print(*loader._parts.side.pids, flush=True)
+print(*loader._runtime.processes.pids, flush=True)
 if sys.argv[3] == "sleep":
     time.sleep(3600)
 """

@@ -46,8 +46,8 @@ def _soak(dataset: Dataset, num_samples: int, **settings: Any) -> None:
         for _ in range(4):
             for batch in loader:
                 assert len(batch)
-        side = loader._parts.side
-        pids: list[int | str] = ["self", *(side.pids if side is not None else ())]
+        processes = loader._runtime.processes
+        pids: list[int | str] = ["self", *(processes.pids if processes is not None else ())]
         memory, descriptors = [], set()
         num_done = 0
         while num_done < num_samples:

@@ -91,7 +91,7 @@ def test_a_lower_bound_holds_for_what_is_opened_afterwards(url: str, expected: l
     with _loader(url, prefetch_bytes=1 << 26) as loader:
         iterator = iter(loader)
         found = [_digest(next(iterator))]
-        (stream,) = loader._parts.streams
+        (stream,) = loader._runtime.streams
         engine = stream._engine
         # The whole epoch fits, and is made ahead.
         assert _eventually(lambda: engine._num_ready == len(expected) - 1)
@@ -104,7 +104,7 @@ def test_a_lower_bound_holds_for_what_is_opened_afterwards(url: str, expected: l
         assert found == expected
         # A batch that its consumer let go lies in the pool: as much as the new bound, and two of them.
         del batch
-        assert loader._parts.pool.free_bytes <= 200_000 + 2 * (64 << 10)
+        assert loader._runtime.pool.free_bytes <= 200_000 + 2 * (64 << 10)
 
 
 def test_what_is_made_ahead_comes_down_to_a_lower_bound(url: str) -> None:
@@ -112,7 +112,7 @@ def test_what_is_made_ahead_comes_down_to_a_lower_bound(url: str) -> None:
     with _loader(url, prefetch_bytes=8 * each) as loader:
         iterator = iter(loader)
         next(iterator)
-        (stream,) = loader._parts.streams
+        (stream,) = loader._runtime.streams
         engine = stream._engine
         assert _eventually(lambda: engine._num_ready == 8)
         loader.change({"loader.prefetch_bytes": each})
@@ -152,13 +152,13 @@ def test_executions_change_inside_an_epoch(url: str, expected: list[str]) -> Non
                 loader.tunables.set(name, value)
             if loader.apply_pending():
                 handed_over.append(number)
-                side = loader._parts.side
-                pids |= set(side.pids if side is not None else ())
-                assert bool(loader_threads()) == (side is None)
+                processes = loader._runtime.processes
+                pids |= set(processes.pids if processes is not None else ())
+                assert bool(loader_threads()) == (processes is None)
         assert found == expected
         assert handed_over == [2, 9, 12, 15]
         assert len(pids) == 1 + 2 + 1
-        assert loader._parts.side is None
+        assert loader._runtime.processes is None
     assert not loader_threads()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 

@@ -42,13 +42,13 @@ MISTAKES: dict[str, tuple[Callable[[PackCase], None], str]] = {
     "no folder": (lambda c: _edit(c, '["dicom"]', "[]"), "dicom must name at least one folder"),
     "private inside output": (
         lambda c: _edit(c, '"private"', '"out/private"'),
-        "private_dir must lie outside output",
+        "private_dir must be outside output",
     ),
     "output inside input": (
         lambda c: _edit(c, '"out"', '"dicom/out"'),
-        "output must lie apart from the input folders (number 1)",
+        "output must not overlap with the input folders",
     ),
-    "input inside output": (lambda c: _edit(c, '"out"', '"."'), "private_dir must lie outside output"),
+    "input inside output": (lambda c: _edit(c, '"out"', '"."'), "private_dir must be outside output"),
     "split name": (lambda c: _edit(c, "train =", "Train-1 ="), "a split's name must be 1 to 32 of [a-z0-9]"),
     "split parts": (lambda c: _edit(c, "train = 60\nval = 40", "train = 0"), "at least one part"),
     "negative parts": (lambda c: _edit(c, "val = 40", "val = -1"), "splits.val must be at least 0"),
@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[Callable[[PackCase], None], str]] = {
     ),
     "reports required": (
         lambda c: _edit(c, "[splits]", "[policy]\nrequire_report = true\n[splits]"),
-        "require_report must be false",
+        "require_report needs inputs.reports",
     ),
     "key missing": (
         lambda c: _edit(c, "[splits]", '[identity]\nkey_file = "k"\n[splits]'),
@@ -116,7 +116,7 @@ def test_no_dicom_is_named_with_what_was_found(case: PackCase) -> None:
 def test_empty_folders_are_named(case: PackCase) -> None:
     for path in case.dicom.rglob("*.dcm"):
         path.unlink()
-    with pytest.raises(ConfigError, match="must hold DICOM files, got empty folders"):
+    with pytest.raises(ConfigError, match="inputs.dicom names empty folders"):
         case.pack()
 
 
@@ -130,9 +130,9 @@ def test_nothing_left_by_the_policy_is_a_setting(case: PackCase) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda c: _edit(c, '"10KiB"', '"11KiB"'), "dataset of the same settings"),
+        (lambda c: _edit(c, '"10KiB"', '"11KiB"'), "packed with other settings"),
         (lambda c: make_study(c.dicom / "b", patient="B"), "dataset of the same inputs"),
-        (lambda c: _write(c.private / "secret.key", b"k" * 32), "dataset of the same secret key"),
+        (lambda c: _write(c.private / "secret.key", b"k" * 32), "packed with another secret key"),
         (lambda c: (c.private / "secret.key").unlink(), "secret key file must be"),
     ],
 )
@@ -167,7 +167,7 @@ def test_two_jobs_do_not_share_a_folder(case: PackCase, folder: str) -> None:
 def test_a_symbolic_link_to_the_inputs_is_seen_through(case: PackCase) -> None:
     (case.folder / "link").symlink_to(case.dicom)
     _edit(case, '"out"', '"link/out"')
-    with pytest.raises(ConfigError, match="output must lie apart from"):
+    with pytest.raises(ConfigError, match="output must not overlap with"):
         case.pack()
 
 
@@ -247,7 +247,7 @@ def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None
     script = (
         "import sys, shardflow.cli.main, shardflow.packing\n"
         "def broken(*args, **settings):\n    raise KeyError('DOE^JANE')\n"
-        "shardflow.packing.job.pack = broken\n"
+        "shardflow.packing.pack = broken\n"
         "sys.exit(shardflow.cli.main.main(['pack', *sys.argv[1:]]))"
     )
     done = subprocess.run(

@@ -260,7 +260,7 @@ MISTAKES: dict[str, tuple[Callable[[list[dict[str, str]]], object], tuple[str, .
     "a patient in two splits": (
         lambda rows: (_set(0, split="train")(rows), _set(1, split="valid")(rows)),
         (),
-        "each patient must be in one split, got 1",
+        "the layout assigns 1 patients to two splits",
     ),
 }
 

@@ -143,9 +143,9 @@ def test_who_may_work_beside_whom(case: PackCase) -> None:
         with locked_workspace(output, private, array_task=ArrayTask(1, 2)):
             pass
         for array_task, what in (
-            (ArrayTask(0, 2), "task 0/2 must be used by one job at a time"),
-            (ArrayTask(2, 3), "the tasks of a job must be of one number, got 2/3 after tasks of 2"),
-            (None, "must be used by one job at a time"),
+            (ArrayTask(0, 2), "another job is using task 0/2"),
+            (ArrayTask(2, 3), "all tasks of a job must have the same count, got 2/3 after tasks of 2"),
+            (None, "another job is using"),
         ):
             with (
                 pytest.raises(ConfigError, match=what),

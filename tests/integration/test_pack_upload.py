@@ -121,7 +121,7 @@ def test_an_address_that_holds_another_dataset_is_refused_at_once(
 ) -> None:
     case.pack(f"upload_to={address}")
     other = _make(tmp_path / "other", "Q")
-    with pytest.raises(ConfigError, match="upload_to must hold nothing"):
+    with pytest.raises(ConfigError, match="upload_to must be empty"):
         other.pack(f"upload_to={address}")
     assert not (other.output / "shards").exists()
     _check(case, address)

@@ -154,7 +154,7 @@ def test_a_version_goes_where_the_dataset_is_and_nowhere_else(case: PackCase, ad
     make_study(case.dicom / "new", patient="N", num_slices=2)
     with pytest.raises(ConfigError, match="upload_to must be the address that holds the shards"):
         case.pack(f"upload_to={address}-2", mode="append")
-    with pytest.raises(ConfigError, match="keep_local must be true without upload_to"):
+    with pytest.raises(ConfigError, match="keep_local = false needs upload_to"):
         case.pack("upload_to=", mode="append")
     assert case.pack(mode="append").manifest_version == 2
     _check_whole(case, address)

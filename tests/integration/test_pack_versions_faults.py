@@ -188,9 +188,9 @@ def test_two_jobs_on_one_dataset_are_refused(tmp_path: Path, before: Path) -> No
     case = _copy(before, tmp_path / "case")
     with locked_workspace(case.output, tmp_path / "another"):
         for job in (_append, _remove_and_compact):
-            with pytest.raises(ConfigError, match="output must be used by one job at a time"):
+            with pytest.raises(ConfigError, match="another job is using output"):
                 job(case)
     with locked_workspace(tmp_path / "another-output", case.private):
         for job in (_append, _remove_and_compact):
-            with pytest.raises(ConfigError, match="private_dir must be used by one job at a time"):
+            with pytest.raises(ConfigError, match="another job is using private_dir"):
                 job(case)

@@ -1,7 +1,7 @@
-"""WebDataset shards that others wrote: read where they lie, indexed as they are, never copied or changed.
+"""Foreign shards: WebDataset tars of other writers, read where they are, indexed, never copied or changed.
 
-``names`` cuts member names as webdataset does, ``scan`` reads a tar once, ``grouping`` makes samples of
-members, ``build`` writes the dataset folder, ``places`` finds the tars again.
+`scan` cuts member names as webdataset does and reads a tar once, `build` groups members into samples and
+writes the dataset folder, and `places` finds the tars again.
 """
 
 from __future__ import annotations

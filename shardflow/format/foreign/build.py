@@ -1,9 +1,8 @@
-"""From members to samples, as webdataset groups them; what it would tear or mix is refused or mended.
+"""Index of foreign tars: reads each tar once and writes a dataset folder that points at them.
 
-Index tars that others wrote: read each once, write a dataset folder that points at them.
-
-Nothing is copied. The result depends on the tars, their order and the options alone, so a killed run is
-started again and ends with the same bytes.
+Members are grouped into samples as webdataset does it; members that it would split or mix are refused or
+repaired, as the policy says. Nothing is copied. The result depends on the tars, their order and the options
+alone, so a killed run is started again and produces identical bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where the tars of others lie, and a store that finds them there (docs/format.md, section 14).
+"""Locations of foreign tars, and a store that reads them there (docs/format.md, section 14).
 
-A manifest of foreign shards names each by a path inside the dataset, as always, and beside that its location:
-a relative path or an address. What lies at the path counts first, so a copy that brings the tars along is a
-dataset by itself, with the same dataset_id.
+A manifest of foreign shards names each by a path inside the dataset, as always, and also by its location: a
+relative path or a URL. An object at the path takes precedence, so a copy that includes the tars is a dataset
+by itself, with the same dataset_id.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What an image says of itself in its first bytes, without decoding it (PNG, ISO 15948; JPEG, ITU-T T.81).
+"""Scan of foreign tars: member names, places and crc32c in one pass, and image sizes from their first bytes.
 
-Names that others chose: brace patterns of shards, and members as webdataset cuts them.
+Python's ``tarfile`` ends silently at a damaged header; here anything that is no header, no padding and no
+end of archive is an error with its offset. Supported: USTAR, GNU (long names, base-256 sizes) and pax (path
+and size).
 
-Measured against webdataset 1.0: the key is the path up to the first dot of its last part, folders included;
-the rest, in lower case, is the field. Members without a dot, and ``__names__`` at the top, are none.
+Names are cut as webdataset 1.0 was measured to do: the key is the path up to the first dot of its last part,
+folders included; the rest, in lower case, is the field. Members without a dot, and ``__names__`` at the top
+level, belong to no sample.
 
-Read a tar of any writer once, front to back: every regular member with its place and crc32c.
-
-Python's ``tarfile`` ends without an error at a damaged header; here whatever is no header, no padding and no
-end is an error with its place. Understood: USTAR, GNU (long names, base-256 sizes) and pax (path and size).
+Image headers: PNG (ISO 15948) and JPEG (ITU-T T.81).
 """
 
 from __future__ import annotations

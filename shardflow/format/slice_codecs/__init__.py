@@ -1,1 +1,1 @@
-"""Codecs of image slices, a module each."""
+"""Codecs of image slices, one module each."""

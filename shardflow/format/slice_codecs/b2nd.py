@@ -1,7 +1,7 @@
-"""The slice codec ``b2nd``: one array as a contiguous Blosc2 NDArray frame (docs/format.md, section 4).
+"""Slice codec ``b2nd``: one array as a contiguous Blosc2 NDArray frame (docs/format.md, section 4).
 
 Any Blosc2 reads such a frame (``blosc2.ndarray_from_cframe(payload)[...]``), with 95 microseconds of set-up
-a slice. The reader here skips that: a frame of ours has one chunk in C order, which is decoded straight
+per slice. The reader here avoids that: a frame of ours has one chunk in C order, which is decoded straight
 into the caller's buffer.
 """
 

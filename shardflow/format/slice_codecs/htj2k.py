@@ -1,11 +1,11 @@
-"""The slice codec ``htj2k``: one array as a reversible High-Throughput JPEG 2000 codestream (docs/format.md).
+"""Slice codec ``htj2k``: one array as a reversible High-Throughput JPEG 2000 codestream (docs/format.md).
 
-For archives: a tenth smaller than ``b2nd`` on CT, a third as fast to decode, and read by any decoder of ITU-T
-T.814, such as OpenJPH. Integers of up to 16 bits, signed as signed: as unsigned numbers they compress a third
-worse. Encoding and decoding need imagecodecs, which is imported for the first slice.
+Meant for archives: 10 % smaller than ``b2nd`` on CT, decoded at a third of its speed, and readable by any
+decoder of ITU-T T.814, such as OpenJPH. Integers of up to 16 bits keep their sign: as unsigned numbers they
+compress a third worse. Encoding and decoding need imagecodecs, which is imported for the first slice.
 
-No codec needs its checksum more: of damaged bytes OpenJPH makes wrong pixels, seldom an error, and one flip
-in two thousand ends the process.
+This codec depends on the checksum more than any other: from damaged bytes OpenJPH makes wrong pixels, seldom
+an error, and one bit flip in two thousand ends the process.
 """
 
 from __future__ import annotations

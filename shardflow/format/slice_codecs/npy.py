@@ -1,4 +1,4 @@
-"""The slice codec ``npy``: one array as an uncompressed NumPy 1.0 file (docs/format.md, section 4).
+"""Slice codec ``npy``: one array as an uncompressed NumPy 1.0 file (docs/format.md, section 4).
 
 The header is matched, not evaluated: NumPy's own reader parses it as Python source.
 """

@@ -1,7 +1,7 @@
-"""The slice codec ``png16``: one array as a PNG of 8 or 16 bits a sample (docs/format.md, section 4).
+"""Slice codec ``png16``: one array as a PNG of 8 or 16 bits per sample (docs/format.md, section 4).
 
-For tools that read nothing else: two thirds of the compression of ``b2nd``, a fifth of its speed. PNG has no
-signed numbers: int16 is stored with an offset, which a text chunk after the header tells.
+Meant for tools that read nothing else: two thirds of the compression of ``b2nd`` at a fifth of its speed.
+PNG has no signed numbers, so int16 is stored with an offset, which a text chunk after the header records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page that compares two runs: a table of differences, and overlaid charts."""
+"""HTML page that compares two runs: a table of differences, and overlaid charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about one run: one HTML file that loads nothing else."""
+"""HTML page of one run: a single file that loads nothing else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Numbers of the run page: a run folder condensed to bounded size, however long the run was.
+"""Data of the run page: a run folder condensed to bounded size, however long the run was.
 
-Of each group of steps the least, the median and the most are kept beside the mean, so that one slow step in
-ten thousand is still on the page.
+Each group of steps keeps its minimum, median and maximum beside the mean, so that one slow step in ten
+thousand is still visible.
 """
 
 from __future__ import annotations

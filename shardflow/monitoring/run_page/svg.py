@@ -1,4 +1,4 @@
-"""Charts along the steps of a run, as inline SVG; colors are classes of the page's style sheet."""
+"""Inline SVG charts over the steps of a run; colors are classes of the page's style sheet."""
 
 from __future__ import annotations
 

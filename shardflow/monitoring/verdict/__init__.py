@@ -1,8 +1,7 @@
-"""What a run is bound by, in words, with evidence in numbers and advice that names settings.
+"""Verdicts: what limits a run, in words, with evidence in numbers and advice that names settings.
 
-`judge` looks at the newest intervals of a run; rules and thresholds are data in ``rules``. `VerdictReporter`
-judges beside a run that goes on, writes what it finds and says it when it changes. docs/verdicts.md is for
-people.
+`judge` evaluates the newest intervals of a run; rules and thresholds are data in ``rules``.
+`VerdictReporter` does so during a run, and writes and logs what changed. docs/verdicts.md is the user's page.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""What a change may gain, and the advice that several findings share.
+"""Advice of the rules: the setting to change, its old and new value, and the estimated gain.
 
-Gains are estimates by Amdahl's law from shares of the step: what a change makes faster, and what stays as it
-is.
-
-What to do about a finding: the setting, its old and new value, and what may be gained.
-
-Only settings that the run has are named. Each function returns the best advice first.
+Gains follow from shares of the step by Amdahl's law. Only settings that the run has are named. Each function
+returns the best advice first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A few intervals as one, in shares of the step: the numbers that rules look at.
+"""Summary of a few intervals, in shares of the step: the input of the rules.
 
-Steps of several ranks are as long as those of the rank that all others wait for, so shares are that rank's:
-what it waits for data, what it computes, and what is left of the exchange when nobody waits for anybody.
-Waits for the loader are shared out by what its threads did meanwhile: where they had nothing to do for lack
-of room, more room would have helped; where they worked, the stages that they worked at.
+A step of several ranks is as long as that of the rank that all others wait for, so shares are that rank's:
+its wait for data, its compute, and the rest of the exchange when nobody is late. The wait for data is divided
+by what the loader's threads did meanwhile: idle at the prefetch bound, more room would have helped; busy, it
+goes to the stages that they worked on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "transform": ("transform", "user_transform"),
     "other": ("plan", "collate", "tokens"),
 }
-"""What the loader's threads do, by stages of `shardflow.telemetry.counters.STAGES`; none is part of another."""
+"""Work of the loader's threads, by stages of `shardflow.telemetry.counters.STAGES`, which are disjoint."""
 
 # A rank this much slower than the median of the others is looked at by itself.
 _LEAST_SKEW: Final = 0.05

@@ -1,12 +1,8 @@
-"""From intervals to verdicts: which of the newest count, which rules hold, and what is said first.
+"""Judgment of intervals: which of the newest count, which rules hold, and the order of the verdicts.
 
-A verdict that was given holds on until its share has fallen well below its threshold, and another one comes
-first only when it is clearly larger: two causes of about the same size do not take turns.
-
-Judges beside a run that goes on: writes verdicts when they change, and says the first one in a log line.
-
-A new first verdict must hold for two intervals before it is said, so that one odd interval changes nothing;
-the very first one is said as soon as enough was measured.
+Verdicts have hysteresis: one that was given stays until its share is well below its threshold, and another
+one comes first only if it is clearly larger, so two causes of similar size do not alternate. During a run a
+new first verdict must hold for two intervals before it is logged, except the very first.
 """
 
 from __future__ import annotations

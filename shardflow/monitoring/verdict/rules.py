@@ -1,7 +1,7 @@
-"""The rules as data: for each code the share of the step that it explains, and how it is said.
+"""Rules of the verdicts as data: for each code the share of the step that it explains, and its sentence.
 
-A rule finds something where its share reaches its threshold; the largest share is the most important. What
-a share is, and why no two rules explain the same time, is in ``summary``; the thresholds stand here.
+A rule applies if its share reaches its threshold; the largest share is the most important. `IntervalSummary`
+defines the shares such that no two rules explain the same time; the thresholds are here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Why a line of a corpus was not packed: one closed list of codes.
+"""Settings of a corpus job, those that decide bytes apart from those of the run; and the reasons of its lines.
 
-The place of a reason in the list is the byte that stands for it in the table of outcomes, so reasons are
-added at the end, never renamed, never moved (change class SHARD FORMAT).
-
-Settings of a corpus job: what decides the bytes, and how the job runs, apart from each other.
+The position of a reason in the list is the byte that stands for it in the table of outcomes, so reasons are
+appended, never renamed, never moved (change class SHARD FORMAT).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from shardflow.config import SPREAD, Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 from shardflow.format.keys import canonical_json
 from shardflow.format.reasons import OutcomeName
-from shardflow.packing.config import ExecutionConfig, IdentityConfig
+from shardflow.packing.config import ExecutionConfig, IdentityConfig, check_splits
 from shardflow.packing.deid.report_text import ReportTextMode
 from shardflow.packing.deid.text_patterns import DateOrder
 
@@ -111,7 +109,7 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
 }
 
 PACKED: Final = 0
-"""The number of a packed line."""
+"""Number of a packed line."""
 
 REASON_TABLE: Final[tuple[tuple[str, OutcomeName], ...]] = (
     ("PACKED", "packed"),
@@ -128,14 +126,13 @@ def number_of(reason: LineReason) -> int:
 
 
 class LineError(Exception):
-    """A line cannot be packed; stays inside the package, and holds nothing of the line."""
+    """A line cannot be packed; never leaves the package, and holds nothing from the line."""
 
     def __init__(self, reason: LineReason) -> None:
         super().__init__(str(reason))
         self.reason = reason
 
 
-_SPLIT_NAME: Final = re.compile(r"[a-z0-9]{1,32}")
 _ROLE: Final = re.compile(r"[a-z0-9_]{1,32}")
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
@@ -144,7 +141,7 @@ _GIB: Final = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusInputsConfig:
-    """Where the texts lie; nothing is ever written there."""
+    """Locations of the texts; nothing is ever written there."""
 
     files: tuple[Path, ...]
     """Folders, or single files: ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (also ``.ndjson`` and ``.json.gz``)
@@ -228,18 +225,12 @@ class CorpusSplitsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, parts in self.parts.items():
-            if not _SPLIT_NAME.fullmatch(name):
-                raise ConfigError(f"a split's name must be 1 to 32 of [a-z0-9], got {name!r}; rename it.")
-            if parts < 0:
-                raise ConfigError(f"parts.{name} must be at least 0, got {parts}; correct it.")
-        if sum(self.parts.values()) < 1:
-            raise ConfigError("parts must have at least one part in all, got 0; give a split some.")
+        check_splits(self.parts, "parts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusShardsConfig:
-    """How lines become files."""
+    """Layout of shards."""
 
     target_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = 512 * _MIB
     """A shard is closed before it passes this; a longer text has a shard of its own."""
@@ -253,7 +244,7 @@ class CorpusShardsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusPolicyConfig:
-    """What becomes of lines that are not as they should be."""
+    """Treatment of defective lines."""
 
     duplicates: Literal["keep", "skip"] = "keep"
     """``skip``: of lines with the same texts only the first is packed; the inputs are read twice."""
@@ -266,7 +257,7 @@ class CorpusPolicyConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusLimitsConfig:
-    """Counts that decide outcomes."""
+    """Limits that decide outcomes."""
 
     max_line_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 16 * _MIB
     """Bytes of one line of JSON; a longer one is read past and never held."""
@@ -279,7 +270,7 @@ class CorpusLimitsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusDeidConfig:
-    """What is done to what could name a person."""
+    """De-identification of texts."""
 
     text: ReportTextMode = "scrub"
     """``scrub``: forms of names, numbers, dates and places are replaced, at about a millisecond a kilobyte.
@@ -317,7 +308,7 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.execution.engine != "local":
-            raise ConfigError("execution.engine must be local for a corpus, got another; leave it out.")
+            raise ConfigError("a corpus is packed on one machine; leave execution.engine out.")
 
     @property
     def key_file(self) -> Path:

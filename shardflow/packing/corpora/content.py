@@ -1,8 +1,8 @@
-"""From a line's fields to a sample: what is text, who says what, which split; texts scrubbed.
+"""Samples from the fields of a line: texts, roles, split and sample key, with texts scrubbed.
 
-``report.txt`` is what a model reads, as in every dataset, so loader, tokens and training need nothing new.
-``corpus.json`` says where in it each turn's content lies; a text alone with nothing kept has none, and costs
-one member of the tar. A line that does not fit is a `LineError` with its reason.
+``report.txt`` is what a model reads, as in every dataset, so that loader, tokens and training need nothing
+new. ``corpus.json`` locates the content of each turn in it; a single text with nothing kept has none, and
+costs one member of the tar. A line that cannot be packed is a `LineError` with its reason.
 """
 
 from __future__ import annotations

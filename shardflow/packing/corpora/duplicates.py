@@ -1,8 +1,8 @@
-"""Which lines an earlier line rules out: the same texts, or the same key, anywhere in the inputs.
+"""Duplicate lines: those with the texts or the key of an earlier line, anywhere in the inputs.
 
-In bounded memory, however many lines there are: each part sorts the digests of its lines in runs and drops at
-once what a run has twice; then each bucket of the digests is gathered from all runs, and of equal ones all
-but the first are dropped. What is dropped stands in sorted lists that packing walks along beside the lines.
+Memory is bounded, however many lines there are. Each part sorts the digests of its lines in runs and drops
+repeats within a run at once; then each bucket of the digests is gathered from all runs, and of equal ones all
+but the first are dropped. Dropped lines are listed in order, for packing to merge with the lines.
 """
 
 from __future__ import annotations

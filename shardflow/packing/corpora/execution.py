@@ -1,7 +1,7 @@
-"""The execution of a corpus plan: find duplicates, pack the parts, number the shards, publish the version.
+"""Execution of a corpus plan: finds duplicates, packs the parts, numbers the shards, publishes the version.
 
-What grows with the lines is read from the parts a piece at a time; the job holds one record for each part and
-one for each shard.
+Everything that grows with the lines is read from the parts a piece at a time; the job holds one record for
+each part and each shard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PIECE_ROWS: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """What became of the lines of a plan."""
+    """Outcomes of the lines of a plan."""
 
     records: tuple[dict[str, Any], ...]
     """Of the parts, in their order."""
@@ -75,8 +75,8 @@ class Tally:
         return _by_class(self.counts)
 
     def is_over(self, share: float) -> bool:
-        """Tell whether more lines are quarantined than a share of all."""
-        # The small term takes back what binary fractions lose: 0.05 of 100 are 5.
+        """Return whether more lines than the given share are quarantined."""
+        # The small term makes up for binary fractions: 0.05 of 100 lines are 5.
         return self.outcomes["quarantined"] > math.floor(share * self.num_lines + 1e-9)
 
 
@@ -94,7 +94,7 @@ def _by_class(counts: Counter[str]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The version that a job builds on; empty for a first one."""
+    """The previous version; empty for a first one."""
 
     manifest: Manifest | None = None
     files: Sequence[InputFile] = ()
@@ -102,7 +102,7 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """A plan, and all that it takes to make a version of it."""
+    """Execution of a plan, which makes a version of it."""
 
     config: CorpusConfig
     workspace: Workspace
@@ -113,7 +113,7 @@ class Execution:
     base: Base
 
     def pack(self) -> Tally:
-        """Pack all parts that do not stand yet.
+        """Pack all parts that no earlier run has packed.
 
         Raises:
             StorageError: Something cannot be read or written.
@@ -135,8 +135,7 @@ class Execution:
             record = load_part(parts, task.handle, payloads[task.handle]["digest"])
             if record is None:
                 raise ShardflowError(
-                    "a part must stand when its task is done, got none; is the work folder written by "
-                    "another job?"
+                    "a finished task left no part; is another job writing into the work folder?"
                 )
             records[task.handle] = record
             self.progress.advance()
@@ -144,12 +143,12 @@ class Execution:
             if not counts["PACKED"] and _by_class(counts)["quarantined"]:
                 name, count = counts.most_common(1)[0]
                 self.progress.note(
-                    f"part {task.handle} has nothing that can be packed: {count} lines are {name}"
+                    f"part {task.handle} has no line that can be packed: {count} lines are {name}"
                 )
 
         failed = run_tasks(self.engine, self._tasks("pack", waiting, payloads), done)
         for each in failed:
-            # Whatever is read again will fail again: the part is left out, and every later run knows it.
+            # A third try would fail too: the part is left out, and the crash log tells every later run.
             self._record(each.task.handle, str(reason_of_failure(each.failure or "failed")), crash_log)
             payloads[each.task.handle] = self._payload(each.task.handle, crash_log)
         again = [each.task.handle for each in failed]
@@ -166,8 +165,7 @@ class Execution:
         """
         if not tally.counts["PACKED"]:
             raise ConfigError(
-                "the inputs must hold a line that can be packed, got none "
-                f"({unpacked(tally.counts)}); correct them."
+                f"the inputs hold no line that can be packed ({unpacked(tally.counts)}); correct them."
             )
         output, base = self.workspace.output, self.base.manifest
         number = 1 if base is None else base.manifest_version + 1
@@ -225,7 +223,7 @@ class Execution:
     def _payload(self, number: int, crash_log: CrashLog) -> dict[str, Any]:
         payload = self.plan.payload(number)
         failed = crash_log.find(self._part_key(number), self.plan.num_bytes(number))
-        # What a part drops depends on all the others.
+        # The duplicates of a part depend on all other parts.
         facts = [payload["digest"], self.plan.digest if self._has_scan else "", failed or ""]
         digest = hashlib.sha256("\0".join(facts).encode("ascii")).hexdigest()
         return {**payload, "failed": failed, "digest": digest}
@@ -243,7 +241,7 @@ class Execution:
             yield Task(kind=kind, payload=payloads[number], timeout_s=seconds, handle=number)
 
     def _find_duplicates(self, payloads: dict[int, dict[str, Any]], crash_log: CrashLog) -> None:
-        """Read all parts for digests, and find those that occur again."""
+        """Read the digests of all parts, and find those that repeat."""
         scans, numbers = self.workspace.work / "scans", list(payloads)
         self.progress.phase("duplicates", len(numbers))
         num_rows = 0
@@ -280,7 +278,7 @@ class Execution:
             yield samples.gather("sample_key", rows)
 
     def _number_shards(self, tally: Tally) -> list[ShardEntry]:
-        """Give the shards of all parts their names, and write their indexes."""
+        """Number the shards of all parts, and write their indexes."""
         following: Counter[str] = Counter()
         for shard in () if self.base.manifest is None else self.base.manifest.shards:
             following[shard.split] = max(following[shard.split], shard_number(shard) + 1)
@@ -307,7 +305,7 @@ class Execution:
         return sorted((ShardEntry(**shard) for shard in shards), key=shard_order)
 
     def _files(self, tally: Tally) -> list[InputFile]:
-        """Return the files of the plan with the numbers of their lines."""
+        """Return the files of the plan with their line counts."""
         num_lines = [0] * len(self.plan.files)
         for pieces, record in zip(self.plan.parts, tally.records, strict=True):
             for piece, count in zip(pieces, record["num_lines"], strict=True):
@@ -333,29 +331,29 @@ class Execution:
     def _former_outcomes(self, base: Manifest) -> Iterator[NDArray[np.uint8]]:
         entry = base.line_outcomes
         if entry is None:
-            raise FormatError("the version before must be a corpus, got another dataset.")
+            raise FormatError("the previous version is not a corpus.")
         name = entry.path
         lines = LineOutcomes(Table(LocalStore(self.workspace.output).map(name), name=name))
         if tuple(zip(lines.names, lines.outcomes, strict=True)) != REASON_TABLE[: len(lines.names)]:
-            raise FormatError(f"{name} must have reasons of this shardflow, got others; use a newer one.")
+            raise FormatError(f"{name} has reasons that this shardflow does not know; use a newer one.")
         yield from lines.pieces()
 
 
 def run_tasks(
     engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
 ) -> list[TaskDone]:
-    """Run tasks; those that fail run a second time, one at a time in a fresh process.
+    """Run tasks; failed ones run a second time, one at a time in a fresh process.
 
     Args:
-        pool: The processes.
-        tasks: Made as they are needed.
-        on_done: Told of each task that was done, in no order.
+        engine: The processes.
+        tasks: Created as they are needed.
+        on_done: Called for each finished task, in no particular order.
 
     Returns:
-        What failed twice.
+        Tasks that failed twice.
 
     Raises:
-        StorageError: A task could not read or write; nothing of an input decides that.
+        StorageError: A task could not read or write.
     """
     failed = _once(engine, tasks, on_done)
     if not failed:
@@ -367,16 +365,16 @@ def run_tasks(
 
 
 def run_all(engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]) -> None:
-    """Run tasks that no input can make fail.
+    """Run tasks that cannot fail because of an input.
 
     Raises:
-        ShardflowError: One failed all the same.
+        ShardflowError: One failed twice.
     """
     failed = run_tasks(engine, tasks, on_done)
     if failed:
         raise ShardflowError(
-            f"a packing process must do {failed[0].task.kind}, got {failed[0].failure} ({failed[0].detail}); "
-            "look at the memory and the disk of this machine."
+            f"the task {failed[0].task.kind} failed twice: {failed[0].failure} ({failed[0].detail}); check the memory "
+            "and the disk of this machine."
         )
 
 

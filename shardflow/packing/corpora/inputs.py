@@ -1,15 +1,12 @@
-"""Lines of the input files: JSON lines, compressed or not, and Parquet rows, in constant memory.
+"""Input files of a corpus: their lines and rows in constant memory, the parts they are cut into, and their list.
 
-A part reads ranges of files. A line belongs to the range in which its first byte lies, so ranges that touch
-each other give every line once, wherever they are cut. A line above the limit is read past, and never held.
+Files are JSON lines, compressed or not, and Parquet. A part is what one task reads: some bytes of a plain
+file, some row groups of a Parquet file, whole compressed files, or many small ones. Parts follow from names
+and sizes alone, so that every run cuts alike. A line belongs to the range that contains its first byte, so
+that adjacent ranges yield every line once. A line above the limit is skipped and never held.
 
-The input files of a corpus, how they are cut into parts, and the list that is kept of them.
-
-A part is what one task reads: some bytes of a plain file, some row groups of a Parquet file, whole compressed
-files, or many small ones. Parts follow from names and sizes alone, so every run cuts alike.
-
-The list, one line of JSON for each file, is in the private folder, mode 0600: the way back from surrogates,
-and what an append goes by. A line of a file is found again by its place there (docs/corpora.md).
+The list, one line of JSON for each file, is in the private folder, mode 0600: it maps surrogates back to
+files, and an append compares files with it. A line of a file is located by its place there (docs/corpora.md).
 """
 
 from __future__ import annotations

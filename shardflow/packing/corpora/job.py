@@ -1,8 +1,8 @@
-"""The corpus job: files, parts, shards, manifest.
+"""Corpus job: files, parts, shards, manifest.
 
-Files are listed and looked at; the plan cuts them into parts; processes turn each part into shards of its
-own; then shards get their numbers, and the samples table, the outcomes and the manifest are written. Any
-moment may be the last: the same command resumes with the parts that are done, and produces the same bytes.
+Files are listed and inspected; the plan cuts them into parts; processes turn each part into shards of its
+own; then shards are numbered, and the samples table, the outcomes and the manifest are written. The job may be
+killed at any moment: the same command resumes with the parts that are done, and produces identical bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from shardflow.format.writer import package_versions
 from shardflow.packing.corpora.execution import Base, Execution, run_all, unpacked
 from shardflow.packing.corpora.inputs import InputFile, build_plan, discover, list_path, read_list
 from shardflow.packing.corpora.parts import HANDLERS, make_setup
-from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.engines.base import Task, WorkerLimits, WorkerSetup
 from shardflow.packing.engines.local import LocalEngine
 from shardflow.packing.engines.worker import peak_memory_bytes
-from shardflow.packing.plan import check_files
+from shardflow.packing.plan import check_files, check_same_settings, load_key
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
     from shardflow.packing.corpora.config import CorpusConfig
+    from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.engines.base import Engine
     from shardflow.packing.progress import Progress
     from shardflow.packing.workspace import Workspace
@@ -47,7 +47,7 @@ _PACKAGES: Final = ("numpy", "pyarrow", "rapidfuzz", "shardflow")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusSummary:
-    """Counts and costs of a job; holds nothing of an input."""
+    """Counts and costs of a job, without anything from an input."""
 
     status: CorpusStatus
     """``packed``; ``already_packed`` and ``nothing_new``: there was nothing to do; ``quarantine_limit``:
@@ -64,17 +64,17 @@ class CorpusSummary:
     """Input files of this run."""
     num_parts: int = 0
     num_parts_kept: int = 0
-    """Parts that an earlier run had finished."""
+    """Parts that an earlier run has packed."""
     num_shards: int = 0
     num_bytes: int = 0
     """Size of all files of the dataset."""
     seconds: float = 0.0
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
-    """Most resident memory of the ``job`` and of any one packing ``process``."""
+    """Peak resident memory of the ``job`` and of any packing ``process``."""
 
     @classmethod
     def of_manifest(cls, status: CorpusStatus, manifest: Manifest, **facts: Any) -> Self:
-        """Sum up a published dataset."""
+        """Summarize a published dataset."""
         counts = asdict(manifest.counts)
         extra: Mapping[str, Any] = manifest.extra
         return cls(
@@ -110,13 +110,13 @@ def pack_corpus(
 
     Args:
         config: All settings.
-        progress: Receives where the job is.
+        progress: Receives the progress of the job.
         mode: ``append`` takes new files into the next version.
-        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` serves tests,
-            which make processes fail on purpose.
+        handlers: Name in `shardflow.packing.registry.TASK_HANDLERS`; a ``"module:function"`` is for tests
+            that make processes fail on purpose.
 
     Returns:
-        What was done; its ``status`` says whether a version was published.
+        Summary; its ``status`` tells whether a version was published.
 
     Raises:
         ConfigError: A setting, a folder or the key is wrong, there is nothing to pack, or the output holds
@@ -125,8 +125,7 @@ def pack_corpus(
         ShardflowError: The packing processes cannot work; the job can be run again.
     """
     with locked_workspace(config.output, config.private_dir, config.inputs.files) as workspace:
-        is_new_key = config.identity.key_file is None and not config.key_file.exists()
-        key = SecretKey.create(config.key_file) if is_new_key else SecretKey.load(config.key_file)
+        key = load_key(config.key_file, may_create=config.identity.key_file is None)
         limits = WorkerLimits(
             memory_bytes=config.execution.memory_bytes, task_s=_TASK_S, file_bytes=_FILE_BYTES
         )
@@ -163,16 +162,16 @@ class _Job:
         finished = load(store) if versions(store) else None
         if mode == "append" and finished is None:
             raise ConfigError(
-                "output must hold a dataset for append, got none; an interrupted first packing goes on "
-                "without --append."
+                "output must hold a dataset for append, got none; resume an interrupted first packing without "
+                "--append."
             )
         if finished is not None:
-            self._check_settings(finished)
+            check_same_settings(self.key, self.config.content_digest(), finished)
         self.progress.phase("inputs", 0)
         files = discover(self.config.inputs.files)
         if all(file.format == "other" for file in files):
             raise ConfigError(
-                f"inputs.files must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got {len(files)} "
+                f"inputs.files must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got only {len(files)} "
                 "others; correct the folders."
             )
         files = self._inspect(files)
@@ -185,21 +184,10 @@ class _Job:
         if new:
             raise ConfigError(
                 f"output must be new, or hold a dataset of the same files, got {len(new)} files that it does "
-                "not know; add --append to take them in, or name another output."
+                "not know; add --append to pack them, or name another output."
             )
         check_files(store, finished)
         return self._finish("nothing_new" if mode == "append" else "already_packed", finished, len(files))
-
-    def _check_settings(self, finished: Manifest) -> None:
-        for what, found, expected in (
-            ("secret key", finished.key_id, self.key.key_id),
-            ("settings", finished.config_digest, self.config.content_digest()),
-        ):
-            if found != expected:
-                raise ConfigError(
-                    f"output must be new, or hold a corpus of the same {what}, got one of another; name "
-                    "another output."
-                )
 
     def _inspect(self, files: list[InputFile]) -> list[InputFile]:
         """Look at every file with the packing processes."""
@@ -273,7 +261,7 @@ def _new_files(files: list[InputFile], known: list[InputFile]) -> list[InputFile
     num_changed = sum(file.file in before and not file.is_same(before[file.file]) for file in files)
     if num_changed:
         raise ConfigError(
-            f"files of a corpus must stay as they were, got {num_changed} that changed since; pack into "
-            "a new output, or put new lines into new files."
+            f"{num_changed} files of the corpus have changed since they were packed; pack into a new output, or put "
+            "new lines into new files."
         )
     return [file for file in files if file.file not in before]

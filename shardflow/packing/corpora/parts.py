@@ -1,8 +1,8 @@
-"""What packing processes do for a corpus: the kinds of tasks, and the packing of one part.
+"""Task handlers of a corpus: the kinds of tasks, and the packing of one part.
 
 The lines of a part become samples in shards of the part, and one byte each in its outcomes. The record comes
-last and vouches for the rest; a part without one is made again. Shards get their final numbers, which follow
-from the order of the parts, when all parts are done: a link under another name, and an index that says it.
+last and vouches for the rest; a part without one is packed again. When all parts are done, shards get their
+final numbers, which follow from the order of the parts: a link under another name, and an index with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import StorageError
 from shardflow.format.table import crc32c
-from shardflow.format.writer import SplitFiles, link_shard, naming_os_errors
+from shardflow.format.writer import SplitFiles, link_shard, storing
 from shardflow.packing.corpora.config import (
     PACKED,
     REASON_TABLE,
@@ -230,15 +230,15 @@ class _Outcomes:
 
     def _flush(self) -> None:
         self.counts.update(self._buffer)
-        self.crc32c = _go_on(self.crc32c, bytes(self._buffer))
-        with naming_os_errors("writing outcomes"), self._path.open("wb" if self._is_new else "ab") as file:
+        self.crc32c = _extend(self.crc32c, bytes(self._buffer))
+        with storing("writing outcomes"), self._path.open("wb" if self._is_new else "ab") as file:
             file.write(self._buffer)
         self._is_new = False
         self._buffer.clear()
 
 
-def _go_on(checksum: int, piece: bytes) -> int:
-    """Go on with a checksum of checksums: a crc32c itself cannot be gone on with."""
+def _extend(checksum: int, piece: bytes) -> int:
+    """Extend a checksum of checksums; a plain crc32c cannot be extended."""
     return crc32c(checksum.to_bytes(4, "little") + crc32c(piece).to_bytes(4, "little"))
 
 
@@ -250,9 +250,9 @@ def outcome_pieces(folder: Path, record: Mapping[str, Any]) -> Iterator[bytes]:
             again by the next run.
     """
     checksum = 0
-    with naming_os_errors("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
+    with storing("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
         while piece := file.read(_BUFFER_LINES):
-            checksum = _go_on(checksum, piece)
+            checksum = _extend(checksum, piece)
             yield piece
     # A part without a line has written one empty piece.
     if checksum != record["outcomes_crc32c"] and sum(record["num_lines"]):
@@ -276,7 +276,7 @@ def load_part(parts: Path, number: int, digest: str) -> dict[str, Any] | None:
         return None
     expected = {shard["path"]: shard["num_bytes"] for shard in record["shards"]}
     expected[_OUTCOMES] = sum(record["num_lines"])
-    with naming_os_errors("looking for a part"):
+    with storing("looking for a part"):
         for name, num_bytes in expected.items():
             path = folder / name
             if not path.exists() or path.stat().st_size != num_bytes:

@@ -148,7 +148,7 @@ class KnownValues:
         self._birth = list(itertools.chain.from_iterable(map(_date_expressions, of(_BIRTH_DATE))))
 
     def find(self, text: str) -> Iterator[Span]:
-        """Find the places where a value stands, in another case, spacing or punctuation, or misspelled."""
+        """Find the places of a value, also in another case, spacing or punctuation, or misspelled."""
         yield from self._find_people(text)
         squeezed = _SIGNS.sub("", text).lower() if text.isascii() else None
         for expressions, category in (

@@ -164,9 +164,9 @@ _MAX_SHIFT_WEEKS: Final = 52
 _DATE: Final = re.compile(r"(\d{4})[.-]?(\d{2})[.-]?(\d{2})")
 _FIRST_YEAR: Final = 1900
 _SAID_WITHIN_DAYS: Final = 3653
-"""Distance from the study up to which a date of a report is said: the ones far away are birth dates."""
+"""Distance from the study up to which a date of a report is kept; dates far away are birth dates."""
 _MAX_PAST_DAYS: Final = 89 * 365
-"""Distance from the study up to which a record's day is said: an age of 90 years and more identifies."""
+"""Distance from the study up to which a record's day is kept: an age of 90 years and more identifies."""
 
 
 def parse_date(value: str) -> date | None:
@@ -196,7 +196,7 @@ class StudyDates:
     keeps_weekday: bool
 
     def facts(self) -> dict[str, Any]:
-        """Return what ``study.json`` says of the day of the study."""
+        """Return the facts about the day of the study for ``study.json``."""
         if self.mode == "remove":
             return {"mode": self.mode}
         if self.mode == "shift":
@@ -209,7 +209,7 @@ class StudyDates:
         return {"mode": self.mode, "study_day": day}
 
     def when(self, day: date) -> dict[str, Any]:
-        """Return what a record of the study may say of a day; nothing of one that tells a great age."""
+        """Return the publishable form of a day of a record; nothing for a day that reveals a great age."""
         if self.mode == "shift":
             shifted = self._shift(day)
             return {} if shifted is None else {"date": shifted.isoformat()}

@@ -248,7 +248,7 @@ def _hospitals(text: str) -> Iterator[Span]:
 
 
 def _people(text: str) -> Iterator[Span]:
-    """Names where a title, a degree or a verb says that one stands there."""
+    """Find names that a title, a degree or a verb announces."""
     for pattern in (_TITLED, _I_NAME):
         yield from _spans(pattern, text, Category.NAME, "name")
     for match in _LOW_TITLED.finditer(text):

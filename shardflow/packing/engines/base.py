@@ -1,21 +1,12 @@
-"""What runs tasks for a packing job, wherever its processes are.
+"""Engines: what runs the tasks of a packing job, the limits of its processes, and the codec of its messages.
 
-An engine gives tasks to killable, memory-capped packing processes and hands back what became of each. It may
+An engine hands tasks to killable, memory-limited packing processes and returns what became of each. It may
 run a task twice, or lose one with its machine and give it to another: tasks are idempotent, and their files
-appear whole or not at all. What is run where, and in which order, never shows in the bytes.
+appear whole or not at all. Which process runs what, and when, never shows in the bytes.
 
-Codec between typed records and JSON: the one place where task payloads and results cross a process border.
-
-A record is a frozen dataclass; it travels as a JSON object, field by field under the field's name. Its
-annotations are the schema: what comes from another process is checked against them, so that a process that
-was taken over by an input can send wrong values, but none of another type. A class with ``to_json`` and
-``from_json`` has a form of its own.
-
-What a packing process may take: memory, processor time, file size, open files.
-
-A process sets its limits on itself before it imports a decoder, so that every byte of foreign code runs under
-them; the hard memory limit cannot be raised again. The job has its own deadline per task besides: a sleeping
-process uses no processor time.
+Payloads and results are typed records: frozen dataclasses that cross the process border as JSON objects,
+field by field. Their annotations are the schema. A process that was taken over by an input can send wrong
+values, but no value of another type. A class with ``to_json`` and ``from_json`` has a form of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +21,7 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -59,7 +51,7 @@ Decoder = Callable[[Any], Any]
 
 
 def encode(value: Any) -> Any:
-    """Return a record, or a collection of records, as JSON values."""
+    """Convert a record, or a collection of records, to JSON values."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
@@ -68,11 +60,13 @@ def encode(value: Any) -> Any:
         return [encode(one) for one in value]
     if isinstance(value, Mapping):
         return {str(key): encode(one) for key, one in value.items()}
+    if isinstance(value, datetime):
+        return value.isoformat()
     return str(value) if isinstance(value, (Path, str)) else value
 
 
 def decode(record: type[Record], value: Any) -> Record:
-    """Read what `encode` returned for a record of this type.
+    """Convert JSON values that `encode` returned back to a record.
 
     Raises:
         ShardflowError: The value does not have the fields and types of the record.
@@ -90,7 +84,7 @@ def decode(record: type[Record], value: Any) -> Record:
 
 @cache
 def _decoder(kind: Any) -> Decoder:
-    """Build the function that reads values of a type; once per type."""
+    """Build the decoder of a type, once per type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
@@ -114,6 +108,8 @@ def _decoder(kind: Any) -> Decoder:
         return _of(dict, lambda value: {key(name): element(one) for name, one in value.items()})
     if kind is Path:
         return Path
+    if kind is datetime:
+        return _of(str, datetime.fromisoformat)
     exact = _of(kind, lambda value: value)
     return (lambda value: value if type(value) is int else exact(value)) if kind is float else exact
 
@@ -125,7 +121,7 @@ def _record_decoder(record: Any) -> Decoder:
 
 
 def _of(kind: type, read: Decoder) -> Decoder:
-    """Read values of exactly one JSON type."""
+    """Decode values of exactly one JSON type."""
 
     def check(value: Any) -> Any:
         if type(value) is not kind:
@@ -139,38 +135,43 @@ _PR_SET_PDEATHSIG: Final = 1
 
 PROCESS_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        # One thread: blosc2 gives other bytes with more, and thread pools reserve address space.
+        # With several threads blosc2 writes other bytes, and thread pools reserve address space.
         "BLOSC_NTHREADS": "1",
         "MALLOC_ARENA_MAX": "1",
         "MKL_NUM_THREADS": "1",
         "NUMEXPR_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        # glibc would give a freed slice back to the kernel at once, and the next one pay for its pages again
-        # (docs/adr/0031). 32 MiB is the largest threshold that it takes; up to 128 MiB are kept.
+        # By default glibc returns a freed slice to the kernel at once, and the next slice faults its pages in
+        # again (docs/adr/0031). 32 MiB is the largest threshold it accepts; up to 128 MiB are kept.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TOP_PAD_": str(4 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
     }
 )
-"""What a packing process is started with, beside the environment of the job."""
+"""Environment variables of a packing process, beside those of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLimits:
-    """Limits of one packing process."""
+    """Limits of one packing process.
+
+    A process sets them on itself before it imports a decoder, so that all foreign code runs under them; the
+    hard memory limit cannot be raised again. The job has its own deadline for each task besides: a sleeping
+    process uses no processor time.
+    """
 
     memory_bytes: int
     """Address space (RLIMIT_AS)."""
     task_s: float
-    """Processor time of one task, rounded up to seconds (RLIMIT_CPU, moved on before each task)."""
+    """Processor time of one task, rounded up to seconds (RLIMIT_CPU, extended before each task)."""
     file_bytes: int
-    """Largest file that it may write (RLIMIT_FSIZE)."""
+    """Largest file it may write (RLIMIT_FSIZE)."""
     open_files: int = 256
     """Open descriptors (RLIMIT_NOFILE)."""
 
     def apply(self) -> None:
-        """Put the calling process under the limits, for good; processor time starts with `start_task`."""
+        """Apply the limits to the calling process, for good; processor time starts with `start_task`."""
         _bound(resource.RLIMIT_AS, self.memory_bytes)
         _bound(resource.RLIMIT_FSIZE, self.file_bytes)
         _bound(resource.RLIMIT_NOFILE, self.open_files)
@@ -179,9 +180,9 @@ class WorkerLimits:
         self.start_task()
 
     def start_task(self) -> None:
-        """Give the calling process the processor time of one more task.
+        """Grant the calling process the processor time of one more task.
 
-        Past it the kernel sends SIGXCPU, which ends the process even inside a decoder that never returns.
+        After it the kernel sends SIGXCPU, which ends the process even inside a decoder that never returns.
         """
         usage = resource.getrusage(resource.RUSAGE_SELF)
         soft = math.ceil(usage.ru_utime + usage.ru_stime + self.task_s) + 1
@@ -198,10 +199,10 @@ def _bound(which: int, value: int) -> None:
 
 
 def end_with(parent_pid: int) -> None:
-    """End the calling process when its parent dies, even by SIGKILL (Linux), and leave signals to the parent.
+    """Tie the calling process to its parent: it dies with it, even by SIGKILL (Linux), and ignores signals.
 
-    A terminal's Ctrl-C and a scheduler's SIGTERM reach the whole process group: the job decides when its
-    processes end, or a death by signal would look like a study's fault.
+    Ctrl-C in a terminal and SIGTERM of a scheduler reach the whole process group. The job decides when its
+    processes end; otherwise a signal would look like a crash caused by a study.
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -213,105 +214,108 @@ def end_with(parent_pid: int) -> None:
 
 
 Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "storage"]
-"""How a task failed by its own doing; the loss of a machine is no failure of a task."""
+"""How a task failed by itself; the loss of a machine is no failure of a task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
-    """What a packing process is started with."""
+    """Start message of a packing process."""
 
     limits: WorkerLimits
-    """What it may take."""
     handlers: str
-    """Of the registry, or ``"module:function"``: makes the handler of its tasks."""
+    """Name in the registry, or ``"module:function"``, of the function that makes its task handler."""
     setup: Any
-    """Record that this function is given."""
+    """Record that this function receives."""
     log_path: Path
-    """Where the process writes why it could not start, and stacks of crashes."""
+    """File for errors at the start, and stack traces of crashes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One piece of work for a packing process."""
+    """Unit of work for a packing process."""
 
     kind: str
     payload: Any
-    """Record; what the handler gets."""
+    """Record that the handler receives."""
     timeout_s: float
     """Wall time after which the process is killed."""
     handle: Any = None
-    """The caller's own mark; stays in the job."""
+    """The caller's own label; not sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskDone:
-    """What became of a task: a result, or a failure."""
+    """Result or failure of a task."""
 
     task: Task
     result: dict[str, Any] | None = None
-    """Of the kind's record; see `shardflow.packing.engines.base.decode`."""
+    """Record as JSON, to be read with `decode`."""
     failure: Failure | None = None
     detail: str = ""
-    """Class name and place in the code; never text of an input."""
+    """Class name and place in the code, never text of an input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a packing process sends back."""
+    """Message of a packing process to the job."""
 
     result: dict[str, Any] | None = None
-    """Record as JSON; None where the task failed."""
+    """Record as JSON; None if the task failed."""
     failure: Failure | None = None
     detail: str = ""
     peak_memory_bytes: int = 0
-    """Most resident memory that the process ever had."""
+    """Peak resident memory of the process."""
     cannot_start: str | None = None
-    """Why no task will ever succeed."""
+    """Reason why the process cannot run any task."""
     pid: int | None = None
     """Sent once, when the process is ready for its first task."""
 
 
 class Engine(Protocol):
-    """Runs tasks; a context manager, which ends every process that it started.
+    """Runs tasks in packing processes; a context manager, which ends every process that it started.
 
     Attributes:
-        peak_memory_bytes: Most resident memory that any packing process had.
+        peak_memory_bytes: Peak resident memory of any packing process.
+        num_replaced: Processes that were lost or killed.
     """
 
-    peak_memory_bytes: int
+    peak_memory_bytes: int = 0
+    num_replaced: int = 0
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
     @property
     def has_idle(self) -> bool:
-        """Whether a task may be submitted now without waiting for another."""
+        """Whether a task can be submitted without waiting for another one."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Number of tasks submitted that `wait` has not returned yet."""
+        """Number of submitted tasks that `wait` has not returned yet."""
         ...
 
     def submit(self, task: Task) -> None:
-        """Give a task to an idle process, starting one if need be."""
+        """Hand a task to an idle process, starting one if necessary."""
         ...
 
     def wait(self) -> TaskDone:
-        """Wait until any submitted task comes back.
+        """Wait until any submitted task is done.
 
         Raises:
-            ShardflowError: Processes cannot start at all, or do not last.
+            ShardflowError: Processes cannot start, or keep dying.
         """
         ...
 
     def restart(self, num_processes: int | None = None) -> None:
-        """Go on with fresh processes: as many as given, else as many as at first; nothing may be running."""
+        """Replace all processes: with as many as given, else as many as at first; no task may be running."""
         ...
 
     def close(self) -> None:
-        """End every process and wait for its end; unfinished tasks are forgotten."""
+        """Kill every process and wait for its end; unfinished tasks are dropped."""
         ...

@@ -1,8 +1,8 @@
-"""The local engine: a pool of long-lived packing processes that may die at any moment.
+"""Local engine: a pool of long-lived packing processes, each of which may die at any moment.
 
-Owns starting, feeding, timing, killing and replacing them. A task that kills its process, passes its deadline
-or runs out of memory comes back as a failed task; it never takes another task or the job with it. What a
-failure means for a study is decided elsewhere.
+Starts, feeds, times, kills and replaces them. A task that kills its process, misses its deadline or runs out
+of memory is returned as a failed task; it never takes another task or the job with it. What a failure means
+for a study is decided by the caller.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError
 from shardflow.packing.engines.base import (
     PROCESS_ENVIRONMENT,
     Answer,
+    Engine,
     Failure,
     Task,
     TaskDone,
@@ -34,8 +35,6 @@ from shardflow.packing.engines.base import (
 from shardflow.packing.engines.worker import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from shardflow.packing.engines.base import WorkerSetup
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ _BOOT: Final = (
     "from shardflow.packing.engines.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _START_TIMEOUT_S: Final = 120.0
-# A process that is killed from outside while it starts says nothing about the next one.
+# A starting process may be killed from outside, which says nothing about the next one.
 _MAX_FAILED_STARTS: Final = 2
 _SEND_TIMEOUT_S: Final = 60.0
 _EXIT_S: Final = 1.0
@@ -61,12 +60,12 @@ class _Child:
     task: Task | None = None
 
 
-class LocalEngine:
-    """Feeds tasks to packing processes; use as a context manager, which ends them all.
+class LocalEngine(Engine):
+    """Runs tasks in packing processes on this machine; see `shardflow.packing.engines.base.Engine`.
 
     Args:
-        num_processes: How many run at once.
-        worker: What each of them is started with.
+        num_processes: Number of concurrent processes.
+        worker: Start message of each process.
     """
 
     def __init__(self, num_processes: int, worker: WorkerSetup) -> None:
@@ -78,56 +77,46 @@ class LocalEngine:
         self._full_num_processes = num_processes
         self._num_processes = num_processes
         self._num_failed_starts = 0
-        self.num_replaced = 0
-        self.peak_memory_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the living children."""
+        """Ids of the live processes."""
         return [child.process.pid for child in self._children]
 
     @property
     def has_idle(self) -> bool:
-        """Whether a task may be submitted now without waiting for another."""
+        """Whether a task can be submitted without waiting for another one."""
         return len(self._children) < self._num_processes or any(
             child.task is None for child in self._children
         )
 
     @property
     def num_running(self) -> int:
-        """Number of tasks submitted that `wait` has not returned yet."""
+        """Number of submitted tasks that `wait` has not returned yet."""
         return len(self._finished) + sum(child.task is not None for child in self._children)
 
     def restart(self, num_processes: int | None = None) -> None:
-        """Go on with fresh processes: as many as given, else as many as at first; nothing may be running."""
+        """Replace all processes: with as many as given, else as many as at first; no task may be running."""
         self._num_processes = num_processes or self._full_num_processes
         while self._children:
             self._end(self._children[-1])
 
     def submit(self, task: Task) -> None:
-        """Give a task to an idle process, starting one if need be."""
+        """Hand a task to an idle process, starting one if necessary."""
         child = next((child for child in self._children if child.task is None), None) or self._start()
         child.task = task
         if child.is_ready:
             self._send_task(child)
 
     def wait(self) -> TaskDone:
-        """Wait until any submitted task comes back.
+        """Wait until any submitted task is done.
 
         Raises:
             ShardflowError: Processes cannot start at all.
         """
         if not self.num_running:
             raise ValueError("nothing was submitted")
-        # What has arrived counts, however long nobody looked.
+        # Answers that have arrived count, even if their deadline has passed meanwhile.
         for key, _ in self._selector.select(0):
             self._read(key.data)
         while not self._finished:
@@ -143,7 +132,7 @@ class LocalEngine:
         return self._finished.popleft()
 
     def close(self) -> None:
-        """End every process and wait for its end; unfinished tasks are forgotten."""
+        """Kill every process and wait for its end; unfinished tasks are dropped."""
         while self._children:
             self._end(self._children[-1])
         self._selector.close()
@@ -152,7 +141,7 @@ class LocalEngine:
         ours, theirs = socket.socketpair()
         with theirs, open(self._log_path, "ab", opener=_open_private) as log:
             process = subprocess.Popen(
-                # -P: a folder in the working directory must not shadow a library.
+                # -P: a folder of the working directory must not shadow a library.
                 [
                     sys.executable,
                     "-P",
@@ -171,7 +160,7 @@ class LocalEngine:
         child = _Child(process, Channel(ours), deadline=time.monotonic() + _START_TIMEOUT_S)
         self._children.append(child)
         self._selector.register(child.channel, selectors.EVENT_READ, child)
-        with suppress(ChannelClosedError):  # its death is seen when it is read from
+        with suppress(ChannelClosedError):  # noticed by the next read
             child.channel.send(self._start_message, timeout_s=_SEND_TIMEOUT_S)
         return child
 
@@ -187,7 +176,7 @@ class LocalEngine:
         return [child for child in self._children if child.task is not None]
 
     def _read(self, child: _Child) -> None:
-        """Take what a process sent; a task that is lost with its process is finished too."""
+        """Process the messages of a child; a task that is lost with its process is finished too."""
         try:
             for message in child.channel.receive_available():
                 self._take(child, message)
@@ -211,13 +200,13 @@ class LocalEngine:
             TaskDone(task=task, result=answer.result, failure=answer.failure, detail=answer.detail)
         )
         if answer.failure == "out_of_memory":
-            # What is left of its address space is in pieces: the next study deserves a whole one.
+            # Its address space is fragmented now: start the next study in a fresh one.
             self._replace(child)
 
     def _timed_out(self, child: _Child) -> None:
         task = child.task
         if not child.is_ready or task is None:
-            self._start_failed(child, f"nothing heard for {_START_TIMEOUT_S:g} s")
+            self._start_failed(child, f"no message for {_START_TIMEOUT_S:g} s")
             return
         detail = f"no answer within {task.timeout_s:g} s"
         self._finished.append(TaskDone(task=task, failure="timeout", detail=detail))
@@ -225,7 +214,7 @@ class LocalEngine:
 
     def _died(self, child: _Child) -> None:
         with suppress(subprocess.TimeoutExpired):
-            child.process.wait(_EXIT_S)  # its own end tells more than our kill
+            child.process.wait(_EXIT_S)  # its own exit code tells more than that of our kill
         if not child.is_ready:
             self._start_failed(child, _describe_exit(child.process.poll()))
             return
@@ -236,7 +225,7 @@ class LocalEngine:
             self._finished.append(TaskDone(task=child.task, failure=failure, detail=_describe_exit(code)))
 
     def _start_failed(self, child: _Child, detail: str) -> None:
-        """Give the task of a process that never came up to another one, unless none comes up."""
+        """Hand the task of a process that failed to start to another one, up to a limit."""
         task = child.task
         self._replace(child)
         self._num_failed_starts += 1
@@ -246,7 +235,7 @@ class LocalEngine:
             self.submit(task)
 
     def _replace(self, child: _Child) -> None:
-        """End a process that is of no more use; the next task starts another."""
+        """Kill a process; the next task starts a new one."""
         self._end(child)
         self.num_replaced += 1
 
@@ -256,13 +245,13 @@ class LocalEngine:
         self._children.remove(child)
         self._selector.unregister(child.channel)
         child.channel.close()
-        # Files appear whole or not at all, so there is nothing that a gentler end would save.
+        # Files appear whole or not at all, so a gentler end would save nothing.
         child.process.kill()
         try:
             child.process.wait(_KILL_S)
         except subprocess.TimeoutExpired:
-            # It hangs inside the kernel, in a read of a dead file system, say: it ends when that does.
-            _logger.warning("a packing process does not end %g s after SIGKILL; it is left behind", _KILL_S)
+            # It hangs inside the kernel, for example in a read of a dead file system, and ends when that read does.
+            _logger.warning("a packing process is still alive %g s after SIGKILL; giving up on it", _KILL_S)
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -278,6 +267,6 @@ def _describe_exit(code: int | None) -> str:
 
 def _cannot_start(detail: str) -> ShardflowError:
     return ShardflowError(
-        f"a packing process must start, got: {detail}; raise execution.memory_bytes if it is small, "
-        "and see packing-processes.log in the private folder."
+        f"a packing process could not start: {detail}. Raise execution.memory_bytes if it is small, and see "
+        "packing-processes.log in the private folder."
     )

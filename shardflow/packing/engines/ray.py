@@ -1,17 +1,12 @@
-"""What lives inside a Ray worker: one packing process of the local engine, and nothing else.
+"""Ray engine: packing processes on the machines of a Ray cluster, or on this one.
 
-The Ray worker itself never reads an input. It starts the same killable, memory-capped process that the local
-engine starts, and that process dies with it. Only JSON passes between job and worker, and no exception leaves
-one: Ray would write its text and a traceback into logs.
+Every Ray worker holds one process of the local engine, which reads the inputs under its own limits and dies
+with the worker. What such a process does to itself (a deadline, too much memory, a crash) is an outcome of its
+task, as with the local engine. The loss of a worker or its machine is not: the task goes to another worker
+and costs only time. All machines see the same folders under the same paths, and the same Python environment.
 
-The Ray engine: packing processes on the machines of a Ray cluster, or on this one.
-
-Every Ray worker holds one process of the local engine. What such a process does to itself - a deadline, too
-much memory, a crash - is an outcome of its task, as with the local engine. What happens to a worker or its
-machine is not: the task is given to another worker, and costs nothing but time. All machines see the same
-folders under the same paths, and the same Python environment.
-
-Imported only where Ray is asked for (extra ``ray``).
+Only JSON passes between job and worker, and no exception leaves a worker: Ray would write its text and a
+traceback into logs. Imported only if Ray is asked for (extra ``ray``).
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 from ray._private import ray_constants
@@ -33,16 +28,15 @@ from ray.exceptions import RayError
 
 from shardflow.errors import ShardflowError
 from shardflow.logs import describe_exception
-from shardflow.packing.engines.base import Answer, Task, TaskDone, WorkerSetup, decode, encode
+from shardflow.packing.engines.base import Answer, Engine, Task, TaskDone, WorkerSetup, decode, encode
 from shardflow.packing.engines.local import LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from types import TracebackType
 
 
 class PackingWorker:
-    """Runs one task at a time in a packing process of its own.
+    """Actor inside a Ray worker, which runs one task at a time in a packing process of its own.
 
     Args:
         start: `WorkerSetup` as JSON.
@@ -59,7 +53,7 @@ class PackingWorker:
         return os.getpid()
 
     def run(self, task: str) -> str:
-        """Run a `Task`, given as JSON; return the `Answer`, likewise."""
+        """Run a `Task`, given as JSON, and return the `Answer` as JSON."""
         try:
             self._pool.submit(decode(Task, json.loads(task)))
             done = self._pool.wait()
@@ -80,15 +74,15 @@ _LOCALHOST: Final = "127.0.0.1"
 _OBJECT_STORE_BYTES: Final = 100 << 20
 """Tasks and results are some KB each; nothing else passes through Ray."""
 _START_TIMEOUT_S: Final = 300.0
-"""Without a single worker for so long, the job gives up."""
+"""Time without a single worker after which the job gives up."""
 _GRACE_S: Final = 150.0
-"""A worker ends its own process at the task's deadline; one that says nothing so long after it is lost."""
+"""Time after a task's deadline, at which the worker itself kills its process, until a silent worker counts as lost."""
 _MAX_LOSSES: Final = 5
 _MAX_FAILED_STARTS: Final = 3
 _QUIET: Final = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Its victims would be the workers, whose processes carry limits of their own.
+    # It would kill workers, whose processes have limits of their own.
     "RAY_memory_monitor_refresh_ms": "0",
 }
 
@@ -103,26 +97,23 @@ class _Given:
 class _Worker:
     actor: Any
     answer: Any
-    """What is waited for: its first sign of life, or the result of its task; None while it is idle."""
+    """Pending result: the process id of a starting worker, or the answer to its task; None if idle."""
     pid: int | None = None
     given: _Given | None = None
     deadline: float = float("inf")
 
 
-class RayEngine:
-    """Feeds tasks to packing processes in Ray workers; see `shardflow.packing.engines.base.Engine`.
+class RayEngine(Engine):
+    """Runs tasks in packing processes inside Ray workers; see `shardflow.packing.engines.base.Engine`.
 
     Args:
-        num_processes: How many run at once; 0 takes every processor of the cluster.
-        worker: What each of them is started with.
+        num_processes: Number of concurrent processes; 0 takes every processor of the cluster.
+        worker: Start message of each process.
         address: Of a running cluster (``host:port``, or ``auto``); empty starts Ray on this machine, for
             this job alone, reachable from nowhere else.
 
     Attributes:
-        folder: Of the Ray that was started here, closed to others and removed at the end; None for a running
-            cluster.
-        num_replaced: Workers that were lost.
-        peak_memory_bytes: Most resident memory that any packing process had.
+        folder: Private folder of a Ray that was started here, removed at the end; None for a running cluster.
 
     Raises:
         ShardflowError: Ray cannot be started or reached.
@@ -141,8 +132,6 @@ class RayEngine:
         self._queue: deque[_Given] = deque()
         self._finished: deque[TaskDone] = deque()
         self._num_failed_starts = 0
-        self.num_replaced = 0
-        self.peak_memory_bytes = 0
         try:
             _connect(address, num_processes, self.folder)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -150,33 +139,25 @@ class RayEngine:
         except (RayError, OSError, RuntimeError, ValueError) as error:
             self.close()
             raise ShardflowError(
-                f"Ray must start or be reached, got {type(error).__name__}; check execution.ray_address, or "
-                "pack with --engine local."
+                f"Ray could not be started or reached ({type(error).__name__}); check execution.ray_address, or pack "
+                "with --engine local."
             ) from None
         self._num_processes = self._full_num_processes
         self._actor_class: Any = ray.remote(PackingWorker)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def pids(self) -> list[int]:
-        """Process ids of the Ray workers that have come up."""
+        """Process ids of the Ray workers that have started."""
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
     @property
     def has_idle(self) -> bool:
-        """Whether a task may be submitted now without waiting for another."""
+        """Whether a task can be submitted without waiting for another one."""
         return self._num_given < self._num_processes
 
     @property
     def num_running(self) -> int:
-        """Number of tasks submitted that `wait` has not returned yet."""
+        """Number of submitted tasks that `wait` has not returned yet."""
         return len(self._finished) + self._num_given
 
     @property
@@ -184,21 +165,21 @@ class RayEngine:
         return len(self._queue) + sum(worker.given is not None for worker in self._workers)
 
     def restart(self, num_processes: int | None = None) -> None:
-        """Go on with fresh processes: as many as given, else as many as at first; nothing may be running."""
+        """Replace all processes: with as many as given, else as many as at first; no task may be running."""
         self._num_processes = num_processes or self._full_num_processes
         while self._workers:
             self._end(self._workers[-1])
 
     def submit(self, task: Task) -> None:
-        """Give a task to an idle worker, starting one if need be."""
+        """Hand a task to an idle worker, starting one if necessary."""
         self._queue.append(_Given(task))
         self._feed()
 
     def wait(self) -> TaskDone:
-        """Wait until any submitted task comes back.
+        """Wait until any submitted task is done.
 
         Raises:
-            ShardflowError: Processes cannot start, no worker comes up, or a task loses every worker.
+            ShardflowError: Processes or workers cannot start, or a task loses every worker.
         """
         if not self.num_running:
             raise ValueError("nothing was submitted")
@@ -207,7 +188,7 @@ class RayEngine:
             self._feed()
             awaited = {worker.answer: worker for worker in self._workers if worker.answer is not None}
             now = time.monotonic()
-            # A worker that waits for its place in a full cluster says nothing against the others.
+            # A worker may be queued in a full cluster while others are working: only a silence of all counts.
             until = min([silent_until, *(worker.deadline for worker in awaited.values())])
             answered, _ = ray.wait(list(awaited), num_returns=1, timeout=max(0.0, until - now))
             for answer in answered:
@@ -219,13 +200,13 @@ class RayEngine:
                 silent_until = now + _START_TIMEOUT_S
             elif now >= silent_until:
                 raise ShardflowError(
-                    f"a Ray worker must come up within {_START_TIMEOUT_S:g} s, got none; give the cluster "
-                    "processors and run the job again."
+                    f"no Ray worker started within {_START_TIMEOUT_S:g} s; add processors to the cluster and run the job "
+                    "again."
                 )
         return self._finished.popleft()
 
     def close(self) -> None:
-        """End every worker, and Ray itself if it was started here; unfinished tasks are forgotten."""
+        """Kill every worker, and stop Ray if it was started here; unfinished tasks are dropped."""
         while self._workers:
             self._end(self._workers[-1])
         self._queue.clear()
@@ -234,7 +215,7 @@ class RayEngine:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _feed(self) -> None:
-        """Give waiting tasks to idle workers, and start workers for the rest."""
+        """Hand waiting tasks to idle workers, and start workers for the rest."""
         for worker in self._workers:
             if not self._queue:
                 return
@@ -254,7 +235,7 @@ class RayEngine:
         try:
             answer = ray.get(worker.answer)
         except RayError:
-            # Its text holds a traceback, and is not looked at.
+            # The error's text holds a traceback and is ignored.
             self._lost(worker)
             return
         worker.answer, worker.deadline = None, float("inf")
@@ -272,21 +253,21 @@ class RayEngine:
         )
 
     def _lost(self, worker: _Worker) -> None:
-        """Give the task of a lost worker to another one: no study is to blame for a machine."""
+        """Requeue the task of a lost worker: its study is not to blame."""
         self._end(worker)
         self.num_replaced += 1
         if worker.given is None:
             self._num_failed_starts += 1
             if self._num_failed_starts > _MAX_FAILED_STARTS * self._num_processes:
                 raise ShardflowError(
-                    "Ray workers must start, got their end; is the environment of this job on every machine?"
+                    "Ray workers end before they start; is the environment of this job installed on every machine?"
                 )
             return
         worker.given.num_losses += 1
         if worker.given.num_losses >= _MAX_LOSSES:
             raise ShardflowError(
-                f"a Ray worker must last for one task, got the end of {_MAX_LOSSES} in a row with the same; "
-                "look after the machines, and run the job again."
+                f"{_MAX_LOSSES} Ray workers in a row were lost during the same task; check the machines, and run the "
+                "job again."
             )
         self._queue.appendleft(worker.given)
 
@@ -297,7 +278,7 @@ class RayEngine:
 
 
 def _connect(address: str, num_processes: int, folder: Path | None) -> None:
-    """Join a cluster, or start Ray here: no dashboard, no usage statistics, no port that others reach."""
+    """Join a cluster, or start Ray here without dashboard, usage statistics, or ports open to others."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
     if folder is None:
         ray.init(address=address, **quiet)
@@ -309,19 +290,19 @@ def _connect(address: str, num_processes: int, folder: Path | None) -> None:
             num_gpus=0,
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
-            # Ray opens its own folder to everybody, so it lies in one that is closed.
+            # Ray makes its own folder world-readable, so it is placed inside a private one.
             _temp_dir=str(folder / "ray"),
             **quiet,
         )
         if ray.util.get_node_ip_address() != _LOCALHOST:  # type: ignore[no-untyped-call]
-            raise RuntimeError("Ray listens to others")
+            raise RuntimeError("Ray listens on a public interface")
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Let Ray, which else takes the address that others reach, bind every port to the loopback interface.
+    """Make Ray bind every port to the loopback interface instead of a public one.
 
-    Its own switch for that is meant for other systems than Linux and is read but once: hence both.
+    Ray's own switch for this is meant for other systems than Linux, and it is read only once: hence both.
     """
     is_cluster = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -334,7 +315,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that Ray starts from here."""
+    """Set environment variables for the processes that Ray starts."""
     former = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

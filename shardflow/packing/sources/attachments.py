@@ -20,7 +20,7 @@ HEAD_BYTES: Final = 4096
 """Bytes of a file's beginning that a kind is shown to recognise it."""
 
 Affine: TypeAlias = tuple[tuple[float, float, float, float], ...]
-"""Four rows: (column, row, slice, 1) to millimetres, LPS."""
+"""Four rows: (column, row, slice, 1) to millimeters, LPS."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +86,12 @@ class StudyContext:
     series: Sequence[StoredSeries]
     """By number."""
     surrogate: Callable[[str, str], str]
-    """``surrogate(kind, value)``: what stands for an identifier, such as a tracking UID."""
+    """``surrogate(kind, value)``: the surrogate of an identifier, such as a tracking UID."""
     scrub: Callable[[str, Mapping[str, Sequence[str]]], str]
-    """``scrub(text, people)``: the text as it may leave. Looks for what the study's headers say of
-    people, and for ``people``: what the attachment says, by DICOM keyword (``{"PatientName": ("A^B",)}``)."""
+    """``scrub(text, people)``: the de-identified text. It removes what the study's headers say about
+    people, and ``people``: what the attachment says, by DICOM keyword (``{"PatientName": ("A^B",)}``)."""
     when: Callable[[datetime], Mapping[str, Any]]
-    """What may be said of a moment, by the settings: ``{"day_offset": days since the study}``,
+    """Publishable form of a time, by the settings: ``{"day_offset": days since the study}``,
     ``{"date": "2018-03-01"}`` moved by the patient's own shift, or nothing."""
     seconds_from_study: Callable[[datetime], float | None]
     """Seconds since the study began; None where its time is not known or dates are to be removed."""
@@ -100,7 +100,7 @@ class StudyContext:
     number of ``("annotations", "rois")``, ``("waveforms", "records")``, ..."""
 
     def num(self, part: str, name: str) -> int:
-        """Return the number of entries that stand in a list before this attachment: its first own number."""
+        """Return the number of entries in a list before this attachment, which is its first own number."""
         return self.counts.get((part, name), 0)
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class AttachmentKind(Protocol):
 
     @property
     def version(self) -> int:
-        """Raised when other bytes come out of the same file."""
+        """Raised when the same file produces other bytes."""
 
     @property
     def sop_classes(self) -> frozenset[str]:

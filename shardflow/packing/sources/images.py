@@ -78,7 +78,7 @@ def read_image_attributes(
 def read_image_people(
     path: Path, placement: Placement | None, keywords: Sequence[str], *, limits: HeaderLimits
 ) -> dict[str, tuple[str, ...]]:
-    """Read what a header says of people, anywhere in it, and what the layout says of the patient.
+    """Read the people named anywhere in a header, and the patient named by the layout.
 
     Raises:
         SourceError: As `shardflow.packing.sources.dicom.attributes.read_everywhere`.

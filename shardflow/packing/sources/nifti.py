@@ -43,7 +43,7 @@ Vector = tuple[float, float, float]
 
 _HEADER_BYTES: Final = {348: "n+1", 540: "n+2"}
 _UNITS_MM: Final = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
-"""Millimetres of one unit, by the low three bits of ``xyzt_units``; unknown ones are millimetres."""
+"""Millimetres of one unit, by the low three bits of ``xyzt_units``; unknown ones are millimeters."""
 _MAX_SPACING_MM: Final = 1000.0
 _LPS_OF_RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])
 

@@ -44,9 +44,9 @@ class Placement:
     is_patient_study: bool = False
     """Whether a study without a patient is a patient of its own."""
     is_gray: bool = False
-    """Whether a picture stored in colour is a radiograph, and gray."""
+    """Whether a picture stored in color is a radiograph, and gray."""
     spacing_mm: tuple[float, float, float] | None = None
-    """Between rows, columns and slices, instead of what a volume's header says."""
+    """Between rows, columns and slices, in place of the spacing in a volume's header."""
     other_ids: tuple[str, ...] = ()
     """Further identifiers of the study, such as an accession number, to be removed from its report."""
     rescale: tuple[float, float] | None = None

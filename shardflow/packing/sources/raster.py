@@ -35,9 +35,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _JPEG_START: Final = b"\xff\xd8\xff"
 _PNG_SAMPLES: Final = {0: 1, 2: 3, 3: 3}
-"""Samples of a pixel once decoded, by colour type; types with transparency are no images of patients."""
+"""Samples of a pixel once decoded, by color type; types with transparency are no images of patients."""
 _FRAME_MARKERS: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-# Of a picture in colour that is gray, samples differ by no more than JPEG's colour conversion makes them.
+# Of a picture in color that is gray, samples differ by no more than JPEG's color conversion makes them.
 _GRAY_TOLERANCE: Final = 3
 # What follows the end of a JPEG may be padding, and nothing longer.
 _MAX_JPEG_TAIL: Final = 1 << 12
@@ -131,7 +131,7 @@ def iter_raster(
 
 
 def _gray(pixels: Array) -> Array:
-    """Take one sample of three that are equal; a radiograph with colour in it is annotated, or none."""
+    """Take one sample of three that are equal; a radiograph with color in it is annotated, or none."""
     wide = pixels.astype(np.int16)
     if int((wide.max(axis=2) - wide.min(axis=2)).max()) > _GRAY_TOLERANCE:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "colour in an image that must be gray")

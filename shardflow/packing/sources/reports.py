@@ -66,11 +66,6 @@ class BrokenReport:
         return f"BrokenReport(place={self.place}, {self.reason})"
 
 
-def load_reports(path: Path, kind: ReportFormat = "csv") -> list[ReportRecord | BrokenReport]:
-    """Read all reports of one source at once; see `iter_reports`."""
-    return list(iter_reports(path, kind))
-
-
 def iter_reports(path: Path, kind: ReportFormat = "csv") -> Iterator[ReportRecord | BrokenReport]:
     """Read the reports of one source, in its order (a folder's: sorted by file name), one at a time.
 
@@ -182,7 +177,7 @@ def read_report_file(path: Path, place: int, study: str) -> ReportRecord | Broke
 
 
 def make_record(place: int, study: str, text: str, role: ReportRole = "final") -> ReportRecord | BrokenReport:
-    """Make a record of a text, or say why it cannot be used."""
+    """Make a record of a text, or of the reason why it cannot be used."""
     key = study.strip()
     if not _is_utf8(key + text):
         return _broken(place, Reason.REPORT_UNREADABLE, "the text is not UTF-8")

@@ -1,7 +1,8 @@
-"""Assemble one shard from its fragments, and check one that stands; runs in a packing process.
+"""Assembler of shards: concatenates fragments into a tar with its index, and checks shards of earlier runs.
 
-A shard is written, fsynced and renamed before its record is, and its fragments are removed after that: at any
-moment either the fragments or a whole shard with its record stand. A shard without a record is made again.
+Runs in a packing process. A shard is written, fsynced and renamed before its record is, and its fragments are
+removed after that: at any moment either the fragments or a whole shard with its record exist. A shard without
+a record is assembled again.
 """
 
 from __future__ import annotations
@@ -12,53 +13,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from shardflow.errors import ChecksumError
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.tar import END_OF_ARCHIVE
-from shardflow.packing.studies.fragment import Fragment, copy_members, fragment_path, read_fragment
+from shardflow.format.writer import storing, write_file
+from shardflow.packing.studies.fragment import (
+    DamagedFragmentError,
+    Fragment,
+    copy_members,
+    fragment_path,
+    read_fragment,
+)
 from shardflow.packing.studies.tasks import CheckDone, ShardDone
-from shardflow.packing.workspace import storage_error, write_plainly
-from shardflow.storage.local import write_atomic
+from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
+    from shardflow.format.manifest import FileEntry
     from shardflow.packing.studies.tasks import CheckTask, ShardTask
-
-_READ_BYTES: Final = 1 << 22
-
-
-class _DigestingCopy:
-    """Copies the members of fragments, taking size and SHA-256 on the way."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.sha256 = hashlib.sha256()
-        self.damaged: str | None = None
-
-    def chunks(self, parts: Sequence[tuple[Path, Fragment]]) -> Iterator[bytes]:
-        for path, fragment in parts:
-            try:
-                for piece in copy_members(path, fragment):
-                    yield self._count(piece)
-            except ChecksumError:
-                self.damaged = fragment.sample_key
-                raise
-        yield self._count(END_OF_ARCHIVE)
-
-    def _count(self, piece: bytes) -> bytes:
-        self.num_bytes += len(piece)
-        self.sha256.update(piece)
-        return piece
+    from shardflow.packing.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembler:
-    """Makes shards out of fragments, with the folders that all of them share."""
+    """Assembles shards from fragments."""
 
-    output: Path
-    fragments: Path
-    records: Path
+    workspace: Workspace
 
     def assemble(self, task: ShardTask) -> ShardDone:
         """Write a shard, its index and its record; then remove the fragments.
@@ -66,8 +46,10 @@ class Assembler:
         Raises:
             StorageError: A file cannot be written.
         """
-        name = task.name
-        places = {one.sample_key: fragment_path(self.fragments, one.sample_key) for one in task.fragments}
+        name, output = task.name, self.workspace.output
+        places = {
+            one.sample_key: fragment_path(self.workspace.fragments, one.sample_key) for one in task.fragments
+        }
         found = [read_fragment(places[one.sample_key], one.task_digest) for one in task.fragments]
         missing = [one.sample_key for one, part in zip(task.fragments, found, strict=True) if part is None]
         if missing:
@@ -82,21 +64,18 @@ class Assembler:
             "samples": [],
         }
         if packed:
-            copy = _DigestingCopy()
             try:
-                write_atomic(self.output / "shards" / f"{name}.tar", copy.chunks(packed), replace=True)
-            except ChecksumError:
+                record["tar"] = _entry(write_file(output, f"shards/{name}.tar", _members(packed)))
+            except DamagedFragmentError as error:
                 with suppress(OSError):
-                    places[str(copy.damaged)].unlink()
-                return ShardDone(missing=(str(copy.damaged),))
-            record["tar"] = {"num_bytes": copy.num_bytes, "sha256": copy.sha256.hexdigest()}
-            samples, table = _index(name, copy.num_bytes, [part for _, part in packed])
-            write_atomic(self.output / "shards" / f"{name}.idx", [table], replace=True)
-            record["index"] = {"num_bytes": len(table), "sha256": hashlib.sha256(table).hexdigest()}
-            record["samples"] = samples
+                    places[error.sample_key].unlink()
+                return ShardDone(missing=(error.sample_key,))
+            num_bytes = record["tar"]["num_bytes"]
+            record["samples"], table = _index(name, num_bytes, [part for _, part in packed])
+            record["index"] = _entry(write_file(output, f"shards/{name}.idx", [table]))
         record["outcomes"] = {part.sample_key: asdict(part.outcome) for part in parts}
         text = json.dumps(record, separators=(",", ":")).encode("ascii")
-        write_plainly(self.records / f"{name}.json", text, mode=0o644)
+        write_plainly(self.workspace.records / f"{name}.json", text, mode=0o644)
         for path in places.values():
             with suppress(OSError):
                 path.unlink()
@@ -104,21 +83,30 @@ class Assembler:
 
     def check(self, task: CheckTask) -> CheckDone:
         """Check whether a shard of a former run exists and is whole."""
-        record = load_record(self.records, task.name)
+        record = load_record(self.workspace.records, task.name)
         if record is None or record["digest"] != task.digest:
             return CheckDone(is_whole=False)
         if task.trusts_sizes:
-            return CheckDone(is_whole=has_sizes(self.output, record))
+            return CheckDone(is_whole=has_sizes(self.workspace.output, record))
         files = [(f"{task.name}.tar", record["tar"]), (f"{task.name}.idx", record["index"])]
+        shards = self.workspace.output / "shards"
         return CheckDone(
-            is_whole=all(
-                entry is None or _has_digest(self.output / "shards" / file, entry) for file, entry in files
-            )
+            is_whole=all(entry is None or _has_digest(shards / name, entry) for name, entry in files)
         )
 
 
+def _members(parts: Sequence[tuple[Path, Fragment]]) -> Iterator[bytes]:
+    for path, fragment in parts:
+        yield from copy_members(path, fragment)
+    yield END_OF_ARCHIVE
+
+
+def _entry(file: FileEntry) -> dict[str, Any]:
+    return {"num_bytes": file.num_bytes, "sha256": file.sha256}
+
+
 def load_record(folder: Path, name: str) -> dict[str, Any] | None:
-    """Read what is known of a shard; None where it does not stand."""
+    """Read the record of a shard; None if the shard does not exist."""
     try:
         record: dict[str, Any] = json.loads((folder / f"{name}.json").read_bytes())
     except (OSError, ValueError):
@@ -127,24 +115,20 @@ def load_record(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def has_sizes(output: Path, record: Mapping[str, Any]) -> bool:
-    """Tell whether the files of a shard stand with the sizes of its record.
+    """Return whether the files of a shard exist with the sizes of its record.
 
-    They were on the disk before the record was, so this misses only what happened to them later.
+    They were on disk before the record was, so sizes only miss later damage.
     """
-    for suffix, entry in (("tar", record["tar"]), ("idx", record["index"])):
-        path = output / "shards" / f"{record['name']}.{suffix}"
-        try:
-            if entry is not None and path.stat().st_size != entry["num_bytes"]:
+    with storing("looking for a shard"):
+        for suffix, entry in (("tar", record["tar"]), ("idx", record["index"])):
+            path = output / "shards" / f"{record['name']}.{suffix}"
+            if entry is not None and not (path.exists() and path.stat().st_size == entry["num_bytes"]):
                 return False
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise storage_error("looking for a shard", error) from None
     return True
 
 
 def _index(name: str, num_bytes: int, parts: Sequence[Fragment]) -> tuple[list[dict[str, Any]], bytes]:
-    """Move the fields to their places in the shard; return the samples' rows and the index."""
+    """Locate the fields in the shard; return one row for each sample, and the index."""
     samples: list[dict[str, Any]] = []
     located = []
     offset = 0
@@ -168,15 +152,8 @@ def _index(name: str, num_bytes: int, parts: Sequence[Fragment]) -> tuple[list[d
 
 
 def _has_digest(path: Path, entry: Mapping[str, Any]) -> bool:
-    hasher = hashlib.sha256()
-    try:
-        if path.stat().st_size != entry["num_bytes"]:
+    with storing("reading a shard back"):
+        if not path.exists() or path.stat().st_size != entry["num_bytes"]:
             return False
-        with path.open("rb", buffering=0) as file:
-            while piece := file.read(_READ_BYTES):
-                hasher.update(piece)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise storage_error("reading a shard back", error) from None
-    return bool(hasher.hexdigest() == entry["sha256"])
+        with path.open("rb") as file:
+            return bool(hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"])

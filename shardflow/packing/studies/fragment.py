@@ -1,21 +1,10 @@
-"""Fragments: one packed study each, waiting in the work folder to become part of a shard.
+"""Fragments: one packed study each, stored in the work folder until they are assembled into a shard.
 
-A fragment is the contiguous tar members of one sample and a trailer: what became of the study, where its
-fields lie, facts, checksums. Studies are packed in any order by any process; a shard is then the
-concatenation of its fragments in planned order, which is how the same bytes come out of any number of
-processes and restarts (see docs/adr/0030-fragments.md). A study that cannot be packed leaves a
-fragment without members, so that a restart does not try it again.
-
-Which attachment a packing process is converting, in a file that outlives the process.
-
-A process that dies says nothing. Before each attachment it writes the position of that file in the study, and
-takes the note back when all are converted; the job reads what is left when a study has failed, and knows
-whether an attachment or the study did it (docs/adr/0031). No other process packs the study meanwhile.
-
-Fields in the order of their names, though some are made long before their place comes.
-
-Slices stream by; what is made beside them (masks, annotations, documents) waits here until the next name is
-behind theirs.
+A fragment is the contiguous tar members of one sample and a trailer: the outcome of the study, the places of
+its fields, facts, checksums. Studies are packed in any order by any process, and a shard is the concatenation
+of its fragments in planned order: this makes its bytes independent of the number of processes and restarts
+(docs/adr/0030). A study that cannot be packed leaves a fragment without members, so that a restart does not
+try it again.
 """
 
 from __future__ import annotations
@@ -31,12 +20,12 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
 import google_crc32c
 
-from shardflow.errors import ChecksumError
 from shardflow.format.index import FieldLocation
 from shardflow.format.samples import SampleFacts
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_header, padding
+from shardflow.format.writer import storing
 from shardflow.packing.engines.base import decode
-from shardflow.packing.workspace import storage_error, write_plainly
+from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,32 +34,31 @@ if TYPE_CHECKING:
 
 _FOOTER: Final = struct.Struct("<II8s")
 _MAGIC: Final = b"SFFRAG02"
-# Stays in the second-level cache on its way from one file through checksum and digest to the other.
+# Small enough to stay in the second-level cache between read, checksum, digest and write.
 _COPY_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyOutcome:
-    """What became of one study and of each of its files."""
+    """Outcome of a study and of each of its files."""
 
     outcome: str
     """``packed``, ``skipped`` or ``quarantined``."""
     reason: str | None = None
     """Code, unless packed."""
     instances: dict[int, str] = field(default_factory=dict)
-    """Reason of each file (by its position in the study's list) that did not share the study's fate."""
-
+    """Reason of each file whose outcome differs from the study's, by position in the study's list."""
     tallies: dict[str, int] = field(default_factory=dict)
-    """What de-identification did how often."""
+    """Counts of what de-identification did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fragment:
-    """The trailer of a fragment, checked."""
+    """Verified trailer of a fragment."""
 
     sample_key: str
     task_digest: str
-    """What the fragment depends on: settings, versions, headers and report of the study."""
+    """Of all that the fragment depends on: settings, versions, headers and report of the study."""
     outcome: StudyOutcome
     facts: SampleFacts | None
     fields: tuple[FieldLocation, ...]
@@ -81,18 +69,29 @@ class Fragment:
     """Of all members."""
 
 
+class DamagedFragmentError(Exception):
+    """A fragment holds other bytes than were written: its study is packed again. Never leaves the package."""
+
+    def __init__(self, sample_key: str) -> None:
+        super().__init__(sample_key)
+        self.sample_key = sample_key
+
+
 def fragment_path(folder: Path, sample_key: str) -> Path:
-    """Place of a study's fragment; 1,024 folders keep each one small."""
+    """Return the path of a study's fragment; 1,024 folders keep each one small."""
     return folder / sample_key[:2] / f"{sample_key}.fragment"
 
 
 class FragmentWriter:
-    """Writes one fragment, which appears whole with `commit` or not at all; a context manager.
+    """Writer of one fragment, which appears whole with `commit` or not at all; a context manager.
+
+    Slices stream by in the order of their names. Fields that are made beside them (masks, annotations,
+    documents) are held until the next name sorts behind theirs.
 
     Args:
         path: From `fragment_path`.
         sample_key: Key of the sample.
-        task_digest: What the fragment depends on.
+        task_digest: Of all that the fragment depends on.
     """
 
     def __init__(self, path: Path, *, sample_key: str, task_digest: str) -> None:
@@ -100,26 +99,31 @@ class FragmentWriter:
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         self._sample_key = sample_key
         self._task_digest = task_digest
-        self._fields: list[FieldLocation] = []
-        self._crc32c = google_crc32c.Checksum()
-        self._num_bytes = 0
-        try:
+        self._forget()
+        with storing("creating a fragment"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = self._temporary.open("xb", buffering=0)
-        except OSError as error:
-            raise storage_error("creating a fragment", error) from None
 
     @property
     def folder(self) -> Path:
-        """Where the fragment is written; what is written aside for it may lie there, without a name."""
+        """Folder of the fragment, for unnamed temporary files beside it."""
         return self._path.parent
 
+    def hold(self, name: str, payload: bytes) -> None:
+        """Take a field that is written before the first `add` of a later name, or by `commit`."""
+        heapq.heappush(self._held, (name, payload))
+
     def add(self, name: str, payload: bytes) -> None:
-        """Append a field; fields come in sorted order.
+        """Append a field, after the held fields that sort before it; names come in sorted order.
 
         Raises:
-            StorageError: No space left, or the like.
+            StorageError: There is no space left, or the disk fails.
         """
+        while self._held and self._held[0][0] < name:
+            self._append(*heapq.heappop(self._held))
+        self._append(name, payload)
+
+    def _append(self, name: str, payload: bytes) -> None:
         parts = [member_header(f"{self._sample_key}.{name}", len(payload)), payload, padding(len(payload))]
         self._fields.append(
             FieldLocation(
@@ -135,20 +139,24 @@ class FragmentWriter:
             self._num_bytes += len(part)
 
     def restart(self) -> None:
-        """Forget the fields that were added."""
-        try:
+        """Drop all fields."""
+        with storing("writing a fragment"):
             self._file.seek(0)
             self._file.truncate()
-        except OSError as error:
-            raise storage_error("writing a fragment", error) from None
-        self._fields = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._held: list[tuple[str, bytes]] = []
+        self._fields: list[FieldLocation] = []
         self._crc32c = google_crc32c.Checksum()
         self._num_bytes = 0
 
     def commit(self, outcome: StudyOutcome, facts: SampleFacts | None) -> Fragment:
-        """Close the fragment and give it its name; without facts it has no members."""
+        """Finish the fragment and rename it into place; without facts it has no members."""
         if facts is None:
             self.restart()
+        while self._held:
+            self._append(*heapq.heappop(self._held))
         fragment = Fragment(
             sample_key=self._sample_key,
             task_digest=self._task_digest,
@@ -158,16 +166,14 @@ class FragmentWriter:
             num_bytes=self._num_bytes,
             crc32c=int.from_bytes(self._crc32c.digest(), "big"),
         )
-        # A list for each of what may be thousands of fields: `asdict` copies them value by value.
+        # Thousands of fields: lists are cheaper than `asdict`, which deep-copies every value.
         fields = [[field.name, field.offset, field.num_bytes, field.crc32c] for field in self._fields]
         rest = asdict(replace(fragment, fields=()))
         trailer = json.dumps({**rest, "fields": fields}, separators=(",", ":")).encode("ascii")
         self._write(trailer + _FOOTER.pack(len(trailer), google_crc32c.value(trailer), _MAGIC))
-        try:
+        with storing("writing a fragment"):
             self._file.close()
             self._temporary.replace(self._path)
-        except OSError as error:
-            raise storage_error("writing a fragment", error) from None
         return fragment
 
     def __enter__(self) -> Self:
@@ -180,21 +186,19 @@ class FragmentWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _write(self, *parts: bytes) -> None:
-        """Write parts one after another, without putting them together first."""
+        """Write parts one after another, without joining them."""
         rest = [memoryview(part) for part in parts if part]
-        try:
+        with storing("writing a fragment"):
             while rest:
                 num_bytes = os.writev(self._file.fileno(), rest)
                 while rest and num_bytes >= rest[0].nbytes:
                     num_bytes -= rest.pop(0).nbytes
                 if rest:
                     rest[0] = rest[0][num_bytes:]
-        except OSError as error:
-            raise storage_error("writing a fragment", error) from None
 
 
 def read_fragment(path: Path, task_digest: str) -> Fragment | None:
-    """Read the trailer of a fragment; None where it is absent, torn, or depends on something else."""
+    """Read the trailer of a fragment; None if it is missing, torn, or of another digest."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -225,38 +229,35 @@ def read_fragment(path: Path, task_digest: str) -> Fragment | None:
 
 
 def copy_members(path: Path, fragment: Fragment) -> Iterator[bytes]:
-    """Yield the members of a fragment in pieces, and check them on the way.
+    """Yield the members of a fragment in pieces, verifying their checksum.
 
     Raises:
-        ChecksumError: The bytes are not those that were written (after a power cut, say); the message names
-            the sample.
+        DamagedFragmentError: The bytes differ from those that were written, after a power cut for example.
         StorageError: They cannot be read.
     """
     checksum = google_crc32c.Checksum()
     remaining = fragment.num_bytes
-    try:
-        with path.open("rb", buffering=0) as file:
-            while remaining and (piece := file.read(min(_COPY_BYTES, remaining))):
-                checksum.update(piece)
-                remaining -= len(piece)
-                yield piece
-    except OSError as error:
-        raise storage_error("reading a fragment", error) from None
+    with storing("reading a fragment"), path.open("rb", buffering=0) as file:
+        while remaining and (piece := file.read(min(_COPY_BYTES, remaining))):
+            checksum.update(piece)
+            remaining -= len(piece)
+            yield piece
     if remaining or int.from_bytes(checksum.digest(), "big") != fragment.crc32c:
-        raise ChecksumError(
-            f"the fragment of sample {fragment.sample_key} must be as it was written, got other bytes; "
-            "the study is packed again."
-        )
+        raise DamagedFragmentError(fragment.sample_key)
 
 
 @dataclass(frozen=True, slots=True)
 class AttachmentMark:
-    """The note of one study.
+    """Note on disk of the attachment that is being converted, which outlives a crash of its process.
+
+    A packing process writes the position of each attachment before converting it, and removes the note when
+    all are converted. After a crash the job reads the note, and knows whether an attachment or the study
+    itself caused it (docs/adr/0031). No other process packs the study meanwhile.
 
     Args:
         fragments: Folder of the fragments.
         sample_key: Key of the sample.
-        task_digest: What its fragment depends on: a note of another task says nothing of this one.
+        task_digest: Digest of the study's task; notes of other tasks are ignored.
     """
 
     fragments: Path
@@ -264,64 +265,28 @@ class AttachmentMark:
     task_digest: str
 
     def write(self, position: int) -> None:
-        """Say that the file at a position of the study is converted from now on.
+        """Note that the file at a position of the study is now being converted.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The note cannot be written.
         """
         text = json.dumps({"task_digest": self.task_digest, "position": position})
         write_plainly(self._path, text.encode("ascii"))
 
     def clear(self) -> None:
-        """Take the note back."""
+        """Remove the note."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def read(self) -> int | None:
-        """Return the position of the file that was under way; None if it was none."""
-        # Cut where its writer died, or on a disk that is gone: then nobody knows, and the study answers.
+        """Return the position of the file that was being converted, or None."""
+        # The note may be torn, or its disk gone: the crash is then attributed to the study.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(self._path.read_bytes())
-            if said["task_digest"] == self.task_digest:
-                return int(said["position"])
+            note = json.loads(self._path.read_bytes())
+            if note["task_digest"] == self.task_digest:
+                return int(note["position"])
         return None
 
     @property
     def _path(self) -> Path:
         return fragment_path(self.fragments, self.sample_key).with_suffix(".attaching")
-
-
-class InOrder:
-    """Writes fields of one sample, and those that wait between them.
-
-    Args:
-        writer: Of the study's fragment.
-    """
-
-    def __init__(self, writer: FragmentWriter) -> None:
-        self._writer = writer
-        self._waiting: list[tuple[str, bytes]] = []
-
-    @property
-    def folder(self) -> Path:
-        """See `shardflow.packing.studies.fragment.FragmentWriter.folder`."""
-        return self._writer.folder
-
-    def hold(self, name: str, payload: bytes) -> None:
-        """Take a field whose place comes with the first `add` of a name behind it, or with `finish`."""
-        heapq.heappush(self._waiting, (name, payload))
-
-    def add(self, name: str, payload: bytes) -> None:
-        """Write a field, and before it those that wait and belong there.
-
-        Raises:
-            StorageError: No space left, or the like.
-        """
-        while self._waiting and self._waiting[0][0] < name:
-            self._writer.add(*heapq.heappop(self._waiting))
-        self._writer.add(name, payload)
-
-    def finish(self) -> None:
-        """Write what still waits."""
-        while self._waiting:
-            self._writer.add(*heapq.heappop(self._waiting))

@@ -1,9 +1,8 @@
-"""De-identification of one study: which images are held back, what its report may say, what is recorded.
+"""De-identification of one study: which images are held back, what its report may contain, what is recorded.
 
-Reads attributes of a few files (one of each kind of image in each series) while the study is packed; what
-identifies people is read for a report alone, lives as long as the study takes, and is written nowhere.
-
-What de-identification did how often in a version: the sum over its samples, and over no others.
+Reads attributes of a few files (one of each kind of image in each series) while the study is packed. What
+identifies people is read only if there is a text to search, lives as long as the study is packed, and is
+written nowhere. `counts_without` recomputes a version's counts after samples were removed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 _STUDY_DATE: Final = "StudyDate"
 _MIN_FACE_FRAMES: Final = 12
-"""Slices of a series from which a surface can be rendered."""
+"""Number of slices from which a surface can be rendered."""
 
 _BASIC: Final = "113100"
 _CLEAN_PIXELS: Final = "113101"
@@ -48,7 +47,7 @@ _PATIENT_CHARACTERISTICS: Final = "113108"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrivacyRules:
-    """What holds for all studies of a job."""
+    """Privacy settings that all studies of a job share."""
 
     key: SecretKey
     settings: DeidConfig
@@ -56,7 +55,7 @@ class PrivacyRules:
 
 
 def profile_codes(settings: DeidConfig, *, has_blackout: bool = False) -> list[str]:
-    """Return the codes of DICOM PS3.16 CID 7050 for what is done: the profile and its options, sorted."""
+    """Return the codes of DICOM PS3.16 CID 7050 for the profile and its options, sorted."""
     codes = {_BASIC, _CLEAN_DESCRIPTORS, _PATIENT_CHARACTERISTICS}
     if settings.dates != "remove":
         codes.add(_MODIFIED_DATES)
@@ -71,17 +70,17 @@ class _Group:
 
     headers: tuple[InstanceHeader, ...]
     verdict: PixelVerdict | None
-    """None where no file of the group could be read."""
+    """None if no file of the group could be read."""
     problem: str | None
 
 
 class StudyPrivacy:
-    """Judges and cleans one study.
+    """De-identifier of one study.
 
     Args:
         rules: What holds for all studies.
         headers: Of the study's files, not empty.
-        read_attributes: Reads named attributes of an image; raises SourceError.
+        read_attributes: Reads attributes of an image by keyword; raises SourceError.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class StudyPrivacy:
         self._tallies: Counter[str] = Counter()
 
     def held_back(self) -> dict[int, str]:
-        """Return the images that are not packed, by their position, with the reason."""
+        """Return the reasons of images that are not packed, by position."""
         reasons: dict[int, str] = {}
         for group in self._groups:
             for header in group.headers:
@@ -118,13 +117,13 @@ class StudyPrivacy:
         return reasons
 
     def has_face_risk(self, header: InstanceHeader) -> bool:
-        """Tell whether the series of an image is a volume of a head."""
+        """Return whether the series of an image is a volume of a head."""
         verdict = self._group_of[header.file_index].verdict
         is_volume = self._num_frames[header.series_instance_uid] >= _MIN_FACE_FRAMES
         return verdict is not None and bool(verdict.face) and is_volume
 
     def clean(self, header: InstanceHeader, decoded: DecodedSlice) -> DecodedSlice:
-        """Blank the boxes of a slice; without any, return the slice itself."""
+        """Black out the boxes of a slice; without any, return the slice itself."""
         blackout = self._blackout(header)
         if blackout is None:
             return decoded
@@ -133,12 +132,12 @@ class StudyPrivacy:
         for top, left, bottom, right in blackout.boxes:
             outside[top:bottom, left:right] = False
         pixels = decoded.pixels.copy()
-        # One value for all: the darkest that is left, so that the range of the image stays.
+        # The darkest remaining value, so that the range of the image does not change.
         pixels[~outside] = pixels[outside].min() if outside.any() else 0
         return dataclasses.replace(decoded, pixels=pixels)
 
     def series_facts(self, header: InstanceHeader) -> dict[str, Any]:
-        """Return what ``study.json`` says of a series."""
+        """Return the de-identification object of a series for ``study.json``."""
         verdict = self._group_of[header.file_index].verdict
         blackout = None if verdict is None else verdict.blackout
         has_face = self.has_face_risk(header)
@@ -150,17 +149,17 @@ class StudyPrivacy:
         }
 
     def examples(self) -> list[InstanceHeader]:
-        """Return an image of each kind: what their headers say of people, the others of the kind say too."""
+        """Return one image of each kind: the headers of a kind name the same people."""
         return [group.headers[0] for group in self._groups]
 
     def scrub_report(
         self, text: bytes, people: Iterable[Mapping[str, AttributeValue]]
     ) -> tuple[bytes, dict[str, int]]:
-        """Return the report as it may leave, and the number of places replaced by category.
+        """Return the scrubbed report, and the number of replacements by category.
 
         Args:
             text: UTF-8.
-            people: What headers say of people, by DICOM keyword; read only where it is looked for.
+            people: People named in headers, by DICOM keyword; read lazily.
         """
         settings = self._rules.settings
         if settings.report_text == "keep":
@@ -178,9 +177,9 @@ class StudyPrivacy:
         return done.text.encode("utf-8"), done.counts
 
     def scrub_text(self, text: str, people: Iterable[Mapping[str, Sequence[str | int | float]]]) -> str:
-        """Return a text of an attachment as it may leave.
+        """Return the scrubbed text of an attachment.
 
-        Reports may have been de-identified before (``report_text = "keep"``); nobody said so of attachments.
+        ``report_text = "keep"`` declares reports de-identified, not attachments: these are scrubbed all the same.
         """
         settings = self._rules.settings
         return scrub(
@@ -192,25 +191,25 @@ class StudyPrivacy:
         ).text
 
     def when(self, day: date) -> dict[str, Any]:
-        """Return what a record of the study may say of a day."""
+        """Return what a record of the study may tell about a day."""
         return self._dates().when(day)
 
     @property
     def study_date(self) -> date | None:
-        """The day on which the study began."""
+        """First day of the study."""
         return self._dates().study_date
 
     @property
     def removes_dates(self) -> bool:
-        """Whether nothing of times may leave."""
+        """Whether all dates and times are removed."""
         return self._rules.settings.dates == "remove"
 
     def surrogate(self, kind: str, value: str) -> str:
-        """Return what stands for an identifier."""
+        """Return the surrogate of an identifier."""
         return self._rules.key.surrogate(kind, value)
 
     def facts(self, report_counts: Mapping[str, int]) -> dict[str, Any]:
-        """Return what ``study.json`` says of the study's de-identification."""
+        """Return the de-identification object of ``study.json``."""
         settings = self._rules.settings
         has_blackout = self._tallies["blackout_slices"] > 0
         return {
@@ -220,19 +219,19 @@ class StudyPrivacy:
         }
 
     def timeline(self) -> dict[str, Any]:
-        """Return when the study was made, as the settings say it."""
+        """Return the dates of the study, as far as the settings allow."""
         return self._dates().facts()
 
     def patient_key(self) -> str:
-        """Return the surrogate of the patient: what the studies of one person have in common."""
+        """Return the surrogate of the patient, which all studies of a person share."""
         return self._rules.key.surrogate("patient", self._patient_id)
 
     def tallies(self) -> dict[str, int]:
-        """Return what was done how often, for the manifest; sorted."""
+        """Return the counts for the manifest, sorted."""
         return {name: count for name, count in sorted(self._tallies.items()) if count}
 
     def restart(self) -> None:
-        """Forget what was counted: the study is packed again from its beginning."""
+        """Reset the counts: the study is packed again from the start."""
         self._tallies.clear()
 
     def _dates(self) -> StudyDates:
@@ -241,7 +240,7 @@ class StudyPrivacy:
         return StudyDates(
             key=self._rules.key,
             patient_id=self._patient_id,
-            # Series that disagree on the date of their study: the earliest one began it.
+            # Series may disagree on the date of their study: the earliest one counts.
             study_date=min((day for day in days if day is not None), default=None),
             mode=settings.dates,
             keeps_weekday=settings.shift_keeps_weekday,
@@ -252,7 +251,7 @@ class StudyPrivacy:
         return None if verdict is None else verdict.blackout
 
     def _judge(self, headers: Sequence[InstanceHeader]) -> _Group:
-        """Judge a group by the first of its files that can be read."""
+        """Judge a group by its first readable file."""
         keywords = sorted({*self._rules.pixels.keywords, _STUDY_DATE})
         problem = None
         for header in headers:
@@ -306,10 +305,10 @@ def counts_without(recorded: Mapping[str, Any], dataset: Dataset, rows: Iterable
     """Return ``extra.deidentification`` of a manifest for a version without some of its samples.
 
     Args:
-        recorded: What the version before has there.
-        dataset: That version.
-        rows: The samples that go. One that cannot be read stays in the counts: a damaged shard must not keep
-            anybody in the dataset.
+        recorded: That of the previous version.
+        dataset: The previous version.
+        rows: Samples to remove. A sample that cannot be read stays in the counts: a damaged shard must not
+            prevent a removal.
     """
     counts = Counter({name: int(count) for name, count in recorded.get("counts", {}).items()})
     for row in rows:
@@ -326,7 +325,7 @@ def counts_without(recorded: Mapping[str, Any], dataset: Dataset, rows: Iterable
 
 
 def _tallies(study: Mapping[str, Any]) -> Counter[str]:
-    """Count in a ``study.json`` what `shardflow.packing.studies.privacy` counted while it was written."""
+    """Recompute the tallies of a study from its ``study.json``."""
     found: Counter[str] = Counter()
     for category, count in study["deidentification"]["report_text"]["replaced"].items():
         found[f"report_{category}"] += int(count)

@@ -1,12 +1,9 @@
-"""The JSON fields of a sample: how they are written, and what ``study.json`` says of a series.
+"""JSON fields of a sample: the series objects of ``study.json``, and the fields made from attachments.
 
-What the attachments of a study may know of it, and the ways in which identifiers may leave.
-
-Turn the attachments of one study into fields, whatever single files do.
-
-Their order follows from what they hold, never from where they lie, so that numbers and bytes are the same
-wherever files are moved. A file that cannot be converted is named, and harms neither the study nor another
-file; of one that ends the process a mark is left, so that the job can pack the study without it.
+Attachments are converted in an order that follows from their content, never from their paths, so that numbers
+and bytes do not change when files are moved. A file that cannot be converted is reported, and harms neither
+the study nor another file. One that crashes the process leaves a mark, so that the job can pack the study
+without it.
 """
 
 from __future__ import annotations
@@ -54,13 +51,13 @@ STUDY_JSON_VERSION: Final = 1
 def describe_series(
     stack: Stack, attributes: Mapping[str, AttributeValue], privacy: StudyPrivacy, codec: str
 ) -> dict[str, Any]:
-    """Return what ``study.json`` says of a series before a pixel is read.
+    """Return the ``study.json`` object of a series, as far as it is known before a pixel is read.
 
     Args:
         stack: The series.
-        attributes: Of its first file; they have not passed the allowlist.
+        attributes: Of its first file, not filtered by the allowlist yet.
         privacy: Of the study.
-        codec: That the settings ask for.
+        codec: Codec of the settings.
     """
     form = form_of([part.instance for part in stack.slices])
     technical = allow_technical(attributes)
@@ -82,7 +79,7 @@ def describe_series(
         ],
         "instance_numbers": [allow_ordinal(part.number) for part in stack.slices],
         "kind": stack.kind,
-        # Not the header's word, which may be anything.
+        # Filtered by the allowlist: the header may hold anything.
         "modality": technical.get("modality"),
         "num_missing": geometry.num_missing,
         "num_slices": len(stack.slices),
@@ -100,19 +97,19 @@ def describe_series(
 
 
 def encode_json(value: Mapping[str, Any]) -> bytes:
-    """Write an object in the one way in which it is written: keys sorted, ASCII, no blanks."""
+    """Encode an object canonically: keys sorted, ASCII, no blanks."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     ).encode()
 
 
 def stored_series(number: int, stack: Stack, facts: Mapping[str, Any]) -> StoredSeries:
-    """Describe a series as it is stored.
+    """Describe a series as it is stored, for attachments.
 
     Args:
         number: Of the series in the sample.
         stack: Its slices.
-        facts: Its object of ``study.json``.
+        facts: Its ``study.json`` object.
     """
     affine = stack.geometry.affine_lps
     return StoredSeries(
@@ -129,14 +126,14 @@ def stored_series(number: int, stack: Stack, facts: Mapping[str, Any]) -> Stored
 
 
 class ContextMaker:
-    """Makes the context of each attachment of one study.
+    """Factory of the context in which an attachment of a study is converted.
 
     Args:
         sample_key: Of the study.
         headers: Of its images, not empty.
-        series: As they are stored.
+        series: The stored series.
         privacy: Of the study.
-        people: Reads what headers say of people; asked once, for the first text.
+        people: Reads the people that headers name; called once, for the first text.
     """
 
     def __init__(
@@ -152,10 +149,10 @@ class ContextMaker:
         self._series = series
         self._privacy = privacy
         self._people = people
-        self._begun = self._begin()
+        self._started = self._start()
 
     def __call__(self, counts: Mapping[tuple[str, str], int]) -> StudyContext:
-        """Make the context of the next attachment."""
+        """Return the context of the next attachment."""
         first = self._headers[0]
         return StudyContext(
             sample_key=self._sample_key,
@@ -173,12 +170,12 @@ class ContextMaker:
         return self._privacy.scrub_text(text, [*self._people(), people])
 
     def _seconds(self, moment: datetime) -> float | None:
-        if self._begun is None or self._privacy.removes_dates:
+        if self._started is None or self._privacy.removes_dates:
             return None
-        return (moment.replace(tzinfo=None) - self._begun).total_seconds()
+        return (moment.replace(tzinfo=None) - self._started).total_seconds()
 
-    def _begin(self) -> datetime | None:
-        """Return the moment at which the study began, by the headers of that day."""
+    def _start(self) -> datetime | None:
+        """Return the earliest time of the study, from the headers of its first day."""
         day = self._privacy.study_date
         if day is None:
             return None
@@ -194,7 +191,7 @@ class ContextMaker:
 
 
 PART_VERSION: Final = 1
-"""``format_version`` of the JSON fields that are put together here."""
+"""``format_version`` of the JSON fields that are made from attachments."""
 
 _OWN_FIELDS: Final = frozenset({"alignment.json", REPORT_FIELD, REPORT_JSON_FIELD, STUDY_FIELD})
 _DANGLING: Final = "dangling"
@@ -202,7 +199,7 @@ _DANGLING: Final = "dangling"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachmentEntry:
-    """One attachment of a study, or the part of it that is the study's."""
+    """An attachment of a study, or the part of one that belongs to the study."""
 
     position: int
     """In the study's list of files."""
@@ -213,41 +210,41 @@ class AttachmentEntry:
 
 @dataclass(slots=True)
 class AttachedFields:
-    """What the attachments of a study have become."""
+    """Fields made from the attachments of a study."""
 
     fields: dict[str, bytes] = field(default_factory=dict)
     parts: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
-    """Of those that are not packed, by position."""
+    """Reasons of attachments that are not packed, by position."""
 
     def json_fields(self) -> dict[str, dict[str, Any]]:
-        """Return the objects of the JSON fields, by the part's name."""
+        """Return the objects of the JSON fields, by name."""
         return {
             name: {"format_version": PART_VERSION, **{key: _summed(key, lists[key]) for key in sorted(lists)}}
             for name, lists in sorted(self.parts.items())
         }
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Return the number of entries of every list."""
+        """Return the length of every list."""
         return {(part, name): len(one) for part, lists in self.parts.items() for name, one in lists.items()}
 
     def take(self, position: int, attached: Attached, items: Sequence[int]) -> None:
-        """Add what one attachment has become."""
+        """Add a converted attachment."""
         if not self._may_have(attached):
             self.reasons[position] = Reason.WORKER_FAILED.value
             return
         self.fields.update(attached.fields)
         for part, lists in attached.parts.items():
-            mine = self.parts.setdefault(part, {})
+            own = self.parts.setdefault(part, {})
             for name, entries in lists.items():
-                mine.setdefault(name, []).extend(entries)
+                own.setdefault(name, []).extend(entries)
         missing = [attached.reasons[item] for item in items if item in attached.reasons]
         if len(missing) == len(items):
             bad = [reason for reason in missing if outcome_of(reason) is Outcome.QUARANTINED]
             self.reasons[position] = str((bad or missing)[0].value)
 
     def _may_have(self, attached: Attached) -> bool:
-        """Tell whether fields have names of their own, and no list is part of what is written elsewhere."""
+        """Return whether all names are free: of fields, and of lists of JSON fields."""
         is_taken = any(
             name in self.fields
             or name in _OWN_FIELDS
@@ -262,42 +259,40 @@ class AttachedFields:
 def attach(
     entries: Sequence[AttachmentEntry],
     context: Callable[[Mapping[tuple[str, str], int]], StudyContext],
+    mark: AttachmentMark,
     *,
     records: str = "",
-    mark: AttachmentMark | None = None,
 ) -> AttachedFields:
     """Convert the attachments of a study.
 
     Args:
         entries: In any order.
-        context: Makes the study's context from the numbers of entries that stand.
+        context: Makes the context of the study from the lengths of the lists so far.
+        mark: Notes which attachment is being converted; kept if a conversion raises.
         records: Settings of clinical records, as text.
-        mark: Says which attachment is under way; left standing where one raises.
 
     Raises:
         MemoryError: One needs more memory than the process may take.
-        StorageError: The mark cannot be written, or a file's disk is in trouble.
+        StorageError: The mark cannot be written, or a disk fails.
     """
     kinds = {kind.name: kind for kind in attachment_kinds(records)}
     order = {name: number for number, name in enumerate(kinds)}
     made = AttachedFields()
     for entry in sorted(entries, key=lambda one: (order[one.row.kind], one.row.content, one.items)):
-        if mark is not None:
-            mark.write(entry.position)
+        mark.write(entry.position)
         found = _convert(kinds[entry.row.kind], entry, context(made.counts()))
         if isinstance(found, str):
             made.reasons[entry.position] = found
         else:
             made.take(entry.position, found, entry.items)
-    if mark is not None:
-        mark.clear()
+    mark.clear()
     return made
 
 
 def _convert(kind: AttachmentKind, entry: AttachmentEntry, study: StudyContext) -> Attached | str:
     try:
         attached = kind.convert(entry.path, entry.items, study)
-        # What JSON does not know (NaN, infinity) must end here: in the study's fields it would end the study.
+        # Values that JSON lacks (NaN, infinity) have to fail here: later they would fail the whole study.
         encode_json(attached.parts)
         _check(attached)
     except SourceError as error:
@@ -311,12 +306,12 @@ def _convert(kind: AttachmentKind, entry: AttachmentEntry, study: StudyContext) 
 
 
 def _check(attached: Attached) -> None:
-    """Fail here, for this attachment, where the study would fail later.
+    """Raise what would otherwise fail the whole study later.
 
     Raises:
-        TypeError: A field is no bytes, or a dangling entry has no count.
-        KeyError: A dangling entry lacks something.
-        ValueError: A count is none.
+        TypeError: A field is not bytes, or a dangling entry has no count.
+        KeyError: A dangling entry lacks a key.
+        ValueError: A count is not a number.
     """
     if not all(isinstance(payload, bytes) for payload in attached.fields.values()):
         raise TypeError("fields must be bytes")

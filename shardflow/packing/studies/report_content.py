@@ -1,7 +1,7 @@
-"""``report.json`` and ``alignment.json``: what the stored report says, and which slices show it.
+"""Contents of a report: ``report.json`` with its findings, ``alignment.json`` with the slices that show them.
 
-The lexicon and its automaton are made for the first report that a process packs, so that a job without
-reports loads none of it.
+The lexicon and its automaton are built for the first report that a process packs, so that a job without
+reports loads neither.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ REPORT_JSON_VERSION: Final = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableFile:
-    """A table of findings or of anatomy that the settings name."""
+    """A table of findings or anatomy that the settings name."""
 
     path: Path
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> TableFile:
-        """Read a table's digest.
+        """Compute the digest of a table.
 
         Raises:
             ConfigError: The table cannot be read.
@@ -40,17 +40,17 @@ class TableFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingSetup:
-    """How a packing process reads reports."""
+    """Settings of a packing process for reading reports."""
 
     alignment: dict[str, Any] | None
-    """Fields of the rules; None where reports are not aligned with slices."""
+    """Fields of `AlignmentRules`; None if reports are not aligned with slices."""
     anatomy: tuple[TableFile, ...]
     findings: tuple[TableFile, ...]
     extractors: tuple[str, ...]
 
 
 def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSetup | None:
-    """Return how reports are read; None where they are not.
+    """Return the settings for reading reports; None if they are not read.
 
     Raises:
         ConfigError: A table cannot be read.
@@ -66,7 +66,7 @@ def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSe
 
 
 def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]:
-    """Return what both fields depend on beside the report and the study.
+    """Return all that both fields depend on, beside the report and the study.
 
     Raises:
         ConfigError: A table cannot be read.
@@ -82,10 +82,10 @@ def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]
 
 
 class ReportParser:
-    """Reads reports; one a process.
+    """Reader of reports, one for each process.
 
     Args:
-        setup: How they are read.
+        setup: Its settings.
     """
 
     def __init__(self, setup: ReadingSetup) -> None:
@@ -93,7 +93,7 @@ class ReportParser:
         self._reader: ReportReader | None = None
 
     def check(self) -> None:
-        """Find out whether reports can be read with these settings.
+        """Build the reader, to check the settings.
 
         Raises:
             ConfigError: A table or an extractor cannot be used.
@@ -117,7 +117,7 @@ class ReportParser:
         annotations: Mapping[str, Any] | None,
         text: str,
     ) -> dict[str, Any] | None:
-        """Return the object of ``alignment.json``; None where the settings want none.
+        """Return the object of ``alignment.json``; None if the settings do not ask for it.
 
         Args:
             series: Those of ``study.json``.
@@ -149,7 +149,7 @@ class ReportParser:
 
 
 def _unchanged(tables: Sequence[TableFile], name: str) -> list[Path]:
-    """Return the tables, if they are still those that the job began with."""
+    """Return the tables, provided that they have not changed since the job started."""
     for table in tables:
         if digest_of(table.path) != table.sha256:
             raise ConfigError(

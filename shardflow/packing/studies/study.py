@@ -1,10 +1,8 @@
-"""Write the members of one study: report, slices, ``study.json``; and settle what becomes of bad files.
+"""Packing of one study: its report, slices and ``study.json`` become a fragment; runs in a packing process.
 
-Slices stream: one is decoded, measured, encoded and written before the next is read, so a study of any size
-takes the memory of one slice, and that of what its attachments become. What the whole series is needed for
-(display range, clipped count) goes into ``study.json``, which comes behind all slices by its name.
-
-Pack one study into a fragment, unless a former run did; runs in a packing process.
+Slices stream: one is decoded, measured, encoded and written before the next is read, so that a study of any
+size takes the memory of one slice, and of its attachments. Facts that need the whole series (display range,
+number of clipped values) go into ``study.json``, which sorts behind all slices.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ from shardflow.packing.sources.images import iter_stored_image, read_image_attri
 from shardflow.packing.studies.fragment import (
     AttachmentMark,
     FragmentWriter,
-    InOrder,
     StudyOutcome,
     fragment_path,
     read_fragment,
@@ -72,11 +69,12 @@ if TYPE_CHECKING:
     from shardflow.packing.studies.privacy import PrivacyRules
     from shardflow.packing.studies.report_content import ReportParser
     from shardflow.packing.studies.tasks import StudyAttachment, StudyTask
+    from shardflow.packing.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyRules:
-    """What holds for all studies of a job."""
+    """Settings that all studies of a job share."""
 
     key: SecretKey
     limits: HeaderLimits
@@ -85,79 +83,59 @@ class StudyRules:
     privacy: PrivacyRules
     on_bad_instance: BadInstancePolicy
     reading: ReportParser | None = None
-    """Reads what reports say; None where that is not wanted."""
+    """Reader of reports; None if they are not to be read."""
     records: str = ""
     """Settings of clinical records, as text."""
 
 
 class _BadInstanceError(Exception):
-    """Instances cannot be packed, by position in the study; stays inside this module."""
+    """Instances cannot be packed, by position in the study; never leaves this module."""
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
         super().__init__(len(reasons))
         self.reasons = reasons
 
 
+@dataclass(eq=False, kw_only=True)
 class StudyMembers:
-    """One study on its way into its fragment.
+    """One study on its way into its fragment."""
 
-    Args:
-        rules: What holds for all studies.
-        writer: Of the study's fragment.
-        sample_key: Key of the sample.
-        headers: Of the study's files; ``file_index`` is the position of the file in the study.
-        paths: The files, by position.
-        placements: What the layout says of them, by position.
-        report: UTF-8 text, or None.
-        kin: Files of the patient's other studies, whose people the report may name.
-        attachments: Of the study.
-        mark: Says which of them is under way.
-        report_people: What the report's own document says of people, by DICOM keyword.
-    """
+    rules: StudyRules
+    writer: FragmentWriter
+    sample_key: str
+    headers: Sequence[InstanceHeader]
+    """Headers of the study's images; ``file_index`` is the position of the file in the study."""
+    paths: Mapping[int, Path]
+    """Paths of the images, by position."""
+    placements: Mapping[int, Placement | None]
+    """Facts that the layout knows about the images, by position."""
+    report: bytes | None
+    """UTF-8 text."""
+    report_people: Mapping[str, Sequence[str]]
+    """People whom the report's own document names, by DICOM keyword."""
+    siblings: Sequence[tuple[Path, Placement | None]]
+    """Files of the patient's other studies, whose headers may name people of the report."""
+    attachments: Sequence[AttachmentEntry]
+    mark: AttachmentMark
 
-    def __init__(
-        self,
-        rules: StudyRules,
-        writer: FragmentWriter,
-        sample_key: str,
-        headers: Sequence[InstanceHeader],
-        paths: Mapping[int, Path],
-        placements: Mapping[int, Placement | None],
-        report: bytes | None,
-        siblings: Sequence[tuple[Path, Placement | None]] = (),
-        attachments: Sequence[AttachmentEntry] = (),
-        mark: AttachmentMark | None = None,
-        report_people: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        self._rules = rules
-        self._writer = writer
-        self._sample_key = sample_key
-        self._report = report
-        self._siblings = siblings
-        self._attachments = attachments
-        self._mark = mark
-        self._report_people = report_people or {}
+    def __post_init__(self) -> None:
         self._attached = AttachedFields()
+        # Whether report or attachments name a side of the body.
         self._has_sides = False
-        """Whether report or attachments speak of left and right."""
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
-        self._paths = paths
-        self._placements = placements
         self._technical: dict[int, Mapping[str, AttributeValue]] = {}
-        self._headers = headers
-        self._privacy = StudyPrivacy(rules.privacy, headers, self._read_attributes)
+        self._privacy = StudyPrivacy(self.rules.privacy, self.headers, self._read_attributes)
+        # Files that cannot be packed, and files that need not be: copies, and what grouping skips.
         self._bad: dict[int, str] = {}
-        """Files that cannot be packed."""
         self._left_out: dict[int, str] = {}
-        """Files that need not be packed: copies, and what grouping skips."""
 
     def write(self) -> Fragment:
-        """Pack as the policy says, and close the fragment with the outcome."""
+        """Write the fragment, as the policy for bad instances allows, and commit it with the outcome."""
         self._bad.update(self._privacy.held_back())
         while True:
             outcome = self._settled()
             if outcome is not None:
-                return self._writer.commit(outcome, None)
+                return self.writer.commit(outcome, None)
             try:
                 facts = self._write_members()
             except _BadInstanceError as error:
@@ -166,24 +144,24 @@ class StudyMembers:
                 self._find_other_bad_instances()
                 if len(self._bad) == num_known:
                     raise ShardflowError(
-                        "a study must name what cannot be packed; an internal error."
+                        "a study failed without naming a bad file; this is an internal error."
                     ) from None
                 self._left_out.clear()
                 self._privacy.restart()
-                self._writer.restart()
+                self.writer.restart()
             else:
                 packed = StudyOutcome(
                     outcome=Outcome.PACKED,
                     instances={**self._left_out, **self._bad, **self._attached.reasons},
                     tallies=self._privacy.tallies(),
                 )
-                return self._writer.commit(packed, facts)
+                return self.writer.commit(packed, facts)
 
     def _settled(self) -> StudyOutcome | None:
-        """Return the outcome where there is nothing (more) to pack."""
+        """Return the outcome if there is nothing left to pack."""
         codes = sorted(self._bad.values())
         is_bad = any(outcome_of(code) is Outcome.QUARANTINED and code not in HELD_BACK for code in codes)
-        if is_bad and self._rules.on_bad_instance == "quarantine_study":
+        if is_bad and self.rules.on_bad_instance == "quarantine_study":
             return StudyOutcome(
                 outcome=Outcome.QUARANTINED, reason=Reason.STUDY_QUARANTINED, instances=self._bad
             )
@@ -193,21 +171,21 @@ class StudyMembers:
         return None
 
     def _usable(self) -> list[InstanceHeader]:
-        return [header for header in self._headers if header.file_index not in self._bad]
+        return [header for header in self.headers if header.file_index not in self._bad]
 
     def _write_members(self) -> SampleFacts:
         """Write all members of the sample.
 
         Raises:
-            _BadInstanceError: An instance cannot be packed; what was written is to be forgotten.
+            _BadInstanceError: An instance cannot be packed; the fragment has to be restarted.
         """
         study = self._group()
-        fields = InOrder(self._writer)
-        report, replaced = self._report, dict[str, int]()
+        fields = self.writer
+        report, replaced = self.report, dict[str, int]()
         if report is not None:
             report, replaced = self._privacy.scrub_report(report, self._iter_people())
             fields.hold(REPORT_FIELD, report)
-        key = self._rules.key
+        key = self.rules.key
         stacks = sorted(
             study.stacks,
             key=lambda stack: (
@@ -217,12 +195,12 @@ class StudyMembers:
             ),
         )
         described = [
-            describe_series(stack, self._attributes(stack), self._privacy, self._rules.codec)
+            describe_series(stack, self._attributes(stack), self._privacy, self.rules.codec)
             for stack in stacks
         ]
-        self._write_contents(fields, stacks, described, report)
+        self._write_contents(stacks, described, report)
         series = [
-            {**facts, **self._write_stack(fields, number, stack, facts["modality"])}
+            {**facts, **self._write_stack(number, stack, facts["modality"])}
             for number, (stack, facts) in enumerate(zip(stacks, described, strict=True))
         ]
         patient = allow_patient(self._attributes(stacks[0]))
@@ -235,12 +213,11 @@ class StudyMembers:
                     "format_version": STUDY_JSON_VERSION,
                     "has_report": report is not None,
                     "patient": {**patient, "patient_key": self._privacy.patient_key()},
-                    "sample_key": self._sample_key,
+                    "sample_key": self.sample_key,
                     "series": series,
                 }
             ),
         )
-        fields.finish()
         return SampleFacts(
             text_bytes=len(report or b""),
             num_series=len(stacks),
@@ -251,7 +228,7 @@ class StudyMembers:
         )
 
     def _group(self) -> Study:
-        """Group and order the usable instances; what does not fit is named."""
+        """Group and order the usable instances; instances that do not fit are rejected."""
         usable = self._usable()
         grouping = build_studies(usable)
         rejected = {one.instance.file_index: one.reason.value for one in grouping.rejections}
@@ -270,10 +247,10 @@ class StudyMembers:
         return study
 
     def _check_copy(self, study: Study) -> dict[int, str]:
-        """Compare a copy with its original; where they differ, nobody knows which of the two is right."""
+        """Compare a copy with its original; if they differ, neither can be trusted."""
         (pair,) = study.copies
         try:
-            check_copies(study, self._locate, limits=self._rules.limits, read=iter_stored_image)
+            check_copies(study, self._locate, limits=self.rules.limits, read=iter_stored_image)
         except SourceError as error:
             both = [pair.copy.file_index, pair.kept.file_index]
             if error.reason != Reason.CONFLICTING_INSTANCE:
@@ -282,48 +259,46 @@ class StudyMembers:
         return {}
 
     def _write_contents(
-        self, fields: InOrder, stacks: Sequence[Stack], described: list[dict[str, Any]], report: bytes | None
+        self, stacks: Sequence[Stack], described: list[dict[str, Any]], report: bytes | None
     ) -> None:
-        """Write what is known of the study beside its pixels: its attachments, and what the report says."""
+        """Write the contents beside the pixels: attachments, and the findings of the report."""
         contents: dict[str, dict[str, Any]] = {}
-        if self._attachments:
+        if self.attachments:
             series = [
                 stored_series(number, stack, facts)
                 for number, (stack, facts) in enumerate(zip(stacks, described, strict=True))
             ]
-            maker = ContextMaker(self._sample_key, self._usable(), series, self._privacy, self._people)
-            self._attached = attach(self._attachments, maker, records=self._rules.records, mark=self._mark)
+            maker = ContextMaker(self.sample_key, self._usable(), series, self._privacy, self._people)
+            self._attached = attach(self.attachments, maker, self.mark, records=self.rules.records)
             for name, payload in self._attached.fields.items():
-                fields.hold(name, payload)
+                self.writer.hold(name, payload)
             contents.update(self._attached.json_fields())
-        reading = self._rules.reading
+        reading = self.rules.reading
         if report is not None and reading is not None:
             text = report.decode("utf-8")
-            said = contents["report"] = reading.read(text)
-            aligned = reading.align(described, said, contents.get("annotations"), text)
+            content = contents["report"] = reading.read(text)
+            aligned = reading.align(described, content, contents.get("annotations"), text)
             if aligned is not None:
                 contents["alignment"] = aligned
         texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
         self._has_sides = speaks_of_sides([report or b"", *texts], contents)
         for name, content in contents.items():
-            fields.hold(f"{name}.json", encode_json(content))
+            self.writer.hold(f"{name}.json", encode_json(content))
 
-    def _write_stack(
-        self, fields: InOrder, number: int, stack: Stack, modality: str | None
-    ) -> dict[str, Any]:
-        """Write the slices of a series; return what they tell of it."""
+    def _write_stack(self, number: int, stack: Stack, modality: str | None) -> dict[str, Any]:
+        """Write the slices of a series; return the facts that they determine."""
         form = form_of([part.instance for part in stack.slices])
         display = DisplayRange(stack, form)
         num_clipped = num_padding = 0
         decoders: set[str] = set()
-        codec = codec_for(self._rules.codec, (stack.rows, stack.columns), np.dtype(form.dtype))
+        codec = codec_for(self.rules.codec, (stack.rows, stack.columns), np.dtype(form.dtype))
         draws = draw_variants(
-            self._rules.variants.augment,
+            self.rules.variants.augment,
             modality=modality,
-            sample_key=self._sample_key,
+            sample_key=self.sample_key,
             has_sides=self._has_sides,
         )
-        with SeriesVariants(self._rules.variants, fields, number, stack, form, codec, draws) as variants:
+        with SeriesVariants(self.rules.variants, self.writer, number, stack, form, codec, draws) as variants:
             for index, decoded in enumerate(self._decode(stack, form)):
                 display.add(decoded)
                 payload = encode_array(codec, decoded.pixels)
@@ -331,23 +306,23 @@ class StudyMembers:
                 num_clipped += decoded.num_clipped
                 num_padding += decoded.num_padding
                 decoders.add(decoded.decoder)
-                fields.add(slice_field(number, index, codec), payload)
+                self.writer.add(slice_field(number, index, codec), payload)
             display_range = display.result()
-            smaller = variants.finish(display_range)
+            made = variants.finish(display_range)
         return {
             "decoders": sorted(decoders),
             "display_range": list(display_range),
             "num_clipped": num_clipped,
             "num_padding": num_padding,
-            **({"variants": smaller} if smaller else {}),
+            **({"variants": made} if made else {}),
         }
 
     def _decode(self, stack: Stack, form: SliceForm) -> Iterator[DecodedSlice]:
-        """Decode in geometric order, file by file, so that a bad one is known by its place."""
+        """Decode in geometric order, file by file, so that a bad file can be named."""
         for _, parts in itertools.groupby(stack.slices, key=lambda part: part.instance.file_index):
             together = list(parts)
             instance, frames = together[0].instance, [part.frame for part in together]
-            path, limits = self._locate(instance), self._rules.limits
+            path, limits = self._locate(instance), self.rules.limits
             slices = iter_slices(
                 path, instance, form=form, frames=frames, limits=limits, read=iter_stored_image
             )
@@ -358,16 +333,16 @@ class StudyMembers:
                 raise _BadInstanceError({instance.file_index: error.reason}) from None
 
     def _find_other_bad_instances(self) -> None:
-        """Decode what is left once, so that every bad file is named and packing starts again only once."""
+        """Decode the remaining files, so that all bad ones are known and packing restarts only once."""
         for header in self._usable():
             reason = self._problem(header)
             if reason is not None:
                 self._bad[header.file_index] = reason
 
     def _problem(self, header: InstanceHeader) -> str | None:
-        """Decode an instance for nothing but the reason why it cannot be."""
+        """Decode an instance only to find the reason why it cannot be decoded."""
         try:
-            limits = self._rules.limits
+            limits = self.rules.limits
             for _ in iter_slices(self._locate(header), header, limits=limits, read=iter_stored_image):
                 pass
         except SourceError as error:
@@ -375,7 +350,7 @@ class StudyMembers:
         return None
 
     def _attributes(self, stack: Stack) -> Mapping[str, AttributeValue]:
-        """Read the attributes of the first file; they have not passed the allowlist."""
+        """Read the attributes of the first file; they are not filtered by the allowlist yet."""
         first = stack.slices[0].instance
         if first.file_index not in self._technical:
             try:
@@ -387,92 +362,90 @@ class StudyMembers:
     def _read_attributes(
         self, header: InstanceHeader, keywords: Sequence[str]
     ) -> Mapping[str, AttributeValue]:
-        placement = self._placements[header.file_index]
-        return read_image_attributes(self._locate(header), placement, keywords, limits=self._rules.limits)
+        placement = self.placements[header.file_index]
+        return read_image_attributes(self._locate(header), placement, keywords, limits=self.rules.limits)
 
     def _iter_people(self) -> Iterator[Mapping[str, AttributeValue]]:
-        """Read people only where they are looked for."""
-        yield {keyword: tuple(values) for keyword, values in self._report_people.items()}
+        """Iterate over people lazily: headers are read only if a text is searched for them."""
+        yield {keyword: tuple(values) for keyword, values in self.report_people.items()}
         yield from self._people()
 
     def _people(self) -> list[Mapping[str, AttributeValue]]:
-        """Read what headers say of people, here and in the patient's other studies."""
+        """Read the people named in headers of this study and of the patient's other studies."""
         if self._known_people is None:
-            own = [(self._locate(one), self._placements[one.file_index]) for one in self._privacy.examples()]
+            own = [(self._locate(one), self.placements[one.file_index]) for one in self._privacy.examples()]
             self._known_people = []
-            for path, placement in (*own, *self._siblings):
-                # What cannot be read says nothing here; the study that it belongs to has its own outcome.
+            for path, placement in (*own, *self.siblings):
+                # A file that cannot be read names nobody here; its own study reports it.
                 with suppress(SourceError):
                     people = read_image_people(
-                        path, placement, IDENTIFYING_KEYWORDS, limits=self._rules.limits
+                        path, placement, IDENTIFYING_KEYWORDS, limits=self.rules.limits
                     )
                     self._known_people.append(people)
         return self._known_people
 
     def _locate(self, header: InstanceHeader) -> Path:
-        return self._paths[header.file_index]
+        return self.paths[header.file_index]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyPacker:
-    """Packs studies one after another, with what all of them share."""
+    """Packs studies, one task at a time."""
 
+    workspace: Workspace
     roots: tuple[Path, ...]
-    headers: Path
-    """Folder of the header rows."""
-    reports: Path
-    """File of the report texts."""
-    fragments: Path
-    """Folder of the fragments."""
+    """Input folders."""
     rules: StudyRules
 
     def pack(self, task: StudyTask) -> StudyDone:
-        """Pack a study, unless a former run did.
+        """Pack a study, unless an earlier run did.
 
         Raises:
-            StorageError: The fragment cannot be written, or what was stored cannot be read back.
+            StorageError: The fragment cannot be written, or an intermediate file not be read back.
         """
-        path = fragment_path(self.fragments, task.sample_key)
-        mark = AttachmentMark(self.fragments, task.sample_key, task.task_digest)
+        fragments, reports = self.workspace.fragments, self.workspace.reports
+        path = fragment_path(fragments, task.sample_key)
+        mark = AttachmentMark(fragments, task.sample_key, task.task_digest)
         mark.clear()
         fragment = read_fragment(path, task.task_digest)
         if fragment is None:
-            rows = read_rows(self.headers, [file.row for file in task.files])
-            paths, placements, headers = {}, {}, []
-            for file, row in zip(task.files, rows, strict=True):
-                if row.header is not None:
-                    paths[file.position] = self._path(row)
-                    placements[file.position] = row.placement
-                    headers.append(replace(row.header, file_index=file.position))
-            report = task.report
+            rows = self._read_rows([file.row for file in task.files])
+            images = [
+                (file.position, row, row.header)
+                for file, row in zip(task.files, rows, strict=True)
+                if row.header is not None
+            ]
             with FragmentWriter(path, sample_key=task.sample_key, task_digest=task.task_digest) as writer:
                 members = StudyMembers(
-                    self.rules,
-                    writer,
-                    task.sample_key,
-                    headers,
-                    paths,
-                    placements,
-                    None if report is None else read_report(self.reports, report),
-                    self._siblings(task.siblings),
-                    self._attachments(task.attachments),
-                    mark,
-                    {} if report is None else read_people(self.reports, report),
+                    rules=self.rules,
+                    writer=writer,
+                    sample_key=task.sample_key,
+                    headers=[replace(header, file_index=position) for position, _, header in images],
+                    paths={position: self._path(row) for position, row, _ in images},
+                    placements={position: row.placement for position, row, _ in images},
+                    report=None if task.report is None else read_report(reports, task.report),
+                    report_people={} if task.report is None else read_people(reports, task.report),
+                    siblings=[
+                        (self._path(row), row.placement)
+                        for row in self._read_rows(task.siblings)
+                        if row.header
+                    ],
+                    attachments=self._attachments(task.attachments),
+                    mark=mark,
                 )
                 fragment = members.write()
         return StudyDone(outcome=fragment.outcome)
+
+    def _read_rows(self, places: Sequence[RowPlace]) -> list[HeaderRow]:
+        return read_rows(self.workspace.headers, places)
 
     def _path(self, row: HeaderRow) -> Path:
         return self.roots[row.root_index] / row.relative_path
 
     def _attachments(self, attachments: Sequence[StudyAttachment]) -> list[AttachmentEntry]:
-        rows = read_rows(self.headers, [one.row for one in attachments])
+        rows = self._read_rows([one.row for one in attachments])
         return [
             AttachmentEntry(position=one.position, path=self._path(row), row=row.attachment, items=one.items)
             for one, row in zip(attachments, rows, strict=True)
             if row.attachment is not None
         ]
-
-    def _siblings(self, places: Sequence[RowPlace]) -> list[tuple[Path, Placement | None]]:
-        rows = read_rows(self.headers, places)
-        return [(self._path(row), row.placement) for row in rows if row.header]

@@ -1,6 +1,6 @@
-"""Records of the tasks of a packing job: what a packing process is asked, and what it answers.
+"""Task records of a packing job: one request and one answer for each kind of task.
 
-One pair for each kind of task. They cross the process border by `shardflow.packing.engines.base`.
+They cross the process border by the codec of `shardflow.packing.engines.base`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class InputFile:
     """An input file to be read."""
 
     root_index: int
-    """Of its input folder."""
+    """Index of its input folder."""
     relative_path: str
     num_bytes: int
     reason: str | None
-    """Why it cannot be packed; a file with a reason is not opened."""
+    """Reason why it cannot be packed; such a file is not opened."""
     placement: Placement | None
-    """What the layout says of it."""
+    """Facts that the layout knows about it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class ScanTask:
     """Read the headers of a batch of files."""
 
     name: str
-    """Of the file of header rows to write."""
+    """Name of the file of header rows to write."""
     files: tuple[InputFile, ...]
 
 
@@ -46,14 +46,14 @@ class ScanDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeTask:
-    """Read one file, to find out whether a process survives it."""
+    """Read one file, to find out whether the process survives."""
 
     file: InputFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeDone:
-    """It does."""
+    """The process survived."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +61,18 @@ class StudyFile:
     """A file of a study."""
 
     position: int
-    """In the study's list of files."""
+    """Position in the study's list of files."""
     row: RowPlace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyAttachment:
-    """An attachment of a study, or the part of one that is the study's."""
+    """An attachment of a study, or the part of one that belongs to the study."""
 
     position: int
     row: RowPlace
     items: tuple[int, ...]
-    """Records of the file that are the study's."""
+    """Records of the file that belong to the study."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,17 +81,17 @@ class StudyTask:
 
     sample_key: str
     task_digest: str
-    """Of all that the fragment depends on."""
+    """Digest of all that the fragment depends on."""
     files: tuple[StudyFile, ...]
     attachments: tuple[StudyAttachment, ...]
     report: ReportPlace | None
     siblings: tuple[RowPlace, ...]
-    """Files of the patient's other studies, whose headers name people too."""
+    """Files of the patient's other studies, whose headers may name the same people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyDone:
-    """What became of the study."""
+    """Outcome of the study."""
 
     outcome: StudyOutcome
 
@@ -110,7 +110,7 @@ class ShardTask:
 
     name: str
     digest: str
-    """Of all that the shard depends on."""
+    """Digest of all that the shard depends on."""
     fragments: tuple[FragmentName, ...]
     """In the order of the tar."""
 
@@ -120,17 +120,17 @@ class ShardDone:
     """Whether the shard was written."""
 
     missing: tuple[str, ...]
-    """Sample keys whose fragment is absent or damaged; if there are any, nothing was written."""
+    """Sample keys whose fragment is missing or damaged; if there are any, nothing was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckTask:
-    """Check a shard of a former run."""
+    """Check a shard of an earlier run."""
 
     name: str
     digest: str
     trusts_sizes: bool
-    """Compare sizes alone."""
+    """Whether to compare only sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

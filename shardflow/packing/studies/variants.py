@@ -1,27 +1,21 @@
-"""Make slices smaller by averaging areas: exact, so that the bytes are the same on every machine.
+"""Variants of the slices of a series: small versions and a thumbnail, and augmented copies to train on.
 
-A pixel of the result is the mean of the pixels under it, those at its edges by their part. For integers of
-up to 16 bits all sums are integers and the mean is rounded once, half up. A mean keeps the unit (HU of the
-mean attenuation) and never leaves the range of its pixels, as sharper filters do. Padding is left out.
+Fields (docs/format.md, section 4): ``sSSS.small.iIIII.CODEC``, ``sSSS.thumb.jpg``, ``sSSS.vVV.iIIII.CODEC``.
+They follow the slices of their series in the tar, so that all small slices of a series are one read. While
+slices stream by, what is needed later waits encoded in a spool: in memory up to a bound, above it in an
+unnamed file. Augmented variants are made at the end, when the display range is known.
 
-Augmented variants of a series behind its slices: a pool that training chooses from.
-
-Fields (docs/format.md, section 4): ``sSSS.vVV.iIIII.CODEC``. Slices wait as they were encoded in a spool, in
-memory up to a bound, above it in a file without a name: what changes intensities needs the display range,
-which is known once all slices have passed. Then variant after variant is made slice by slice.
-
-What lies beside the slices of a series: a thumbnail for people, small slices and variants for models.
-
-Fields (docs/format.md, section 4): ``sSSS.small.iIIII.CODEC`` and ``sSSS.thumb.jpg``. They follow the slices
-of their series in the tar, so that all small slices of a series are one read. While the slices stream by, the
-small ones wait encoded in a spool: in memory up to a bound, above it in a file without a name.
+Smaller versions average areas, exactly: bytes are the same on every machine. A pixel is the mean of the pixels
+under it, weighted by area; for integers of up to 16 bits all sums are integers and the mean is rounded once,
+half up. A mean keeps the unit (HU of the mean attenuation) and never leaves the range of its pixels, as
+sharper filters do. Padding is left out.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -30,22 +24,24 @@ from numpy.typing import NDArray
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
 from shardflow.format.codecs import decode_array, encode_array
 from shardflow.format.keys import small_field, thumbnail_field, variant_field
-from shardflow.packing.workspace import storage_error
+from shardflow.format.writer import storing
 from shardflow.viewing.planes import encode_thumbnail
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
     from shardflow.packing.settings import PoolConfig, VariantsConfig
     from shardflow.packing.sources.dicom.pixels import DecodedSlice, SliceForm
     from shardflow.packing.sources.dicom.stacks import Stack
-    from shardflow.packing.studies.fragment import InOrder
+    from shardflow.packing.studies.fragment import FragmentWriter
 
 Matrix = list[list[float]]
+_SPOOL_BYTES: Final = 64 << 20
 
 
 def fit_within(rows: int, columns: int, max_side: int) -> tuple[int, int]:
-    """Return the size of a smaller version with the same shape; the size itself where it fits.
+    """Return the size of a smaller version with the same proportions; the size itself if it fits.
 
     Example:
         >>> fit_within(512, 384, 128), fit_within(100, 60, 128)
@@ -72,8 +68,8 @@ def shrink(
         pixels: ``(R, C)`` or ``(R, C, samples)``.
         rows: At most R.
         columns: At most C.
-        valid: ``(R, C)``, False at padding, which takes no part.
-        fill: What a pixel becomes under which all is padding.
+        valid: ``(R, C)``, False at padding, which is left out.
+        fill: Value of a pixel with nothing but padding under it.
 
     Returns:
         ``(rows, columns)`` or ``(rows, columns, samples)`` of the same dtype.
@@ -83,7 +79,7 @@ def shrink(
     mask = None if valid is None else valid.reshape(*valid.shape, *(1,) * (pixels.ndim - 2))
     values = pixels if mask is None else np.where(mask, pixels, pixels.dtype.type(0))
     sums = _sums(values, rows, columns, exact)
-    # Every pixel of the result has R x C units of area, if none of them is padding.
+    # Without padding, every pixel of the result covers R x C units of area.
     areas: Any = exact.type(pixels.shape[0] * pixels.shape[1])
     if mask is not None:
         areas = _sums(mask, rows, columns, exact)
@@ -93,7 +89,7 @@ def shrink(
 
 
 def _sums(values: NDArray[Any], rows: int, columns: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Sum what lies under each pixel of the result, weighted by area, in units of 1 / (rows x columns)."""
+    """Sum the pixels under each pixel of the result, weighted by area in units of 1 / (rows x columns)."""
     by_rows = _sum_rows(values, rows, dtype)
     return np.swapaxes(_sum_rows(np.ascontiguousarray(np.swapaxes(by_rows, 0, 1)), columns, dtype), 0, 1)
 
@@ -119,11 +115,11 @@ def _sum_rows(values: NDArray[Any], num_rows: int, dtype: np.dtype[Any]) -> NDAr
 def scale_affine(affine: Matrix, row_factor: float, column_factor: float) -> Matrix:
     """Return the affine of a version whose pixels are larger.
 
-    The corners of the image stay where they are, so the centre of the first pixel moves by half of what the
-    pixels grow.
+    The corners of the image stay in place, so the center of the first pixel moves by half the growth of a
+    pixel.
 
     Args:
-        affine: 4 x 4: maps ``(column, row, slice, 1)`` to mm, at pixel centres.
+        affine: 4 x 4: maps ``(column, row, slice, 1)`` to mm, at pixel centers.
         row_factor: How much the distance between rows grows.
         column_factor: How much the distance between columns grows.
     """
@@ -139,11 +135,8 @@ def scale_affine(affine: Matrix, row_factor: float, column_factor: float) -> Mat
     ]
 
 
-_SPOOL_BYTES: Final = 64 << 20
-
-
 def speaks_of_sides(texts: Iterable[bytes], contents: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether anything that is packed with a study would be wrong of mirrored images.
+    """Return whether any text or annotation of a study would be wrong for mirrored images.
 
     Args:
         texts: Reports and documents, UTF-8.
@@ -160,13 +153,13 @@ def speaks_of_sides(texts: Iterable[bytes], contents: Mapping[str, Mapping[str, 
 def draw_variants(
     config: PoolConfig, *, modality: str | None, sample_key: str, has_sides: bool
 ) -> tuple[Draw, ...]:
-    """Draw the variants of a series; none where its modality allows nothing.
+    """Draw the augmentations of a series; none if its modality allows nothing.
 
     Args:
-        config: How much is wanted.
+        config: Settings of the augmentation.
         modality: Of the series.
-        sample_key: Of the study, which all numbers follow from.
-        has_sides: Whether `speaks_of_sides`.
+        sample_key: Of the study; seeds all numbers.
+        has_sides: Result of `speaks_of_sides`.
     """
     if modality not in ALLOWED:
         return ()
@@ -184,98 +177,49 @@ def draw_variants(
     )
 
 
-class SeriesPool:
-    """Keeps the slices of one series while they pass, and makes their variants at the end.
+class _Spool:
+    """Encoded slices of a series that wait until all of them have passed."""
 
-    Args:
-        draws: What each variant gets.
-        writer: Of the study's fragment.
-        number: Of the series in the study.
-        stack: The series.
-        form: How its slices look.
-        codec: Of its slices.
-    """
-
-    def __init__(
-        self, draws: Sequence[Draw], writer: InOrder, number: int, stack: Stack, form: SliceForm, codec: str
-    ) -> None:
-        self._draws = draws
-        self._writer = writer
-        self._number = number
-        self._stack = stack
-        self._form = form
-        self._codec = codec
+    def __init__(self, folder: Path) -> None:
         self._sizes: list[int] = []
-        self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by close
-            max_size=_SPOOL_BYTES, dir=str(writer.folder)
+        self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by close
+            max_size=_SPOOL_BYTES, dir=str(folder)
         )
 
     def close(self) -> None:
-        """Forget the slices."""
-        self._spool.close()
+        self._file.close()
 
     def add(self, payload: bytes) -> None:
-        """Take the next slice as it was encoded.
-
-        Raises:
-            StorageError: The spool cannot be written.
-        """
-        if not self._draws:
-            return
         self._sizes.append(len(payload))
-        try:
-            self._spool.write(payload)
-        except OSError as error:
-            raise storage_error("writing slices aside", error) from None
+        with storing("writing slices to a temporary file"):
+            self._file.write(payload)
 
-    def write(self, display_range: tuple[float, float]) -> list[dict[str, Any]]:
-        """Make and write all variants.
-
-        Returns:
-            What ``study.json`` says of them.
-
-        Raises:
-            StorageError: A field cannot be written, or the spool not be read.
-        """
-        spacing = self._stack.geometry.pixel_spacing_mm
-        aspect = 1.0 if spacing is None else spacing[0] / spacing[1]
-        for variant, draw in enumerate(self._draws, 1):
-            warp = Warp(draw, self._stack.rows, self._stack.columns, pixel_aspect=aspect)
-            for index, payload in enumerate(self._payloads()):
-                pixels = decode_array(self._codec, payload)
-                if draw.changes_intensity:
-                    pixels = change_intensity(pixels, draw, display_range)
-                turned = warp.image(pixels, fill=self._form.fill)
-                name = variant_field(self._number, variant, index, self._codec)
-                self._writer.add(name, encode_array(self._codec, turned))
-        return [{"variant": variant, **draw.to_json()} for variant, draw in enumerate(self._draws, 1)]
-
-    def _payloads(self) -> Iterable[bytes]:
-        try:
-            self._spool.seek(0)
-            for size in self._sizes:
-                yield self._spool.read(size)
-        except OSError as error:
-            raise storage_error("reading slices back", error) from None
+    def __iter__(self) -> Iterator[bytes]:
+        with storing("reading slices back from a temporary file"):
+            self._file.seek(0)
+        for size in self._sizes:
+            with storing("reading slices back from a temporary file"):
+                payload = self._file.read(size)
+            yield payload
 
 
 class SeriesVariants:
-    """Makes the variants of one series while its slices pass; a context manager.
+    """Writer of the variants of one series, fed with its slices; a context manager.
 
     Args:
-        config: What to make.
+        config: Settings of the variants.
         writer: Of the study's fragment.
         number: Of the series in the study.
         stack: The series.
-        form: How its slices look.
+        form: Form of its slices.
         codec: Of its slices.
-        draws: What each augmented variant gets.
+        draws: Augmentation of each variant.
     """
 
     def __init__(
         self,
         config: VariantsConfig,
-        writer: InOrder,
+        writer: FragmentWriter,
         number: int,
         stack: Stack,
         form: SliceForm,
@@ -288,13 +232,10 @@ class SeriesVariants:
         self._stack = stack
         self._form = form
         self._codec = codec
+        self._draws = draws
         self._size = fit_within(stack.rows, stack.columns, config.small_px or max(stack.rows, stack.columns))
         self._has_small = self._size != (stack.rows, stack.columns)
-        self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by __exit__
-            max_size=_SPOOL_BYTES, dir=str(writer.folder)
-        )
-        self._pool = SeriesPool(draws, writer, number, stack, form, codec)
-        self._sizes: list[int] = []
+        self._small, self._full = _Spool(writer.folder), _Spool(writer.folder)
         self._middle: NDArray[Any] | None = None
 
     def __enter__(self) -> Self:
@@ -303,40 +244,37 @@ class SeriesVariants:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._spool.close()
-        self._pool.close()
+        self._small.close()
+        self._full.close()
 
     def add(self, index: int, decoded: DecodedSlice, payload: bytes) -> None:
-        """Take the next slice, decoded and as it was encoded.
+        """Take the next slice, decoded and encoded.
 
         Raises:
             StorageError: The spool cannot be written.
         """
         if self._config.thumbnail_px and index == len(self._stack.slices) // 2:
             self._middle = decoded.pixels.copy()
-        self._pool.add(payload)
+        if self._draws:
+            self._full.add(payload)
         if self._has_small:
             small = shrink(decoded.pixels, *self._size, valid=decoded.valid, fill=self._form.fill)
-            shrunk = encode_array(self._codec, small)
-            self._sizes.append(len(shrunk))
-            try:
-                self._spool.write(shrunk)
-            except OSError as error:
-                raise storage_error("writing small slices aside", error) from None
+            self._small.add(encode_array(self._codec, small))
 
     def finish(self, display_range: tuple[float, float]) -> dict[str, Any]:
         """Write the fields.
 
         Returns:
-            What ``study.json`` says of the variants of the series.
+            The variants of the series for ``study.json``.
 
         Raises:
             StorageError: A field cannot be written, or the spool not be read.
         """
-        said: dict[str, Any] = {}
+        variants: dict[str, Any] = {}
         if self._has_small:
-            self._write_small()
-            said["small"] = self._describe_small()
+            for index, payload in enumerate(self._small):
+                self._writer.add(small_field(self._number, index, self._codec), payload)
+            variants["small"] = self._describe_small()
         if self._middle is not None:
             picture = encode_thumbnail(
                 self._middle,
@@ -345,23 +283,30 @@ class SeriesVariants:
                 max_side=self._config.thumbnail_px,
             )
             self._writer.add(thumbnail_field(self._number), picture.jpeg)
-            said["thumbnail"] = {
+            variants["thumbnail"] = {
                 "columns": picture.width,
                 "rows": picture.height,
                 "slice": len(self._stack.slices) // 2,
             }
-        augmented = self._pool.write(display_range)
-        if augmented:
-            said["augmented"] = augmented
-        return said
+        if self._draws:
+            self._write_augmented(display_range)
+            variants["augmented"] = [
+                {"variant": variant, **draw.to_json()} for variant, draw in enumerate(self._draws, 1)
+            ]
+        return variants
 
-    def _write_small(self) -> None:
-        try:
-            self._spool.seek(0)
-            for index, size in enumerate(self._sizes):
-                self._writer.add(small_field(self._number, index, self._codec), self._spool.read(size))
-        except OSError as error:
-            raise storage_error("reading small slices back", error) from None
+    def _write_augmented(self, display_range: tuple[float, float]) -> None:
+        spacing = self._stack.geometry.pixel_spacing_mm
+        aspect = 1.0 if spacing is None else spacing[0] / spacing[1]
+        for variant, draw in enumerate(self._draws, 1):
+            warp = Warp(draw, self._stack.rows, self._stack.columns, pixel_aspect=aspect)
+            for index, payload in enumerate(self._full):
+                pixels = decode_array(self._codec, payload)
+                if draw.changes_intensity:
+                    pixels = change_intensity(pixels, draw, display_range)
+                warped = warp.image(pixels, fill=self._form.fill)
+                name = variant_field(self._number, variant, index, self._codec)
+                self._writer.add(name, encode_array(self._codec, warped))
 
     def _describe_small(self) -> dict[str, Any]:
         geometry = self._stack.geometry

@@ -1,9 +1,7 @@
-"""What the version before knows of every input, in columns: read from its private ledger.
+"""Previous version of a dataset: its manifest, its samples, and its inputs as the private ledger has them.
 
-Some 60 bytes an input and 200 a study. Paths stay in the file; they are read back for the few inputs that are
-taken in again. Owns how an input is recognised: by what it holds, not by its name alone.
-
-The version that a job builds on: its manifest, its samples, and what is known of its inputs.
+Known inputs take some 60 bytes each, and 200 a study. Paths stay in the file, and are read back for the few
+inputs that are ingested again. An input is recognized by its content, not by its name alone.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from shardflow.errors import ConfigError, FormatError
 from shardflow.format.manifest import Manifest, ShardEntry
 from shardflow.format.samples import FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import Table
+from shardflow.format.writer import storing
 from shardflow.packing.config import PageConfig
 from shardflow.packing.inventory import (
     ATTACHMENT_KIND,
@@ -30,8 +29,8 @@ from shardflow.packing.inventory import (
     REPORT_KIND,
     count_outcomes,
     known_code,
+    set_columns,
 )
-from shardflow.packing.workspace import storage_error
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
@@ -39,23 +38,23 @@ if TYPE_CHECKING:
 
     from shardflow.packing.workspace import Workspace
 
-# Odd, so that a product keeps all 64 bits apart.
+# Odd, so that multiplication is a bijection of 64 bits.
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def file_identity(digest: NDArray[np.uint64], num_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return 64 bits that stand for a file's content, ``(n,)``: its header's digest, and its size."""
+    """Return 64 bits of each file's content, ``(n,)``: the digest of its header, and its size."""
     return digest + num_bytes.astype(np.uint64) * _MIX
 
 
 def path_digest(path: str) -> int:
-    """Return 64 bits that stand for a path."""
+    """Return 64 bits of a path."""
     encoded = path.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
 def ranked(identity: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Make equal identities differ by their rank among each other, ``(n,)``: the first, the second, ..."""
+    """Make equal identities distinct by their rank among each other, ``(n,)``."""
     order = np.argsort(identity, kind="stable")
     ordered = identity[order]
     is_first = np.ones(len(ordered), np.bool_)
@@ -66,6 +65,17 @@ def ranked(identity: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return identity + rank * _MIX
 
 
+_COLUMNS: Final = {
+    "surrogate": "S26",
+    "kind": "u1",
+    "reason": "u1",
+    "study": "i4",
+    "identity": "u8",
+    "path": "u8",
+    "_offset": "i8",
+}
+
+
 class KnownInputs:
     """The inputs of a published version, in the order of its private ledger.
 
@@ -74,26 +84,39 @@ class KnownInputs:
 
     Attributes:
         keys: Sample keys of the studies that inputs belong to, packed or not.
-        patients: Surrogate of the patient of each of them; ``""`` where it was forgotten.
+        patients: Surrogate of the patient of each of them; ``""`` if it was removed.
         surrogate: ``(n,)`` S26.
         kind: ``(n,)`` uint8 into `shardflow.packing.inventory.INPUT_KINDS`.
         reason: ``(n,)`` uint8, as in `shardflow.packing.inventory.FileTable`; never undecided.
         study: ``(n,)`` int32 into ``keys``, or `NO_STUDY`.
-        identity: ``(n,)`` uint64: what the input holds.
-        path: ``(n,)`` uint64: `path_digest` of where it lies; 0 where that was forgotten.
+        identity: ``(n,)`` uint64 of the content.
+        path: ``(n,)`` uint64: `path_digest` of its location; 0 if that was removed.
 
     Raises:
-        ConfigError: There is no such file.
+        ConfigError: The file does not exist.
         FormatError: It is damaged.
         StorageError: It cannot be read.
     """
+
+    surrogate: NDArray[np.bytes_]
+    kind: NDArray[np.uint8]
+    reason: NDArray[np.uint8]
+    study: NDArray[np.int32]
+    identity: NDArray[np.uint64]
+    path: NDArray[np.uint64]
+    _offset: NDArray[np.int64]
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.keys: list[str] = []
         self.patients: list[str] = []
+        if not path.exists():
+            raise ConfigError(
+                "private_dir must hold the private ledger of the dataset's newest version (inputs-*.jsonl), "
+                "found none; name the private folder that the dataset was packed with."
+            )
         numbers: dict[str, int] = {}
-        rows: list[tuple[bytes, int, int, int, int, int, int]] = []
+        rows: list[tuple[Any, ...]] = []
         try:
             for offset, fields in self._lines():
                 key = fields["sample_key"]
@@ -101,7 +124,6 @@ class KnownInputs:
                     numbers[key] = len(self.keys)
                     self.keys.append(key)
                     self.patients.append(fields.get("patient") or "")
-                where = fields.get("path")
                 rows.append(
                     (
                         fields["input"].encode("ascii"),
@@ -109,66 +131,49 @@ class KnownInputs:
                         known_code(fields["reason"]),
                         NO_STUDY if key is None else numbers[key],
                         int(fields["identity"], 16),
-                        0 if where is None else path_digest(_place(fields)),
+                        0 if fields.get("path") is None else path_digest(_location(fields)),
                         offset,
                     )
                 )
-        except FileNotFoundError:
-            raise ConfigError(
-                "private_dir must hold the private ledger of the dataset's newest version (inputs-*.jsonl), "
-                "found none; name the private folder that the dataset was packed with."
-            ) from None
-        except OSError as error:
-            raise storage_error("reading the private ledger", error) from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(
-                f"the private ledger must hold one whole JSON line an input, got {type(error).__name__} "
-                "(inputs-*.jsonl); restore it from a copy."
+                f"the private ledger (inputs-*.jsonl) holds a damaged line ({type(error).__name__}); restore it "
+                "from a copy."
             ) from None
-        columns = list(zip(*rows, strict=True)) or [()] * 7
-        self.surrogate: NDArray[np.bytes_] = np.array(columns[0], "S26")
-        self.kind: NDArray[np.uint8] = np.array(columns[1], np.uint8)
-        self.reason: NDArray[np.uint8] = np.array(columns[2], np.uint8)
-        self.study: NDArray[np.int32] = np.array(columns[3], np.int32)
-        self.identity: NDArray[np.uint64] = np.array(columns[4], np.uint64)
-        self.path: NDArray[np.uint64] = np.array(columns[5], np.uint64)
-        self._offset: NDArray[np.int64] = np.array(columns[6], np.int64)
+        set_columns(self, _COLUMNS, rows)
 
     def __len__(self) -> int:
         return len(self.surrogate)
 
     @property
     def is_report(self) -> NDArray[np.bool_]:
-        """Tell which inputs are reports, ``(n,)``."""
+        """Mask of the reports, ``(n,)``."""
         found: NDArray[np.bool_] = self.kind == REPORT_KIND
         return found
 
     @property
     def is_image(self) -> NDArray[np.bool_]:
-        """Tell which inputs are image files, ``(n,)``."""
+        """Mask of the image files, ``(n,)``."""
         found: NDArray[np.bool_] = (self.kind != REPORT_KIND) & (self.kind != ATTACHMENT_KIND)
         return found
 
     def entries(self, rows: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Read lines of the private ledger again; they hold paths."""
-        try:
-            with self._path.open("rb") as file:
-                for row in rows:
-                    file.seek(int(self._offset[row]))
-                    yield json.loads(file.readline())
-        except OSError as error:
-            raise storage_error("reading the private ledger", error) from None
+        """Read lines of the private ledger; they hold paths."""
+        with storing("reading the private ledger"), self._path.open("rb") as file:
+            for row in rows:
+                file.seek(int(self._offset[row]))
+                yield json.loads(file.readline())
 
     def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
         offset = 0
-        with self._path.open("rb") as file:
+        with storing("reading the private ledger"), self._path.open("rb") as file:
             for line in file:
                 yield offset, json.loads(line)
                 offset += len(line)
 
 
-def _place(fields: dict[str, Any]) -> str:
-    """Where an input lies: a file's path, or the table or folder of a report and the place in it."""
+def _location(fields: dict[str, Any]) -> str:
+    """Return the path of a file, or the source of a report and the place in it."""
     return f"{fields['path']}:{fields['place']}" if fields["kind"] == "report" else str(fields["path"])
 
 
@@ -178,7 +183,7 @@ _REMOVED = "removed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """A published version, open for a job that makes the next one."""
+    """The published version that a job builds on."""
 
     manifest: Manifest
     samples: SamplesTable
@@ -189,18 +194,15 @@ class Base:
         """Open a version.
 
         Raises:
-            ConfigError: The private folder holds nothing of this version, or it is of texts.
+            ConfigError: It is of another writer or a text corpus, or the private folder lacks its ledger.
             FormatError: The samples table or the private ledger is damaged.
         """
         plan_digest = manifest.extra.get("plan_digest")
         if not isinstance(plan_digest, str):
-            raise ConfigError(
-                "the dataset must be one that shardflow packed, got one of another writer; "
-                "pack into a new output."
-            )
+            raise ConfigError("the dataset was not packed by shardflow; pack into a new output.")
         if manifest.line_outcomes is not None:
             raise ConfigError(
-                "the dataset must hold studies, got a text corpus; pack it anew without the lines to remove."
+                "the dataset must hold studies, got a text corpus; pack it again without the lines to remove."
             )
         known = KnownInputs(workspace.private_ledger(plan_digest))
         counts = count_outcomes(known.reason)
@@ -210,20 +212,20 @@ class Base:
             "quarantined": manifest.counts.quarantined,
         }:
             raise FormatError(
-                "the private ledger must hold the inputs of the dataset's newest version, got other numbers "
-                "(inputs-*.jsonl); restore it from a copy."
+                "the private ledger (inputs-*.jsonl) does not match the dataset's newest version; restore it from "
+                "a copy."
             )
         table = Table(LocalStore(workspace.output).map(manifest.samples.path), name=manifest.samples.path)
         return cls(manifest=manifest, samples=SamplesTable(table), known=known)
 
     @property
     def next_version(self) -> int:
-        """Number of the version to make."""
+        """Number of the next version."""
         return self.manifest.manifest_version + 1
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Facts that the next version takes over; the page is made anew."""
+        """Facts that the next version takes over, without the page."""
         return {name: value for name, value in self.manifest.extra.items() if name != "page"}
 
     @property
@@ -234,7 +236,7 @@ class Base:
 
     @property
     def next_shards(self) -> dict[str, int]:
-        """First unused number of each split's shards; a number is never used again."""
+        """First unused shard number of each split; numbers are never reused."""
         numbers = dict(_mapping(self.manifest.extra.get(_NEXT_SHARDS)))
         for shard in self.manifest.shards:
             numbers[shard.split] = max(numbers.get(shard.split, 0), shard_number(shard) + 1)
@@ -242,16 +244,16 @@ class Base:
 
     @property
     def removed_studies(self) -> frozenset[str]:
-        """Sample keys of the studies that were removed; they never come back."""
+        """Sample keys of removed studies, which are never packed again."""
         return frozenset(_mapping(self.manifest.extra.get(_REMOVED)).get("studies", ()))
 
     @property
     def removed_patients(self) -> frozenset[str]:
-        """Surrogates of the patients that were removed."""
+        """Surrogates of removed patients."""
         return frozenset(_mapping(self.manifest.extra.get(_REMOVED)).get("patients", ()))
 
     def patient_splits(self) -> dict[str, str]:
-        """Split of every packed patient, by the patient's surrogate."""
+        """Return the split of every packed patient, by surrogate."""
         patients = dict(zip(self.known.keys, self.known.patients, strict=True))
         splits = [shard.split for shard in self.manifest.shards]
         keys, shards = self.samples.column("sample_key").tolist(), self.samples.column("shard").tolist()
@@ -262,7 +264,7 @@ class Base:
         return found
 
     def packed_keys(self) -> set[str]:
-        """Sample keys of the version."""
+        """Return the sample keys of the version."""
         return {key.decode("ascii") for key in self.samples.column("sample_key").tolist()}
 
 
@@ -270,7 +272,7 @@ def shard_number(shard: ShardEntry) -> int:
     """Return the number in a shard's name.
 
     Raises:
-        FormatError: There is none: another writer named it.
+        FormatError: There is none: it is of another writer.
     """
     number = shard.name.rpartition("-")[2]
     if not number.isdecimal():
@@ -281,11 +283,11 @@ def shard_number(shard: ShardEntry) -> int:
 
 
 def sample_entries(samples: SamplesTable, shard_numbers: Mapping[int, int]) -> Iterator[SampleEntry]:
-    """Read rows of a samples table back.
+    """Read back the rows of a samples table.
 
     Args:
         samples: The table.
-        shard_numbers: New position of each shard that is kept, by its position in the table.
+        shard_numbers: New position of each kept shard, by its position in the table.
     """
     names = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
     columns: Sequence[list[Any]] = [_plain(samples.column(name)) for name in names]

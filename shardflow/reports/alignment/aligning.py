@@ -22,11 +22,11 @@ from shardflow.reports.alignment.regions import read_regions, region_evidence
 
 FORMAT_VERSION = 1
 NO_EVIDENCE = "NO_EVIDENCE"
-"""Reason: nothing says where it is."""
+"""Reason: no evidence of its place."""
 UNBOUND = "MENTION_WITHOUT_FINDING"
-"""Reason of a mention: no finding stands near it."""
+"""Reason of a mention: no finding is near it."""
 PRIOR = "MENTION_OF_ANOTHER_STUDY"
-"""Reason of a mention: it stands among what the study was compared with."""
+"""Reason of a mention: it refers to a comparison study."""
 
 _REASONS = {"absent": "ABSENT", "historical": "HISTORICAL", "hypothetical": "HYPOTHETICAL"}
 
@@ -39,7 +39,7 @@ def align(
     *,
     text: str,
 ) -> dict[str, Any]:
-    """Say which slices show what a report speaks of.
+    """Align the findings of a report with the slices that show them.
 
     Args:
         study: ``study.json`` of the sample.

@@ -30,7 +30,7 @@ class AlignmentRules:
     """Weights of the kinds of evidence, and of what lowers them."""
 
     threshold: Share = 0.7
-    """Entity samples are made of what lies strictly above."""
+    """Entity samples need a confidence strictly above it."""
     cap: Share = 0.99
     """No confidence is higher."""
 

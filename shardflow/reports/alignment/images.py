@@ -50,9 +50,9 @@ class SeriesFacts:
     plane: str
     """``axial``, ``coronal``, ``sagittal``, or empty: oblique or unknown."""
     spacing_mm: float | None
-    """Between neighbouring slices."""
+    """Between neighboring slices."""
     heights_mm: tuple[float, ...]
-    """Of each slice's centre towards the head (the third axis of LPS); empty where unknown."""
+    """Of each slice's center towards the head (the third axis of LPS); empty where unknown."""
     frame: str
     """Surrogate of the frame of reference; empty where unknown."""
     normal: tuple[float, float, float] | None
@@ -60,7 +60,7 @@ class SeriesFacts:
     offsets_mm: tuple[float, ...]
     """Of each slice along the normal, in the frame of reference; empty where unknown."""
     affine: tuple[tuple[float, ...], ...] | None
-    """Maps (column, row, slice, 1) to mm, at pixel centres; None where unknown."""
+    """Maps (column, row, slice, 1) to mm, at pixel centers; None where unknown."""
     view: str
     """Of a projection: ``frontal``, ``lateral``, ...; empty where unknown."""
     laterality: str
@@ -69,7 +69,7 @@ class SeriesFacts:
     body_part: str
 
     def point_of(self, x: float, y: float, place: int) -> tuple[float, ...] | None:
-        """Return where a point of a slice lies, mm; ``(0.5, 0.5)`` is the first pixel's centre."""
+        """Return where a point of a slice lies, mm; ``(0.5, 0.5)`` is the first pixel's center."""
         if self.affine is None:
             return None
         return tuple(
@@ -192,7 +192,7 @@ def _offsets(
     normal: tuple[float, float, float] | None,
     num_slices: int,
 ) -> tuple[float, ...]:
-    """Place of each slice's centre along the normal."""
+    """Place of each slice's center along the normal."""
     if affine is None or normal is None:
         return ()
     column, row = (int(series["columns"]) - 1) / 2, (int(series["rows"]) - 1) / 2
@@ -208,7 +208,7 @@ def _offsets(
 def _heights(
     series: Mapping[str, Any], affine: Sequence[Sequence[float]] | None, num_slices: int
 ) -> tuple[float, ...]:
-    """Height of the centre of each slice, by the affine: slice ``n`` lies ``n`` steps from the first."""
+    """Height of the center of each slice, by the affine: slice ``n`` lies ``n`` steps from the first."""
     if affine is None:
         return ()
     column, row = (int(series["columns"]) - 1) / 2, (int(series["rows"]) - 1) / 2

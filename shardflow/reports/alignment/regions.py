@@ -27,7 +27,7 @@ from shardflow.reports.alignment.lesions import (
 )
 
 _NEAR_MM = 5.0
-"""Centres in two series that are nearer are of one thing, however small it is."""
+"""Centers in two series that are nearer are of one thing, however small it is."""
 _OVERLAP = 0.3
 """Regions of one label on one slice whose boxes share this much are two drawings of one thing."""
 
@@ -73,7 +73,7 @@ def _is_one_thing(one: Mapping[str, Any], other: Mapping[str, Any], series: Sequ
 
 
 def _is_one_point(one: Mapping[str, Any], other: Mapping[str, Any], series: Sequence[SeriesFacts]) -> bool:
-    """Whether the centres of two drawings in one frame of reference lie within their size of each other."""
+    """Whether the centers of two drawings in one frame of reference lie within their size of each other."""
     first, second = series[int(one["series"])], series[int(other["series"])]
     if not first.frame or first.frame != second.frame:
         return False

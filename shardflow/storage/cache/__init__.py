@@ -1,8 +1,8 @@
-"""A cache that knows the future: memory, a folder that the processes of a node share, the store behind.
+"""Read cache: process memory, a folder shared by the processes of a node, and the store behind them.
 
-Owns what is kept, where, and what goes first. Knows nothing of datasets: objects come as digests, pieces and
-checksums, the future as numbers of units and steps. Invariant: readers get the bytes of the origin, whatever
-happens to the cache.
+Decides what is kept, where, and what is evicted first, using the epoch plan's next uses. Knows nothing of
+datasets: objects arrive as digests, pieces and checksums, the future as units and steps. Readers get the
+bytes of the origin whatever happens to the cache.
 """
 
 from __future__ import annotations

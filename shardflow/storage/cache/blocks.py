@@ -1,11 +1,11 @@
-"""The unit of the cache: a run of whole pieces of an object, each with a checksum of its own.
+"""Cache blocks: runs of whole pieces of an object, each piece with its own checksum.
 
-A piece is what readers ask for and can check: a field of a shard with its crc32c, or a whole file with its
-SHA-256. Blocks are cut between pieces, never inside one, so a block can be checked before it is published,
-and a reader of one field fetches little else. Pieces that lie side by side share a block up to a size; large
-and small ones never do, so that reading reports fetches no slices.
+A piece is what a reader requests and can check: a field of a shard with its crc32c, or a whole file with its
+SHA-256. Blocks are cut between pieces, so a block can be checked before it is published and a reader of one
+field fetches little else. Neighboring pieces share a block up to a size limit; large and small pieces never
+do, so reading reports fetches no image slices.
 
-What the tiers of a cache have in common: blocks are claimed, then kept, and read by pieces.
+`Tier` is the interface of the cache tiers: blocks are claimed, then kept, and read by pieces.
 """
 
 from __future__ import annotations

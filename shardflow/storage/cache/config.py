@@ -1,4 +1,4 @@
-"""Settings of the cache between a store and its readers: none of them changes what is read."""
+"""Cache settings. None of them changes what is read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The tier on disk: a folder that all processes of a node share, each block fetched by one of them.
+"""Disk tier: a folder shared by all processes of a node, where each block is fetched by one of them.
 
-A claim is a row of the catalog with the claimant's slot, and the slot is a lock that the kernel frees when
-its process ends. So whoever finds a claim of the dead settles it: a block that stands is kept, anything else
-is as if it had never been begun. What goes wrong with the folder turns the tier off, with one warning, and
-reads go on from the origin.
+A claim is a catalog row with the claimant's slot, and a slot is a file lock that the kernel releases when
+its process ends. Whoever finds the claim of a dead process settles it: a published block is kept, anything
+else is treated as never begun. A fault of the folder disables the tier with one warning, and reads continue
+from the origin.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Room in the cache folder: who goes, within the bounds of bytes and of free space.
+"""Eviction: frees space in the cache folder within its limits on bytes and on free disk space.
 
-Whoever needs room frees it; there is no process that watches. The order is worked out for a few blocks at a
-time from a scan of the catalog, which also sets its totals right.
+Whoever needs space frees it; no process watches. Victims are chosen a few at a time from a scan of the
+catalog, which also corrects the catalog's totals.
 
-A cache folder that comes down to a lower bound while others read from it.
-
-The bound is each process's own and lies nowhere on disk: who sets a lower one deletes down to it, and brings
-the folder within it before it keeps anything more. So the ranks of a node agree as soon as all of them were
-told, in any order, and the bound of a process that died died with it. Until then the folder holds at most
-what the largest bound of the living allows.
-
-Deleting goes on in a thread, a few blocks at a time, since everybody else waits for the lock meanwhile.
+`Shrinker` brings a folder down to a lower limit while others read from it. The limit belongs to each process
+and is never stored: a process that lowers it deletes down to it, and keeps the folder within it before it
+adds anything. So the ranks of a node agree once all of them were told, in any order, and the limit of a dead
+process dies with it; until then the largest limit of a living process applies. A thread deletes a few blocks
+at a time, since everybody else waits for the lock meanwhile.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The folder of a cache: what is in it, and the few things that are ever done to files there.
+"""Cache folder: its files, and the catalog of blocks that the processes of a node share.
 
-Nothing is touched in a folder without our marker, unless it is empty. Every name is ours by its form, every
-file is opened relative to a descriptor of its folder and never through a link, and only regular files with
-such a name are deleted. So a folder that someone filled, linked elsewhere or emptied costs the cache, never
-the data of others.
+Nothing is touched in a nonempty folder without our marker. Every name has our form, every file is opened
+relative to a directory descriptor and never through a link, and only regular files with such names are
+deleted. So a folder that someone filled, linked elsewhere or emptied costs the cache, never anyone's data. A
+block appears by a hard link to a finished file. Blocks are not synced: a power failure may tear one, which
+its checksum reveals, and it is fetched again.
 
-A block appears by a hard link to a finished file. Blocks are not synced: after a power cut one may be torn,
-which its checksum shows, and it is fetched again.
-
-What the processes of a node know together: which blocks stand, who fetches which, how much that is.
-
-One file of fixed rows, a row a block, in runs of rows per object; another that names the objects. Both are
-read and written by position under a file lock that is held for microseconds, never mapped: a map of a file
-that someone cuts or a disk that is full would kill the process. The files of the blocks are the truth and the
-catalog is what is known of them; where they differ, the catalog gives way.
+`Catalog` is one file of fixed-size rows, a row per block in runs per object, and another file that names the
+objects. Both are read and written by position under a file lock held for microseconds, and never mapped: a
+map of a truncated file or on a full disk would kill the process. The block files are authoritative; where
+the catalog disagrees, the catalog is corrected.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""What goes first when room is needed: one rule each, on plain numbers.
+"""Access forecast: when each block is read next, by the plans of all processes of a node; and eviction order.
 
-The same functions decide in the folder, in memory and in the simulation of benchmarks/stream, so that the
-table of hit rates speaks of what runs.
+`NextUseTable` holds, for one run, the steps of this epoch and the next at which a unit is read. It is a file
+shared by the ranks of the node, or memory without a cache folder. One rank writes it while the others read.
+Each rank reports its own progress, and the slowest living one defines the node's present. `AccessForecast`
+combines the runs of this process with those of others in the folder.
 
-The future as plain numbers: at which steps of this epoch and the next a unit is read by the node.
-
-One table a run, in a file that the ranks of a node share, or in memory where there is no cache folder. One of
-the ranks fills it while the others look. Each says how far its own reads are; the slowest that lives is the
-node's present.
-
-What a process knows of the future: its own runs, and those of the others in the cache folder.
+`eviction_order` and `is_worth_keeping` are pure functions of numbers, used by the disk tier, the memory tier
+and the simulation in benchmarks/stream, so that measured hit rates describe the code that runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tier in the memory of a process: a bounded number of bytes of whole blocks.
+"""Memory tier: whole blocks in the memory of one process, up to a byte limit.
 
-For datasets behind a network where no disk is at hand. Beside a cache folder it only holds twice what the
-page cache holds once for all processes of the node.
+Meant for datasets behind a network where no disk is available. Beside a cache folder it only duplicates what
+the page cache holds once for all processes of the node.
 """
 
 from __future__ import annotations

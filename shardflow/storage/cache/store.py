@@ -1,9 +1,8 @@
-"""The cache of a process: its tiers, opened when something is first kept, and what they count.
+"""Cached store: reads through process memory and the node's folder before the origin.
 
-A byte store that keeps what it reads: memory, then a folder of the node, then the store it stands before.
-
-It gives the same bytes as that store, whatever happens to the cache. It knows objects by what their owner
-says of them (`CachedStore.bind`): digest, pieces, checksums. What it knows nothing of passes through.
+`CachedStore` returns the same bytes as its origin whatever happens to the cache. It knows objects by what
+their owner declares (`CachedStore.bind`): digest, pieces, checksums; unknown objects pass through. `Cache`
+holds the tiers of a process and their counters, and may be shared by several stores.
 """
 
 from __future__ import annotations

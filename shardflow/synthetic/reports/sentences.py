@@ -235,7 +235,7 @@ def entity(
 
 
 def size_text(draws: Draws, lesion: Lesion) -> tuple[str, list[int]]:
-    """Write a lesion's size in a drawn way; also as millimetres."""
+    """Write a lesion's size in a drawn way; also as millimeters."""
     longest, second, _ = (max(1, round(2 * axis)) for axis in sorted(lesion.semi_axes_mm, reverse=True))
     style = draws.choice(("mm", "mm", "cm", "two", "two-cm"))
     if style == "cm" and longest >= 10:

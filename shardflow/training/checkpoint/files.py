@@ -1,15 +1,15 @@
-"""Checkpoints: one folder each, whole or absent, and checked before it is believed.
+"""Checkpoint folders: published whole or not at all, and verified before they are used.
 
 A checkpoint is ``checkpoints/step-00000012/`` with ``model.safetensors``, ``optimizer.safetensors`` and
-``state.json``; where every rank holds a part of the model there is a pair of tensor files for each,
-``model-00003.safetensors``, whose rows follow one another in rank order. It is written into a hidden folder,
-every file synced, then the folder gets its name by one rename, then the parent is synced, then ``latest``
-names it. ``state.json`` holds size and SHA-256 of the other files and its own digest; nothing of a tensor
-file is parsed before its digest is right. No pickle (docs/adr/0052, 0124).
+``state.json``; if every rank holds a part of the model, each has its own pair of tensor files
+(``model-00003.safetensors``), whose rows follow one another in rank order. It is written into a hidden
+folder, every file synced, then renamed, then the parent is synced, then ``latest`` points to it.
+``state.json`` holds size and SHA-256 of the other files and its own digest; no byte of a tensor file is
+parsed before its digest is verified. No pickle (docs/adr/0052).
 
-Invariant: the newest sound folder is the truth; ``latest`` is a pointer for people and tools, moved last,
-so that it never names a checkpoint that a power cut could take back. A run that falls back sets the newer,
-damaged folders aside first: they must not count as its newest ones when old checkpoints are removed.
+Invariant: the newest sound folder is the truth; ``latest`` is a pointer for people and tools, moved last, so
+that it never names a checkpoint that a power cut could take back. A run that falls back sets the newer,
+damaged folders aside first, so that they do not count as its newest ones when old checkpoints are removed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""A copy of model and optimizer in host memory, taken between two steps; a thread writes it beside the next.
+"""Asynchronous checkpoints: copied to host memory between two steps, written while the next ones run.
 
-The buffers are allocated once and reused: fresh pages cost as much as the copy, and pinned ones more. One
-snapshot lives at a time, so the cost in host memory is one model and optimizer, or this rank's part of them.
+The host buffers are allocated once and reused, because allocating costs as much as copying. One snapshot
+exists at a time, so the cost in host memory is one model and optimizer, or this rank's part of them.
 
-Checkpoints beside the steps: copied to host memory between two steps, written while the next ones run.
+Owns the order in which ranks agree on a checkpoint. All begin it together; each that holds tensors of its own
+copies and writes them in a thread; its progress travels as one number in the exchange of every step, so all
+ranks learn of an end, or of a failure, at the same step. If rank 0 holds everything, its thread also
+publishes the checkpoint; if every rank holds a part, rank 0 publishes once all parts are written
+(docs/adr/0052).
 
-Owns the order in which ranks agree on a checkpoint. All ranks begin it together; each one that holds
-tensors of its own copies and writes them in a thread; how far it is travels as one number in the exchange
-that every step has anyway, so all ranks learn of an end, or of a failure, at the same step. Where rank 0
-holds everything its thread also gives the checkpoint its name; where every rank holds a part, the parts are
-all written before rank 0 is told to (docs/adr/0052).
-
-Invariant: one checkpoint is under way at a time, and :meth:`CheckpointSaver.finish` is passed before a run
-ends, so nothing that a run counts as saved is only in memory.
+Invariant: one checkpoint is in progress at a time, and `CheckpointSaver.finish` is called before a run ends,
+so nothing that a run counts as saved is only in memory.
 """
 
 from __future__ import annotations

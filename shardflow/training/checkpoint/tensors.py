@@ -1,16 +1,14 @@
-"""Tensor files: safetensors, hashed while they are written, read by rows from the mapping that was checked.
+"""Tensor files of a checkpoint, and the model and optimizer as flat, named tensors, bit for bit.
 
-The format is that of the safetensors package (8 bytes of header size, a JSON header, the data), which reads
-what is written here and writes what is read here. Our own writer hashes the bytes on their way to the disk,
-where ``save_file`` would have them read again; our own reader takes single rows of a tensor, so that a rank
-that holds an eighth of a model copies an eighth. Only plain numbers are ever parsed; no pickle.
+The format is that of the safetensors package (8 bytes of header size, a JSON header, the data), compatible
+both ways. Our own writer hashes the bytes on their way to the disk, where ``save_file`` would have them read
+again; our own reader takes single rows of a tensor from the verified mapping, so that a rank that holds an
+eighth of a model copies an eighth. Only plain numbers are ever parsed; no pickle.
 
-Model and optimizer as flat, named tensors, and back, bit for bit.
-
-Names are the model's parameter names, never positions in an optimizer's group, so that a checkpoint does
-not depend on how parameters were grouped. Tied weights appear once, under their first name. A parameter
-that is a shard (``DTensor``) takes and gives its own rows, so the same checkpoint fits any number of ranks,
-with whole parameters and with sharded ones.
+Names are the model's parameter names, never positions in an optimizer's group, so that a checkpoint does not
+depend on how parameters were grouped. Tied weights appear once, under their first name. A parameter that is a
+shard (``DTensor``) stores and loads its own rows, so the same checkpoint fits any number of ranks, with whole
+and with sharded parameters.
 """
 
 from __future__ import annotations

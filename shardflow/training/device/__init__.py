@@ -1,12 +1,6 @@
-"""The device's side of a micro-batch: how it gets there, and what is done to its images there.
+"""Device side of a micro-batch: its transfer, and the transforms of its images.
 
-The way of the data, a module each::
-
-    ring         pinned memory of bounded bytes, a region a micro-batch
-    transfer     one copy a micro-batch, on a stream of its own; on CPUs none
-    ragged       samples of many sizes become one tensor
-    images       window, normalise, resize, turn: torch operators, one graph
-    augmentation which turns and intensities a sample gets: keyed numbers, what its modality allows
-
-``shardflow.training.inputs`` puts them together.
+``transfer`` copies each micro-batch through pinned memory of bounded size, in one copy on a stream of its
+own; ``images`` makes one tensor of samples of many sizes, and windows, normalizes, resizes and rotates them
+with torch operators that compile into one graph. ``shardflow.training.inputs`` combines them.
 """

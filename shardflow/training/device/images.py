@@ -1,12 +1,9 @@
-"""Images on the device: size, window, turn, normalise, as torch operators that compile into one graph.
+"""Image operators on the device: resize, window, rotate and normalize, compiled into one graph.
 
-What a sample gets is in small tensors, one row a sample, that were worked out on the host (`augmentation`);
-nothing here draws a random number, reads a value back or branches on data, so the same graph serves every
-micro-batch. Slices of a sample are turned alike: the grid is the sample's, its slices are channels.
-
-From the draws of a micro-batch to the small tensors that its device takes.
-
-Samples of many sizes, flat on the device, become one tensor that a model takes.
+The parameters of each sample are rows of small tensors that the host computes from keyed draws; nothing here
+draws a random number, reads a value back or branches on data, so the same graph serves every micro-batch.
+Slices of a sample are rotated alike: the grid is the sample's, its slices are channels. Samples of many sizes
+arrive flat and become one tensor.
 """
 
 from __future__ import annotations

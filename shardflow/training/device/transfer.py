@@ -1,19 +1,17 @@
-"""Pinned memory of a fixed size, lent region by region in a circle.
-
-A region belongs to one copy to the device and is free again when the device has passed the copy's mark. Who
-asks for more than is free waits for the oldest copy, never for the newest. Pinned memory is what the
-operating system cannot page out, so its size is a setting and no consequence of the load; a micro-batch that
-is larger than the whole ring gets memory of its own, alone.
-
-How a micro-batch's arrays get to the device, and how long the device waited for them.
+"""Transfer of micro-batches to the device through pinned memory, and how long the device waits for them.
 
 All arrays of a micro-batch travel in one copy: they are laid out in a region of pinned memory, the region is
-copied on a stream of its own while the device still computes, and the tensors are views of what arrives. On
-CPUs the tensors are the arrays: nothing is copied, and memory is the loader's until the last of them is gone.
+copied on a stream of its own while the device still computes, and the tensors are views of the result. On
+CPUs the tensors are the arrays: nothing is copied, and the loader keeps the memory until they are gone.
 
-The wait is measured where it happens. On a device two events stand in the stream that computes: one where
-the loop asked for the micro-batch, one behind the copy. The device reaches the first when it has nothing left
-to do, so the time between them is the time it had nothing to do. On CPUs the loop itself is what waits.
+Pinned memory is a ring of fixed size. A region belongs to one copy and is free again once the device has
+passed the copy's event. A request for more than is free waits for the oldest copy, never for the newest. The
+operating system cannot page pinned memory out, so its size is a setting, not a consequence of the load; a
+micro-batch larger than the ring gets memory of its own.
+
+The wait is measured where it happens. On a device two events are in the computing stream: one where the loop
+asked for the micro-batch, one after the copy. The device reaches the first when it has nothing left to do, so
+the time between them is idle time. On CPUs the loop itself waits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Who is alive, who hangs, and what each rank is at: the watch over a run.
+"""Health monitor of a run: which ranks are alive, which hang, and what each is doing.
 
-Every rank has a small process beside it, the *side* (``side``), which shares a page of memory with it
-(``page``), needs neither torch nor the rank's interpreter, and so notices what the rank cannot say itself:
-that it was killed, is stopped, or holds the interpreter. The sides of all ranks report to that of rank 0
-(``judge`` decides, ``lines`` carries), and the first fault is told to every rank, which ends with a sentence
-that names rank, host and phase instead of a broken connection's traceback (docs/adr/0120).
-
-``rank`` is what the run talks to.
+Every rank has a small *monitor process* beside it (``side``), which shares a page of memory with it
+(``heartbeat``), needs neither torch nor the rank's interpreter, and so notices what the rank cannot report
+itself: that it was killed, is stopped, or holds the interpreter lock. The monitor processes of all ranks
+report to that of rank 0, the *hub*, and the first fault is sent to every rank, which ends with a sentence
+that names rank, host and phase instead of the traceback of a broken connection (docs/adr/0120). The run uses
+``monitor``.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""What a side is started with, and where the watch writes.
+"""Heartbeat page, fault records and connections: what a rank and its monitor process share.
 
-A page of memory that a rank writes and its side reads, without locks and without the rank's help.
+The page has two slots: the main thread writes the phase, the pulse thread what a wait for data is for. Each
+slot is guarded by a counter that is odd during a write, so a rank that is stopped amid a write leaves the
+last whole text to its reader, without locks. The page is anonymous and inherited by descriptor: nothing is
+left behind, however the processes end.
 
-Two slots: the main thread writes the phase, the pulse thread what a wait for data is for. Each slot is
-guarded by a count that is odd while it is being written, so a rank that is stopped amid a write leaves the
-last whole text with its reader. The page is anonymous and inherited by descriptor: nothing is left behind,
-however the processes end.
-
-What one rank is at, and what is wrong with one: plain values that cross between processes as JSON.
-
-JSON objects, a line each, over a stream that must never block who writes.
-
-The sides of a run speak this over TCP. What is not JSON, or longer than a line may be, ends the connection:
-the port is open to whoever reaches it.
+Beats and faults are plain values that cross between processes as JSON, one object a line, over connections
+that never block the sender. What is not JSON, or longer than a line may be, ends the connection: the port is
+open to whoever reaches it.
 """
 
 from __future__ import annotations

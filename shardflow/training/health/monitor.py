@@ -1,13 +1,11 @@
-"""Write down where the threads of a rank are, without harm to a rank that still runs.
-
-faulthandler reads the frames of other threads without the interpreter's lock. Where they run meanwhile it
-follows pointers that they free, and the process dies of a segmentation fault. So a thread that has the lock
-writes the stacks of all; only a process that cannot run Python any more has its threads read from outside of
-the lock, on :data:`LAST_STACKS_SIGNAL`.
-
-A rank's end of the watch: it says what it is at, and hears what is wrong elsewhere.
+"""Health monitor as a rank uses it: reports its phase, writes stacks, and receives faults of other ranks.
 
 Cost: a phase is two small writes to memory; the pulse thread wakes a few times a second.
+
+faulthandler reads the frames of other threads without the interpreter lock. If they run meanwhile it follows
+pointers that they free, and the process dies of a segmentation fault. So a thread that holds the lock writes
+the stacks of all; only a process that cannot run Python any more has its threads read without the lock, on
+`LAST_STACKS_SIGNAL`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Decides who is at fault, from what the sides saw; pure, with the time as an argument.
+"""Monitor process of a rank: ``python -m shardflow.training.health.side CONFIG``.
 
-A :class:`RankJudge` looks at one rank through its page, a :class:`RunJudge` at all ranks through their
-sides' reports. Both forgive a pause of their own: after a machine was suspended, or a scheduler stopped the
-whole job and continued it, everybody seems to have been silent for as long as the judge itself was.
-
-The small process beside a rank: ``python -m shardflow.training.health.side SETTINGS``.
-
-It looks at its rank several times a second, reports to the side of rank 0 (the *hub*, which is this same
-program), and tells its rank when something is wrong anywhere. It imports no torch and shares nothing with the
-rank but a page of memory, so it goes on when the rank is stopped, killed, or stuck in a call that keeps the
-interpreter's lock. It ends soon after its rank, whatever becomes of the others.
+It checks its rank several times a second, reports to the monitor process of rank 0 (the *hub*, which is this
+same program), and notifies its rank of faults anywhere. It imports no torch and shares nothing with the rank
+but a page of memory, so it keeps running when the rank is stopped, killed, or stuck in a call that holds the
+interpreter lock. It ends soon after its rank, whatever happens to the others.
 
 Reads JSON lines from standard input (``hub``: where to report; ``stacks``: the rank has written them;
 ``bye``: how the rank ends) and writes them to standard output (``port``: where the hub listens; ``fault``:
 what is wrong).
+
+`RankJudge` and `RunJudge` decide who is at fault, with the time as an argument. Both forgive a pause of their
+own: after a machine was suspended, or a scheduler stopped and continued the whole job, everybody seems to
+have been silent for as long as the judge itself was.
 """
 
 from __future__ import annotations

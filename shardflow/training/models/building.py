@@ -1,10 +1,8 @@
-"""Adapters of low rank (LoRA) in a model's linear layers, by peft; everything else is frozen.
+"""Model of a run: the reference model or one of transformers, partly frozen, with LoRA adapters.
 
-Adapters are put into the layers in place, so names of the model stay and FSDP2's blocks with them. A
-checkpoint then holds the adapters alone (``tensors.named_tensors``); the base weights are the folder's or
-the seed's, which the checkpoint's bindings name.
-
-The model of a run: the reference model or one of transformers, frozen in parts, with adapters.
+Adapters are put into the linear layers in place, by peft, so the model's names and FSDP2's blocks remain. A
+checkpoint then holds the adapters alone (``tensors.named_tensors``); the base weights come from the folder or
+the seed, which the checkpoint's bindings name.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""The words around a report: a chat template, with a place for every slice.
+"""Models of transformers from a local folder, called like the reference model, and their chat template.
 
-The template is rendered once, with the user's prompt behind all slices and a marker where the assistant's
-report stands. What is before the report is the same for every sample, so it is kept as token ids and never
-labelled; a row of a micro-batch is the last of them, the report, and what ends the assistant's turn. That
-is also where generation begins.
+Two kinds: LLaVA-style (features of every slice replace the image tokens of a chat) and vision
+encoder-decoders (the decoder attends to the patches of all slices). Both take the loader's slices and rows of
+report tokens and return logits for the rows. Padded slices run through the encoder and are masked, even if a
+micro-batch has no image at all, so every trained parameter takes part in every backward on every rank. Only
+safetensors are read, nothing is downloaded, and no code of the folder is run.
 
-Models of transformers from a local folder, called like the reference model.
-
-Two kinds: LLaVA-style (features of every slice take the places of image tokens in a chat) and vision
-encoder-decoders (the decoder looks at the patches of all slices). Both take the loader's slices and rows of
-report tokens and give logits for the rows. Padded slices run through the encoder and are masked, also where
-a micro-batch has no image at all, so every trained parameter takes part in every backward on every rank.
-
-Only safetensors are read, nothing is downloaded, and no code of the folder is run.
+The chat template is rendered once, with the user's prompt after all slices and a marker in place of the
+assistant's report. What precedes the report is the same for every sample, so it is kept as token ids and
+never labeled; a row of a micro-batch is the last of them, the report, and the end of the assistant's turn.
+That is also where generation begins.
 """
 
 from __future__ import annotations

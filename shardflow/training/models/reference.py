@@ -1,15 +1,14 @@
-"""The reference model: each slice becomes one prefix embedding of a causal language model.
+"""Reference model: each slice becomes one prefix embedding of a causal language model.
 
-A ViT looks at every slice alone; its class token, projected, stands in front of the report as one
-embedding. The sequence is ``[start] [slice 1 .. slice K] [begin token] [report tokens]``:
+A ViT encodes every slice alone; its class token, projected, precedes the report as one embedding. The
+sequence is ``[start] [slice 1 .. slice K] [begin token] [report tokens]``:
 
 - ``start`` is learned and never masked. It is the first position, so no row of the attention is ever fully
-  masked (a softmax over nothing is not a number), not even in a filler that is all padding.
-- Padded slices are masked as keys, have zero embeddings and take no position number: a study of two slices
-  in a batch of eight is computed as a study of two slices.
-- Text that is all padding still runs through everything, and so do images that are all padding: every
-  parameter takes part in every backward, which DistributedDataParallel needs, with gradients of exactly
-  zero.
+  masked (a softmax over nothing is NaN), not even in a micro-batch that is all padding.
+- Padded slices are masked as keys, have zero embeddings and take no position: a study of two slices in a
+  batch of eight is computed as a study of two slices.
+- Text and images that are all padding still run through everything: every parameter takes part in every
+  backward, which DistributedDataParallel needs, with gradients of exactly zero.
 """
 
 from __future__ import annotations

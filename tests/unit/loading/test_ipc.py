@@ -13,18 +13,18 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def _mapped(pool: SharedPool, segments: dict[int, SharedSegment]) -> dict[int, SharedSegment]:
-    """Do with the pool's news what the other process does."""
-    for news in pool.take_news():
-        if news.fileno < 0:
-            del segments[news.number]
+    """Do with the pool's change what the other process does."""
+    for change in pool.take_changes():
+        if change.fileno < 0:
+            del segments[change.number]
         else:
-            segments[news.number] = SharedSegment(
-                news.number,
-                news.fileno,
-                buffer_num_bytes=news.buffer_num_bytes,
-                num_buffers=news.num_buffers,
+            segments[change.number] = SharedSegment(
+                change.number,
+                change.fileno,
+                buffer_num_bytes=change.buffer_num_bytes,
+                num_buffers=change.num_buffers,
             )
-            os.close(news.fileno)
+            os.close(change.fileno)
     return segments
 
 
@@ -100,6 +100,6 @@ def test_a_forked_child_does_not_give_its_parents_buffer_back() -> None:
         del theirs
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert mapped.is_away(index)
+    assert mapped.is_held(index)
     del theirs
-    assert not mapped.is_away(index)
+    assert not mapped.is_held(index)

@@ -1,4 +1,4 @@
-"""What is fetched ahead: the store is kept busy whatever publishing takes, within a bound of bytes."""
+"""Prefetcher: it keeps the store busy however long publishing takes, within a bound of bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import cast
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
 from shardflow.fields.decode import ThreadState
-from shardflow.loading.prefetch import PlannedReads, Prefetcher, ShardRead
+from shardflow.loading.prefetch import PlannedRead, Prefetcher, ShardRead, StreamReads
 from shardflow.telemetry import StageCounters
 
 pytestmark = pytest.mark.fast
@@ -22,11 +21,11 @@ READ_BYTES = 100
 
 
 class Plan:
-    """Wishes of one read each, and a note of what becomes of them."""
+    """Planned reads of one shard each, and a record of what becomes of them."""
 
-    def __init__(self, num_wishes: int) -> None:
+    def __init__(self, num_reads: int) -> None:
         self._lock = threading.Lock()
-        self._left = list(range(num_wishes))
+        self._left = list(range(num_reads))
         self.begun: list[int] = []
         self.published: list[int] = []
         self.may_publish = threading.Event()
@@ -34,16 +33,16 @@ class Plan:
         self.may_read.set()
         self.is_broken = False
 
-    def take(self, next_number: int) -> tuple[int, int, int, NDArray[np.int64]] | None:
+    def take(self, next_number: int) -> PlannedRead | None:
         with self._lock:
             while self._left:
                 place = self._left.pop(0)
                 if place >= next_number:
-                    return place, 0, place, np.array([place])
+                    return PlannedRead(place, 0, place, np.array([place]))
             return None
 
-    def reads(self, epoch: int, number: int, rows: NDArray[np.int64], thread: ThreadState) -> list[ShardRead]:
-        return [cast(ShardRead, _Read(self, number))]
+    def locate(self, planned: PlannedRead, thread: ThreadState) -> list[ShardRead]:
+        return [cast(ShardRead, _Read(self, planned.number))]
 
 
 class _Read:
@@ -67,7 +66,7 @@ class _Read:
 
 def fetching(plan: Plan, max_bytes: int, counters: StageCounters | None = None) -> Prefetcher:
     found = Prefetcher(
-        cast(PlannedReads, plan),
+        cast(StreamReads, plan),
         next_number=0,
         num_threads=2,
         max_bytes=max_bytes,

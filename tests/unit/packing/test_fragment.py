@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.errors import ChecksumError, StorageError
+from shardflow.errors import StorageError
 from shardflow.format.samples import SampleFacts
 from shardflow.format.tar import END_OF_ARCHIVE
 from shardflow.packing.studies.fragment import (
+    DamagedFragmentError,
     Fragment,
     FragmentWriter,
     StudyOutcome,
@@ -122,7 +123,7 @@ def _passes(path: Path) -> bool:
         return False
     try:
         list(copy_members(path, fragment))
-    except ChecksumError:
+    except DamagedFragmentError:
         return False
     return True
 

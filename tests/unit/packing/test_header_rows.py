@@ -52,7 +52,7 @@ def test_other_digests_and_torn_files_are_not_taken(tmp_path: Path, rows: list[H
 
 def test_rows_that_cannot_be_read_back_stop_the_job(tmp_path: Path, rows: list[HeaderRow]) -> None:
     places = store_rows(tmp_path / "batch", "d" * 64, rows)
-    with pytest.raises(StorageError, match="header rows must be as they were written"):
+    with pytest.raises(StorageError, match="header rows cannot be read back"):
         read_rows(tmp_path, [RowPlace("batch", places[1][0] + 3, places[1][1])])
     with pytest.raises(StorageError, match="reading header rows"):
         read_rows(tmp_path, [RowPlace("gone", *places[1])])

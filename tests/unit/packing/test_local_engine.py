@@ -227,7 +227,7 @@ def test_processes_that_cannot_start_stop_the_job(
 ) -> None:
     pool = make_pool(1, LIMITS, **setup)
     pool.submit(_task("echo"))
-    with pytest.raises(ShardflowError, match=f"a packing process must start, got: .*{expected}"):
+    with pytest.raises(ShardflowError, match=f"a packing process could not start: .*{expected}"):
         pool.wait()
 
 
@@ -267,13 +267,13 @@ def test_a_process_that_cannot_be_killed_does_not_hold_the_job(
         assert pool.wait().failure == "timeout"
     child.process.kill()
     child.process.wait()
-    assert "it is left behind" in caplog.text
+    assert "giving up on it" in caplog.text
 
 
 def test_too_little_memory_to_start_is_said(make_pool: MakePool) -> None:
     pool = make_pool(1, WorkerLimits(memory_bytes=60 * MIB, task_s=30.0, file_bytes=MIB), imports=True)
     pool.submit(_task("echo"))
-    with pytest.raises(ShardflowError, match="a packing process must start"):
+    with pytest.raises(ShardflowError, match="a packing process could not start"):
         pool.wait()
 
 
@@ -288,13 +288,13 @@ def test_processes_end_with_a_killed_job(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from shardflow.packing.engines.base import ChildLimits
+from shardflow.packing.engines.base import WorkerLimits
 from shardflow.packing.engines.base import Task, WorkerSetup
-from shardflow.packing.engines.local import ChildPool
-worker = WorkerSetup(limits=ChildLimits(memory_bytes={600 * MIB}, task_s=60.0, file_bytes={MIB}),
+from shardflow.packing.engines.local import LocalEngine
+worker = WorkerSetup(limits=WorkerLimits(memory_bytes={600 * MIB}, task_s=60.0, file_bytes={MIB}),
                      handlers="tests.unit.packing.pool_handlers:make_handler", setup={{}},
                      log_path=Path({log!r}))
-pool = ChildPool(2, worker)
+pool = LocalEngine(2, worker)
 pool.submit(Task(kind="echo", payload={{}}, timeout_s=60)); pool.wait()
 pool.submit(Task(kind="hang", payload={{}}, timeout_s=600))
 pool.submit(Task(kind="burn", payload={{}}, timeout_s=600))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from shardflow.packing.config import InputsConfig, LimitsConfig, PackConfig, PolicyConfig, ShardsConfig
 from shardflow.packing.inventory import UNDECIDED, FileTable, ScannedFile, reason_name
 from shardflow.packing.linking import ReportTable
-from shardflow.packing.plan import PackPlan, build_plan, split_of_bucket
+from shardflow.packing.plan import PackPlan, PlanRules, build_plan, split_of_bucket
 from shardflow.packing.scan import NUM_BUCKETS
 
 pytestmark = pytest.mark.fast
@@ -49,6 +50,17 @@ def _row(
     )
 
 
+def _rules(config: PackConfig) -> PlanRules:
+    return PlanRules(
+        splits=config.splits,
+        shards=config.shards,
+        policy=config.policy,
+        max_study_bytes=config.limits.max_study_bytes,
+        config_digest=config.content_digest(),
+        key_id="key",
+    )
+
+
 def _files(*rows: ScannedFile) -> FileTable:
     table = FileTable(len(rows))
     table.add(0, rows)
@@ -68,7 +80,7 @@ def _names(plan: PackPlan, files: FileTable) -> list[tuple[str, list[str]]]:
 
 def test_shards_are_split_sorted_and_cut_by_count() -> None:
     files = _many()
-    plan = build_plan(_config(shards=ShardsConfig(max_samples=10)), "key", files, ReportTable())
+    plan = build_plan(_rules(_config(shards=ShardsConfig(max_samples=10))), files, ReportTable())
     names = _names(plan, files)
     assert [name for name, _ in names] == [
         "train-000000",
@@ -90,26 +102,28 @@ def test_the_order_in_which_files_come_does_not_show() -> None:
     # Batches may come back in any order.
     backwards.add(15, rows[15:])
     backwards.add(0, rows[:15])
-    one = build_plan(config, "key", forwards, ReportTable())
-    other = build_plan(config, "key", backwards, ReportTable())
+    one = build_plan(_rules(config), forwards, ReportTable())
+    other = build_plan(_rules(config), backwards, ReportTable())
     assert _names(one, forwards) == _names(other, backwards)
     assert one.digest == other.digest
 
 
 def test_bytes_cut_a_shard_before_it_is_too_large() -> None:
     files = _many(size=100_000)
-    plan = build_plan(_config(shards=ShardsConfig(target_bytes=220_000)), "key", files, ReportTable())
+    plan = build_plan(_rules(_config(shards=ShardsConfig(target_bytes=220_000))), files, ReportTable())
     assert all(shard.estimated_bytes <= 220_000 for shard in plan.shards)
     assert {len(shard.studies) for shard in plan.shards} == {4}
     # One that is larger than the target has a shard of its own.
     files = _files(_row(0, "a", bucket=0), _row(1, "b", bucket=0, size=10**7), _row(2, "c", bucket=0))
-    plan = build_plan(_config(shards=ShardsConfig(target_bytes=220_000)), "key", files, ReportTable())
+    plan = build_plan(_rules(_config(shards=ShardsConfig(target_bytes=220_000))), files, ReportTable())
     assert [len(shard.studies) for shard in plan.shards] == [1, 1, 1]
 
 
 def test_the_digest_depends_on_all_that_decides_the_dataset() -> None:
     def digest(config: PackConfig | None = None, key: str = "key", **arguments: Any) -> str:
-        return build_plan(config or _config(), key, _many(**arguments), ReportTable()).digest
+        return build_plan(
+            replace(_rules(config or _config()), key_id=key), _many(**arguments), ReportTable()
+        ).digest
 
     digests = {
         digest(),
@@ -132,7 +146,7 @@ def test_studies_that_cannot_be_packed_are_not_planned() -> None:
         _row(4, "none", bucket=0, reason="INVALID_IMAGE_DESCRIPTION"),
     )
     config = _config(limits=LimitsConfig(max_study_bytes=4000))
-    plan = build_plan(config, "key", files, ReportTable())
+    plan = build_plan(_rules(config), files, ReportTable())
     assert _names(plan, files) == [("train-000000", ["good"])]
     reasons = {
         key: None if plan.study_reason[n] == UNDECIDED else reason_name(int(plan.study_reason[n]))
@@ -160,7 +174,7 @@ def test_a_damaged_copy_of_a_whole_image_takes_nothing_with_it() -> None:
         _row(3, "b", bucket=0, instance=88),
         _row(4, "b", bucket=0, instance=89, reason="PIXEL_DATA_TRUNCATED"),
     )
-    plan = build_plan(_config(), "key", files, ReportTable())
+    plan = build_plan(_rules(_config()), files, ReportTable())
     assert _names(plan, files) == [("train-000000", ["a"])]
     assert reason_name(int(files.reason[1])) == "PIXEL_DATA_TRUNCATED"
 
@@ -172,7 +186,7 @@ def test_bad_files_can_be_left_out() -> None:
         _row(4, "none", bucket=0, reason="INVALID_IMAGE_DESCRIPTION"),
     )
     plan = build_plan(
-        _config(policy=PolicyConfig(on_bad_instance="drop_instance")), "key", files, ReportTable()
+        _rules(_config(policy=PolicyConfig(on_bad_instance="drop_instance"))), files, ReportTable()
     )
     assert _names(plan, files) == [("train-000000", ["cut"])]
     assert reason_name(int(plan.study_reason[files.studies.find("none")])) == "INVALID_IMAGE_DESCRIPTION"
@@ -181,7 +195,7 @@ def test_bad_files_can_be_left_out() -> None:
 def test_splits_without_a_study_are_reported() -> None:
     files = _files(_row(0, "a", bucket=0))
     config = _config(splits={"train": 60, "val": 40, "test": 0})
-    assert build_plan(config, "key", files, ReportTable()).empty_splits == ("val",)
+    assert build_plan(_rules(config), files, ReportTable()).empty_splits == ("val",)
 
 
 @given(
@@ -210,6 +224,6 @@ def test_reports_share_the_fate_of_their_study() -> None:
     reports.reason = np.full(2, UNDECIDED, np.uint8)
     reports.study = np.array([0, 1], np.int32)
     reports.digest = np.array([1, 2], np.uint64)
-    build_plan(_config(), "key", files, reports)
+    build_plan(_rules(_config()), files, reports)
     assert reports.reason[0] == UNDECIDED
     assert reason_name(int(reports.reason[1])) == "STUDY_QUARANTINED"

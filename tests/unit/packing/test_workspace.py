@@ -32,7 +32,7 @@ def _locked(case: PackCase) -> AbstractContextManager[Workspace]:
 def test_one_job_at_a_time(case: PackCase) -> None:
     with (
         _locked(case),
-        pytest.raises(ConfigError, match="private_dir must be used by one job"),
+        pytest.raises(ConfigError, match="another job is using private_dir"),
         _locked(case),
     ):
         pass

@@ -26,12 +26,12 @@ def test_every_world_size_up_to_m_runs_every_micro_batch_once(num_micros: int) -
         )
         for rank, micros in enumerate(dealt):
             assert micros == [schedule.micro(rank, slot) for slot in range(len(micros))]
-            # A filler is always the last thing that a rank runs in a step.
+            # Padding is always the last thing that a rank runs in a step.
             assert not any(schedule.is_padding(micro) for micro in micros[:-1])
             assert schedule.is_padding(micros[-1]) == (micros[-1] >= num_micros)
 
 
-# M, W: micro-batches per rank, fillers, efficiency
+# M, W: micro-batches per rank, padding, efficiency
 TABLE = [
     (8, 8, 1, 0, 1.0),
     (8, 1, 8, 0, 1.0),
@@ -44,11 +44,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("num_micros", "world_size", "per_rank", "fillers", "efficiency"), TABLE)
-def test_numbers(num_micros: int, world_size: int, per_rank: int, fillers: int, efficiency: float) -> None:
+@pytest.mark.parametrize(("num_micros", "world_size", "per_rank", "padding", "efficiency"), TABLE)
+def test_numbers(num_micros: int, world_size: int, per_rank: int, padding: int, efficiency: float) -> None:
     schedule = RankSchedule(num_micros, world_size)
     assert schedule.num_micro_batches_per_rank == per_rank
-    assert schedule.num_padding_micro_batches == fillers
+    assert schedule.num_padding_micro_batches == padding
     assert schedule.efficiency == pytest.approx(efficiency)
 
 
@@ -60,7 +60,7 @@ def test_more_ranks_than_micro_batches_are_refused_with_a_remedy() -> None:
     assert "multiple of 12" in caught.value.message
 
 
-def test_fillers_can_be_refused() -> None:
+def test_padding_can_be_refused() -> None:
     assert RankSchedule(8, 4, allow_padding=False).num_padding_micro_batches == 0
     with pytest.raises(PlanError) as caught:
         RankSchedule(8, 7, allow_padding=False)

@@ -69,4 +69,4 @@ def test_lines_say_what_a_world_size_costs() -> None:
     assert efficiency.startswith(
         "  efficiency   88.9%, as the ranks do not divide the micro-batches of a step"
     )
-    assert efficiency.endswith("fillers of weight 0 in every step: 1")
+    assert efficiency.endswith("padding micro-batches in every step: 1")

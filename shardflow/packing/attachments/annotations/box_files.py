@@ -52,7 +52,6 @@ _CORNERS: Final = (
 )
 _SIZES: Final = (("x", "y", "width", "height"), ("x", "y", "w", "h"))
 _FRAMES: Final = ("frame", "frame_number")
-_MAX_FIELD: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +109,7 @@ def read_boxes(path: Path, items: Sequence[int], targets: Targets, writer: Regio
             continue
         cells = [row[name] for name in columns.box]
         if not any(cells):
-            # A row without a box says that nothing was found.
+            # A row without a box states that nothing was found.
             continue
         box = _numbers(cells)
         frame = _numbers([row[columns.frame]]) if columns.frame else None

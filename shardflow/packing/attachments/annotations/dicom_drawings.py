@@ -417,7 +417,7 @@ def _kind(shapes: list[Node]) -> Any:
 
 
 def _add_images(region: OpenRegion, images: list[Node], targets: Targets, writer: RegionWriter) -> None:
-    """Name the slices that a group speaks of without drawing in them."""
+    """Name the slices that a group references without drawing in them."""
     for node in images:
         for uid, frames in references_of(items_of(node.item, "ReferencedSOPSequence")):
             places = targets.find(uid, frames)

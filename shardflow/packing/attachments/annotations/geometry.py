@@ -1,6 +1,6 @@
 """Geometry of annotations: shapes of few points, points in space, and label volumes sampled at slices.
 
-Each pixel of a slice takes the label of the plane that is nearest to its centre along the planes' normal, and
+Each pixel of a slice takes the label of the plane that is nearest to its center along the planes' normal, and
 there of the nearest pixel; beyond the planes, and beyond half their pitch, there is none. On the grid that
 the labels were drawn on this copies them, turned and flipped as needed.
 
@@ -51,7 +51,7 @@ def nearest_plane(outlines: Sequence[tuple[float, Floats]], thickness_mm: float)
 def place_outline(
     points_mm: Floats, targets: Sequence[Target], named: Sequence[tuple[Target, int]] = ()
 ) -> list[Placed] | Dangling:
-    """Find the slices that an outline lies in, one of each series.
+    """Find the slices of an outline, one of each series.
 
     Args:
         points_mm: ``(n, 3)``, LPS.
@@ -241,7 +241,7 @@ def _add_ellipsoid(
     if lengths.min() <= 0:
         writer.dangling("DEGENERATE")
         return
-    # The unit sphere in coordinates along the axes: x such that |shrink @ (x - centre)| = 1.
+    # The unit sphere in coordinates along the axes: x such that |shrink @ (x - center)| = 1.
     shrink = axes / (lengths**2)[:, None]
     is_met = False
     for target in targets:
@@ -257,7 +257,7 @@ def _add_ellipsoid(
 def _section(target: Target, index: int, centre: Floats, shrink: Floats) -> Floats | None:
     """Outline of the ellipsoid in one slice, pixel coordinates."""
     plane = target.plane(index)
-    # |a x + b y + c| = 1 for the column x and the row y: a conic, with its centre where the gradient is 0.
+    # |a x + b y + c| = 1 for the column x and the row y: a conic, with its center where the gradient is 0.
     a, b, c = shrink @ plane.per_column, shrink @ plane.per_row, shrink @ (plane.origin - centre)
     shape = np.array([[a @ a, a @ b], [a @ b, b @ b]])
     middle = np.linalg.solve(shape, -np.array([a @ c, b @ c]))
@@ -369,7 +369,7 @@ class PlaneStack:
         return near if (gaps <= near).all() else half
 
     def footprint(self, plane: Plane, shape: tuple[int, int], reach_mm: float) -> Footprint | None:
-        """Find where the pixels of a slice lie.
+        """Locate the pixels of a slice.
 
         Args:
             plane: The slice.

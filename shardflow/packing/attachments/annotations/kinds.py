@@ -44,7 +44,7 @@ class AnnotationKind:
         return bool(self.recogniser) and bool(_function(self.recogniser)(path, head))
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        """Say whose the records of a file are; see `shardflow.packing.sources.attachments.AttachmentKind`."""
+        """Identify the patients and studies of a file's records; see `AttachmentKind`."""
         described = _function(self.describer)(path, _limits())
         return tuple(described) if isinstance(described, list) else (described,)
 
@@ -116,7 +116,7 @@ KINDS: Final = (
     ),
     AnnotationKind(
         name="gsps",
-        # Grey, colour, pseudo-colour, blending, and those of XA and XRF.
+        # Gray, color, pseudo-color, blending, and those of XA and XRF.
         sop_classes=frozenset(f"1.2.840.10008.5.1.4.1.1.11.{end}" for end in (1, 2, 3, 4, 5)),
         describer="shardflow.packing.attachments.annotations.dicom_drawings:describe_report_object",
         reader="shardflow.packing.attachments.annotations.dicom_drawings:read_presentation_state",

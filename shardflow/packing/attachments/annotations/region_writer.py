@@ -4,7 +4,7 @@ Readers open a region and add its shape slice by slice; each mask is encoded at 
 compressed masks only. A region that lies in several series becomes an entry in each.
 
 An outline is an ``(n, 2)`` array of ``(x, y)`` pixel coordinates, see `targets`. A pixel is inside a closed
-outline if its centre is, by the even-odd rule over all outlines of the region together: a ring inside a ring
+outline if its center is, by the even-odd rule over all outlines of the region together: a ring inside a ring
 is a hole, and a keyhole works as well.
 """
 
@@ -61,7 +61,7 @@ def unite_outlines(
         outlines: As for `fill_outlines`.
         rows: Of the slice.
         columns: Of the slice.
-        is_border_outside: Whether pixels whose centres lie on an outline are outside of it. Else those of
+        is_border_outside: Whether pixels whose centers lie on an outline are outside of it. Else those of
             its upper and left borders are inside, as for `fill_outlines`.
     """
     united: Bits = np.zeros((rows, columns), np.uint8)
@@ -78,11 +78,11 @@ def unite_outlines(
 
 
 def _count_turns(a: Floats, b: Floats, turns: NDArray[np.int32]) -> None:
-    """Count, for each row of pixel centres, the edges that begin left of each centre."""
+    """Count, for each row of pixel centers, the edges that begin left of each center."""
     rows, columns = turns.shape[0], turns.shape[1] - 1
     upper = np.where((a[:, 1] <= b[:, 1])[:, None], a, b)
     lower = np.where((a[:, 1] <= b[:, 1])[:, None], b, a)
-    # Centres with upper y <= centre < lower y: a vertex on a row of centres counts once.
+    # Centers with upper y <= center < lower y: a vertex on a row of centers counts once.
     first = np.clip(np.ceil(upper[:, 1] - 0.5), 0, rows).astype(np.int64)
     stop = np.clip(np.ceil(lower[:, 1] - 0.5), 0, rows).astype(np.int64)
     spans = stop - first
@@ -129,7 +129,7 @@ def ellipse_outline(centre: Floats, first: Floats, second: Floats) -> Floats:
 
     Args:
         centre: ``(d,)``.
-        first: From the centre to the end of one axis, ``(d,)``.
+        first: From the center to the end of one axis, ``(d,)``.
         second: To the end of the other.
 
     Returns:

@@ -3,9 +3,9 @@
 Limits are counts, never times, so the same file has the same outcome on every machine.
 
 Pixel coordinates are those of the stored slice, ``(x, y)`` = (along the columns, along the rows), and count
-*edges*: the pixel of column c and row r covers ``[c, c + 1) x [r, r + 1)``, its centre is
+*edges*: the pixel of column c and row r covers ``[c, c + 1) x [r, r + 1)``, its center is
 ``(c + 0.5, r + 0.5)``. That is DICOM's own convention for image coordinates (PS3.3, C.10.5.1.2 and
-C.18.6.1.1). Affines map pixel *centres*, as those of ``study.json`` do: column c there is ``x = c + 0.5``
+C.18.6.1.1). Affines map pixel *centers*, as those of ``study.json`` do: column c there is ``x = c + 0.5``
 here.
 """
 
@@ -56,7 +56,7 @@ class Plane:
     """One plane of pixels in space; all vectors are ``(3,)``, LPS, mm."""
 
     origin: Floats
-    """Centre of the pixel of row 0 and column 0."""
+    """Center of the pixel of row 0 and column 0."""
     per_column: Floats
     """From one column to the next."""
     per_row: Floats

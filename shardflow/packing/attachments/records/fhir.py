@@ -128,7 +128,7 @@ def _stamp(path: Path) -> _Stamp:
     return str(path), status.st_size, status.st_mtime_ns
 
 
-# One export is read by many tasks of a process; two, so that neighbours do not drive each other out.
+# One export is read by many tasks of a process; two, so that neighbors do not drive each other out.
 @lru_cache(maxsize=2)
 def _index(files: tuple[_Stamp, ...], is_lines: bool) -> FhirIndex:
     index = FhirIndex()

@@ -29,7 +29,7 @@ _CODE_PLACES: Final = (0, 3)
 
 
 def write_message(message: Message, record_filter: RecordFilter) -> None:
-    """Add what a message says of its patient, beside its orders."""
+    """Add the facts of a message about its patient, outside of its orders."""
     for segment in message.of("PID"):
         record_filter.add(_SOURCE, "patient", {"sex": record_filter.sex(segment.get(8))})
     for name, kind, code, when in (

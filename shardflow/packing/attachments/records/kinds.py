@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from shardflow.errors import SourceError
 from shardflow.format.reasons import Reason, source_error
@@ -51,8 +52,8 @@ Write = Callable[[RecordFilter], None]
 
 
 def record_kinds(settings: RecordsConfig) -> tuple[AttachmentKind, ...]:
-    """Return the kinds; one's own come first, since they know best what they describe."""
-    mapped = tuple(_Mapped(mapping, settings) for mapping in settings.mappings)
+    """Return the kinds; mapped ones first, since they are the most specific."""
+    mapped = tuple(_Mapped(settings, mapping) for mapping in settings.mappings)
     return (*mapped, _Fhir(settings), _Cda(settings), _Hl7(settings))
 
 
@@ -71,7 +72,7 @@ class _Records:
         return frozenset()
 
     def _attach(self, study: StudyContext, people: People, write: Write) -> Attached:
-        """Write records, and make fields and parts of them."""
+        """Write records and return their fields and parts."""
         record_filter = RecordFilter(
             study,
             people,
@@ -221,12 +222,6 @@ class _Mapped(_Records):
     """Files that a mapping describes."""
 
     mapping: RecordMapping
-    form: Literal["json", "json-lines", "xml"] = field(init=False, default="json")
-
-    def __init__(self, mapping: RecordMapping, settings: RecordsConfig) -> None:
-        object.__setattr__(self, "settings", settings)
-        object.__setattr__(self, "mapping", mapping)
-        object.__setattr__(self, "form", mapping.format)
 
     @property
     def name(self) -> str:
@@ -235,10 +230,14 @@ class _Mapped(_Records):
     def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002 - by content
         form = recognise_document(head)
         root = self.mapping.root.encode()
-        if self.form == "xml":
+        if self.mapping.format == "xml":
             return form in {"cda", "xml"} and (b"<" + root in head or b":" + root in head)
         # One object a line looks like one object where there is one line.
-        forms = {"json", "fhir"} if self.form == "json" else {"json", "json-lines", "fhir", "fhir-lines"}
+        forms = (
+            {"json", "fhir"}
+            if self.mapping.format == "json"
+            else {"json", "json-lines", "fhir", "fhir-lines"}
+        )
         return form in forms and b'"' + root + b'"' in head
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:
@@ -269,21 +268,21 @@ class _Mapped(_Records):
 
     def _records(self, path: Path) -> Iterator[tuple[int, Any, Any]]:
         """Number, root and node of each record; of lines, where each begins."""
-        if self.form == "json-lines":
+        if self.mapping.format == "json-lines":
             for place, value in iter_json_lines(path):
                 if isinstance(value, SourceError):
                     raise value
                 yield place, value, value
             return
         data = read_bounded(path)
-        root = parse_xml(data) if self.form == "xml" else parse_json(data)
-        if self.form == "xml" and root.name != self.mapping.root:
+        root = parse_xml(data) if self.mapping.format == "xml" else parse_json(data)
+        if self.mapping.format == "xml" and root.name != self.mapping.root:
             raise source_error(Reason.NOT_ATTACHMENT)
         for number, record in enumerate(find_records(root, self.mapping)):
             yield number, root, record
 
     def _chosen(self, path: Path, items: Sequence[int]) -> Iterator[tuple[int, Any, Any]]:
-        if self.form != "json-lines":
+        if self.mapping.format != "json-lines":
             yield from self._records(path)
             return
         for place in items:
@@ -291,15 +290,15 @@ class _Mapped(_Records):
             yield place, value, value
 
 
-class _as_attachment:  # noqa: N801 - reads as what it does
-    """Gives the reasons of reports the names of those of attachments."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SourceError) and error.reason == Reason.REPORT_UNREADABLE:
+@contextmanager
+def _as_attachment() -> Iterator[None]:
+    """Replace the reason of an unreadable report by that of an unreadable attachment."""
+    try:
+        yield
+    except SourceError as error:
+        if error.reason == Reason.REPORT_UNREADABLE:
             raise source_error(Reason.ATTACHMENT_UNREADABLE) from None
+        raise
 
 
 def _item(number: int, facts: DocumentFacts, content: str = "") -> AttachmentItem:
@@ -321,4 +320,4 @@ def _check_number(items: Sequence[AttachmentItem]) -> None:
 
 
 KINDS: Final = record_kinds(RecordsConfig())
-"""Without mappings and with the settings that hold by default."""
+"""Kinds without mappings, with the default settings."""

@@ -101,7 +101,7 @@ class RecordFilter:
         self._num_notes = 0
 
     def add(self, source: str, kind: str, fact: Mapping[str, Any]) -> None:
-        """Add a fact; what it lacks is left away, and one that says nothing is none."""
+        """Add a fact; missing values are omitted, and an empty fact is not added."""
         said = {name: value for name, value in fact.items() if value not in (None, [], {}, "")}
         if not said.keys() - {"status", "when", "end", "section"}:
             self.left_out["EMPTY_RECORD"] += 1
@@ -148,7 +148,7 @@ class RecordFilter:
         return said
 
     def number(self, number: Any) -> float | int | None:
-        """Return a finite number that is nobody's."""
+        """Return a finite number that identifies nobody."""
         if isinstance(number, str):
             text = number.strip()
             if not _NUMBER.fullmatch(text):
@@ -165,7 +165,7 @@ class RecordFilter:
         return number
 
     def when(self, text: str) -> dict[str, Any] | None:
-        """Return what may be said of a moment: by the patient's one rule, and not far from the study."""
+        """Return the publishable form of a time: relative to the study, and not far from it."""
         if not text.strip():
             return None
         moment = parse_moment(text)

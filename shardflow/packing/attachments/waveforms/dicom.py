@@ -54,7 +54,7 @@ class DicomWaveformKind:
     sop_classes = _CLASSES
 
     def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002
-        """DICOM objects are told by their class."""
+        """Return False: DICOM objects are recognized by their class."""
         return False
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:

@@ -116,7 +116,7 @@ def _source_of(head: bytes) -> str | None:
 
 
 def _records(path: Path, head: bytes, bytes_per_sample: int) -> tuple[int, int]:
-    """Return how many data records the header says, and how many the file holds whole.
+    """Return the number of data records that the header states, and of those that the file holds completely.
 
     Raises:
         SourceError: There is none, or what they decode to is too much.

@@ -46,7 +46,7 @@ _NO_SEGMENT: Final = "~"
 _UNSTORED_BYTES: Final = 1 << 26
 _MAX_RATIO: Final = 256
 """Bytes that a record may decode to for each byte that is stored, beside `_UNSTORED_BYTES`."""
-# What stands where there is no sample, by format (signal(5) of the WFDB guide).
+# Value of a missing sample, by format (signal(5) of the WFDB guide).
 _INVALID: Final = {
     "8": None, "16": -(1 << 15), "24": -(1 << 23), "32": -(1 << 31), "61": -(1 << 15), "80": -(1 << 7),
     "160": -(1 << 15), "212": -(1 << 11), "310": -(1 << 9), "311": -(1 << 9),
@@ -264,7 +264,7 @@ def _members_beside(path: Path) -> set[str]:
         return set()
     try:
         return {*_members(header, _read_header(header)), *_annotations(header)}
-    except Exception:  # noqa: BLE001 - the header itself is told what is wrong with it
+    except Exception:  # noqa: BLE001 - the reason is that of the header
         return set()
 
 
@@ -278,7 +278,7 @@ def _is_segment(path: Path) -> bool:
         header = _read_header(whole)
         count = int(header.line["segments"] or 0)
         return path.stem in {line.split()[0] for line in header.lines[1 : 1 + count]}
-    except Exception:  # noqa: BLE001 - the header of the whole is told what is wrong with it
+    except Exception:  # noqa: BLE001 - the reason is that of the record's header
         return False
 
 

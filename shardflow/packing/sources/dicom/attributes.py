@@ -35,8 +35,8 @@ def read_attributes(
         limits: Bounds on what is read.
 
     Returns:
-        Keyword to all its values; an attribute that is absent, empty or unreadable is left out. Values stand
-        as in the file and may identify a patient.
+        Keyword to all its values; an attribute that is absent, empty or unreadable is left out. Values are
+        those of the file and may identify a patient.
 
     Raises:
         ConfigError: A keyword is unknown or names a sequence.
@@ -91,21 +91,19 @@ _READERS: dict[str, Callable[[Elements, int], AttributeValue]] = {
 }
 
 
-_CHARACTER_SET_PEOPLE: Final = 0x00080005
 _CODE_MEANING: Final = 0x00080104
-_DEFAULT_LIMITS_PEOPLE: Final = HeaderLimits()
 _MAX_ITEMS: Final = 4096
-"""Items of sequences of one file that are looked into."""
+"""Sequence items of one file that are searched."""
 
 _NAMED_BY_CODES: Final[Mapping[int, str]] = {
     0x00401101: "PersonName",
     0x00080082: "InstitutionName",
 }
-"""Sequences whose code meaning is a name in plain words, and what it is a name of (PS3.3, table 10-1)."""
+"""Sequences whose code meaning is a plain name, with the keyword of that name (PS3.3, table 10-1)."""
 
 
 def read_everywhere(
-    path: Path, keywords: Sequence[str], *, limits: HeaderLimits = _DEFAULT_LIMITS_PEOPLE
+    path: Path, keywords: Sequence[str], *, limits: HeaderLimits = _DEFAULT_LIMITS
 ) -> dict[str, tuple[str, ...]]:
     """Read text attributes of one file, at its top level and in every item of a known sequence.
 
@@ -119,12 +117,12 @@ def read_everywhere(
 
     Raises:
         ConfigError: A keyword is unknown.
-        SourceError: As `shardflow.packing.sources.dicom.attributes.read_attributes`.
+        SourceError: As `read_attributes`.
     """
-    tags = {_tag(keyword): keyword for keyword in keywords}
+    tags = {_attribute(keyword).tag: keyword for keyword in keywords}
     elements = read_elements(
         path,
-        frozenset({_CHARACTER_SET_PEOPLE, *tags, *SEQUENCES}),
+        frozenset({_CHARACTER_SET, *tags, *SEQUENCES}),
         max_header_bytes=limits.max_header_bytes,
         max_inflated_bytes=limits.max_inflated_bytes,
     )
@@ -134,15 +132,8 @@ def read_everywhere(
     return {keyword: tuple(sorted(texts - {""})) for keyword, texts in sorted(found.items())}
 
 
-def _tag(keyword: str) -> int:
-    attribute = find_attribute(keyword)
-    if attribute is None:
-        raise ConfigError(f"attribute keywords must name DICOM values, got {keyword!r}; see PS3.6.")
-    return attribute.tag
-
-
 class _Visit:
-    """One way through the items of a file."""
+    """One walk through the items of a file."""
 
     def __init__(self, tags: Mapping[int, str]) -> None:
         self._tags = tags
@@ -155,11 +146,11 @@ class _Visit:
             yield named, values.text(elements, _CODE_MEANING)
         for tag in (elements.values.keys() | elements.sequences.keys()) & SEQUENCES:
             items: list[Elements] = []
-            # One sequence that cannot be walked hides none of the others.
+            # A sequence that cannot be walked does not hide the others.
             with suppress(SourceError):
                 items = elements.items(tag)
             for item in items[: max(_MAX_ITEMS - self._num_items, 0)]:
                 self._num_items += 1
-                if _CHARACTER_SET_PEOPLE in elements.values:
-                    item.values.setdefault(_CHARACTER_SET_PEOPLE, elements.values[_CHARACTER_SET_PEOPLE])
+                if _CHARACTER_SET in elements.values:
+                    item.values.setdefault(_CHARACTER_SET, elements.values[_CHARACTER_SET])
                 yield from self.values(item, tag)

@@ -40,7 +40,7 @@ class CodestreamHeader:
     precision: int
     """Bits of a sample."""
     adobe_transform: int | None = None
-    """JPEG only: colour transform of the Adobe marker; 0 none (RGB), 1 YCbCr; None without the marker."""
+    """JPEG only: color transform of the Adobe marker; 0 none (RGB), 1 YCbCr; None without the marker."""
     is_jfif: bool = False
     """JPEG only: a JFIF marker says YCbCr."""
     component_ids: bytes = b""
@@ -301,7 +301,7 @@ def _decode(src: bytes, syntax: str, runner: DecodeRunner) -> Array:
 
 
 def _holds_rgb(src: bytes, photometric: str) -> bool:
-    """Whether a colour JPEG holds RGB: its own markers first, then what the header says."""
+    """Whether a color JPEG holds RGB: its own markers first, then what the header says."""
     header = read_jpeg_header(src)
     if header is None:
         return photometric == "RGB"

@@ -26,7 +26,7 @@ IMAGE_CLASSES = SECONDARY_CLASSES | frozenset(
     for end in (
         *("1", "1.1", "1.1.1", "1.2", "1.2.1", "1.3", "1.3.1"),  # CR, DX, MG, intra-oral
         *("2", "2.1", "2.2"),  # CT, enhanced, legacy converted
-        *("4", "4.1", "4.3", "4.4"),  # MR, enhanced, enhanced colour, legacy converted
+        *("4", "4.1", "4.3", "4.4"),  # MR, enhanced, enhanced color, legacy converted
         *("3", "3.1", "6", "6.1", "6.2", "6.3"),  # ultrasound, with the retired classes
         *("5", "20"),  # nuclear medicine
         *("12.1", "12.1.1", "12.2", "12.2.1", "12.3"),  # angiography, fluoroscopy
@@ -65,7 +65,7 @@ STATED_UNITS = frozenset(
 """Units that a file may state for its values; other words, and "unspecified" ones, are no unit."""
 
 NATIVE_SYNTAXES = frozenset({IMPLICIT_LITTLE, EXPLICIT_LITTLE, DEFLATED, EXPLICIT_BIG})
-"""Pixels lie in the file as they are."""
+"""Syntaxes with uncompressed pixels."""
 
 ENCAPSULATED_SYNTAXES = frozenset(
     {RLE} | {f"1.2.840.10008.1.2.4.{end}" for end in (50, 51, 57, 70, 80, 81, 90, 91, 201, 202, 203)}

@@ -104,7 +104,7 @@ class Elements:
 
 @dataclass(slots=True)
 class FileElements(Elements):
-    """Raw values of one file, and where its pixels lie."""
+    """Raw values of one file, and the place of its pixels."""
 
     transfer_syntax_uid: str = ""
     """From the file meta information; where that is missing, what the bytes look like."""

@@ -47,7 +47,7 @@ class StackGeometry:
     slice_spacing_mm: float | None
     """Median gap along the normal; for a single slice its stated thickness, or None."""
     affine_lps: tuple[tuple[float, float, float, float], ...] | None
-    """4 x 4: maps (column, row, slice, 1) to mm in LPS, at pixel centres. None where no position is known.
+    """4 x 4: maps (column, row, slice, 1) to mm in LPS, at pixel centers. None where no position is known.
     The third column keeps the shear of a tilted gantry; for a single slice of unstated thickness it is the
     unit normal."""
     slice_offsets_mm: tuple[float, ...] | None = None
@@ -79,7 +79,7 @@ def distance_along(normal: Vector, position: Vector) -> float:
 
 
 def position_tolerance(pixel_spacing: tuple[float, float] | None) -> float:
-    """How close slices of one position lie, mm; optical coherence tomography has planes 6 micrometres apart.
+    """How close slices of one position lie, mm; optical coherence tomography has planes 6 micrometers apart.
 
     Example:
         >>> position_tolerance((0.5, 0.5)), round(position_tolerance((0.002, 0.006)), 6)

@@ -126,7 +126,7 @@ class InstanceHeader:
 
     @property
     def is_native(self) -> bool:
-        """Whether the pixels lie in the file as they are."""
+        """Whether the pixels are stored uncompressed."""
         return self.transfer_syntax_uid in NATIVE_SYNTAXES
 
     @property
@@ -141,7 +141,7 @@ class InstanceHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenInstance:
-    """An image that cannot be packed although its file says where it belongs: its study is not whole."""
+    """An image that cannot be packed although its file states its study, which is therefore incomplete."""
 
     file_index: int
     patient_id: str
@@ -256,7 +256,7 @@ def _read_instance(
 
 
 def _check_kind(elements: FileElements) -> str:
-    """SOP class of a file that is an image; nothing is said yet about whether it can be read."""
+    """Return the SOP class of an image file, which may still be unreadable."""
     if elements.media_sop_class_uid == MEDIA_DIRECTORY:
         raise source_error(Reason.DICOM_DIRECTORY)
     sop_class = values.code(elements, _SOP_CLASS) or elements.media_sop_class_uid

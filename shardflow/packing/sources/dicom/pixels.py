@@ -105,7 +105,7 @@ class _Fact(NamedTuple):
 def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
     """Decide the form of slices that must look alike.
 
-    CT in Hounsfield units is always int16, colour always uint8. Everything else takes the smallest of uint8,
+    CT in Hounsfield units is always int16, color always uint8. Everything else takes the smallest of uint8,
     int16, uint16 and int32 that holds all values that bits stored, slope and intercept allow; float32 where
     one of these is not an integer or does not fit. Padding becomes air in a CT, elsewhere zero, or the value
     next to zero that the bits allow: the darkest pixel of a slice would differ from slice to slice.
@@ -418,7 +418,7 @@ def _fixed_range(stack: Stack, form: SliceForm) -> tuple[float, float] | None:
 
 
 def _bounds(window: tuple[float, float] | None, function: str) -> tuple[float, float] | None:
-    """Ends of a window; None where it has no width. LINEAR counts from pixel centre to pixel centre."""
+    """Ends of a window; None where it has no width. LINEAR counts from pixel center to pixel center."""
     if window is None:
         return None
     center, width = window

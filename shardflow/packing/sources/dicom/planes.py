@@ -158,7 +158,7 @@ class PlaneHeader:
     """Facts of one frame."""
 
     position: tuple[float, float, float] | None = None
-    """(0020,0032) *Image Position (Patient)*: centre of the first pixel, mm, LPS."""
+    """(0020,0032) *Image Position (Patient)*: center of the first pixel, mm, LPS."""
     orientation: tuple[float, float, float, float, float, float] | None = None
     """(0020,0037) *Image Orientation (Patient)*: direction along a row, then down a column, LPS."""
     pixel_spacing: tuple[float, float] | None = None

@@ -84,7 +84,7 @@ class Stack:
     rows: int
     columns: int
     samples_per_pixel: int
-    """1, or 3 (palette images are colour once decoded)."""
+    """1, or 3 (palette images are color once decoded)."""
     series_number: int | None
     slices: tuple[SliceRef, ...]
     geometry: StackGeometry

@@ -330,7 +330,7 @@ def _read_stored(descriptor: int, inflated: bytes | None, offset: int, num_bytes
 
 
 def _is_unusual(header: InstanceHeader) -> bool:
-    """Layouts that are not worth a fast path: packed bits, subsampled colour, byte-swapped bytes."""
+    """Layouts that are not worth a fast path: packed bits, subsampled color, byte-swapped bytes."""
     image = header.image
     return (
         image.bits_allocated == 1

@@ -26,7 +26,7 @@ _MIN_LETTERS: Final = 2
 
 
 class People:
-    """People named by a document, by DICOM keyword; `shardflow.packing.deid.known_values` finds them in texts."""
+    """People named by a document, by DICOM keyword; used to find them in texts."""
 
     __slots__ = ("_values",)
 

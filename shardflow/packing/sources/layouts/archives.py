@@ -29,7 +29,7 @@ from shardflow.packing.sources.reports import (
     read_report_file,
 )
 
-_IMAGE: Final = re.compile(
+_CHEXPERT_IMAGE: Final = re.compile(
     r"(?:.*/)?(train|valid|test)/(patient\d+)/(study\d+)/((view\d+)_\w+)\.\w+", re.IGNORECASE
 )
 _PLUS: Final = {
@@ -39,7 +39,7 @@ _PLUS: Final = {
     "sex": "sex",
     "view": "frontal_lateral",
 }
-_REPORT: Final = {
+_CHEXPERT_REPORT: Final = {
     "findings": "section_findings",
     "image": "path_to_image",
     "impression": "section_impression",
@@ -48,7 +48,11 @@ _REPORT: Final = {
 
 
 class Chexpert(TableLayout):
-    """Paths name patient and study; the table adds sex, age and view."""
+    """Layout of CheXpert and CheXpert Plus: paths name patient and study; the table adds sex, age and view.
+
+    Images are ``train/patient00001/study1/view1_frontal.jpg`` (or ``.png``, ``.dcm``); ``layout.table`` is
+    ``train.csv`` or the table of CheXpert Plus, which is also ``inputs.reports`` because it holds the texts.
+    """
 
     columns: ClassVar[Mapping[str, str]] = {
         "age": "Age",
@@ -66,17 +70,17 @@ class Chexpert(TableLayout):
         super().__init__(inputs, splits)
 
     def key_of_row(self, values: Mapping[str, str]) -> str:
-        """Path from the split on, without its ending: tables of either form name images of either form."""
-        return self.key_of_file(values["image"]) if _IMAGE.fullmatch(values["image"]) else ""
+        """Return the path from the split on without its ending: tables of either form name images of both."""
+        return self.key_of_file(values["image"]) if _CHEXPERT_IMAGE.fullmatch(values["image"]) else ""
 
     def key_of_file(self, path: str) -> str:
-        """The same of a file."""
-        match = _IMAGE.fullmatch(path)
+        """Return the same part of a file's path."""
+        match = _CHEXPERT_IMAGE.fullmatch(path)
         return "/".join(match.groups()[:4]) if match else path
 
     def place_row(self, values: Mapping[str, str], path: str, form: ImageForm) -> Placement | Reason:
         """Place by the path."""
-        match = _IMAGE.fullmatch(path) or _IMAGE.fullmatch(f"{path}.jpg")
+        match = _CHEXPERT_IMAGE.fullmatch(path) or _CHEXPERT_IMAGE.fullmatch(f"{path}.jpg")
         if match is None:
             return Reason.NOT_IN_LAYOUT
         where, patient, study, image, _ = match.groups()
@@ -108,7 +112,12 @@ class Chexpert(TableLayout):
         if not source.is_file():
             raise ConfigError("inputs.reports must be the table of CheXpert Plus, got a folder; correct it.")
         return read_report_rows(
-            source, self.settings.report_columns, _REPORT, ("image",), _studies_of, _text_of
+            source,
+            self.settings.report_columns,
+            _CHEXPERT_REPORT,
+            ("image",),
+            _chexpert_studies,
+            _chexpert_text,
         )
 
 
@@ -117,22 +126,28 @@ def _is_plus(table: object) -> bool:
     return row is not None and bool(row.values and row.values["image"])
 
 
-def _studies_of(values: Mapping[str, str]) -> Sequence[str]:
-    match = _IMAGE.fullmatch(values["image"])
+def _chexpert_studies(values: Mapping[str, str]) -> Sequence[str]:
+    match = _CHEXPERT_IMAGE.fullmatch(values["image"])
     return [f"{match[2]}/{match[3]}"] if match else []
 
 
-def _text_of(values: Mapping[str, str]) -> str:
+def _chexpert_text(values: Mapping[str, str]) -> str:
     sections = [f"{name.upper()}: {values[name]}" for name in ("findings", "impression") if values[name]]
     return values["text"] or "\n".join(sections)
 
 
 _VOLUME: Final = re.compile(r"(?:.*/)?((((train|valid)_\d+)_[a-z]+)_(\d+))\.nii(?:\.gz)?")
-_REPORT_CT_RATE: Final = {"findings": "Findings_EN", "image": "VolumeName", "impression": "Impressions_EN"}
+_CT_RATE_REPORT: Final = {"findings": "Findings_EN", "image": "VolumeName", "impression": "Impressions_EN"}
 
 
 class CtRate(TableLayout):
-    """The file's name says everything; several reconstructions of a scan are series of one study."""
+    """Layout of CT-RATE, NIfTI volumes named ``train_1_a_1.nii.gz``: patient, scan, reconstruction.
+
+    Reconstructions of a scan are series of one study. The table of reports is ``inputs.reports``; the
+    metadata table is ``layout.table``. The headers of the first release were blank, and the table has
+    spacing, slope and intercept (``volume_facts = "table"``); the headers of the fixed release have them
+    (``"header"``). Only one of the two is used: nothing is rescaled twice.
+    """
 
     columns: ClassVar[Mapping[str, str]] = {
         "age": "PatientAge",
@@ -153,11 +168,11 @@ class CtRate(TableLayout):
             )
 
     def key_of_row(self, values: Mapping[str, str]) -> str:
-        """Name of the volume."""
+        """Return the name of the volume."""
         return self.key_of_file(values["image"])
 
     def key_of_file(self, path: str) -> str:
-        """Name of the volume, without ending."""
+        """Return the name of the volume without its ending."""
         match = _VOLUME.fullmatch(path)
         return match[1] if match else path
 
@@ -202,25 +217,25 @@ class CtRate(TableLayout):
         return read_report_rows(
             self.inputs.reports,
             self.settings.report_columns,
-            _REPORT_CT_RATE,
+            _CT_RATE_REPORT,
             ("image", "findings", "impression"),
-            _studies_of_ct_rate,
-            _text_of_ct_rate,
+            _ct_rate_studies,
+            _ct_rate_text,
         )
 
 
-def _studies_of_ct_rate(values: Mapping[str, str]) -> Sequence[str]:
+def _ct_rate_studies(values: Mapping[str, str]) -> Sequence[str]:
     match = _VOLUME.fullmatch(values["image"])
     return [match[2]] if match else []
 
 
-def _text_of_ct_rate(values: Mapping[str, str]) -> str:
+def _ct_rate_text(values: Mapping[str, str]) -> str:
     sections = {"FINDINGS": values["findings"], "IMPRESSION": values["impression"]}
     return "\n".join(f"{name}: {text}" for name, text in sections.items() if text)
 
 
 def _table_facts(values: Mapping[str, str]) -> tuple[tuple[float, float], tuple[float, float, float]] | None:
-    """Rescale and spacing between rows, columns, slices; None where the row lacks one."""
+    """Return rescale and spacing between rows, columns, slices; None where the row lacks one."""
     try:
         in_plane = json.loads(values["xy"])
         rows, columns = in_plane if isinstance(in_plane, list) else (in_plane, in_plane)
@@ -233,14 +248,19 @@ def _table_facts(values: Mapping[str, str]) -> tuple[tuple[float, float], tuple[
     return (slope, intercept), (spacing[0], spacing[1], spacing[2])
 
 
-_IMAGE_MIMIC_CXR: Final = re.compile(
+_MIMIC_IMAGE: Final = re.compile(
     r"(?:.*/)?p(\d+)/s(\d+)/([^/]+?)(?:\.dcm\.gz|\.dcm|\.jpe?g|\.png)", re.IGNORECASE
 )
-_REPORT_MIMIC_CXR: Final = re.compile(r"(?:.*/)?p\d+/s(\d+)\.txt")
+_MIMIC_REPORT: Final = re.compile(r"(?:.*/)?p\d+/s(\d+)\.txt")
 
 
 class MimicCxr(TableLayout):
-    """The folders name patient and study; a row that says otherwise makes the link ambiguous."""
+    """Layout of MIMIC-CXR and MIMIC-CXR-JPG: folders name patient and study, and rows must agree with them.
+
+    Images are ``files/p10/p10000032/s50414267/<dicom_id>.dcm`` (or ``.dcm.gz``, ``.jpg``), reports
+    ``files/p10/p10000032/s50414267.txt``. ``layout.table`` is ``cxr-record-list.csv`` or the metadata table
+    of the JPG version, ``layout.split_table`` is ``mimic-cxr-2.0.0-split.csv``. Tables may be ``.csv.gz``.
+    """
 
     columns: ClassVar[Mapping[str, str]] = {
         "image": "dicom_id",
@@ -251,21 +271,21 @@ class MimicCxr(TableLayout):
     required: ClassVar[tuple[str, ...]] = ("image", "patient", "study")
 
     def key_of_row(self, values: Mapping[str, str]) -> str:
-        """The image's identifier."""
+        """Return the image's identifier."""
         return values["image"]
 
     def key_of_file(self, path: str) -> str:
-        """The same, which is the file's name."""
-        match = _IMAGE_MIMIC_CXR.fullmatch(path)
+        """Return the identifier, which is the file's name."""
+        match = _MIMIC_IMAGE.fullmatch(path)
         return match[3] if match else path
 
     def split_columns(self) -> Mapping[str, str]:
-        """Names in the official split table."""
+        """Return the names in the official split table."""
         return {"patient": "subject_id", "split": "split"}
 
     def place_row(self, values: Mapping[str, str], path: str, form: ImageForm) -> Placement | Reason:
         """Place by folders, by the row where there is no file, and compare the two."""
-        match = _IMAGE_MIMIC_CXR.fullmatch(path)
+        match = _MIMIC_IMAGE.fullmatch(path)
         if match is None and not values["study"]:
             return Reason.NOT_IN_LAYOUT
         patient, study = (match[1], match[2]) if match else (values["patient"], values["study"])
@@ -295,18 +315,16 @@ class MimicCxr(TableLayout):
             raise ConfigError("inputs.reports must be the folder of the report tree, got a file; correct it.")
         texts = sorted(_texts_below(source), key=os.fsencode)
         for place, text in enumerate(texts, start=1):
-            match = _REPORT_MIMIC_CXR.fullmatch(text)
+            match = _MIMIC_REPORT.fullmatch(text)
             if match is None:
                 yield BrokenReport(place=place, reason=Reason.NOT_REPORT, detail="")
             else:
                 yield read_report_file(source / text, place, match[1])
 
     def reason_of_other(self, path: Path) -> Reason:
-        """Reports beside the images have outcomes of their own."""
+        """Return the reason of a file; reports beside the images have their own outcomes."""
         return (
-            Reason.LAYOUT_FILE
-            if _REPORT_MIMIC_CXR.fullmatch(path.as_posix())
-            else super().reason_of_other(path)
+            Reason.LAYOUT_FILE if _MIMIC_REPORT.fullmatch(path.as_posix()) else super().reason_of_other(path)
         )
 
 
@@ -327,7 +345,11 @@ class _Report(NamedTuple):
 
 
 class OpenI(PlacedLayout):
-    """Images belong to the report that names them; an image that two reports name belongs to nobody."""
+    """Layout of the Indiana chest X-rays of Open-i: reports in XML (``inputs.reports``) name their images.
+
+    An image that two reports name (``parentImage``) is ambiguous. There are no patients, so every study is a
+    patient of its own.
+    """
 
     def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
         super().__init__(inputs, splits)
@@ -368,7 +390,7 @@ class OpenI(PlacedLayout):
                 yield BrokenReport(place=place, reason=record, detail="")
 
     def reason_of_other(self, path: Path) -> Reason:
-        """Reports beside the images have outcomes of their own."""
+        """Return the reason of a file; reports beside the images have their own outcomes."""
         is_report = path.suffix.lower() == ".xml" and path.is_relative_to(self._source.absolute())
         return Reason.LAYOUT_FILE if is_report else super().reason_of_other(path)
 
@@ -405,7 +427,10 @@ _VIEWS = {"ANTEROPOSTERIOR": "AP", "LATERAL": "LATERAL", "POSTEROANTERIOR": "PA"
 
 
 class PadChest(TableLayout):
-    """The table names everything by the file's name, whatever folder it lies in."""
+    """Layout of PadChest: 16-bit PNG and one table, which is both ``layout.table`` and ``inputs.reports``.
+
+    The table names images by file name, whatever their folder.
+    """
 
     columns: ClassVar[Mapping[str, str]] = {
         "image": "ImageID",
@@ -418,17 +443,17 @@ class PadChest(TableLayout):
     required: ClassVar[tuple[str, ...]] = ("image", "patient", "study")
 
     def key_of_row(self, values: Mapping[str, str]) -> str:
-        """Name of the file."""
+        """Return the name of the file."""
         return values["image"]
 
     def key_of_file(self, path: str) -> str:
-        """Name of the file."""
+        """Return the name of the file."""
         return path.rsplit("/", 1)[-1]
 
     def place_row(
         self,
         values: Mapping[str, str],
-        path: str,  # noqa: ARG002 - the row says everything
+        path: str,  # noqa: ARG002 - the row decides
         form: ImageForm,
     ) -> Placement | Reason:
         """Place by the row."""

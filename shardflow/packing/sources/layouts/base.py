@@ -253,7 +253,7 @@ class LayoutConfig:
             raise ConfigError("pattern must have a group (?P<study>...), got none; add it.")
 
     def content(self) -> dict[str, Any] | None:
-        """Return what decides the dataset's bytes; None where headers say everything and nothing is set."""
+        """Return the settings that decide the dataset's bytes; None for the default layout."""
         row = {name: value for name, value in asdict(self).items() if name not in _PATHS}
         row["has_split_table"] = self.split_table is not None
         return None if self == LayoutConfig() else row
@@ -300,10 +300,10 @@ class Layout(Protocol):
         """List all inputs but the reports; also rows whose file is not there, with MISSING_FILE."""
 
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
-        """Say whose image a file is, or why it is none; None where its DICOM header says everything."""
+        """Return the placement of a file, or the reason why it has none; None if its DICOM header decides."""
 
     def study_of_attachment(self, file: DiscoveredFile) -> str:
-        """Return the study in whose place a file lies that is no image; ``""`` where its place names none."""
+        """Return the study that the path of a non-image file names; ``""`` if it names none."""
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
         """Read the reports; each names the study that `Placement.study` names."""
@@ -331,7 +331,7 @@ class PlacedLayout:
         return discover(self.inputs.dicom)
 
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
-        """Say whose image a file is; see `Layout`."""
+        """Place a file; see `Layout`."""
         path = file.path(self._roots)
         form = form_of_path(path)
         placed = self.place_image(self.relative_path(path), form) if form is not None else None
@@ -340,11 +340,11 @@ class PlacedLayout:
         return self.reason_of_other(path)
 
     def study_of_attachment(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - for layouts whose paths say it
-        """Return the study in whose place a file lies; see `Layout`."""
+        """Return the study that the path of a file names; see `Layout`."""
         return ""
 
     def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
-        """Place a file that looks like an image; for the layouts to say."""
+        """Place a file that looks like an image; implemented by each layout."""
         raise NotImplementedError
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
@@ -449,7 +449,7 @@ def form_of_path(path: Path | str) -> ImageForm | None:
 def patient_attributes(
     *, sex: str = "", age: str = "", view: str = "", body_part: str = ""
 ) -> dict[str, tuple[str, ...]]:
-    """Turn what tables say into DICOM attributes; the allowlist judges them later.
+    """Turn values of tables into DICOM attributes; the allowlist filters them later.
 
     Example:
         >>> patient_attributes(sex="Female", age="68.0", view="pa")

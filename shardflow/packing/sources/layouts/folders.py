@@ -26,7 +26,7 @@ class Folder(PlacedLayout):
         self._pattern = re.compile(self.settings.pattern)
 
     def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
-        """Take what the groups say."""
+        """Place by the groups of the pattern."""
         match = self._pattern.fullmatch(path)
         if match is None:
             return Reason.NOT_IN_LAYOUT
@@ -67,7 +67,7 @@ _INSTANCE: Final = re.compile(r"(?:.*/)?(?:train|test)_images/([^/]+)/([^/]+)/(\
 
 
 class Headers:
-    """The header of every file says whose it is."""
+    """Layout without tables: the DICOM header of each file identifies its study."""
 
     def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:  # noqa: ARG002 - as every layout
         self._inputs = inputs
@@ -81,7 +81,7 @@ class Headers:
         """Leave it to the header."""
         return Placement(attributes={}, is_patient_study=True) if self._is_patient_study else None
 
-    def study_of_attachment(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - paths say nothing
+    def study_of_attachment(self, file: DiscoveredFile) -> str:  # noqa: ARG002 - headers name the study
         """Return nothing: only headers name studies."""
         return ""
 
@@ -91,7 +91,7 @@ class Headers:
 
 
 class Lidc(PlacedLayout):
-    """LIDC-IDRI: headers say whose an image is; the readers' XML waits for whoever aligns annotations."""
+    """LIDC-IDRI: headers identify the study; the readers' XML is linked later, as an attachment."""
 
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
         """Leave images to their headers."""

@@ -37,7 +37,7 @@ _ROLES: Final[dict[str, ReportRole]] = {
 
 
 class TableLayout(PlacedLayout):
-    """Finds the row of a file by a key that both have; subclasses say which, and what the row means.
+    """Base of layouts with a table of images: finds the row of a file by a key that subclasses define.
 
     A table keeps its rows in memory: some hundred bytes an image.
     """
@@ -60,29 +60,29 @@ class TableLayout(PlacedLayout):
 
     @property
     def has_table(self) -> bool:
-        """Whether there is a table; some layouts do without one."""
+        """Whether there is a table; it is optional in some layouts."""
         return self.settings.table is not None
 
     def key_of_row(self, values: Values) -> str:
-        """Key of a row; ``""`` for a row that names no image."""
+        """Return the key of a row; ``""`` for a row that names no image."""
         raise NotImplementedError
 
     def key_of_file(self, path: str) -> str:
-        """Key of a file, by its path below the input folder."""
+        """Return the key of a file, by its path below the input folder."""
         raise NotImplementedError
 
     def place_row(self, values: Values, path: str, form: ImageForm) -> Placement | Reason:
-        """Say what a row means for its file; all roles are empty where there is no table."""
+        """Place a file by its row; without a table all roles are empty."""
         raise NotImplementedError
 
     def rows(self) -> Iterator[tuple[str, Values]]:
-        """Yield all rows that are of one mind, by key."""
+        """Yield all rows without contradiction, by key."""
         for key, row in self._rows.items():
             if row is not None:
                 yield key, dict(zip(self._roles, row, strict=True))
 
     def discover(self) -> list[DiscoveredFile]:
-        """List the files, and the rows whose file is not there."""
+        """List the files, and the rows whose file does not exist."""
         found = super().discover()
         if not self.has_table or self.settings.missing_files == "ignore":
             return found
@@ -97,11 +97,11 @@ class TableLayout(PlacedLayout):
         ]
 
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
-        """Say whose image a file is; a row without a file has its place too, and its study is not whole."""
+        """Place a file; a row without a file is placed too, and makes its study incomplete."""
         if file.problem is Reason.MISSING_FILE:
             key = self.relative_path(file.path(self._roots))
             if key in self._there:
-                # The row was without a file once, and has one now, maybe with an ending.
+                # The row had no file earlier, and has one now, maybe with an ending.
                 return Reason.DUPLICATE_INSTANCE
             return self._place_key(key, key, form_of_path(key) or "dicom")
         return super().place(file)
@@ -122,7 +122,7 @@ class TableLayout(PlacedLayout):
 
     def _read_rows(self, table: Path) -> None:
         columns = {**self.columns, **self.settings.columns}
-        # What the settings name must be there: a column with a wrong name would be empty in silence.
+        # Columns that the settings name must exist: a misspelled name would silently be empty.
         required = {*self.required, *self.settings.columns}
         known: dict[str, str] = {}
         for row in read_table(table, _TABLE, columns, sorted(required)):
@@ -137,7 +137,7 @@ class TableLayout(PlacedLayout):
                     f"{_TABLE} must name an image in every row, got a row that names none "
                     f"(line {row.place}); correct it."
                 )
-            # Few values are different: sexes, views, splits, patients of several images.
+            # Few values differ: sexes, views, splits, patients with several images.
             values = tuple(known.setdefault(row.values[role], row.values[role]) for role in self._roles)
             if self._rows.setdefault(key, values) != values:
                 self._rows[key] = None
@@ -213,51 +213,39 @@ class Manifest(TableLayout):
     columns: ClassVar[Mapping[str, str]] = {
         name: name
         for name in (
-            *(
-                "accession",
-                "age",
-                "body_part",
-                "instance",
-                "intercept",
-                "modality",
-                "number",
-                "path",
-                "patient",
-            ),
-            *("report", "series", "sex", "slope", "split", "study", "view"),
+            *("accession", "age", "body_part", "instance", "intercept", "modality", "number", "path"),
+            *("patient", "report", "series", "sex", "slope", "split", "study", "view"),
         )
     }
     required: ClassVar[tuple[str, ...]] = ("path",)
 
     def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
         super().__init__(inputs, splits)
-        if {"accession"} <= self.settings.columns.keys() and not any(
-            row["patient"] for _, row in self.rows()
-        ):
+        if "accession" in self.settings.columns and not any(row["patient"] for _, row in self.rows()):
             raise ConfigError(
                 "layout.columns must name patients with accession numbers, got accession numbers alone; add "
                 "the column of patients."
             )
 
     def key_of_row(self, values: Values) -> str:
-        """Path without a leading ``./``."""
+        """Return the path without a leading ``./``."""
         return values["path"].removeprefix("./")
 
     def key_of_file(self, path: str) -> str:
-        """The path itself."""
+        """Return the path."""
         return path
 
     def place_row(self, values: Values, path: str, form: ImageForm) -> Placement | Reason:
-        """Take the row's word for everything that it says."""
+        """Place by the row; it overrides the header wherever it has a value."""
         split = self.split_of(values["patient"], values["split"])
         if isinstance(split, Reason):
             return split
-        study = self._study(values)
+        study = self.study_of_row(values)
         series = values["series"] or path
         if not (_is_rescale(values["slope"], values["intercept"]) and _is_ordinal(values["number"])):
             return Reason.INVALID_IMAGE_DESCRIPTION
-        # A volume has a header that may say it too; a picture has nothing but its row.
-        is_asked = form == "raster" or (form == "nifti" and self.settings.volume_facts == "table")
+        # A volume may have it in its header; a PNG or JPEG has only its row.
+        has_table_rescale = form == "raster" or (form == "nifti" and self.settings.volume_facts == "table")
         return Placement(
             form=form,
             patient=values["patient"],
@@ -272,7 +260,7 @@ class Manifest(TableLayout):
             ),
             is_patient_study=self.settings.is_patient_study,
             other_ids=tuple(sorted({values["accession"], values["report"]} - {""})),
-            rescale=_rescale(values["slope"], values["intercept"]) if is_asked else None,
+            rescale=_rescale(values["slope"], values["intercept"]) if has_table_rescale else None,
         )
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
@@ -291,10 +279,7 @@ class Manifest(TableLayout):
         )
 
     def study_of_row(self, values: Values) -> str:
-        """Name of the study of an image or a report."""
-        return self._study(values)
-
-    def _study(self, values: Values) -> str:
+        """Return the study of a row of images or reports."""
         if self.settings.is_study_within_patient and values["study"]:
             return f"{values['patient']}/{values['study']}" if values["patient"] else ""
         return values["study"]
@@ -315,7 +300,7 @@ class _Join:
                 self._by_accession[values["patient"], values["accession"]].add(study)
 
     def studies_of(self, values: Values) -> Sequence[str]:
-        """Return the studies by the surest key that the row has."""
+        """Return the studies by the most reliable key of the row."""
         if study := self._manifest.study_of_row(values):
             return [study]
         if values["report"]:
@@ -327,12 +312,12 @@ class _Join:
 
 
 def _rescale(slope: str, intercept: str) -> tuple[float, float] | None:
-    """Slope and intercept, where the row states either."""
+    """Return slope and intercept if the row states either."""
     return (float(slope or 1), float(intercept or 0)) if slope or intercept else None
 
 
 def _is_rescale(slope: str, intercept: str) -> bool:
-    """Whether values can be rescaled so: with a slope of 0, or with what is no number, all would be one."""
+    """Whether slope and intercept are usable: finite numbers, and a slope other than 0."""
     try:
         factor, offset = float(slope or 1), float(intercept or 0)
     except ValueError:

@@ -10,7 +10,7 @@ import pytest
 from shardflow.errors import ConfigError
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources import reports
-from shardflow.packing.sources.reports import BrokenReport, ReportRecord, iter_reports, load_reports
+from shardflow.packing.sources.reports import BrokenReport, ReportRecord, iter_reports
 
 pytestmark = pytest.mark.fast
 
@@ -37,7 +37,7 @@ def test_csv_reads_quoted_text_over_lines(tmp_path: Path, mark: bytes, end: str)
         "",
     ]
     table.write_bytes(mark + end.join(lines).encode("utf-8"))
-    assert _plain(load_reports(table, "csv")) == [
+    assert _plain(list(iter_reports(table, "csv"))) == [
         (2, "1.2", 'No, "none".\nSecond line.'),
         (5, "1.3", "H\u00e4matom"),
     ]
@@ -46,7 +46,7 @@ def test_csv_reads_quoted_text_over_lines(tmp_path: Path, mark: bytes, end: str)
 def test_csv_keeps_duplicates_and_names_bad_rows_by_line(tmp_path: Path) -> None:
     table = tmp_path / "reports.csv"
     table.write_bytes(b"Text,Study_Instance_UID\na,1.2\na,1.2\nlonely\n  ,1.4\nb,\nL\xe4nge,1.5\nlast,1.6\n")
-    assert _plain(load_reports(table, "csv")) == [
+    assert _plain(list(iter_reports(table, "csv"))) == [
         (2, "1.2", "a"),
         (3, "1.2", "a"),
         (4, Reason.REPORT_UNREADABLE, "1 columns instead of 2"),
@@ -60,7 +60,7 @@ def test_csv_keeps_duplicates_and_names_bad_rows_by_line(tmp_path: Path) -> None
 def test_csv_takes_reports_longer_than_the_modules_default(tmp_path: Path) -> None:
     table = tmp_path / "reports.csv"
     table.write_text("study_instance_uid,text\n1.2," + "word " * 40_000 + "\n", encoding="utf-8")
-    (record,) = load_reports(table, "csv")
+    (record,) = list(iter_reports(table, "csv"))
     assert isinstance(record, ReportRecord)
     assert len(record.text) == 200_000
 
@@ -79,7 +79,7 @@ def test_a_damaged_table_is_refused_as_a_whole(tmp_path: Path, content: bytes, m
     table = tmp_path / "reports.csv"
     table.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
-        load_reports(table, "csv")
+        list(iter_reports(table, "csv"))
     assert "SECRET" not in str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_jsonl_reads_objects_and_names_bad_lines(tmp_path: Path, monkeypatch: py
         json.dumps({"study_instance_uid": "1.5", "text": "end"}),
     ]
     table.write_bytes("\r\n".join(lines).encode("utf-8"))
-    found = load_reports(table, "jsonl")
+    found = list(iter_reports(table, "jsonl"))
     assert _plain(found) == [
         (1, "1.2", "Clear.\nNormal."),
         (3, Reason.REPORT_UNREADABLE, "no JSON: JSONDecodeError"),
@@ -119,7 +119,7 @@ def test_folder_takes_text_files_by_their_name_in_sorted_order(tmp_path: Path) -
     (tmp_path / "1.5.txt").write_bytes(b"L\xe4nge")
     (tmp_path / "README.md").write_bytes(b"read me")
     (tmp_path / "sub.txt").mkdir()
-    assert _plain(load_reports(tmp_path, "folder")) == [
+    assert _plain(list(iter_reports(tmp_path, "folder"))) == [
         (1, "1.2", "First."),
         (2, "1.3", "Second.\n"),
         (3, Reason.EMPTY_REPORT, ""),
@@ -146,14 +146,14 @@ def test_a_missing_source_is_an_error_of_configuration(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="the reports must be a") as caught:
-        load_reports(tmp_path / name, kind)
+        list(iter_reports(tmp_path / name, kind))
     assert str(tmp_path) not in str(caught.value)
 
 
 def test_an_unknown_format_is_an_error_of_configuration(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_bytes(b"")
     with pytest.raises(ConfigError, match="one of csv, folder, jsonl"):
-        load_reports(tmp_path / "a.xml", "xml")  # type: ignore[arg-type]
+        list(iter_reports(tmp_path / "a.xml", "xml"))  # type: ignore[arg-type]
 
 
 def test_no_identifier_or_text_in_a_representation() -> None:
