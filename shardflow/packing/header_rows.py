@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardflow.errors import ShardflowError, StorageError
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.inventory import ATTACHMENT_KIND, NO_FACTS, NO_STUDY, Attachment, ItemLinks, StudyFacts
@@ -194,7 +194,7 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
     descriptors: dict[str, int] = {}
     try:
         lines: list[bytes] = []
-        with storing("reading header rows of the private folder"):
+        with naming_os_errors("reading header rows of the private folder"):
             for place in places:
                 if place.name not in descriptors:
                     descriptors[place.name] = os.open(folder / place.name, os.O_RDONLY | os.O_CLOEXEC)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, resolve
 from shardflow.packing.inventory import (
     NO_STUDY,
@@ -238,7 +238,7 @@ def link_reports(
     unusable: set[int] = set()
     finder = StudyFinder(studies, key, copies=copies)
     offset = 0
-    with storing("writing report texts to the private folder"):
+    with naming_os_errors("writing report texts to the private folder"):
         descriptor = os.open(spool, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             linked = ((number, *found) for one in records for number, found in enumerate(finder.find(one)))
@@ -296,7 +296,7 @@ def read_people(spool: Path, place: ReportPlace) -> dict[str, list[str]]:
 
 
 def _read(spool: Path, offset: int, num_bytes: int) -> bytes:
-    with storing("reading a report text of the private folder"), spool.open("rb") as file:
+    with naming_os_errors("reading a report text of the private folder"), spool.open("rb") as file:
         text = os.pread(file.fileno(), num_bytes, offset)
     if len(text) != num_bytes:
         raise StorageError("a report text in the private folder is truncated; run the job again.")
@@ -388,7 +388,7 @@ class _Appending:
         texts = [read_report(self._spool, table.place_of(one)) for one in parts]
         text = b"\n\n".join(part.strip(b"\n") for part in texts) + b"\n"
         people = self._people(parts)
-        with storing("writing report texts to the private folder"), self._spool.open("ab") as file:
+        with naming_os_errors("writing report texts to the private folder"), self._spool.open("ab") as file:
             table.offset[final] = file.tell()
             file.write(text + people)
         table.num_bytes[final] = len(text)

@@ -222,7 +222,7 @@ class Scanner:
             return replace(row, placement=None, attachment=AttachmentRow("", 0, "0" * 16, ()), reason=found)
         reason = None if found.items else Reason.ATTACHMENT_PART.value
         beside = "" if row.placement is None else row.placement.study
-        found = replace(found, study_of_attachment=beside)
+        found = replace(found, study_beside=beside)
         return replace(row, placement=None, attachment=found, reason=reason)
 
     def _scanned(self, row: HeaderRow, place: tuple[int, int], modified_ns: int) -> ScannedFile:

@@ -28,7 +28,7 @@ from shardflow.format.entities import view_digests
 from shardflow.format.foreign.places import RelocatedStore
 from shardflow.format.keys import canonical_json
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore, open_store, write_atomic
 from shardflow.storage.opening import erase
@@ -62,7 +62,7 @@ def read_publish_target(workspace: Workspace) -> PublishTarget | None:
     """
     path = workspace.private / _NAME
     try:
-        with storing("reading the publish target"):
+        with naming_os_errors("reading the publish target"):
             note = json.loads(path.read_bytes()) if path.exists() else None
         return note and PublishTarget(url=str(note["upload_to"]), keeps_local=bool(note["keep_local"]))
     except (ValueError, KeyError, TypeError):
@@ -334,7 +334,7 @@ class Uploader:
             return False
 
     def _unlink(self, entries: Iterable[FileEntry]) -> None:
-        with storing("removing an uploaded shard"):
+        with naming_os_errors("removing an uploaded shard"):
             for entry in entries:
                 (self._workspace.output / entry.path).unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.reasons import Reason
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import is_temporary_name
 
@@ -233,7 +233,7 @@ def locked_workspace(
     _check_apart(output, private, inputs)
     _check_contents(output)
     workspace = Workspace(output, private, array_task)
-    with storing("creating output and private_dir"):
+    with naming_os_errors("creating output and private_dir"):
         private.mkdir(parents=True, exist_ok=True, mode=0o700)
         if writes_output:
             output.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def locked_workspace(
         if array_task is not None:
             locks.enter_context(_lock(workspace.tasks / f"{array_task.name}.lock", f"task {array_task}"))
             _agree_on_count(workspace.tasks, array_task)
-        with storing("creating the work folders"):
+        with naming_os_errors("creating the work folders"):
             if writes_output:
                 for folder in (workspace.fragments, workspace.records):
                     folder.mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ def write_plainly(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with storing("writing a work file"):
+        with naming_os_errors("writing a work file"):
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
@@ -335,14 +335,14 @@ def _lock(path: Path, name: str, *, is_shared: bool = False) -> Iterator[None]:
     """Hold a lock that the kernel releases when this process ends, however it ends."""
     mode = (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     for _ in range(_LOCK_TRIES):
-        with storing(f"locking {name}"):
+        with naming_os_errors(f"locking {name}"):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
                 continue  # the job that held it has just ended and removed the folder
         try:
-            with storing(f"locking {name}"):
+            with naming_os_errors(f"locking {name}"):
                 try:
                     fcntl.flock(descriptor, mode)
                 except BlockingIOError:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import StorageError
 from shardflow.format.table import crc32c
-from shardflow.format.writer import SplitFiles, link_shard, storing
+from shardflow.format.writer import SplitFiles, link_shard, naming_os_errors
 from shardflow.packing.corpora.config import (
     PACKED,
     REASON_TABLE,
@@ -231,7 +231,7 @@ class _Outcomes:
     def _flush(self) -> None:
         self.counts.update(self._buffer)
         self.crc32c = _extend(self.crc32c, bytes(self._buffer))
-        with storing("writing outcomes"), self._path.open("wb" if self._is_new else "ab") as file:
+        with naming_os_errors("writing outcomes"), self._path.open("wb" if self._is_new else "ab") as file:
             file.write(self._buffer)
         self._is_new = False
         self._buffer.clear()
@@ -250,7 +250,7 @@ def outcome_pieces(folder: Path, record: Mapping[str, Any]) -> Iterator[bytes]:
             again by the next run.
     """
     checksum = 0
-    with storing("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
+    with naming_os_errors("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
         while piece := file.read(_BUFFER_LINES):
             checksum = _extend(checksum, piece)
             yield piece
@@ -276,7 +276,7 @@ def load_part(parts: Path, number: int, digest: str) -> dict[str, Any] | None:
         return None
     expected = {shard["path"]: shard["num_bytes"] for shard in record["shards"]}
     expected[_OUTCOMES] = sum(record["num_lines"])
-    with storing("looking for a part"):
+    with naming_os_errors("looking for a part"):
         for name, num_bytes in expected.items():
             path = folder / name
             if not path.exists() or path.stat().st_size != num_bytes:

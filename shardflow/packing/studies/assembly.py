@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.tar import END_OF_ARCHIVE
-from shardflow.format.writer import storing, write_file
+from shardflow.format.writer import naming_os_errors, write_file
 from shardflow.packing.studies.fragment import (
     DamagedFragmentError,
     Fragment,
@@ -119,7 +119,7 @@ def has_sizes(output: Path, record: Mapping[str, Any]) -> bool:
 
     They were on disk before the record was, so sizes only miss later damage.
     """
-    with storing("looking for a shard"):
+    with naming_os_errors("looking for a shard"):
         for suffix, entry in (("tar", record["tar"]), ("idx", record["index"])):
             path = output / "shards" / f"{record['name']}.{suffix}"
             if entry is not None and not (path.exists() and path.stat().st_size == entry["num_bytes"]):
@@ -152,7 +152,7 @@ def _index(name: str, num_bytes: int, parts: Sequence[Fragment]) -> tuple[list[d
 
 
 def _has_digest(path: Path, entry: Mapping[str, Any]) -> bool:
-    with storing("reading a shard back"):
+    with naming_os_errors("reading a shard back"):
         if not path.exists() or path.stat().st_size != entry["num_bytes"]:
             return False
         with path.open("rb") as file:

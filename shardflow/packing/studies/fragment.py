@@ -23,7 +23,7 @@ import google_crc32c
 from shardflow.format.index import FieldLocation
 from shardflow.format.samples import SampleFacts
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_header, padding
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.packing.engines.base import decode
 from shardflow.packing.workspace import write_plainly
 
@@ -100,7 +100,7 @@ class FragmentWriter:
         self._sample_key = sample_key
         self._task_digest = task_digest
         self._forget()
-        with storing("creating a fragment"):
+        with naming_os_errors("creating a fragment"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = self._temporary.open("xb", buffering=0)
 
@@ -140,7 +140,7 @@ class FragmentWriter:
 
     def restart(self) -> None:
         """Drop all fields."""
-        with storing("writing a fragment"):
+        with naming_os_errors("writing a fragment"):
             self._file.seek(0)
             self._file.truncate()
         self._forget()
@@ -171,7 +171,7 @@ class FragmentWriter:
         rest = asdict(replace(fragment, fields=()))
         trailer = json.dumps({**rest, "fields": fields}, separators=(",", ":")).encode("ascii")
         self._write(trailer + _FOOTER.pack(len(trailer), google_crc32c.value(trailer), _MAGIC))
-        with storing("writing a fragment"):
+        with naming_os_errors("writing a fragment"):
             self._file.close()
             self._temporary.replace(self._path)
         return fragment
@@ -188,7 +188,7 @@ class FragmentWriter:
     def _write(self, *parts: bytes) -> None:
         """Write parts one after another, without joining them."""
         rest = [memoryview(part) for part in parts if part]
-        with storing("writing a fragment"):
+        with naming_os_errors("writing a fragment"):
             while rest:
                 num_bytes = os.writev(self._file.fileno(), rest)
                 while rest and num_bytes >= rest[0].nbytes:
@@ -237,7 +237,7 @@ def copy_members(path: Path, fragment: Fragment) -> Iterator[bytes]:
     """
     checksum = google_crc32c.Checksum()
     remaining = fragment.num_bytes
-    with storing("reading a fragment"), path.open("rb", buffering=0) as file:
+    with naming_os_errors("reading a fragment"), path.open("rb", buffering=0) as file:
         while remaining and (piece := file.read(min(_COPY_BYTES, remaining))):
             checksum.update(piece)
             remaining -= len(piece)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
 from shardflow.format.codecs import decode_array, encode_array
 from shardflow.format.keys import small_field, thumbnail_field, variant_field
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.viewing.planes import encode_thumbnail
 
 if TYPE_CHECKING:
@@ -191,14 +191,14 @@ class _Spool:
 
     def add(self, payload: bytes) -> None:
         self._sizes.append(len(payload))
-        with storing("writing slices to a temporary file"):
+        with naming_os_errors("writing slices to a temporary file"):
             self._file.write(payload)
 
     def __iter__(self) -> Iterator[bytes]:
-        with storing("reading slices back from a temporary file"):
+        with naming_os_errors("reading slices back from a temporary file"):
             self._file.seek(0)
         for size in self._sizes:
-            with storing("reading slices back from a temporary file"):
+            with naming_os_errors("reading slices back from a temporary file"):
                 payload = self._file.read(size)
             yield payload
 

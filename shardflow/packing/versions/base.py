@@ -20,7 +20,7 @@ from shardflow.errors import ConfigError, FormatError
 from shardflow.format.manifest import Manifest, ShardEntry
 from shardflow.format.samples import FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import Table
-from shardflow.format.writer import storing
+from shardflow.format.writer import naming_os_errors
 from shardflow.packing.config import PageConfig
 from shardflow.packing.inventory import (
     ATTACHMENT_KIND,
@@ -159,14 +159,14 @@ class KnownInputs:
 
     def entries(self, rows: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Read lines of the private ledger; they hold paths."""
-        with storing("reading the private ledger"), self._path.open("rb") as file:
+        with naming_os_errors("reading the private ledger"), self._path.open("rb") as file:
             for row in rows:
                 file.seek(int(self._offset[row]))
                 yield json.loads(file.readline())
 
     def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
         offset = 0
-        with storing("reading the private ledger"), self._path.open("rb") as file:
+        with naming_os_errors("reading the private ledger"), self._path.open("rb") as file:
             for line in file:
                 yield offset, json.loads(line)
                 offset += len(line)
