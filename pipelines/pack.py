@@ -1,4 +1,4 @@
-"""Packing job of a checkout: ``python -m pipelines.pack --config FILE`` is ``shardflow pack --config FILE``."""
+"""Packing job of a checkout: ``python -m pipelines.pack ...`` is ``shardflow pack ...``."""
 
 from __future__ import annotations
 

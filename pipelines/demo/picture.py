@@ -1,4 +1,4 @@
-"""The demo's picture: slices beside their reports, and the loss of both runs."""
+"""Picture of the demo: slices beside their reports, and the losses of both runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from pipelines.demo.studies import GENERATED
 from shardflow.format import Dataset, decode_array
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, parse_slice_field
+from shardflow.training.metrics import read_metrics
 
-if TYPE_CHECKING:
-    from pipelines.demo.story import Losses
-
+_AVERAGED_STEPS = 8
 _NUM_STUDIES = 5
 _NUM_SLICES = 6
 _THUMBNAIL_PIXELS = 64 * 64
@@ -38,6 +37,37 @@ class Resumption:
 
     killed_after: int
     resumed_after: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """The course of one run's training loss."""
+
+    steps: list[int]
+    values: list[float]
+    """Nats a token."""
+    attempts: list[int]
+    """Which start of the job made each step."""
+
+    @property
+    def first(self) -> float:
+        """Mean of the first steps."""
+        return sum(self.values[:_AVERAGED_STEPS]) / len(self.values[:_AVERAGED_STEPS])
+
+    @property
+    def last(self) -> float:
+        """Mean of the last steps."""
+        return sum(self.values[-_AVERAGED_STEPS:]) / len(self.values[-_AVERAGED_STEPS:])
+
+
+def losses(run: Path) -> Losses:
+    """Read the losses of a run; each step once, as its last attempt made it."""
+    lines = [line for line in read_metrics(run) if line["loss"] is not None]
+    return Losses(
+        steps=[int(line["global_step"]) + 1 for line in lines],
+        values=[float(line["loss"]) for line in lines],
+        attempts=[int(line["attempt"]) for line in lines],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""The course of the demo, a method a chapter; every job in it is one that a user would start by hand.
+"""Story of the demo: one method a chapter, every job started by the command that a user would type.
 
-Starting the jobs that the demo is made of, watching them, and killing one rank of one.
-
-What the demo claims, compared: the committed samples of two runs, the plan, and the course of the loss.
+The jobs are started and watched, one rank of one is killed, and the committed samples of both runs, the plan
+and the losses are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pipelines.demo import studies as settings
-from pipelines.demo.picture import Resumption, draw
+from pipelines.demo.picture import Resumption, draw, losses
 from pipelines.demo.studies import find_studies, input_folders, write_reports
 from shardflow.format import Dataset
 from shardflow.training.ledger import read_ledger
@@ -173,8 +172,6 @@ Slot = tuple[int, int, int, int, str | None]
 """Epoch, step, micro-batch, slot in it, and the sample's key; None for padding."""
 SlotSequence = list[Slot]
 
-_AVERAGED_STEPS = 8
-
 
 def committed_sequence(run: Path) -> SlotSequence:
     """Every slot of every step that a checkpoint of the run counts, from the run's ledger."""
@@ -208,37 +205,6 @@ def first_difference(found: Sequence[Slot], expected: Sequence[Slot]) -> str | N
     if len(found) != len(expected):
         return f"{len(found)} slots instead of {len(expected)}"
     return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Losses:
-    """The course of one run's training loss."""
-
-    steps: list[int]
-    values: list[float]
-    """Nats a token."""
-    attempts: list[int]
-    """Which start of the job made each step."""
-
-    @property
-    def first(self) -> float:
-        """Mean of the first steps."""
-        return sum(self.values[:_AVERAGED_STEPS]) / len(self.values[:_AVERAGED_STEPS])
-
-    @property
-    def last(self) -> float:
-        """Mean of the last steps."""
-        return sum(self.values[-_AVERAGED_STEPS:]) / len(self.values[-_AVERAGED_STEPS:])
-
-
-def losses(run: Path) -> Losses:
-    """Read the losses of a run; each step once, as its last attempt made it."""
-    lines = [line for line in read_metrics(run) if line["loss"] is not None]
-    return Losses(
-        steps=[int(line["global_step"]) + 1 for line in lines],
-        values=[float(line["loss"]) for line in lines],
-        attempts=[int(line["attempt"]) for line in lines],
-    )
 
 
 _REPOSITORY = Path(__file__).resolve().parents[2]

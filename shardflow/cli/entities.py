@@ -27,8 +27,8 @@ has just the threshold is left out. The rows lie in views/<name>/<dataset_id>/ o
 its shards: no shard is touched and no byte of an image copied.
 
 Train on them with `data.view = "entity"`, alone or in a blend with whole studies (`view` of a component), or
-open them in Python with shardflow.loading.selection.open_view. A job that was stopped goes on where it was when it is
-started again. Needs the extra `pack`.
+open them in Python with shardflow.loading.selection.open_view. Start a stopped job again to resume it. Needs
+the extra `pack`.
 """
 EXAMPLES = """\
 examples:

@@ -1,4 +1,4 @@
-"""The command ``shardflow info``: contents of a dataset, from its manifest, samples table and some indexes."""
+"""The command ``shardflow info``: contents of a dataset, by its manifest, table and some indexes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``shardflow verify``: checks every byte of a dataset and names the first damage of each file."""
+"""The command ``shardflow verify``: checks every byte, and names the first damage of each file."""
 
 from __future__ import annotations
 

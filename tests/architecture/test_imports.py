@@ -23,8 +23,8 @@ for name in {names}:
     for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
         importlib.import_module(found.name)
 """
-# What each kind of process has imported when its own work begins: when a packing process sets its limits, a loader
-# process and the health monitor of a rank have started, a command answers.
+# What each kind of process has imported when its own work begins: when a packing process sets its limits, a
+# loader process and the health monitor of a rank have started, a command answers.
 STARTS = {
     "front door": ("import shardflow", set(HEAVY)),
     "packing process before its limits": ("import shardflow.packing.engines.worker", {*HEAVY, "asyncio"}),

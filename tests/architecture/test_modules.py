@@ -1,5 +1,5 @@
-"""The shape of the source: documented modules of one idea, re-exports only in packages, one place for each heavy
-dependency, and no name of a module in a string that does not lead to one.
+"""The shape of the source: documented modules of one idea, re-exports only in packages, one place for each
+heavy dependency, and no name of a module in a string that does not lead to one.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _strings(tree: ast.Module) -> Iterator[str]:
 
 
 def _leads_somewhere(name: str) -> bool:
-    """Whether ``package.module``, ``package.module:name`` or ``package.module.name`` exists, without importing it."""
+    """Whether ``package.module``, ``package.module:name`` or ``package.module.name`` exists in a file."""
     place, _, attribute = name.partition(":")
     parts = place.split(".")
     while parts:
@@ -137,7 +137,7 @@ def _binds(tree: ast.Module, name: str) -> bool:
 
 
 def test_every_name_of_a_module_in_a_string_leads_to_one() -> None:
-    """Processes are started, handlers found and objects patched by such strings; no import linter sees them."""
+    """Processes are started, handlers found and objects patched by such strings, unseen by import linters."""
     paths = [
         *REPOSITORY.glob("shardflow/**/*.py"),
         *REPOSITORY.glob("pipelines/**/*.py"),
