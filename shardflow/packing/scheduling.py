@@ -1,8 +1,8 @@
 """Scheduling of a plan: shards are assigned to array tasks, and packed whatever happens to single processes.
 
 The shard with the largest study is opened first, and the studies of a shard are scheduled largest first, so
-that no large study is left for the end. A shard is assembled as soon as its studies are done, so that the work
-folder holds only a few shards. When, and by which process, something is packed never shows in the bytes.
+that no large study is left for the end. A shard is assembled as soon as its studies are done, so that the
+work folder holds only a few shards. When, and by which process, something is packed never shows in the bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ingestion: headers, reports, and, for `append` and `retry`, the inputs of them that the dataset already knows.
+"""Ingestion: headers, reports, and, for `append` and `retry`, what of them the dataset already knows.
 
 Nothing is decoded here. The resulting tables tell which study every found input belongs to, and whether the
 job is to decide it.

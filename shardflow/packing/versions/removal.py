@@ -1,8 +1,8 @@
 """Removal of studies or patients from a dataset for good, because consent was withdrawn.
 
 The next version lacks their samples, their inputs are `CONSENT_WITHDRAWN`, and no later job packs them again.
-The bytes stay in the shards and in earlier versions until `shardflow.packing.versions.compaction` rewrites the
-shards and deletes the versions.
+The bytes stay in the shards and in earlier versions until `shardflow.packing.versions.compaction` rewrites
+the shards and deletes the versions.
 """
 
 from __future__ import annotations
