@@ -1,8 +1,8 @@
-"""Packing: DICOM studies and reports in, a dataset of format 1 out; resumable, any number of processes.
+"""Packing: DICOM studies and reports in, a dataset of format 1 out; resumable, with any number of processes.
 
-`job` tells the data's way; `config` the settings. Knows the sources and the format, never torch or the
-loader. Names are imported when they are asked for: a packing process imports this package before it has taken
-its limits, and no decoder may be loaded by then.
+`job` describes the data flow, `config` the settings. Knows the sources and the format, never torch or the
+loader. Names are imported lazily: a packing process imports this package before it has taken its limits, and
+must not load a decoder by then.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class InputsConfig:
     reports: Path | None = None
     """Table or folder of reports; none packs images alone."""
     reports_format: Literal["csv", "documents", "folder", "jsonl"] = "csv"
-    """Format of ``reports``, unless the layout determines it. ``documents``: DICOM SR, C-CDA, FHIR
-    and HL7v2, each file by its content."""
+    """Format of ``reports``, unless the layout determines it. ``documents``: DICOM SR, C-CDA, FHIR and HL7v2,
+    each file by its content."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Assignment of inputs to studies and patients, if DICOM headers do not suffice."""
 
@@ -67,8 +67,8 @@ class IdentityConfig:
     """The secret behind every surrogate."""
 
     key_file: Path | None = None
-    """File of at least 32 random bytes, mode 0600. By default ``secret.key`` in the private folder, created by
-    the first run. Keep it: with another key every sample has another name and patients change their split."""
+    """File of at least 32 random bytes, mode 0600. By default ``secret.key`` in the private folder, created
+    by the first run. Keep it: with another key, samples get other names and patients change their split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class PageConfig:
     enabled: bool = True
     """Whether to write one."""
     num_thumbnails: Annotated[int, Bounds(0, 500)] = 24
-    """Maximum number of studies to show. Thumbnails are pixels of patients, as are the slices in the shards."""
+    """Maximum number of studies to show. Thumbnails are pixels of patients, as the slices are."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -195,8 +195,8 @@ class PackConfig:
     """Whether shards stay in ``output`` after their upload. If not, each is removed as soon as it was read
     back from there; manifests, tables and ledgers stay."""
     private_dir: Path
-    """Folder outside the dataset for what must never be in it (mode 0700): the key, the ledger of input paths,
-    headers while the job runs, the crash log. One for each dataset."""
+    """Folder outside the dataset for what must never be in it (mode 0700): the key, the ledger of input
+    paths, headers while the job runs, the crash log. One for each dataset."""
     inputs: InputsConfig
     identity: IdentityConfig = field(default_factory=IdentityConfig)
     splits: Annotated[dict[str, int], Inside("parts")] = field(

@@ -1,4 +1,4 @@
-"""Task handlers of packing processes: the setup that all tasks share, and the function for each kind of task."""
+"""Task handlers of packing processes: the setup of all tasks, and the function for each kind of task."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Header rows: one JSON line for each input file, and the evidence in them that links attachments with studies.
+"""Header rows: one JSON line for each input file, and the evidence that links attachments with studies.
 
-The job keeps a few numbers per file in memory (`shardflow.packing.inventory`). Everything else about a file is
-stored here until its study is packed, so that memory does not grow with the number of attributes. Rows hold
-identifiers; they live in the private folder, and only while the job runs.
+The job keeps a few numbers per file in memory (`shardflow.packing.inventory`). Everything else about a file
+is stored here until its study is packed, so that memory does not grow with the number of attributes. Rows
+hold identifiers; they live in the private folder, and only while the job runs.
 
 For linking, packing processes turn identifiers into digests, which the job compares. Evidence is used in one
 order (study, series, instances, accession number, place, patient and time), and the first kind that names
@@ -204,8 +204,8 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
         raise
     except (ValueError, KeyError, TypeError, ShardflowError) as error:
         raise StorageError(
-            f"header rows cannot be read back ({type(error).__name__}); remove the headers folder in the private "
-            "folder and run the job again."
+            f"header rows cannot be read back ({type(error).__name__}); remove the headers folder in the "
+            "private folder and run the job again."
         ) from None
     finally:
         for descriptor in descriptors.values():

@@ -104,7 +104,7 @@ NO_FACTS: Final = StudyFacts()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemLinks:
-    """Evidence that links one record of an attachment: digests and surrogates, in the order of their weight."""
+    """Evidence that links one record of an attachment: digests and surrogates, by descending weight."""
 
     item: int
     studies: tuple[str, ...]
@@ -189,11 +189,11 @@ class StudyTable:
         return len(self._torn_patients)
 
     def patient_of(self, number: int) -> str:
-        """Return the patient of a study by its files, or by those of the previous version; ``""`` for none."""
+        """Return the patient of a study by its files, or by the previous version; empty for none."""
         return self.patients[number] or self._former.get(self.keys[number], "")
 
     def add(self, key: str, patient: str, bucket: int, facts: StudyFacts = NO_FACTS) -> int:
-        """Return the number of a study, adding it if it is new; ``patient`` is ``""`` if a file names none."""
+        """Return the number of a study, adding a new one; ``patient`` is empty if a file names none."""
         if patient and self._bucket_of.setdefault(patient, bucket) != bucket:
             self._torn_patients.add(patient)
         number = self._numbers.setdefault(key, len(self.keys))

@@ -430,8 +430,8 @@ class _Job:
             return self._first(discovered) if finished is None else self._compare(discovered, finished)
         if finished is None:
             raise ConfigError(
-                f"output must hold a dataset for {mode}, got none; resume an interrupted first packing without "
-                f"--{mode}."
+                f"output must hold a dataset for {mode}, got none; resume an interrupted first packing "
+                f"without --{mode}."
             )
         return self._next(mode, discovered, finished)
 
@@ -469,8 +469,8 @@ class _Job:
             num_moved = keep_splits(ingested.files.studies, base.patient_splits(), splits, scope.study_reason)
             if num_moved:
                 run.progress.note(
-                    f"{num_moved} packed patients are in another split of the layout than in the dataset: they stay "
-                    "in their split, and their new studies are SPLIT_CHANGED"
+                    f"{num_moved} packed patients are in another split of the layout than in the dataset: "
+                    "they stay in their split, and their new studies are SPLIT_CHANGED"
                 )
             if scope.is_empty:
                 return leave(run, finished, ingested, engine)

@@ -7,7 +7,8 @@ Texts wait in one private file.
 
 An attachment of one record is an input like an image. One of several records (a bundle, a table) belongs to
 as many studies as they do: its part for each study is an input of its own, and the file's own row reports
-records that belong to none. So a study that is added later finds its part, and no other part changes its name.
+records that belong to none. So a study that is added later finds its part, and no other part changes its
+name.
 """
 
 from __future__ import annotations

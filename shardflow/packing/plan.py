@@ -7,7 +7,8 @@ leaves a gap and moves no other.
 
 A patient stays in the split where it was first packed (P6). A keyed hash never moves anybody, but tables of
 official splits are edited. If the new table names no split for a packed patient, the patient stays; if it
-names another one, the patient's new studies are quarantined, because either table may be wrong (docs/adr/0034).
+names another one, the patient's new studies are quarantined, because either table may be wrong
+(docs/adr/0034).
 """
 
 from __future__ import annotations
@@ -149,8 +150,8 @@ def build_plan(
     """
     if files.studies.num_torn_patients:
         raise ConfigError(
-            f"the layout assigns {files.studies.num_torn_patients} patients to two splits; correct the splits: a "
-            "patient in the training data must not be tested on."
+            f"the layout assigns {files.studies.num_torn_patients} patients to two splits; correct the "
+            "splits: a patient in the training data must not be tested on."
         )
     given = np.full(len(files.studies), UNDECIDED, np.uint8) if basis is None else basis.study_reason
     digest = _begin_digest(rules, None if basis is None else basis.parent, files, reports)
@@ -332,7 +333,8 @@ def check_same_settings(key: SecretKey, config_digest: str, finished: Manifest) 
     ):
         if found != expected:
             raise ConfigError(
-                f"output holds a dataset that was packed with {name}; name another output, or use those of the dataset."
+                f"output holds a dataset that was packed with {name}; name another output, or use those of "
+                "the dataset."
             )
 
 
@@ -344,7 +346,8 @@ def check_reports(reports: Path | None, *, is_required: bool) -> None:
     """
     if reports is not None and not reports.exists():
         raise ConfigError(
-            "inputs.reports must be an existing file or folder; correct it, or leave it out to pack images alone."
+            "inputs.reports must be an existing file or folder; correct it, or leave it out to pack images "
+            "alone."
         )
     if is_required and reports is None:
         raise ConfigError("policy.require_report needs inputs.reports; name the reports.")

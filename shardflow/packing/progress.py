@@ -1,4 +1,4 @@
-"""How a job tells where it is; who shows it, and how, is the caller's business."""
+"""Progress of a job, reported to the caller, who decides how to show it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Hears of a job's phases; called from the job's own thread, and never with anything of an input.
+    """Receiver of a job's phases, called from the job's own thread and never with anything from an input.
 
     Phases come in this order: ``headers``, ``reports``, ``studies``, ``samples``, ``ledger``, ``page``,
     ``manifest``, ``done``. Exceptions pass through the job, which stays resumable.
@@ -19,11 +19,11 @@ class Progress(Protocol):
         """Finish ``count`` units of the phase."""
 
     def note(self, text: str) -> None:
-        """Say something worth a line."""
+        """Report a line of text."""
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """Progress that is not shown."""
 
     def phase(self, name: str, total: int) -> None:
         """Begin a phase."""
@@ -32,4 +32,4 @@ class SilentProgress:
         """Finish units."""
 
     def note(self, text: str) -> None:
-        """Say something."""
+        """Report a line of text."""

@@ -1,9 +1,8 @@
-"""Registry of what packing loads by name: task handlers and kinds of attachments.
+"""Registry of what packing loads by name: task handlers, and kinds of attachments.
 
 Packages offer further kinds of attachments as entry points of the group ``shardflow.attachment_kinds``, each
-a tuple of `shardflow.packing.sources.attachments.AttachmentKind`.
-
-The kinds of attachments that packing knows, loaded when the first file is none of the images.
+a tuple of `shardflow.packing.sources.attachments.AttachmentKind`. Kinds are loaded for the first file that is
+not an image.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ TASK_HANDLERS: Final = {
     "corpus": "shardflow.packing.corpora.parts:make_handler",
     "studies": "shardflow.packing.handlers:make_handler",
 }
-"""Functions that make the handler of a packing process, by the job that starts it."""
+"""Functions that make the task handler of a packing process, by kind of job."""
 
 ATTACHMENT_KINDS: Final = {
     "annotations": "shardflow.packing.attachments.annotations.kinds:KINDS",
     "waveforms": "shardflow.packing.attachments.waveforms.kinds:KINDS",
     "records": "shardflow.packing.attachments.records.kinds:KINDS",
 }
-"""Kinds of attachments, in the order in which they are asked; each module imports quickly."""
+"""Kinds of attachments in the order in which they are tried; each module imports quickly."""
 
 ATTACHMENT_KINDS_GROUP: Final = "shardflow.attachment_kinds"
 
@@ -39,7 +38,7 @@ def resolve(target: str) -> Any:
 
 def load_attachment_kinds() -> list[Any]:
     """Return the kinds of attachments: those of this package, then those of installed packages by name."""
-    # Slow to import, and of no use to a process that meets no attachment.
+    # Slow to import, and only needed for attachments.
     from importlib.metadata import entry_points
 
     offered = sorted(entry_points(group=ATTACHMENT_KINDS_GROUP), key=lambda entry: entry.name)
@@ -49,10 +48,10 @@ def load_attachment_kinds() -> list[Any]:
 
 @cache
 def attachment_kinds(records: str = "") -> tuple[AttachmentKind, ...]:
-    """Return all kinds, in the order in which they are asked, and in which their attachments are packed.
+    """Return all kinds, in the order in which they are tried, and in which attachments are packed.
 
     Args:
-        records: Settings of clinical records, as `shardflow.packing.attachments.records.mapping.RecordsConfig.to_text` writes them.
+        records: Settings of clinical records, see ``RecordsConfig.to_text``.
     """
     kinds = load_attachment_kinds()
     if not records:
@@ -62,5 +61,5 @@ def attachment_kinds(records: str = "") -> tuple[AttachmentKind, ...]:
 
     configured = record_kinds(RecordsConfig.from_text(records))
     replaced = {kind.name for kind in configured}
-    # What a mapping describes is asked first: it may look like a kind that everybody has.
+    # Configured records are tried first: they may look like files of a general kind.
     return (*configured, *(kind for kind in kinds if kind.name not in replaced))

@@ -1,13 +1,8 @@
-"""Who packs which shard, and in which order, so that nobody works long after all others have ended.
+"""Scheduling of a plan: shards are assigned to array tasks, and packed whatever happens to single processes.
 
-What a packing process is told of a study, and the digest of all that its fragment depends on.
-
-The study pass: packs every planned study and assembles every shard, whatever happens to single processes.
-
-The shard with the largest study is opened first, and the studies of a shard are dealt largest first, so that
-no large study is the last one; a shard is assembled as soon as its studies are done, so that the work folder
-holds a few shards at most.
-What is packed when, and by which process, never shows in the bytes.
+The shard with the largest study is opened first, and the studies of a shard are scheduled largest first, so
+that no large study is left for the end. A shard is assembled as soon as its studies are done, so that the
+work folder holds only a few shards. When, and by which process, something is packed never shows in the bytes.
 """
 
 from __future__ import annotations
@@ -53,10 +48,10 @@ if TYPE_CHECKING:
 
 
 def assign_shards(plan: PackPlan, count: int) -> list[int]:
-    """Deal the shards to tasks: largest first, each to the task that has least.
+    """Assign shards to array tasks: largest first, each to the task with the least work.
 
     Returns:
-        For each shard of the plan the task that packs it.
+        The task of each shard of the plan.
     """
     loads = [(0, task) for task in range(count)]
     owners = [0] * len(plan.shards)
@@ -68,7 +63,7 @@ def assign_shards(plan: PackPlan, count: int) -> list[int]:
 
 
 def own_shards(plan: PackPlan, array_task: ArrayTask | None) -> list[int] | None:
-    """Return the numbers of a task's shards; None, for all, where there are no tasks."""
+    """Return the shards of an array task; None, for all, if there is none."""
     if array_task is None:
         return None
     return [
@@ -79,7 +74,7 @@ def own_shards(plan: PackPlan, array_task: ArrayTask | None) -> list[int] | None
 
 
 def opening_order(largest: Mapping[int, int]) -> list[int]:
-    """Order shards so that no large study is the last one.
+    """Order shards so that no large study is left for the end.
 
     Args:
         largest: Size of the largest study of each shard, by the shard's number.
@@ -97,14 +92,14 @@ def missing_tasks(plan: PackPlan, count: int | None, missing: Sequence[int]) -> 
         return ()
     if count is None:
         raise ConfigError(
-            "output must hold the shards of tasks for --merge, got none; run every --task i/n before."
+            "no array task has run here, so that there is nothing for --merge; run every --task i/n first."
         )
     owners = assign_shards(plan, count)
     return tuple(sorted({owners[number] for number in missing}))
 
 
 def count_studies(workspace: Workspace, plan: PackPlan, shards: Sequence[int]) -> dict[str, int]:
-    """Count the studies of shards that stand, by outcome."""
+    """Count the studies of packed shards by outcome."""
     counts = {"packed": 0, "skipped": 0, "quarantined": 0}
     for number in shards:
         record = load_record(workspace.records, plan.shards[number].name)
@@ -117,12 +112,12 @@ _FRAGMENT_VERSION: Final = 3
 
 
 class StudyTasks:
-    """Makes the tasks of studies.
+    """Factory of study tasks.
 
     Args:
         files: The inventory.
         reports: The reports.
-        basis: All that every fragment depends on: settings, versions, key.
+        basis: Digest of all that every fragment depends on: settings, versions, key.
     """
 
     def __init__(self, files: FileTable, reports: ReportTable, basis: str) -> None:
@@ -136,7 +131,7 @@ class StudyTasks:
 
         Args:
             study: Its number.
-            recorded_reason: Of a death that was recorded.
+            recorded_reason: Reason in the crash log.
         """
         table = self._files
         images: list[StudyFile] = []
@@ -166,7 +161,7 @@ class StudyTasks:
 
         Args:
             study: Its number.
-            recorded_reason: Of a death that was recorded.
+            recorded_reason: Reason in the crash log.
         """
         files = self._files.files_of(study)
         digest, people = self._reports.digests_of(self._reports.report_of.get(study))
@@ -194,13 +189,13 @@ class StudyTasks:
         return RowPlace(name, int(table.row_offset[file]), int(table.row_num_bytes[file]))
 
     def _attached(self, study: int) -> list[list[Any]]:
-        """Return the kinds of a study's attachments, and which of their records are its own."""
+        """Return the attachments of a study: kind, version, and the study's records."""
         known = self._files.attachments
         found = [known[file] for file in self._files.files_of(study).tolist() if file in known]
         return [[one.kind, one.version, list(one.items)] for one in found]
 
     def _has_text(self, study: int) -> bool:
-        """Tell whether a study has texts that people are looked for in."""
+        """Return whether a study has texts that are searched for people."""
         return study in self._reports.report_of or bool(self._attached(study))
 
 
@@ -213,7 +208,7 @@ _MAX_ASSEMBLIES: Final = 3
 
 
 class QuarantineLimitError(Exception):
-    """More inputs are quarantined than the job allows; stays inside the packing package."""
+    """More inputs are quarantined than the settings allow; never leaves the packing package."""
 
 
 @dataclass(slots=True)
@@ -228,20 +223,20 @@ class StudyPass:
     """Packs the studies of a plan into its shards.
 
     Args:
-        pool: The packing processes.
-        plan: What goes where.
+        engine: The packing processes.
+        plan: The plan.
         files: The inventory.
         reports: The reports.
-        place: The folders.
-        recorded: Outcomes of former runs.
-        basis: All that every fragment depends on: settings, versions, key.
+        workspace: The folders.
+        crash_log: Crashes of earlier runs.
+        basis: Digest of all that every fragment depends on: settings, versions, key.
         max_quarantined: Number of quarantined inputs above which the job stops.
         task_timeout_s: Time for one task.
-        progress: Hears of every study that is done.
+        progress: Receives every finished study.
         shards: Numbers of the shards to pack; None for all.
-        on_shard: Told the record of every shard that stands.
-        trusts_sizes: Take shards that stand by their sizes, without reading them back.
-        is_sent: Tells by the record of a shard that it stands elsewhere and not here any more.
+        trusts_sizes: Accept existing shards by their sizes, without reading them back.
+        on_shard: Called with the record of every packed shard.
+        is_sent: Returns whether a shard, given its record, was uploaded and removed locally.
     """
 
     def __init__(
@@ -281,7 +276,7 @@ class StudyPass:
         self._open: dict[int, _OpenShard] = {}
         self._shard_of: dict[int, int] = {}
         self._troubled: dict[int, int | None] = {}
-        """Studies that have failed once, and the attachment (a row of the files) that was under way."""
+        """Studies that failed once, with the attachment (a row of the files) that was being converted."""
         self._exceptions: dict[int, StudyOutcome] = {}
         self._is_counted = np.zeros(len(files.studies), np.bool_)
         self.num_quarantined = 0
@@ -291,7 +286,7 @@ class StudyPass:
         """Pack and assemble everything.
 
         Args:
-            num_quarantined: Inputs that headers and reports alone have quarantined.
+            num_quarantined: Inputs that headers and reports alone quarantine.
 
         Raises:
             QuarantineLimitError: Too many inputs are quarantined; what is packed stays for the next run.
@@ -309,7 +304,7 @@ class StudyPass:
             self._drain()
 
     def missing(self) -> list[int]:
-        """Return the numbers of the shards that do not stand, by records and the sizes of files."""
+        """Return the numbers of missing shards, by their records and the sizes of their files."""
         found = []
         for number in self.shards:
             task = self._shard_task(number)
@@ -317,13 +312,13 @@ class StudyPass:
             if (
                 record is None
                 or record["digest"] != task.digest
-                or not (self._stands_elsewhere(record) or has_sizes(self._workspace.output, record))
+                or not (self._is_uploaded(record) or has_sizes(self._workspace.output, record))
             ):
                 found.append(number)
         return found
 
     def decide_exceptions(self) -> None:
-        """Write down what is known of files that are not packed, when the job stops before its end."""
+        """Set the known reasons of files, when the job stops early."""
         for study, outcome in self._exceptions.items():
             files = self._files.files_of(study)
             undecided = self._files.reason[files] == UNDECIDED
@@ -333,7 +328,7 @@ class StudyPass:
                     self._files.reason[file] = reason_code(reason)
 
     def _drain(self) -> None:
-        """Keep every process busy until nothing is left that can be done in company."""
+        """Keep every process busy until no task is left that can run beside others."""
         while True:
             while self._engine.has_idle and (task := self._next_task()) is not None:
                 self._engine.submit(task)
@@ -343,20 +338,20 @@ class StudyPass:
 
     def _next_task(self) -> Task | None:
         while not self._ready and self._to_open:
-            self._open_shard(self._to_open.popleft(), may_stand=True)
+            self._open_shard(self._to_open.popleft(), may_exist=True)
         return self._ready.popleft() if self._ready else None
 
-    def _open_shard(self, number: int, *, may_stand: bool) -> None:
-        """Make the tasks of a shard: a look at the one that stands, or its studies."""
+    def _open_shard(self, number: int, *, may_exist: bool) -> None:
+        """Create the tasks of a shard: a check of an existing one, or its studies."""
         shard = self._plan.shards[number]
         self._open[number] = _OpenShard(number, set(shard.studies))
         for study in shard.studies:
             self._shard_of[study] = number
-        record = load_record(self._workspace.records, shard.name) if may_stand else None
+        record = load_record(self._workspace.records, shard.name) if may_exist else None
         if record is not None:
             digest = self._shard_task(number).digest
-            if record["digest"] == digest and self._stands_elsewhere(record):
-                self._take_check(number, stands=True)
+            if record["digest"] == digest and self._is_uploaded(record):
+                self._take_check(number, is_whole=True)
                 return
             check = CheckTask(name=shard.name, digest=digest, trusts_sizes=self._trusts_sizes)
             self._ready.append(self._task("check", check, number))
@@ -365,7 +360,7 @@ class StudyPass:
         for study in sorted(shard.studies, key=lambda study: (-sizes[study], self._key(study))):
             self._submit_study(study)
 
-    def _stands_elsewhere(self, record: Mapping[str, Any]) -> bool:
+    def _is_uploaded(self, record: Mapping[str, Any]) -> bool:
         return self._is_sent is not None and self._is_sent(record)
 
     def _submit_study(self, study: int) -> None:
@@ -384,23 +379,23 @@ class StudyPass:
             case "study" if done.result is not None:
                 self._finish_study(done.task.handle, decode(StudyDone, done.result).outcome)
             case "check":
-                stands = done.result is not None and decode(CheckDone, done.result).is_whole
-                self._take_check(done.task.handle, stands=stands)
+                is_whole = done.result is not None and decode(CheckDone, done.result).is_whole
+                self._take_check(done.task.handle, is_whole=is_whole)
             case _:
                 self._take_shard(done)
 
-    def _take_check(self, number: int, *, stands: bool) -> None:
+    def _take_check(self, number: int, *, is_whole: bool) -> None:
         shard = self._plan.shards[number]
-        record = load_record(self._workspace.records, shard.name) if stands else None
+        record = load_record(self._workspace.records, shard.name) if is_whole else None
         if record is None:
-            self._open_shard(number, may_stand=False)
+            self._open_shard(number, may_exist=False)
             return
         for study in shard.studies:
             self._count_outcome(study, decode(StudyOutcome, record["outcomes"][self._key(study)]))
         self._close_shard(number)
 
     def _take_shard(self, done: TaskDone) -> None:
-        """Close a shard; one that lacks fragments, or whose process died, is assembled again."""
+        """Close an assembled shard; retry one that lacks fragments or crashed its process."""
         number: int = done.task.handle
         shard = self._open[number]
         missing = set(decode(ShardDone, done.result).missing) if done.result is not None else None
@@ -409,10 +404,10 @@ class StudyPass:
             return
         shard.num_assemblies += 1
         if shard.num_assemblies >= _MAX_ASSEMBLIES:
-            problem = f"{done.failure}, {done.detail}" if missing is None else "fragments that do not last"
+            problem = f"{done.failure}, {done.detail}" if missing is None else "missing fragments"
             raise ShardflowError(
-                f"{self._plan.shards[number].name} must come together within {_MAX_ASSEMBLIES} tries, got: "
-                f"{problem}; check the disk and run the job again, it goes on from here."
+                f"{self._plan.shards[number].name} could not be assembled in {_MAX_ASSEMBLIES} tries: "
+                f"{problem}; check the disk and run the job again to resume it."
             )
         if missing is None:
             self._ready.appendleft(done.task)
@@ -441,10 +436,10 @@ class StudyPass:
         self._ready.appendleft(self._task("shard", self._shard_task(shard.number), shard.number))
 
     def _retry_alone(self, study: int, culprit: int | None) -> None:
-        """Try a study once more with the machine to itself.
+        """Retry a study alone on the machine.
 
-        A second failure is the outcome of what was under way both times: of an attachment, without which the
-        study is tried on, or of the study.
+        A second failure decides: an attachment that was being converted both times is quarantined, and the
+        study tried without it; otherwise the study is quarantined.
         """
         seen = {culprit}
         while True:
@@ -475,7 +470,7 @@ class StudyPass:
             self._finish_study(study, decode(StudyDone, done.result).outcome)
 
     def _attachment_under_way(self, study: int) -> int | None:
-        """Return the row of the attachment that was converted when a study failed; None if it was none."""
+        """Return the row of the attachment whose conversion failed; None if the study itself failed."""
         mark = AttachmentMark(self._workspace.fragments, self._key(study), self._task_digest(study))
         position, files = mark.read(), self._files.files_of(study)
         if position is None or not 0 <= position < len(files):
@@ -484,7 +479,7 @@ class StudyPass:
         return file if file in self._files.attachments else None
 
     def _recall_conversions(self) -> None:
-        """Leave out the attachments whose conversion is recorded as the end of its process."""
+        """Leave out attachments whose conversion is in the crash log."""
         if not len(self._crash_log):
             return
         planned = {study for number in self.shards for study in self._plan.shards[number].studies}
@@ -495,12 +490,12 @@ class StudyPass:
                     self._files.reason[file] = reason_code(reason)
 
     def _conversion(self, file: int) -> tuple[str, int]:
-        """Return by what the conversion of an attachment is recorded."""
+        """Return name and size of an attachment's conversion in the crash log."""
         name = conversion_of(self._files.surrogate[file].decode("ascii"))
         return name, int(self._files.decoded_bytes[file])
 
     def _give_up(self, study: int, reason: str) -> None:
-        """Leave a fragment without members in the place of a study that ends its process."""
+        """Write a fragment without members for a study that crashes its process."""
         key = self._key(study)
         path = fragment_path(self._workspace.fragments, key)
         outcome = StudyOutcome(outcome=Outcome.QUARANTINED, reason=str(reason), instances={})

@@ -1,9 +1,4 @@
-"""Settings of what is packed beside the images: attachments, and what reports say.
-
-Settings of de-identification.
-
-Settings of what is packed beside the slices: smaller versions, and augmented variants.
-"""
+"""Settings of single components of a packing job: attachments, reports, de-identification, variants."""
 
 from __future__ import annotations
 
@@ -28,16 +23,16 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachmentsConfig:
-    """Files that belong to a study and are no images; docs/attachments.md names the kinds."""
+    """Files of a study that are not images; docs/attachments.md lists the kinds."""
 
     enabled: bool = True
-    """Whether they are packed; without, they are what they are among images: no image."""
+    """Whether they are packed; if not, they are skipped like any file that is not an image."""
     leave_out: tuple[str, ...] = ()
     """Kinds that are not packed, such as ``fhir``."""
     window_hours: Annotated[int, Bounds(0, 24 * 366)] = 24
-    """Largest distance in time between a record that names only its patient and the patient's study."""
+    """Maximum distance in time between a record that names only its patient and the patient's study."""
     max_bytes: Annotated[ByteSize, Bounds(1)] = _GIB
-    """Size of a file above which it is not read."""
+    """Maximum size of a file that is read."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,19 +57,19 @@ class AttachmentsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportsConfig:
-    """What is made of reports."""
+    """Reading of reports."""
 
     extract: bool = True
     """Whether ``report.json`` is written: sections, findings and the images that the report names."""
     findings: tuple[Path, ...] = ()
-    """Tables of findings beside the shipped one (docs/reports.md); theirs win over it."""
+    """Tables of findings that extend and override the shipped one (docs/reports.md)."""
     anatomy: tuple[Path, ...] = ()
     """Tables of anatomy, likewise."""
     extractors: tuple[str, ...] = ()
-    """Names of further extractors that installed packages offer."""
+    """Names of further extractors from installed packages."""
     align: bool = True
-    """Whether ``alignment.json`` is written: which slices show what the report speaks of. Needs
-    ``extract``."""
+    """Whether ``alignment.json`` is written: which slices show the findings of the report.
+    Needs ``extract``."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -113,24 +108,24 @@ def digest_of(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeidConfig:
-    """What is done to what could name a person, beyond the allowlist and the surrogates."""
+    """De-identification beyond the allowlist and the surrogates."""
 
     report_text: ReportTextMode = "scrub"
     """``scrub``: values of the study's headers and patterns are replaced. ``strict``: words that are on no
-    list too. ``keep``: reports stay as they came, for those that were de-identified before."""
+    list too. ``keep``: reports stay unchanged, because they are already de-identified."""
     date_order: DateOrder = "unknown"
-    """How reports write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``, which takes such dates out."""
+    """How reports write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``, which removes such dates."""
     dates: DatesMode = "days"
     """``days``: studies and dates in reports as distances in days. ``shift``: dates, moved by one keyed
     number of days a patient. ``remove``: neither."""
     shift_keeps_weekday: bool = False
     """Whether dates are moved by whole weeks."""
     accept: tuple[str, ...] = ()
-    """Names of rules for burned-in text whose images are packed all the same, such as ``ultrasound``."""
+    """Names of rules for burned-in text whose images are packed nevertheless, such as ``ultrasound``."""
     trust_declared_clean: bool = False
     """Whether BurnedInAnnotation = NO in a file clears a suspicion."""
     face_risk: Literal["flag", "quarantine"] = "flag"
-    """What becomes of volumes of the head, whose surface is a face."""
+    """Treatment of head volumes, whose surface is a face."""
     rules_file: Path | None = None
     """TOML file of further rules and blackout boxes; see docs/deidentification.md."""
 
@@ -209,7 +204,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantsConfig:
-    """What is packed beside the slices; nothing by default."""
+    """Variants that are packed beside the slices; none by default."""
 
     thumbnail_px: Annotated[int, Bounds(0, 1024)] = 0
     """Longer side of a JPEG of the middle slice of every series, in its display range; 0 for none."""

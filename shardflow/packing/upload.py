@@ -182,8 +182,8 @@ class Uploader:
         except AlreadyExistsError:
             if self._target.read(path) != claim:
                 raise ConfigError(
-                    "upload_to is claimed by a job with other inputs or settings; name another address, or remove "
-                    f"its objects and {path} if it will not be resumed."
+                    "upload_to is claimed by a job with other inputs or settings; name another address, or "
+                    f"remove its objects and {path} if it will not be resumed."
                 ) from None
         write_publish_target(self._workspace, self._publish_target)
 

@@ -138,7 +138,7 @@ class Workspace:
     def crash_log(self) -> Path:
         """Studies and files that crashed their process twice; private, an input of every later run.
 
-        Every array task appends to its own file: not every file system supports appends from several machines.
+        Every array task appends to its own file: not every file system can append from several machines.
         """
         if self.array_task is None:
             return self.private / "resource_outcomes.jsonl"
@@ -285,8 +285,8 @@ def _check_apart(output: Path, private: Path, inputs: tuple[Path, ...]) -> None:
         for name, own in (("output", resolved_output), ("private_dir", resolved_private)):
             if own.is_relative_to(resolved) or resolved.is_relative_to(own):
                 raise ConfigError(
-                    f"{name} must not overlap with the input folders, but one of it and input folder {index + 1} "
-                    f"is inside the other; move {name}."
+                    f"{name} must not overlap with the input folders, but one of it and input folder "
+                    f"{index + 1} is inside the other; move {name}."
                 )
 
 
@@ -325,8 +325,9 @@ def _agree_on_count(folder: Path, array_task: ArrayTask) -> None:
     count = _read_count(folder)
     if count != array_task.count:
         raise ConfigError(
-            f"all tasks of a job must have the same count, got {array_task} after tasks of {count}; continue with "
-            f"--task i/{count}, or finish with plain `shardflow pack`, which keeps what is packed."
+            f"all tasks of a job must have the same count, got {array_task} after tasks of {count}; "
+            f"continue with --task i/{count}, or finish with plain `shardflow pack`, which keeps what is "
+            "packed."
         )
 
 

@@ -206,9 +206,9 @@ def test_a_file_that_changed_is_refused(case: CorpusCase, change: str) -> None:
     case.pack()
     data = path.read_bytes()
     path.write_bytes(data.replace(b"clear", b"blurr") if change == "content" else data + b"{}\n")
-    with pytest.raises(ConfigError, match="1 that changed since"):
+    with pytest.raises(ConfigError, match="1 files of the corpus have changed since"):
         case.pack()
-    with pytest.raises(ConfigError, match="1 that changed since"):
+    with pytest.raises(ConfigError, match="1 files of the corpus have changed since"):
         case.pack(mode="append")
 
 

@@ -154,7 +154,7 @@ def test_who_may_work_beside_whom(case: PackCase) -> None:
                 pass
     with (
         locked_workspace(output, private),
-        pytest.raises(ConfigError, match="one job at a time"),
+        pytest.raises(ConfigError, match="another job is using"),
         locked_workspace(output, private, array_task=ArrayTask(0, 2)),
     ):
         pass
@@ -165,5 +165,5 @@ def test_a_plain_job_takes_over_what_tasks_have_packed(case: PackCase, expected:
     case.pack(array_task=ArrayTask(1, 3))
     assert case.pack().status == "packed"
     assert tree_digests(case.output) == expected[1]
-    with pytest.raises(ConfigError, match="no finished dataset for --task"):
+    with pytest.raises(ConfigError, match="output holds a finished dataset"):
         case.pack(array_task=ArrayTask(0, 3))

@@ -111,7 +111,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     old = tree_digests(before / "out")
     assert {name: now[name] for name in old} == old
     if not is_published:
-        with pytest.raises(ConfigError, match=f"run it again with --{mode}"):
+        with pytest.raises(ConfigError, match=f"resume it with --{mode}"):
             case.pack()
     summary = case.pack(mode=mode)
     assert summary.status == ("nothing_new" if is_published else "packed")

@@ -1,8 +1,8 @@
 """Text corpora: JSONL and Parquet of any size in, a dataset of format 1 out.
 
-`job` tells the data's way; `config` the settings. Built on the processes, folders and files of
-`shardflow.packing`; knows neither torch nor the loader. Names are imported when they are asked for: a packing
-process imports this package before it has taken its limits.
+`job` describes the data flow, `config` the settings. Built on the engines, workspace and files of
+`shardflow.packing`; knows neither torch nor the loader. Names are imported lazily: a packing process imports
+this package before it has taken its limits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of a corpus job, those that decide bytes apart from those of the run; and the reasons of its lines.
+"""Settings of a corpus job, those that decide bytes apart from those of the run; and reasons of lines.
 
 The position of a reason in the list is the byte that stands for it in the table of outcomes, so reasons are
 appended, never renamed, never moved (change class SHARD FORMAT).

@@ -373,8 +373,8 @@ def run_all(engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict
     failed = run_tasks(engine, tasks, on_done)
     if failed:
         raise ShardflowError(
-            f"the task {failed[0].task.kind} failed twice: {failed[0].failure} ({failed[0].detail}); check the memory "
-            "and the disk of this machine."
+            f"the task {failed[0].task.kind} failed twice: {failed[0].failure} ({failed[0].detail}); check "
+            "the memory and the disk of this machine."
         )
 
 

@@ -1,4 +1,4 @@
-"""Input files of a corpus: their lines and rows in constant memory, the parts they are cut into, and their list.
+"""Input files of a corpus: lines and rows in constant memory, the cut into parts, and the list of files.
 
 Files are JSON lines, compressed or not, and Parquet. A part is what one task reads: some bytes of a plain
 file, some row groups of a Parquet file, whole compressed files, or many small ones. Parts follow from names

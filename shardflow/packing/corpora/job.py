@@ -1,8 +1,8 @@
 """Corpus job: files, parts, shards, manifest.
 
 Files are listed and inspected; the plan cuts them into parts; processes turn each part into shards of its
-own; then shards are numbered, and the samples table, the outcomes and the manifest are written. The job may be
-killed at any moment: the same command resumes with the parts that are done, and produces identical bytes.
+own; then shards are numbered, and the samples table, the outcomes and the manifest are written. The job may
+be killed at any moment: the same command resumes with the parts that are done, and produces identical bytes.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class _Job:
         finished = load(store) if versions(store) else None
         if mode == "append" and finished is None:
             raise ConfigError(
-                "output must hold a dataset for append, got none; resume an interrupted first packing without "
-                "--append."
+                "output must hold a dataset for append, got none; resume an interrupted first packing "
+                "without --append."
             )
         if finished is not None:
             check_same_settings(self.key, self.config.content_digest(), finished)
@@ -171,8 +171,8 @@ class _Job:
         files = discover(self.config.inputs.files)
         if all(file.format == "other" for file in files):
             raise ConfigError(
-                f"inputs.files must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got only {len(files)} "
-                "others; correct the folders."
+                "inputs.files must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got only "
+                f"{len(files)} others; correct the folders."
             )
         files = self._inspect(files)
         if finished is None:
@@ -261,7 +261,7 @@ def _new_files(files: list[InputFile], known: list[InputFile]) -> list[InputFile
     num_changed = sum(file.file in before and not file.is_same(before[file.file]) for file in files)
     if num_changed:
         raise ConfigError(
-            f"{num_changed} files of the corpus have changed since they were packed; pack into a new output, or put "
-            "new lines into new files."
+            f"{num_changed} files of the corpus have changed since they were packed; pack into a new "
+            "output, or put new lines into new files."
         )
     return [file for file in files if file.file not in before]

@@ -250,7 +250,8 @@ class LocalEngine(Engine):
         try:
             child.process.wait(_KILL_S)
         except subprocess.TimeoutExpired:
-            # It hangs inside the kernel, for example in a read of a dead file system, and ends when that read does.
+            # It hangs inside the kernel, for example in a read of a dead file system, and ends when that read
+            # does.
             _logger.warning("a packing process is still alive %g s after SIGKILL; giving up on it", _KILL_S)
 
 

@@ -1,9 +1,10 @@
 """Ray engine: packing processes on the machines of a Ray cluster, or on this one.
 
 Every Ray worker holds one process of the local engine, which reads the inputs under its own limits and dies
-with the worker. What such a process does to itself (a deadline, too much memory, a crash) is an outcome of its
-task, as with the local engine. The loss of a worker or its machine is not: the task goes to another worker
-and costs only time. All machines see the same folders under the same paths, and the same Python environment.
+with the worker. What such a process does to itself (a deadline, too much memory, a crash) is an outcome of
+its task, as with the local engine. The loss of a worker or its machine is not: the task goes to another
+worker and costs only time. All machines see the same folders under the same paths, and the same Python
+environment.
 
 Only JSON passes between job and worker, and no exception leaves a worker: Ray would write its text and a
 traceback into logs. Imported only if Ray is asked for (extra ``ray``).
@@ -76,7 +77,7 @@ _OBJECT_STORE_BYTES: Final = 100 << 20
 _START_TIMEOUT_S: Final = 300.0
 """Time without a single worker after which the job gives up."""
 _GRACE_S: Final = 150.0
-"""Time after a task's deadline, at which the worker itself kills its process, until a silent worker counts as lost."""
+"""Time after a task's deadline, when the worker should have killed its process, until it counts as lost."""
 _MAX_LOSSES: Final = 5
 _MAX_FAILED_STARTS: Final = 3
 _QUIET: Final = {
@@ -139,8 +140,8 @@ class RayEngine(Engine):
         except (RayError, OSError, RuntimeError, ValueError) as error:
             self.close()
             raise ShardflowError(
-                f"Ray could not be started or reached ({type(error).__name__}); check execution.ray_address, or pack "
-                "with --engine local."
+                f"Ray could not be started or reached ({type(error).__name__}); check "
+                "execution.ray_address, or pack with --engine local."
             ) from None
         self._num_processes = self._full_num_processes
         self._actor_class: Any = ray.remote(PackingWorker)
@@ -200,8 +201,8 @@ class RayEngine(Engine):
                 silent_until = now + _START_TIMEOUT_S
             elif now >= silent_until:
                 raise ShardflowError(
-                    f"no Ray worker started within {_START_TIMEOUT_S:g} s; add processors to the cluster and run the job "
-                    "again."
+                    f"no Ray worker started within {_START_TIMEOUT_S:g} s; add processors to the cluster "
+                    "and run the job again."
                 )
         return self._finished.popleft()
 
@@ -260,14 +261,15 @@ class RayEngine(Engine):
             self._num_failed_starts += 1
             if self._num_failed_starts > _MAX_FAILED_STARTS * self._num_processes:
                 raise ShardflowError(
-                    "Ray workers end before they start; is the environment of this job installed on every machine?"
+                    "Ray workers end before they start; is the environment of this job installed on every "
+                    "machine?"
                 )
             return
         worker.given.num_losses += 1
         if worker.given.num_losses >= _MAX_LOSSES:
             raise ShardflowError(
-                f"{_MAX_LOSSES} Ray workers in a row were lost during the same task; check the machines, and run the "
-                "job again."
+                f"{_MAX_LOSSES} Ray workers in a row were lost during the same task; check the machines, "
+                "and run the job again."
             )
         self._queue.appendleft(worker.given)
 

@@ -1,13 +1,11 @@
-"""Messages between the job and its packing processes: length-prefixed JSON over a socket pair.
+"""Packing process: takes its limits, then runs tasks until the job closes the channel.
 
-JSON, not pickle: the other end decodes files that others made, and a process that such a file took over must
-not be able to run code in the job.
+It is started by `shardflow.packing.engines.local` in a fresh interpreter, never by a fork: decoders and their
+threads do not survive one. Once it runs, its standard streams are closed, because native libraries print text
+of inputs. Only results reach the job; a failure carries a class name and a place in the code, no text.
 
-The life of one packing process: take limits, then answer tasks until the job closes the channel.
-
-Started by `shardflow.packing.engines.local` in a fresh interpreter, never by a fork: decoders and their threads do not
-survive one. Once it runs, its standard streams lead nowhere, because native libraries print what they stumble
-over; only results reach the job, and a failure carries a class name and a place in the code, no text.
+Messages are length-prefixed JSON over a socket pair. JSON, not pickle: the process decodes files from others,
+and a process that such a file took over must not be able to run code in the job.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _MAX_MESSAGE_BYTES: Final = 1 << 28
 
 
 class ChannelClosedError(Exception):
-    """The other end is gone, or sent what is no message; never leaves the packing package."""
+    """The other end is gone or sent an invalid message; never leaves the packing package."""
 
 
 class Channel:
@@ -60,7 +58,7 @@ class Channel:
         """Send one message.
 
         Raises:
-            ChannelClosedError: The other end is gone, or took nothing for ``timeout_s``.
+            ChannelClosedError: The other end is gone, or accepted nothing for ``timeout_s``.
         """
         body = json.dumps(message, ensure_ascii=True, separators=(",", ":")).encode()
         try:
@@ -81,10 +79,10 @@ class Channel:
         return message
 
     def receive_available(self) -> Iterator[dict[str, Any]]:
-        """Read once, without waiting, and yield the messages that are whole by then.
+        """Read once, without waiting, and yield the complete messages.
 
         Raises:
-            ChannelClosedError: The other end is gone; what it had sent whole was yielded before.
+            ChannelClosedError: The other end is gone; its complete messages were yielded before.
         """
         self._socket.settimeout(0.0)
         try:
@@ -129,7 +127,7 @@ class Channel:
 
 
 Handler: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
-"""Answers one task: ``handler(kind, payload) -> result``, records as JSON; see `answering`."""
+"""Runs one task: ``handler(kind, payload) -> result``, records as JSON; see `answering`."""
 
 HandlerFactory: TypeAlias = Callable[[Mapping[str, Any]], Handler]
 """Makes the handler from the job's setup, once per process."""
@@ -153,7 +151,7 @@ def main(channel_fileno: int, parent_pid: int) -> None:
             start = decode(WorkerSetup, channel.receive())
             start.limits.apply()
             handler = _silently(lambda: _make_handler(start.handlers, start.setup))
-        except Exception as error:  # noqa: BLE001 - said to the job, which gives up
+        except Exception as error:  # noqa: BLE001 - reported to the job, which gives up
             channel.send(encode(Answer(cannot_start=describe_exception(error))))
             return
         channel.send(encode(Answer(pid=os.getpid())))
@@ -165,7 +163,7 @@ def main(channel_fileno: int, parent_pid: int) -> None:
 
 
 def answering(kinds: Mapping[str, tuple[type[Any], Callable[[Any], Any]]]) -> Handler:
-    """Return the handler of a table of tasks: the record and the function of each kind."""
+    """Return the handler for a table with the record and the function of each kind of task."""
 
     def handle(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         record, answer = kinds[kind]
@@ -176,9 +174,9 @@ def answering(kinds: Mapping[str, tuple[type[Any], Callable[[Any], Any]]]) -> Ha
 
 
 def peak_memory_bytes() -> int:
-    """Return the most resident memory that this process ever had."""
+    """Return the peak resident memory of this process."""
     with suppress(OSError, ValueError):
-        # Not ru_maxrss: on Linux a process begins with that of the one that started it.
+        # Not ru_maxrss, which on Linux starts with that of the parent.
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * _KIB
@@ -192,11 +190,11 @@ def _make_handler(name: str, setup: Mapping[str, Any]) -> Handler:
 
 
 def _silently(make: Callable[[], Handler]) -> Handler:
-    """Turn off what would print the text of others; before the libraries are imported that print it."""
+    """Silence warnings and logs before importing libraries that print text of inputs."""
     warnings.simplefilter("ignore")
     logging.lastResort = None
     logging.disable(logging.CRITICAL)
-    # What is imported stays until the end: it is never looked through for garbage, now or later.
+    # Imported modules stay until the end: keep them out of garbage collection.
     gc.disable()
     try:
         return make()
@@ -219,5 +217,5 @@ def _answer(handler: Handler, task: Task) -> Answer:
         return Answer(failure="out_of_memory", detail="MemoryError")
     except StorageError as error:
         return Answer(failure="storage", detail=error.message)
-    except Exception as error:  # noqa: BLE001 - the one place where whatever a study does becomes an outcome
+    except Exception as error:  # noqa: BLE001 - the one place where any failure of a study becomes an outcome
         return Answer(failure="failed", detail=describe_exception(error))

@@ -179,7 +179,8 @@ class StudyPrivacy:
     def scrub_text(self, text: str, people: Iterable[Mapping[str, Sequence[str | int | float]]]) -> str:
         """Return the scrubbed text of an attachment.
 
-        ``report_text = "keep"`` declares reports de-identified, not attachments: these are scrubbed all the same.
+        ``report_text = "keep"`` declares reports de-identified, not attachments, so these are always
+        scrubbed.
         """
         settings = self._rules.settings
         return scrub(

@@ -5,9 +5,9 @@ They follow the slices of their series in the tar, so that all small slices of a
 slices stream by, what is needed later waits encoded in a spool: in memory up to a bound, above it in an
 unnamed file. Augmented variants are made at the end, when the display range is known.
 
-Smaller versions average areas, exactly: bytes are the same on every machine. A pixel is the mean of the pixels
-under it, weighted by area; for integers of up to 16 bits all sums are integers and the mean is rounded once,
-half up. A mean keeps the unit (HU of the mean attenuation) and never leaves the range of its pixels, as
+Smaller versions average areas, exactly: bytes are the same on every machine. A pixel is the mean of the
+pixels under it, weighted by area; for integers of up to 16 bits all sums are integers and the mean is rounded
+once, half up. A mean keeps the unit (HU of the mean attenuation) and never leaves the range of its pixels, as
 sharper filters do. Padding is left out.
 """
 

@@ -137,8 +137,8 @@ class KnownInputs:
                 )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(
-                f"the private ledger (inputs-*.jsonl) holds a damaged line ({type(error).__name__}); restore it "
-                "from a copy."
+                f"the private ledger (inputs-*.jsonl) holds a damaged line ({type(error).__name__}); "
+                "restore it from a copy."
             ) from None
         set_columns(self, _COLUMNS, rows)
 
@@ -212,8 +212,8 @@ class Base:
             "quarantined": manifest.counts.quarantined,
         }:
             raise FormatError(
-                "the private ledger (inputs-*.jsonl) does not match the dataset's newest version; restore it from "
-                "a copy."
+                "the private ledger (inputs-*.jsonl) does not match the dataset's newest version; restore "
+                "it from a copy."
             )
         table = Table(LocalStore(workspace.output).map(manifest.samples.path), name=manifest.samples.path)
         return cls(manifest=manifest, samples=SamplesTable(table), known=known)

@@ -1,12 +1,12 @@
-"""Rewrite the shards that hold removed samples, and delete the versions that still name them.
+"""Compaction: rewrites shards that hold removed samples, and deletes the versions that still name them.
 
-A shard is never changed: what is left of it becomes a new one with the next number of its split. The next
-version names those; then, if asked for, earlier manifests go, and after them every file that only they named.
+A shard is never changed: its remaining samples become a new shard with the next number of the split. The next
+version names the new shards. On request, earlier manifests are deleted after that, and then every file that
+only they named.
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,14 +16,15 @@ from shardflow.format.dataset import Dataset, check_field_bytes
 from shardflow.format.entities import view_digests
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import shard_name
-from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, manifest_path, versions
+from shardflow.format.manifest import Manifest, ShardEntry, manifest_path, versions
 from shardflow.format.samples import SampleEntry
 from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
+from shardflow.format.writer import write_file
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.versions.base import sample_entries
 from shardflow.packing.versions.files import open_newest, remove_strangers
 from shardflow.storage import LocalStore
-from shardflow.storage.local import fsync_directory, write_atomic
+from shardflow.storage.local import fsync_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,16 +38,16 @@ _Status: TypeAlias = Literal["compacted", "nothing_new"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompactionSummary:
-    """What a compaction did."""
+    """Result of a compaction."""
 
     status: _Status
     """``compacted``, or ``nothing_new``: no shard holds a removed sample, and no version was deleted."""
     dataset_id: str
     manifest_version: int
     num_shards: int
-    """Shards that were written again."""
+    """Rewritten shards."""
     deleted_versions: tuple[int, ...]
-    """Versions that were deleted."""
+    """Deleted versions."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -58,26 +59,26 @@ def compact(
 ) -> CompactionSummary:
     """Write a version whose shards hold no removed sample.
 
-    A dataset that was sent to an address gets the version there too, and versions are deleted at both places.
+    A published dataset is updated at its address too, and versions are deleted in both places.
 
     Args:
         output: The dataset.
         private: Its private folder.
-        deletes_old: Delete all earlier versions, so that nothing of a removed study is left in the dataset;
-            in the private folder, earlier ledgers go too.
-        progress: Hears where the job is.
+        deletes_old: Delete all earlier versions, so that nothing of a removed study is left in the dataset,
+            and earlier ledgers of the private folder.
+        progress: Receives the progress of the job.
 
     Raises:
         ChecksumError: A shard is damaged; nothing is published.
         ConfigError: The folders are no dataset and its private folder, or another job works there.
-        StorageError: Something cannot be written; the same call goes on.
+        StorageError: Something cannot be written; the same call resumes.
     """
-    said = progress or SilentProgress()
+    shown = progress or SilentProgress()
     with open_newest(output, private) as newest:
         store, manifest, uploader = LocalStore(newest.workspace.output), newest.base.manifest, newest.uploader
         holed = [shard for shard in manifest.shards if shard.num_removed]
         if holed:
-            manifest = _write(newest, said)
+            manifest = _write(newest, shown)
         if uploader is not None:
             uploader.finish()
         deleted = tuple(number for number in versions(store) if number != manifest.manifest_version)
@@ -85,7 +86,7 @@ def compact(
             _delete_old(newest.workspace, manifest, deleted)
             if uploader is not None:
                 uploader.erase_unnamed()
-    said.phase("done", 0)
+    shown.phase("done", 0)
     return CompactionSummary(
         status="compacted" if holed or (deletes_old and deleted) else "nothing_new",
         dataset_id=manifest.dataset_id,
@@ -129,12 +130,12 @@ def _write(newest: NewestVersion, progress: Progress) -> Manifest:
 def _rewrite(
     dataset: Dataset, number: int, kept: Sequence[SampleEntry], name: str
 ) -> tuple[ShardEntry, list[SampleEntry]]:
-    """Write a shard again with the samples that are kept; every field is checked on the way."""
+    """Write the remaining samples of a shard, verifying every field."""
     old, index = dataset.manifest.shards[number], dataset.shard_index(number)
     source = dataset.store.map(old.path)
     located: list[tuple[str, list[FieldLocation]]] = []
     samples: list[SampleEntry] = []
-    sha256, offset = hashlib.sha256(), 0
+    offset = 0
 
     def pieces() -> Iterator[bytes]:
         nonlocal offset
@@ -146,27 +147,21 @@ def _rewrite(
                 fields.append(replace(field, offset=offset + BLOCK_NUM_BYTES))
                 member = encode_member(f"{entry.sample_key}.{field.name}", payload)
                 offset += len(member)
-                sha256.update(member)
                 yield member
             located.append((entry.sample_key, fields))
             samples.append(replace(entry, row_in_shard=row, offset_bytes=start, num_bytes=offset - start))
-        sha256.update(END_OF_ARCHIVE)
         offset += len(END_OF_ARCHIVE)
         yield END_OF_ARCHIVE
 
-    folder = LocalStore(dataset.store.url).root / "shards"
-    write_atomic(folder / f"{name}.tar", pieces(), replace=True)
-    table = ShardIndex.encode(name, offset, located)
-    write_atomic(folder / f"{name}.idx", [table], replace=True)
+    root = LocalStore(dataset.store.url).root
+    tar = write_file(root, f"shards/{name}.tar", pieces())
     shard = ShardEntry(
         name=name,
         split=old.split,
-        path=f"shards/{name}.tar",
-        num_bytes=offset,
-        sha256=sha256.hexdigest(),
-        index=FileEntry(
-            path=f"shards/{name}.idx", num_bytes=len(table), sha256=hashlib.sha256(table).hexdigest()
-        ),
+        path=tar.path,
+        num_bytes=tar.num_bytes,
+        sha256=tar.sha256,
+        index=write_file(root, f"shards/{name}.idx", [ShardIndex.encode(name, tar.num_bytes, located)]),
         num_samples=len(samples),
         num_fields=sum(len(fields) for _, fields in located),
     )
@@ -174,7 +169,7 @@ def _rewrite(
 
 
 def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]) -> None:
-    """Delete earlier versions, oldest first: at any moment those that are left are whole."""
+    """Delete earlier versions, oldest first, so that the remaining ones are always complete."""
     for number in numbers:
         (workspace.output / manifest_path(number)).unlink(missing_ok=True)
     fsync_directory(workspace.output)
@@ -182,7 +177,7 @@ def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]
     for page in workspace.output.glob("report*.html"):
         if manifest.page is None or page.name != manifest.page.path:
             page.unlink()
-    # Counts and entities for readers of those versions, sample by sample.
+    # Token counts and entity views belong to single versions.
     kept = {manifest.dataset_id, *view_digests(LocalStore(workspace.output), [manifest])}
     for folder in [*workspace.output.glob("tokens/*/*"), *workspace.output.glob("views/*/*")]:
         if folder.is_dir() and folder.name not in kept:

@@ -1,30 +1,20 @@
-"""Writes a dataset's ledger: the inputs that a job decided, and those that it took over.
+"""Files of one version of a dataset: ledgers, samples table, page, and last the manifest.
 
-The way back from surrogates to inputs, for the operator: a file of the private folder, mode 0600.
+Version 1 keeps plain names; later ones carry their number. There is no version before its manifest: whoever
+opens the folder finds the previous one, however much of the next one is already written. The page is made
+from the finished shards, table and ledger, in bounded work (`shardflow.viewing.dataset_facts.Bounds`).
 
-It is also what a later version knows its inputs by (`shardflow.packing.versions.base`).
-
-Write the page for people into the dataset: after all that it tells of, before the manifest names it.
-
-It is made from the finished shards, table and ledger, so it tells what stands there, whoever packed which
-study, in this run or in an earlier version. The work is bounded (`shardflow.viewing.dataset_facts.Bounds`): seconds for a
-dataset of any size. The page goes by what a hash of the sample keys chooses, and the keys are made with the
-secret key.
-
-Write the files of one version of a dataset, its manifest last; and clear away what no version names.
-
-Version 1 keeps plain names; later ones carry their number. Before the manifest there is no version: whoever
-opens the folder finds the one before, however much of the next one stands.
+The private ledger (private folder, mode 0600) maps surrogates back to inputs for the operator, and is what a
+later version recognizes its inputs by (`shardflow.packing.versions.base`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,9 +22,10 @@ import numpy as np
 
 from shardflow.format import Dataset
 from shardflow.format.ledger import LedgerChain, LedgerRow
-from shardflow.format.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit, load, versions
+from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import SampleEntry, SamplesTable
+from shardflow.format.writer import write_file
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
     CARRIED,
@@ -59,36 +50,31 @@ if TYPE_CHECKING:
     from shardflow.packing.config import InputsConfig, PageConfig
     from shardflow.packing.progress import Progress
     from shardflow.packing.upload import Uploader
-    from shardflow.packing.versions.base import KnownInputs
     from shardflow.packing.versions.ingest import Ingested
     from shardflow.packing.workspace import Workspace
     from shardflow.storage import ByteStore
 
 _ROWS_AT_ONCE: Final = 1024
-"""Rows that are written together."""
+"""Rows of a ledger that are written together."""
+_MAX_THREADS: Final = 16
+_FOLDERS: Final = ("shards", "samples")
+_LEDGERS: Final = "ledger*.jsonl"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LedgerColumns:
-    """The rows of a ledger, in any order.
+    """The rows of a ledger as columns, in any order."""
 
-    Args:
-        surrogate: ``(n,)`` S26.
-        kind: ``(n,)`` uint8 into `shardflow.packing.inventory.INPUT_KINDS`.
-        reason: ``(n,)`` uint8, decided.
-        study: ``(n,)`` int32 into ``keys``, or `NO_STUDY`.
-        keys: Sample keys.
-    """
-
-    def __init__(
-        self,
-        surrogate: NDArray[np.bytes_],
-        kind: NDArray[np.uint8],
-        reason: NDArray[np.uint8],
-        study: NDArray[np.int32],
-        keys: Sequence[str],
-    ) -> None:
-        self.surrogate, self.kind, self.reason, self.study = surrogate, kind, reason, study
-        self.keys = keys
+    surrogate: NDArray[np.bytes_]
+    """``(n,)`` S26."""
+    kind: NDArray[np.uint8]
+    """``(n,)`` into `shardflow.packing.inventory.INPUT_KINDS`."""
+    reason: NDArray[np.uint8]
+    """``(n,)``, decided."""
+    study: NDArray[np.int32]
+    """``(n,)`` into ``keys``, or `NO_STUDY`."""
+    keys: Sequence[str]
+    """Sample keys."""
 
     def rows(self) -> Iterator[LedgerRow]:
         """Yield the rows sorted by surrogate."""
@@ -105,13 +91,8 @@ class LedgerColumns:
             )
 
 
-def columns_of_known(known: KnownInputs, reason: NDArray[np.uint8]) -> LedgerColumns:
-    """Take over all inputs of a version, with other reasons for some."""
-    return LedgerColumns(known.surrogate, known.kind, reason, known.study, known.keys)
-
-
 def ledger_columns(ingested: Ingested, base: Base | None) -> LedgerColumns:
-    """Put together what a job decided and what it left as it was.
+    """Merge the inputs that a job decided with those it took over.
 
     The studies of ``base`` have the same numbers in both.
     """
@@ -134,7 +115,7 @@ def ledger_columns(ingested: Ingested, base: Base | None) -> LedgerColumns:
 
 
 def is_unchanged(base: Base, ingested: Ingested) -> bool:
-    """Tell whether every input ended as the version before says."""
+    """Return whether every input has the outcome of the previous version."""
     now, before = ledger_columns(ingested, base), base.known
     order, former = np.argsort(now.surrogate, kind="stable"), np.argsort(before.surrogate, kind="stable")
     return np.array_equal(now.surrogate[order], before.surrogate[former]) and np.array_equal(
@@ -148,23 +129,15 @@ def write_ledger(output: Path, path: str, columns: LedgerColumns) -> LedgerEntry
     Raises:
         StorageError: It cannot be written.
     """
-    chain, sha256, num_bytes = LedgerChain(), hashlib.sha256(), 0
+    chain = LedgerChain()
 
     def pieces() -> Iterator[bytes]:
-        nonlocal num_bytes
         rows = columns.rows()
         while lines := [chain.append(row) for row in itertools.islice(rows, _ROWS_AT_ONCE)]:
-            piece = b"".join(lines)
-            num_bytes += len(piece)
-            sha256.update(piece)
-            yield piece
-        line = chain.close()
-        num_bytes += len(line)
-        sha256.update(line)
-        yield line
+            yield b"".join(lines)
+        yield chain.close()
 
-    write_atomic(output / path, pieces(), replace=True)
-    return LedgerEntry(path=path, num_bytes=num_bytes, sha256=sha256.hexdigest(), head=chain.head)
+    return LedgerEntry(**asdict(write_file(output, path, pieces())), head=chain.head)
 
 
 def write_private_ledger(
@@ -172,9 +145,9 @@ def write_private_ledger(
 ) -> None:
     """Write one JSON line for each input: surrogate, path or place, sample key, outcome, content.
 
-    The file is named after the plan, so that the one of another run is never lost; its reason is
-    ``"UNDECIDED"`` for inputs that a stopped job had not come to. Inputs that the job did not decide keep the
-    line that they have in the version before.
+    The file is named after the plan, so that it never replaces that of another run. The reason is
+    ``"UNDECIDED"`` for inputs that an interrupted job did not reach. Inputs that the job took over keep their
+    line of the previous version.
 
     Raises:
         StorageError: It cannot be written.
@@ -185,7 +158,7 @@ def write_private_ledger(
 
 
 def encode_entry(entry: Mapping[str, Any]) -> bytes:
-    """Return the line of an input."""
+    """Encode the line of an input."""
     return json.dumps(entry, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -227,11 +200,8 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
             yield line(reports.surrogate[number], code, study, "report", where, identity)
 
 
-_MAX_THREADS: Final = 16
-
-
 def page_path(version: int) -> str:
-    """Name the page of a version, from 1.
+    """Return the path of a version's page.
 
     Example:
         >>> page_path(1), page_path(2)
@@ -249,21 +219,21 @@ def add_page(
     num_threads: int,
     store: ByteStore | None = None,
 ) -> Manifest:
-    """Write the page of a dataset whose other files stand, unless the settings leave it out.
+    """Write the page of a dataset whose other files exist, unless the settings leave it out.
 
     Args:
         output: Folder of the dataset.
         config: Settings of the page.
         manifest: The manifest, not yet written.
-        progress: Hears of the phase ``page``.
-        num_threads: Threads that read.
-        store: Where the dataset is read, if some of it does not lie in its folder.
+        progress: Receives the phase ``page``.
+        num_threads: Number of reading threads.
+        store: Store of the dataset, if part of it is not in its folder.
 
     Returns:
-        The manifest to be written, which names the page.
+        The manifest with the page.
 
     Raises:
-        FormatError: Bytes of the dataset are not what was written.
+        FormatError: The dataset is damaged.
         StorageError: The page cannot be written.
     """
     if not config.enabled:
@@ -280,33 +250,27 @@ def add_page(
         dataset, facts, kept_keywords=KEYWORDS, max_age_years=MAX_AGE_YEARS, is_inside=True
     ).encode("utf-8")
     path = page_path(manifest.manifest_version)
-    write_atomic(output / path, [page], replace=True)
-    entry = FileEntry(path=path, num_bytes=len(page), sha256=hashlib.sha256(page).hexdigest())
-    return manifest.with_page(entry)
-
-
-_FOLDERS: Final = ("shards", "samples")
-_LEDGERS: Final = "ledger*.jsonl"
+    return manifest.with_page(write_file(output, path, [page]))
 
 
 def samples_path(version: int) -> str:
-    """Path of a version's samples table in the dataset."""
+    """Return the path of a version's samples table."""
     return f"samples/samples-{version:06d}.tbl"
 
 
 def ledger_path(version: int) -> str:
-    """Path of a version's ledger in the dataset."""
+    """Return the path of a version's ledger."""
     return "ledger.jsonl" if version == 1 else f"ledger-{version:06d}.jsonl"
 
 
 def shard_order(shard: ShardEntry) -> tuple[str, int, str]:
-    """Order of a manifest's shards: by split and number."""
+    """Sort key of a manifest's shards: split and number."""
     return shard.split, len(shard.name), shard.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewVersion:
-    """A version to write; its shards stand."""
+    """A version to write; its shards already exist."""
 
     version: int
     parent: str | None
@@ -317,17 +281,17 @@ class NewVersion:
     config_digest: str | None
     key_id: str | None
     extra: Mapping[str, Any]
-    """Facts beside those that are counted here: ``num_slices``, ``reasons`` and ``studies``."""
+    """Facts beside ``num_slices``, ``reasons`` and ``studies``, which are counted here."""
     page: PageConfig
     num_threads: int = 2
-    """Threads that read for the page."""
+    """Number of threads that read for the page."""
     studies: Mapping[str, int] | None = None
     """Studies by outcome; counted from the ledger if not given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestVersion:
-    """The newest version of a dataset, open for a change that takes in no input: removal or compaction."""
+    """The newest version of a dataset, opened for a removal or a compaction, which ingest nothing."""
 
     workspace: Workspace
     base: Base
@@ -341,23 +305,23 @@ class NewestVersion:
         progress: Progress,
         **extra: Any,
     ) -> Manifest:
-        """Write the next version, which takes everything else over.
+        """Write the next version, which takes over everything else.
 
         Args:
-            shards: Those of the next version; ones without a sample are left out.
-            samples: Those of the next version, naming their shard by position in ``shards``.
+            shards: Shards of the next version; those without a sample are left out.
+            samples: Samples of the next version, with their shard by position in ``shards``.
             reason: ``(num_known,)`` of every input.
-            progress: Hears of the phases.
-            **extra: Facts of the manifest that change.
+            progress: Receives the phases.
+            **extra: Changed facts of the manifest.
         """
-        base, manifest = self.base, self.base.manifest
+        base, known, manifest = self.base, self.base.known, self.base.manifest
         ordered, placed = merge_samples([(shards, samples)])
         new = NewVersion(
             version=base.next_version,
             parent=manifest.dataset_id,
             shards=ordered,
             samples=placed,
-            ledger=columns_of_known(base.known, reason),
+            ledger=LedgerColumns(known.surrogate, known.kind, reason, known.study, known.keys),
             created_with=manifest.created_with,
             config_digest=manifest.config_digest,
             key_id=manifest.key_id,
@@ -369,7 +333,7 @@ class NewestVersion:
 
 @contextmanager
 def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
-    """Open the newest version for a change, at the address too that it was sent to; clean up behind it.
+    """Open the newest version for a change, together with its publish target, and clean up afterwards.
 
     Raises:
         ConfigError: The folders are no dataset and its private folder, or another job works there.
@@ -390,8 +354,8 @@ def write_version(
     Args:
         output: Folder of the dataset.
         new: The version.
-        progress: Hears of the phases.
-        uploader: Knows where shards lie that are not in the folder.
+        progress: Receives the phases.
+        uploader: Locates shards that are not in the folder.
 
     Raises:
         AlreadyExistsError: This version exists.
@@ -399,15 +363,14 @@ def write_version(
     """
     progress.phase("samples", 0)
     table = SamplesTable.encode(new.samples, shard_splits=[shard.split for shard in new.shards])
-    path = samples_path(new.version)
-    write_atomic(output / path, [table], replace=True)
+    samples = write_file(output, samples_path(new.version), [table])
     progress.phase("ledger", 0)
     ledger = write_ledger(output, ledger_path(new.version), new.ledger)
     manifest = Manifest(
         manifest_version=new.version,
         parent=new.parent,
         shards=new.shards,
-        samples=FileEntry(path=path, num_bytes=len(table), sha256=hashlib.sha256(table).hexdigest()),
+        samples=samples,
         ledger=ledger,
         counts=OutcomeCounts(**count_outcomes(new.ledger.reason)),
         created_with=new.created_with,
@@ -438,11 +401,10 @@ def write_version(
 def merge_samples(
     parts: Iterable[tuple[Sequence[ShardEntry], Iterable[SampleEntry]]],
 ) -> tuple[tuple[ShardEntry, ...], list[SampleEntry]]:
-    """Put shards and samples of several lists together, in the order of a manifest.
+    """Merge shards and samples of several lists, in the order of a manifest.
 
     Args:
-        parts: Shards, and samples that name them by position in the same list; shards without a sample of
-            the list are left out.
+        parts: Shards, and samples with their shard by position; shards without a sample are left out.
     """
     samples: list[tuple[str, SampleEntry]] = []
     by_name: dict[str, ShardEntry] = {}
@@ -453,11 +415,11 @@ def merge_samples(
             samples.append((shard.name, entry))
     ordered = sorted(by_name.values(), key=shard_order)
     numbers = {shard.name: number for number, shard in enumerate(ordered)}
-    return tuple(ordered), [_moved(entry, numbers[name]) for name, entry in samples]
+    return tuple(ordered), [replace(entry, shard=numbers[name]) for name, entry in samples]
 
 
 def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
-    """Remove what unpublished plans and killed writers left: no manifest ever named it.
+    """Remove files of unpublished plans and killed writers, which no manifest names.
 
     Args:
         output: Folder of the dataset.
@@ -472,19 +434,8 @@ def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
             path.unlink()
 
 
-def _moved(entry: SampleEntry, shard: int) -> SampleEntry:
-    return SampleEntry(
-        sample_key=entry.sample_key,
-        shard=shard,
-        row_in_shard=entry.row_in_shard,
-        offset_bytes=entry.offset_bytes,
-        num_bytes=entry.num_bytes,
-        facts=entry.facts,
-    )
-
-
 def _count_studies(new: NewVersion) -> dict[str, int]:
-    """Count studies by their worst input: packed ones are the samples."""
+    """Count studies by their worst input; the packed ones are the samples."""
     packed = {entry.sample_key for entry in new.samples}
     outcomes: dict[str, str] = {}
     for row in new.ledger.rows():

@@ -1,13 +1,11 @@
-"""The other studies of a patient, of which a few headers are read with each report.
+"""Ingestion: headers, reports, and, for `append` and `retry`, what of them the dataset already knows.
 
-A report of today may name the physician, the order number or the maiden name that only the header of another
-study has. What is read there decides bytes of this study, so which files it is must not depend on what lies
-beside them by chance.
+Nothing is decoded here. The resulting tables tell which study every found input belongs to, and whether the
+job is to decide it.
 
-What a job takes in: headers, reports, and - for `append` and `retry` - what of it the dataset knows.
-
-Nothing is decoded here. The tables that come out say of every found input whose study it belongs to and
-whether the job is to decide it.
+With the reports of a study, a few headers of the patient's other studies (its siblings) are read too: a
+report may name the physician, the order number or the maiden name that only they have. This decides bytes of
+the study, so the choice of files must not depend on what happens to be among the inputs.
 """
 
 from __future__ import annotations
@@ -47,26 +45,26 @@ if TYPE_CHECKING:
 
 _FILES_OF_STUDY: Final = 4
 _MAX_STUDIES: Final = 32
-"""Other studies of one patient that are looked into: the first ones by sample key."""
+"""Siblings that are read for a study: the first ones by sample key."""
 
 
 def representatives(surrogates: NDArray[np.bytes_]) -> NDArray[np.int64]:
-    """Choose the files of a study that are read for others, by their position: a few, by a keyed hash."""
+    """Choose the files of a study that are read for its siblings, by position: a few, by a keyed hash."""
     return np.argsort(surrogates, kind="stable")[:_FILES_OF_STUDY].astype(np.int64)
 
 
 def missing_siblings(
     known: KnownInputs, studies: StudyTable, scope: Scope, is_found: NDArray[np.bool_]
 ) -> list[int]:
-    """Return known files, of patients with a study to pack, that are read with it and were not found.
+    """Return known files of siblings of the studies to pack that were not found among the inputs.
 
-    A next version knows packed studies by its private ledger, so that its bytes are the same whether their
-    files lie among the inputs or not.
+    They are located by the private ledger, so that the bytes of the next version do not depend on whether
+    files of packed studies are among the inputs.
 
     Args:
-        known: Inputs of the version before.
-        studies: Those of ``known``, and the new ones behind them.
-        scope: What is to be packed.
+        known: Inputs of the previous version.
+        studies: Those of ``known``, followed by new ones.
+        scope: Studies to pack.
         is_found: ``(num_known,)``.
     """
     open_studies = np.flatnonzero(scope.study_reason == UNDECIDED).tolist()
@@ -84,7 +82,7 @@ def missing_siblings(
 
 
 class Siblings:
-    """Knows which files to read with a study besides its own.
+    """Finder of the files of sibling studies to read with a study.
 
     Args:
         files: The inventory.
@@ -98,7 +96,7 @@ class Siblings:
                 self._studies_of.setdefault(patient, []).append(study)
 
     def files_with(self, study: int) -> list[int]:
-        """Return the files of the patient's other studies that are read with a study."""
+        """Return the files of the siblings of a study."""
         studies = self._files.studies
         others = [one for one in self._studies_of.get(studies.patients[study], ()) if one != study]
         others.sort(key=lambda one: studies.keys[one])
@@ -109,7 +107,7 @@ class Siblings:
         return chosen
 
     def facts(self, files: Sequence[int]) -> list[list[int]]:
-        """Return what tells whether files are still those that were read: header digests, and times."""
+        """Return digests and times by which changed files are noticed."""
         return [self._files.digest[files].tolist(), self._files.modified_ns[files].tolist()]
 
 
@@ -125,15 +123,15 @@ class Ingested:
     files: FileTable
     reports: ReportTable
     scope: Scope | None = None
-    """What the job may decide; None where there is no version before: everything."""
+    """Inputs that the job decides; None for a first version, which decides all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ingest:
-    """Takes inputs in, with what every way of doing so needs."""
+    """Ingestion of the inputs of a run."""
 
     read_headers: ReadHeaders
-    """Does the header pass."""
+    """Runs the header pass."""
     inputs: InputsConfig
     layout: Layout
     key: SecretKey
@@ -141,17 +139,17 @@ class Ingest:
     progress: Progress
 
     def everything(self, discovered: Sequence[DiscoveredFile]) -> Ingested:
-        """Take in everything for a first version."""
+        """Ingest all inputs, for a first version."""
         files = self.read_headers(discovered, StudyTable())
         return Ingested(discovered=discovered, files=files, reports=self._link(files.studies))
 
     def more(self, mode: GrowMode, base: Base, discovered: Sequence[DiscoveredFile]) -> Ingested:
-        """Take in what a next version is made of.
+        """Ingest the inputs of a next version.
 
         Args:
             mode: ``append`` or ``retry``.
-            base: The version before.
-            discovered: What was found; empty for ``retry``, which takes its files from the private ledger.
+            base: The previous version.
+            discovered: Found files; empty for ``retry``, which gets them from the private ledger.
         """
         known, inputs = base.known, self.inputs
         found = list(discovered)
@@ -167,11 +165,11 @@ class Ingest:
             found_files = recognize_files(known, self.key, files, found, inputs.roots)
             found_reports = recognize_reports(known, self.key, reports, inputs.reports or Path())
             if siblings:
-                # They are read with others' reports; nothing is decided about them, whatever they hold now.
+                # They are only read for their siblings, and not decided, whatever they hold now.
                 of_siblings = slice(len(found) - len(siblings), len(found))
                 found_files.row[of_siblings], found_files.replaced[of_siblings] = siblings, NEW
             scope = make_scope(mode, base, files, reports, found_files, found_reports)
-            # A study is packed whole or not at all: its other files are fetched from where they lay.
+            # A study is packed completely or not at all: read its other files at their recorded paths.
             if len(scope.missing):
                 found += _recall(known, scope.missing.tolist(), inputs)
                 continue
@@ -201,7 +199,7 @@ class Ingest:
 
 
 def clear_crash_log(base: Base, crash_log: CrashLog, workspace: Workspace) -> None:
-    """Forget the recorded deaths of what a `retry` tries again: once, so that a stopped one does not.
+    """Remove crashes of the studies of a `retry` from the log, once, so that a resumed one keeps new crashes.
 
     Raises:
         StorageError: Something cannot be written.
@@ -218,7 +216,7 @@ def clear_crash_log(base: Base, crash_log: CrashLog, workspace: Workspace) -> No
 
 
 def _files_to_retry(base: Base) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Tell which known files to read again: quarantined ones, and all of a study that has some."""
+    """Return the mask of known files to read again: quarantined ones, and all files of their studies."""
     known = base.known
     wanted = quarantined_rows(known)
     packed, removed = base.packed_keys(), base.removed_studies
@@ -233,10 +231,10 @@ def _files_to_retry(base: Base) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 def _recall(known: KnownInputs, rows: Iterable[int], inputs: InputsConfig) -> list[DiscoveredFile]:
-    """Find known files at their recorded paths; one that is gone is named, and so is its study."""
+    """Find known files at their recorded paths; missing ones get a reason, and so do their studies."""
     found: dict[str, DiscoveredFile] = {}
     for entry in known.entries(rows):
-        # The parts of an attachment lie at one path.
+        # The parts of an attachment share a path.
         if entry.get("path") is None or entry["path"] in found:
             continue
         path = str(entry["path"])
@@ -246,7 +244,7 @@ def _recall(known: KnownInputs, rows: Iterable[int], inputs: InputsConfig) -> li
         except (OSError, ValueError):
             was_missing = entry["reason"] == Reason.MISSING_FILE
             problem = Reason.MISSING_FILE if was_missing else Reason.FILE_UNREADABLE
-        # Joined to any root, an absolute path stands for itself.
+        # Joined to any root, an absolute path remains itself.
         is_apart = entry["kind"] == "attachment" and len(inputs.attachments) > 0
         found[path] = DiscoveredFile(
             root_index=len(inputs.dicom) if is_apart else 0,

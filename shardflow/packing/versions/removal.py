@@ -1,8 +1,8 @@
-"""Take studies or patients out of a dataset for good: consent was withdrawn.
+"""Removal of studies or patients from a dataset for good, because consent was withdrawn.
 
-The next version does not have their samples any more, their inputs are `CONSENT_WITHDRAWN`, and no later job
-takes them in again. The bytes stay in the shards and in earlier versions until `shardflow.packing.versions.compaction`
-rewrites the ones and deletes the others.
+The next version lacks their samples, their inputs are `CONSENT_WITHDRAWN`, and no later job packs them again.
+The bytes stay in the shards and in earlier versions until `shardflow.packing.versions.compaction` rewrites
+the shards and deletes the versions.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _Status: TypeAlias = Literal["removed", "nothing_new"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Withdrawn:
-    """Who is to be removed. Holds identifiers: it never goes into a message, log or dataset."""
+    """Patients and studies to remove. Holds identifiers, which never go into a message, log or dataset."""
 
     patients: Collection[str] = ()
-    """Patient IDs, as the DICOM headers have them."""
+    """Patient IDs of the DICOM headers."""
     studies: Collection[str] = ()
     """Study Instance UIDs."""
     sample_keys: Collection[str] = ()
@@ -58,18 +58,18 @@ class Withdrawn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemovalSummary:
-    """What a removal did."""
+    """Result of a removal."""
 
     status: _Status
     """``removed``, or ``nothing_new``: all of it was removed before."""
     dataset_id: str
     manifest_version: int
     num_studies: int
-    """Studies that this run removed, packed or not."""
+    """Studies removed by this run, packed or not."""
     num_samples: int
     """Samples among them."""
     num_unknown: int
-    """Given patients and studies that the dataset knows nothing of; they are not taken in later either."""
+    """Given patients and studies that the dataset does not know; later jobs will not pack them either."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -90,20 +90,20 @@ def remove(
     key_file: Path | None = None,
     progress: Progress | None = None,
 ) -> RemovalSummary:
-    """Write the version that does not have the given studies and patients any more.
+    """Write a version without the given studies and patients.
 
-    A dataset that was sent to an address gets the version there too.
+    A published dataset is updated at its address too.
 
     Args:
         output: The dataset.
         private: Its private folder.
-        withdrawn: Who is to be removed.
-        key_file: The secret key, where it lies in another place than the private folder.
-        progress: Hears where the job is.
+        withdrawn: Patients and studies to remove.
+        key_file: The secret key, if it is not in the private folder.
+        progress: Receives the progress of the job.
 
     Raises:
-        ConfigError: Nobody is given, key or folder are another dataset's, or no sample would be left.
-        StorageError: Something cannot be written; the same call goes on.
+        ConfigError: Nothing is given, key or folder are another dataset's, or no sample would be left.
+        StorageError: Something cannot be written; the same call resumes.
     """
     if not (withdrawn.patients or withdrawn.studies or withdrawn.sample_keys):
         raise ConfigError("a removal must name a patient, study or sample key, got none; give one.")
@@ -129,7 +129,7 @@ def remove(
         if uploader is not None:
             uploader.finish()
             uploader.erase_unnamed()
-        # Once more after a kill: what an earlier, unfinished job left here may be of the removed studies.
+        # An earlier, interrupted job may have logged crashes of the removed studies.
         CrashLog(workspace.crash_log).lift(removed.studies)
         return RemovalSummary(
             status="removed" if is_new else "nothing_new",
@@ -142,7 +142,7 @@ def remove(
 
 
 def _resolve(base: Base, key: SecretKey, withdrawn: Withdrawn) -> tuple[_Removed, int]:
-    """Find the studies; identifiers end here."""
+    """Resolve identifiers to surrogates of studies and patients."""
     patients = {key.surrogate("patient", patient) for patient in withdrawn.patients}
     studies = {key.surrogate("study", study) for study in withdrawn.studies} | {*withdrawn.sample_keys}
     num_unknown = len(studies - {*base.known.keys})
@@ -197,7 +197,7 @@ def _deidentification(newest: NewestVersion, removed: _Removed) -> dict[str, Any
 def _count_removed(shards: tuple[ShardEntry, ...], kept: list[SampleEntry]) -> list[ShardEntry]:
     counts = np.bincount([entry.shard for entry in kept], minlength=len(shards)).tolist()
     return [
-        # A shard of which nothing is left is not named any more.
+        # A shard without samples is left out of the next version.
         replace(shard, num_removed=shard.num_samples - count if count else 0)
         for shard, count in zip(shards, counts, strict=True)
     ]
@@ -213,7 +213,7 @@ def _is_removed(base: Base, removed: _Removed) -> np.ndarray[tuple[int], np.dtyp
 
 
 def _forget(base: Base, removed: _Removed) -> Iterator[bytes]:
-    """Yield the private ledger; of removed inputs it keeps no path and no patient."""
+    """Yield the private ledger, without paths and patients of removed inputs."""
     for entry in base.known.entries(range(len(base.known))):
         if entry["sample_key"] in removed.studies:
             for name in ("path", "place", "patient"):

@@ -1,14 +1,11 @@
-"""Which of the found inputs the dataset knows already, and what the others are called.
+"""Scope of an `append` or a `retry`: which found inputs the dataset already knows, and which studies to pack.
 
-A file is known by its path, or by its place below the input folders, if size and header are the same; a
-report by its study and text, whatever line it moved to. What lies at a known place and holds something else
-is another input. It takes the name of the old one if that was never packed (the file was repaired); else it
-gets a name of its own.
+A file is recognized by its path, or by its name below the input folders, if size and header are the same; a
+report by its study and text, wherever it moved. A known location with other content is another input. It
+takes the name of the old one if that was never packed (the file was repaired); otherwise it gets a new name.
 
-What an `append` or a `retry` may decide, and what stays as the version before has it.
-
-A study that is in the dataset is never touched. *Append* packs every other study of which it finds an input
-that the dataset does not know; *retry* every study that is quarantined, and nothing that is new.
+A packed study is never touched. *Append* packs every other study with an input that the dataset does not
+know; *retry* packs every quarantined study, and nothing that is new.
 """
 
 from __future__ import annotations
@@ -47,12 +44,12 @@ _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """What is known of the found inputs of one kind."""
+    """Known inputs among the found ones of one kind."""
 
     row: NDArray[np.int64]
     """``(n,)``: row of `KnownInputs`, or `NEW`."""
     replaced: NDArray[np.int64]
-    """``(n,)``: row whose name and place a new input took, or -1."""
+    """``(n,)``: row whose name and location a new input took over, or -1."""
 
 
 def recognize_files(
@@ -62,7 +59,7 @@ def recognize_files(
     discovered: Sequence[DiscoveredFile],
     roots: Sequence[Path],
 ) -> Recognized:
-    """Recognise files, and give new ones a surrogate that no other input has."""
+    """Recognize files, and give new ones a unique surrogate."""
     sizes = np.fromiter((file.num_bytes for file in discovered), np.int64, len(discovered))
     identity = file_identity(files.digest, sizes[files.source])
     paths = [path_digest(str(file.path(roots).absolute())) for file in discovered]
@@ -81,7 +78,7 @@ def recognize_files(
 
 
 def recognize_reports(known: KnownInputs, key: SecretKey, reports: ReportTable, source: Path) -> Recognized:
-    """Recognise reports, and give new ones a surrogate that no other input has."""
+    """Recognize reports, and give new ones a unique surrogate."""
     rows = np.flatnonzero(known.is_report)
     identity = ranked(reports.identity)
     row = _find(ranked(known.identity[rows]), rows, identity)
@@ -93,7 +90,7 @@ def recognize_reports(known: KnownInputs, key: SecretKey, reports: ReportTable, 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Found inputs of one kind: known row, row of the same name, content, place."""
+    """Found inputs of one kind: known row, row of the same name, content, location."""
 
     row: NDArray[np.int64]
     named: NDArray[np.int64]
@@ -104,7 +101,7 @@ class _Found:
 def _name(
     known: KnownInputs, key: SecretKey, kind: str, surrogate: NDArray[np.bytes_], found: _Found
 ) -> Recognized:
-    """Write the final surrogates; find the known inputs whose place holds something else now."""
+    """Set the final surrogates; find known inputs whose location has other content now."""
     row, replaced = found.row, np.full(len(found.row), -1, np.int64)
     is_matched = np.zeros(len(known), np.bool_)
     is_matched[row[row != NEW]] = True
@@ -144,16 +141,16 @@ GrowMode: TypeAlias = Literal["append", "retry"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """What a job decides."""
+    """Inputs and studies that a job decides."""
 
     study_reason: NDArray[np.uint8]
     """``(num_studies,)``: `UNDECIDED` for studies to pack, `CARRIED` for those left alone, or a reason."""
     is_decided: NDArray[np.bool_]
-    """``(num_known,)``: known inputs that get their outcome anew, or whose place another input took."""
+    """``(num_known,)``: known inputs that get a new outcome, or whose location another input took over."""
     missing: NDArray[np.int64]
-    """Known files of studies to pack that were not among the found ones."""
+    """Known files of studies to pack that were not found."""
     num_known: int
-    """Found inputs that stay as they are."""
+    """Found inputs that are taken over unchanged."""
     num_new: int
     """Found inputs that the dataset does not know."""
 
@@ -164,7 +161,7 @@ class Scope:
 
 
 def quarantined_rows(known: KnownInputs) -> NDArray[np.bool_]:
-    """Tell which known inputs are quarantined, ``(num_known,)``."""
+    """Return the mask of quarantined known inputs, ``(num_known,)``."""
     codes = [
         code
         for code in np.unique(known.reason).tolist()
@@ -181,7 +178,7 @@ def make_scope(
     found_files: Recognized,
     found_reports: Recognized,
 ) -> Scope:
-    """Decide what the job decides; everything else in the tables becomes `CARRIED`.
+    """Compute the scope of a job, and mark everything else in the tables as `CARRIED`.
 
     The studies of ``base`` are the first ones of ``files.studies``.
     """
@@ -242,7 +239,7 @@ class _Scoping:
         )
 
     def _keep_studies(self) -> None:
-        """Count a file that cannot be read any more to the study that it belonged to."""
+        """Assign files that have become unreadable to their former study."""
         row, replaced = self._found_files.row, self._found_files.replaced
         former = np.where(row != NEW, row, replaced)
         lost = (self._files.study == NO_STUDY) & (former != -1)
@@ -263,7 +260,7 @@ class _Scoping:
         self._is_open = touched & ~self._is_packed & ~self._is_removed
 
     def _unplaced(self) -> NDArray[np.bool_]:
-        """Files whose study the dataset does not know: new ones, and those that could not be read."""
+        """Return the mask of files whose study the dataset does not know: new and unreadable ones."""
         row = self._found_files.row
         unplaced: NDArray[np.bool_] = row == NEW
         unplaced[~unplaced] = self._known.study[row[~unplaced]] == NO_STUDY
@@ -280,10 +277,10 @@ class _Scoping:
         reason[fresh & inside & is_removed] = reason_code(Reason.CONSENT_WITHDRAWN)
 
     def _left_alone(self, is_packed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Attachments that nothing is decided about.
+        """Return the mask of attachments that are not decided.
 
-        Those without a study that `retry` reads again, without the other files that could link them; and
-        files that the version before took for no attachment, whose study is packed.
+        These are attachments without a study, which `retry` reads without the files that could link them, and
+        files of packed studies that the previous version did not recognize as attachments.
         """
         is_attachment = self._files.kind == ATTACHMENT_KIND
         found = self._found_files
@@ -311,7 +308,7 @@ class _Scoping:
     def _of_studies(
         self, study: NDArray[np.int32]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Tell of each input whether its study is to pack, packed, removed; all false without a study."""
+        """Return masks of inputs whose study is to be packed, is packed, and was removed."""
         inside = study != NO_STUDY
         columns = [np.zeros(len(study), np.bool_) for _ in range(3)]
         for column, by_study in zip(columns, (self._is_open, self._is_packed, self._is_removed), strict=True):
