@@ -105,7 +105,7 @@ class RunFile:
         steps: list[int] = []
         self.num_steps = self.num_intervals = self.num_damaged = 0
         self.has_verdicts = False
-        # A run that goes on may grow between the two readings; what is new belongs to the next look.
+        # A running run may grow between the two reads; what is new belongs to the next one.
         self._num_bytes = 0
         with open_metrics(run) as file:
             for line, num_bytes in split_lines(file):
@@ -171,7 +171,7 @@ class RunHistory:
         checkpoints: Lines of checkpoints.
         evaluations: Lines of evaluations.
         attempts: Lines of starts.
-        end: The line of the newest start's end, ``outcome`` in it; None while it goes on, or was killed.
+        end: The line of the newest start's end, ``outcome`` in it; None while it runs, or if it was killed.
         num_planned_steps: Of the whole run; 0 while it is not known.
         last_event_s: When the newest line was written, seconds since 1970; 0 before the first.
     """

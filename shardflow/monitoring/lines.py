@@ -196,7 +196,7 @@ def open_metrics(run: Path) -> BinaryIO:
 
 
 def split_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
-    """Yield the whole lines from where a file stands, in bounded memory.
+    """Yield the whole lines from a file's position, in bounded memory.
 
     A last line without its end is left out: it is being written.
 
@@ -246,7 +246,7 @@ class MetricsTail:
 
     Args:
         run: The run folder.
-        from_end: Leave out what stands there already; a file that is not there yet is read whole.
+        from_end: Skip what the file holds already; a file that does not exist yet is read whole.
 
     Attributes:
         num_damaged: Lines that were left out so far.

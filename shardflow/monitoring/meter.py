@@ -187,7 +187,7 @@ _ZERO: Final = (
     "checkpoints",
     "checkpoint.stall",
 )
-"""Counters that are told before the first of what they count: what grows from nothing has no rate."""
+"""Counters that exist before their first event: what grows from nothing has no rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,7 +349,7 @@ class MetricsMeter:
             self._count("tier.items", found.num_items, tier)
 
     def _tell_ranks(self, interval: Interval) -> None:
-        # Which ranks are told of may change, so what they did is told as it stands and never added up.
+        # The reported ranks may change, so their numbers are gauges, never sums.
         wall_s = interval.wall_s or 1.0
         for rank in interval.ranks[:_MOST_RANKS]:
             host = rank.host if _PLAIN.fullmatch(rank.host) else ""
@@ -393,7 +393,7 @@ class MetricsMeter:
         self._values.setdefault(name, {})[labels] = float(value)
 
     def _set_known(self, name: str, value: float | None, *labels: str) -> None:
-        """Set it unless it is not known, or not finite: then the last one that was stands."""
+        """Set it if it is known and finite; otherwise the last value remains."""
         if value is not None:
             self._set(name, value, *labels)
 

@@ -56,7 +56,7 @@ _PLACES: Final = frozenset(
 )
 """Settings whose value may be a place even where it looks like a word."""
 _NAMES_FILE: Final = "sinks.json"
-"""In the run folder: under which name each service knows the run, so that a restart goes on with it."""
+"""In the run folder: under which name each service knows the run, so that a restart continues it."""
 
 Scalar = int | float | str | bool
 
@@ -76,7 +76,7 @@ class Sink(Protocol):
     """A service that keeps experiments. All calls come from one thread, and are left alone when they hang."""
 
     def open(self, run: Path, name: str, settings: Mapping[str, Scalar]) -> str:
-        """Begin, or go on with what is known under a name.
+        """Begin a run, or continue the one known under a name.
 
         Args:
             run: The run folder, where a service that keeps files may keep them.
@@ -232,7 +232,7 @@ class _Feeder(threading.Thread):
                 self._hand_on()
             self._hand_on()
             self._sink.close()
-        # Also what would end a process: whatever a service does, the run goes on.
+        # Also what would end a process: whatever a service does, the run continues.
         except BaseException as error:  # noqa: BLE001
             # Its text may quote addresses and names of accounts.
             _LOGGER.warning("%s failed (%s) and gets no more numbers", self.sink_name, type(error).__name__)
@@ -290,7 +290,7 @@ class WandbSink:
         self._run: Any = None
 
     def open(self, run: Path, name: str, settings: Mapping[str, Scalar]) -> str:
-        """Begin, or go on; see `Sink`."""
+        """Begin or continue; see `Sink`."""
         # Read as the library is imported; and it reports its own errors over the network.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -352,7 +352,7 @@ class MlflowSink:
         self._id = ""
 
     def open(self, run: Path, name: str, settings: Mapping[str, Scalar]) -> str:
-        """Begin, or go on; see `Sink`."""
+        """Begin or continue; see `Sink`."""
         # Read as the library is imported; it tells its makers what is used.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         address = os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -398,7 +398,7 @@ _ADDRESS = "monitor.prometheus"
 
 
 def check_outlets(prometheus: str, sinks: Sequence[str]) -> None:
-    """Refuse what cannot be told to; arguments as in `open_outlets`.
+    """Refuse exporters that cannot work; arguments as in `open_outlets`.
 
     Raises:
         ConfigError: The address is none, a sink is unknown, or a package is missing.
@@ -423,7 +423,7 @@ def open_outlets(run: Path, prometheus: str, sinks: Sequence[str]) -> Iterator[N
             try:
                 server = stack.enter_context(MetricsServer(run, prometheus, asked_by=_ADDRESS))
             except ConfigError as error:
-                _LOGGER.warning("%s The run goes on without it.", error.message)
+                _LOGGER.warning("%s The run continues without it.", error.message)
             else:
                 _LOGGER.info("metrics for Prometheus at %s", server.url)
         if sinks:

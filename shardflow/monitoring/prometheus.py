@@ -24,7 +24,7 @@ _MOST_PORT: Final = 65535
 
 
 def require_prometheus(asked_by: str) -> None:
-    """Refuse to go on without the library that this needs.
+    """Refuse to continue without the client library.
 
     Args:
         asked_by: The setting or the command that asks for it.
@@ -40,7 +40,7 @@ def require_prometheus(asked_by: str) -> None:
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:
-    """Split ``ADDRESS:PORT``; the address of IPv6 stands in brackets.
+    """Split ``ADDRESS:PORT``; an IPv6 address is in brackets.
 
     Args:
         text: ``127.0.0.1:9464``, ``[::1]:9464``, ``0.0.0.0:0``; port 0 is any free one.
@@ -67,7 +67,7 @@ class RunCollector:
 
     Args:
         run: The run folder. One that holds nothing yet has zeros of what counts; one that is gone, or cannot
-            be read, has no numbers until it is there again; of another run in it the numbers are told.
+            be read, has no numbers until it is there again; of another run in it the numbers are served.
     """
 
     def __init__(self, run: Path) -> None:
@@ -90,7 +90,7 @@ class RunCollector:
                     self._has_read = True
                     self._meter.add(line)
             except (ConfigError, StorageError):
-                # What was read last would look like a run that goes on, zeros like counters begun anew.
+                # What was read last would look like a running run, zeros like counters that restarted.
                 is_told = not self._has_read
             else:
                 is_told = True

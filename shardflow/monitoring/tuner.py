@@ -204,7 +204,7 @@ class TunerRules:
     least_gain: float = 0.03
     """A change must bring so much, but for one that only takes less."""
     most_loss: float = 0.015
-    """That may cost so much: what cannot be told from nothing."""
+    """That may cost so much: what cannot be distinguished from noise."""
     stale_after: int = 3
     """Tries that brought nothing after which the present settings are measured again: machines drift."""
     waiting: float = 0.03
@@ -221,7 +221,7 @@ _Try = Generator[Change | None, StepNumbers, Window | None]
 
 
 class Tuner:
-    """Decides; deterministic in what it is told.
+    """Decides; deterministic in its inputs.
 
     Args:
         values: The settings as they are, by name.

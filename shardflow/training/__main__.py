@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune",
         choices=("off", "observe", "on"),
-        help="find settings of the loader and the cache while the run goes on; the same as --set tune.mode=",
+        help="find settings of the loader and the cache during the run; the same as --set tune.mode=",
     )
     parser.add_argument("--print-config", action="store_true", help="show the settings in force, and exit")
     parser.add_argument(

@@ -29,7 +29,7 @@ Share = Annotated[float, Bounds(0.0, 1.0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """What is trained on."""
+    """The training data."""
 
     dataset: Place
     """Folder or address of a packed dataset, or a blend file (``.toml``), whose components name their
@@ -332,7 +332,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How several ranks hold one model; changes memory and traffic, never what is trained."""
+    """Strategy of several ranks; changes memory and traffic, never what is trained."""
 
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """``ddp``: every rank holds the whole model. ``fsdp2``: each holds an equal share of every parameter,
@@ -355,7 +355,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AugmentConfig:
-    """What training images get, within what their modality allows; evaluation images get none of it.
+    """Augmentation of training images, within the limits of their modality; evaluations use none.
 
     Each number is drawn anew for each sample of each epoch, keyed by seed, epoch, step, micro-batch and slot.
     """
@@ -386,7 +386,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataLoadingConfig:
-    """How bytes become batches; none of it changes what is trained."""
+    """The loader; no effect on what is trained."""
 
     execution: Literal["threads", "process", "workers"] = "threads"
     """Where it happens, see docs/howto/execution.md; ``process`` where the loop is busy in Python."""
@@ -407,7 +407,7 @@ class DataLoadingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeoutConfig:
-    """How long ranks wait for one another, in seconds."""
+    """Timeouts between ranks, in seconds."""
 
     startup_s: Seconds = 600.0
     """Until all ranks have joined and prepared; nothing is exchanged before that."""
@@ -419,7 +419,7 @@ class TimeoutConfig:
     """A rank that does not get on in a step of its own, or shows no sign of its interpreter, for longer is
     named, and ends the run. 0 waits for ever, as under a debugger."""
     lost_s: Seconds = 10.0
-    """A machine that nothing is heard of for longer is taken for dead."""
+    """A machine that is silent for longer is considered lost."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -433,15 +433,15 @@ class TimeoutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorConfig:
-    """What a run measures of itself, see docs/monitoring.md; changes nothing that is trained."""
+    """Measurements and exporters of a run, see docs/monitoring.md; no effect on what is trained."""
 
     interval_s: SecondsOrZero = 5.0
     """An interval ends with the first step after so many seconds, and is a line of ``metrics.jsonl``; the
     first step is one of its own. 0 measures no stages."""
 
     prometheus: str = ""
-    """``ADDRESS:PORT`` where rank 0 serves its numbers to Prometheus while the run goes on, see
-    docs/monitoring.md: ``127.0.0.1:9464``; port 0 is any free one, and logged. Empty serves none."""
+    """``ADDRESS:PORT`` where rank 0 serves its numbers to Prometheus during the run, see
+    docs/prometheus.md: ``127.0.0.1:9464``; port 0 is any free one, and logged. Empty serves none."""
     sinks: tuple[str, ...] = ()
     """Services that get steps, intervals, verdicts and evaluations: ``wandb``, ``mlflow``."""
 
@@ -457,10 +457,10 @@ class MonitorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneConfig:
-    """Finds settings of loader and cache while the run goes on; none of it changes what is trained."""
+    """Online tuner of loader and cache settings; no effect on what is trained."""
 
     mode: Literal["off", "observe", "on"] = "observe"
-    """``observe`` says what it would change; ``on`` changes it, one setting at a time, see docs/tuning.md."""
+    """``observe`` logs what it would change; ``on`` changes it, one setting at a time, see docs/tuning.md."""
     start_from: Path | None = None
     """A ``tuned.toml`` that another run wrote: settings to begin with. A restart begins with its own."""
     settle_steps: Annotated[int, Bounds(50)] = 200
@@ -484,7 +484,7 @@ class TuneConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """The run itself: where it writes, how long it goes, on what it runs."""
+    """The run itself: output folder, length, device, precision."""
 
     output: Path
     """Run folder; belongs to one run, whose restarts share it."""
@@ -525,7 +525,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Everything that ``shardflow train`` is told."""
+    """All settings of ``shardflow train``."""
 
     data: DataConfig
     batch: BatchConfig

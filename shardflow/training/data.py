@@ -92,7 +92,7 @@ def open_data(
 
     Args:
         settings: The table ``[data]``.
-        saved: The loader state of the checkpoint that the run goes on from.
+        saved: The loader state of the checkpoint that the run resumes from.
         cache: The table ``[cache]``.
 
     Raises:

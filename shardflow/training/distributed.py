@@ -158,7 +158,7 @@ class Timeouts:
     control: timedelta
     """For a meeting on the control group: a checkpoint being written, an evaluation ending."""
     hang: timedelta | None = None
-    """For what a rank does alone within a step; None for ever. Kept by the watch, not by a group."""
+    """For what a rank does alone within a step; None for no limit. Enforced by the health monitor."""
 
     def __post_init__(self) -> None:
         for name in ("startup", "steady", "control"):

@@ -326,7 +326,7 @@ class DeviceFeed:
     """This rank's micro-batches of the rest of an epoch, on the device.
 
     Args:
-        loader: At the position to go on from.
+        loader: At the position to resume from.
         maker: Makes the model's tensors.
         looks_ahead: Send the next step's first micro-batch before it is asked for; pointless on CPUs.
 

@@ -165,7 +165,7 @@ class LastGradient(LoopHook):
 
     Args:
         model: Its parameters get the hooks, for the time of a backward.
-        clock: Is told.
+        clock: Receives the times.
     """
 
     def __init__(self, model: nn.Module, clock: StepClock) -> None:
@@ -268,7 +268,7 @@ class RunMeasures(LoopHook):
 
     Attributes:
         clock: Hears what a step is at.
-        last_gradient: Tells it where the exchange goes on alone; None where no exchange can be told from the
+        last_gradient: Knows when only the exchange remains; None where no exchange can be told from the
             backward.
         listeners: Get each interval, on rank 0.
         total_steps: Steps of the whole run.

@@ -57,7 +57,7 @@ class LedgerStep:
     attempt: int
     """The attempt whose work this is."""
     micro_batches: tuple[LedgerMicroBatch, ...]
-    """In the order of their number; fillers are left out, so every world size writes the same."""
+    """In the order of their number; padding ones are left out, so every world size writes the same."""
 
 
 class LedgerWriter:
@@ -86,7 +86,7 @@ class LedgerWriter:
     def write(
         self, global_step: int, *, epoch: int, step: int, micro_batches: Sequence[LedgerMicroBatch]
     ) -> None:
-        """Append a step that this rank has finished; ``micro_batches`` without fillers."""
+        """Append a step that this rank has finished; ``micro_batches`` without padding ones."""
         self._log.write(
             "step",
             global_step=global_step,

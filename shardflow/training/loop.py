@@ -143,11 +143,11 @@ def evaluate(
                 num_samples += inputs.num_samples
                 if len(losses) == next_look:
                     each_s = (time.perf_counter() - started) / next_look
-                    told = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control)
-                    if is_cut_off := bool(told[:, 0].any()):
+                    by_rank = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control)
+                    if is_cut_off := bool(by_rank[:, 0].any()):
                         break
                     # The slowest rank's pace, so that all look again after the same micro-batch.
-                    next_look += max(1, int(_LOOK_EVERY_S / max(float(told[:, 1].max()), 1e-3)))
+                    next_look += max(1, int(_LOOK_EVERY_S / max(float(by_rank[:, 1].max()), 1e-3)))
     finally:
         model.train(was_training)
         settle(model)
@@ -214,7 +214,7 @@ class RunParts:
 
 @dataclass(kw_only=True, slots=True)
 class LoopProgress:
-    """Where the run stands, besides the loader's position."""
+    """Progress of the run, besides the loader's position."""
 
     global_step: int = 0
     """Steps done over all epochs; in every checkpoint."""
@@ -229,7 +229,7 @@ class TrainingLoop:
 
     Args:
         parts: Everything the loop works with; the model and optimizer already hold the resumed state.
-        progress: Where the run stands.
+        progress: Progress of the run.
         on_step: Called on every rank after every step, with its metrics and the steps of the whole run.
         is_saved: A checkpoint of this very state exists already.
     """
@@ -546,7 +546,7 @@ class _Checkpoints(LoopHook):
             return
         self._parts.metrics.write_checkpoint(metrics)
         _LOGGER.info(
-            "checkpoint step-%08d stands: %.2f s of training, %.1f s beside it",
+            "saved checkpoint step-%08d: %.2f s of training time, %.1f s in the background",
             metrics.global_step,
             metrics.stall_s,
             metrics.write_s,

@@ -66,7 +66,7 @@ class TensorBoardWriter:
     def _attempt(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - whatever becomes of the curves, the run goes on
+        except Exception as error:  # noqa: BLE001 - a failure costs the curves only
             _LOGGER.warning("TensorBoard failed (%s) and gets no more numbers", type(error).__name__)
             self._writer = None
 
@@ -118,7 +118,7 @@ class EvaluationMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMetrics:
-    """One checkpoint, written once it stands."""
+    """One checkpoint, written once it is saved."""
 
     global_step: int
     """Steps that it counts."""
@@ -210,13 +210,15 @@ class MetricsWriter:
                     self._tensorboard.add(f"{event}/{name}", value, global_step)
 
     def _append(self, event: str, values: Mapping[str, Any]) -> None:
-        """Write a line, or leave it out; the run goes on."""
+        """Write a line, or skip it if it cannot be written."""
         try:
             self._log.write(event, attempt=self._attempt, **values)
         except StorageError as error:
             if not self._is_losing:
                 found = error.message.partition(";")[0]
-                _LOGGER.warning("%s: %s; make room. The run goes on without such lines.", METRICS_FILE, found)
+                _LOGGER.warning(
+                    "%s: %s; free up space. These lines are lost.", METRICS_FILE, found
+                )
             self._is_losing = True
             self.num_lost += 1
             return

@@ -65,7 +65,7 @@ _OPTIONAL = {"model.path digest", "model.frozen", "lora.rank"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartDecision:
-    """What rank 0 tells the others; plain JSON values."""
+    """Decision of rank 0, broadcast to the others; plain JSON values."""
 
     attempt: int
     """Number of this start of the job, from 1."""
@@ -109,7 +109,7 @@ def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
             )
         for problem in problems:
             _LOGGER.warning("%s Falling back to %s.", problem, sound.name)
-        folder.go_on_from(sound.name)
+        folder.resume_from(sound.name)
         return StartDecision(
             attempt=attempt, checkpoint=str(folder.path / sound.name), damaged=tuple(problems)
         )
@@ -423,7 +423,7 @@ class TrainSummary:
     """What a run did; plain JSON values, equal on all ranks but for ``rank``."""
 
     outcome: Outcome
-    """``stopped``: a signal asked for it, a checkpoint stands, start again to go on."""
+    """``stopped``: a signal asked for it, a checkpoint is saved, start again to resume."""
     stop_signal: str | None
     """The signal that this rank got, if any."""
     rank: int
@@ -530,7 +530,7 @@ def _decide(
     config: TrainConfig, ranks: Ranks, checkpoints: CheckpointFolder, stack: ExitStack
 ) -> StartDecision:
     """Let rank 0 lock the run folder and choose the start, then tell everybody, a refusal included."""
-    told: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
             stack.callback(RunLock(config.run.output).release)
@@ -540,16 +540,16 @@ def _decide(
             decision = decide_start(run, checkpoints)
             refuse_crash_loop(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
             stack.enter_context(record_start(run.output, decision.checkpoint, attempt=decision.attempt))
-            told["decision"] = decision.to_json()
+            answer["decision"] = decision.to_json()
         except _REFUSALS as error:
-            told[type(error).__name__] = error.message
+            answer[type(error).__name__] = error.message
     # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.
     ranks.barrier("choosing a checkpoint", ranks.timeouts.startup)
-    told = ranks.broadcast(told)
+    answer = ranks.broadcast(answer)
     for kind in _REFUSALS:
-        if kind.__name__ in told:
-            raise kind(told[kind.__name__])
-    return StartDecision.from_json(told["decision"])
+        if kind.__name__ in answer:
+            raise kind(answer[kind.__name__])
+    return StartDecision.from_json(answer["decision"])
 
 
 def _progress(checkpoint: Checkpoint | None) -> LoopProgress:

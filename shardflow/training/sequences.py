@@ -42,7 +42,7 @@ class Packing:
     """int64, the slices to look at, as places in the flattened ``(B, K)``; two at least, whether or not they
     stand in the sequence."""
     source_S: torch.Tensor
-    """int64, what stands at each place: 0 the start embedding, from 1 on the slices of ``slice_index_N``,
+    """int64, what is at each place: 0 the start embedding, from 1 on the slices of ``slice_index_N``,
     then the text tokens."""
     position_S: torch.Tensor
     """int64, place within the study."""
@@ -62,7 +62,7 @@ class Packing:
         return cls(**{name: tensors[name] for name in names}, longest=longest)
 
     def attention_mask(self, dtype: torch.dtype, *, additive: bool) -> torch.Tensor:
-        """Return who sees whom, ``(1, 1, S, S)``: itself and what stands before it in the same study.
+        """Return the attention mask, ``(1, 1, S, S)``: each place sees the same study up to itself.
 
         Args:
             dtype: Of the result, where it is additive.

@@ -110,7 +110,7 @@ def accumulate_gradients(
 
     Args:
         model: The model as the ranks hold it together; its gradients must be None or zero.
-        micro_batches: Number within the step and inputs of each, fillers included, in order.
+        micro_batches: Number within the step and inputs of each, padding ones included, in order.
         num_micro_batches: How many ``micro_batches`` gives; gradients are exchanged in the last one only.
         world_size: Ranks of the model's process group.
         position: Seed, epoch and step, the key of the random numbers.

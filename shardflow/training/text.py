@@ -97,7 +97,7 @@ class ReportTokenizer:
         """Render the chat template and return the token ids before and behind a marker in it.
 
         Args:
-            messages: Roles and contents, as ``apply_chat_template`` takes them; the marker stands in one.
+            messages: Roles and contents, as ``apply_chat_template`` takes them; one has the marker.
             marker: Text that the template passes on as it is.
 
         Raises:

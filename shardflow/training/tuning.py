@@ -114,7 +114,7 @@ class Tuning(LoopHook):
             report.tuner_setting, report.tuner_value = self._sent
 
     def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
-        """Take note of rank 0's decision, and let its tuner hear of the step."""
+        """Record rank 0's decision, and pass the step to its tuner."""
         self._heard(reports.first)
         self._stepped(metrics)
 
@@ -122,7 +122,7 @@ class Tuning(LoopHook):
         """Make the change that is due, if any."""
         if self.due is not None:  # processes may need a while to end
             self._ranks.health.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
-        self.carry_out(feed, is_last=is_last)
+        self.execute(feed, is_last=is_last)
 
     def _heard(self, first: StepReport) -> None:
         """Take note of rank 0's decision; it says the same until there is a new one."""
@@ -133,13 +133,13 @@ class Tuning(LoopHook):
         limit, number = self._limits[name], int(first.tuner_value)
         self.due = Change(setting=name, value=limit.choices[number] if limit.choices else number)
 
-    def carry_out(self, feed: PendingFeed, *, is_last: bool = False) -> None:
+    def execute(self, feed: PendingFeed, *, is_last: bool = False) -> None:
         """Make the change that is due, if any; call it between two steps.
 
         Args:
             feed: Of the running epoch.
             is_last: There is no step left in it. A change of processes then waits for the next epoch's first
-                step: should they not start, nothing would be there to go on with.
+                step: should they not start, nothing would be left to continue with.
         """
         if self.due is None or (is_last and not self._is_live(self.due)):
             return
@@ -148,7 +148,7 @@ class Tuning(LoopHook):
         try:
             feed.apply_pending()
         except Exception as error:  # noqa: BLE001 - processes cannot start for many reasons, a user's among them
-            # The loader goes on as before; the next windows will not praise what did not come about.
+            # The loader continues as before; the next windows must not credit a change that was not made.
             _LOGGER.warning("a setting could not be changed: %s", type(error).__name__)
         if self.tuner is not None:
             # What is kept, and written down, is what came about.
@@ -159,7 +159,7 @@ class Tuning(LoopHook):
         self._gil_wait_share = max((rank.gil_wait_share for rank in interval.ranks), default=0.0)
 
     def _stepped(self, step: StepMetrics) -> None:
-        """Let the tuner hear of a step, on rank 0, and keep what it decides for the next exchange."""
+        """Pass a step to the tuner, on rank 0, and keep its decision for the next exchange."""
         if self.tuner is None:
             return
         if step.step == 0 and self._loader.num_steps >= _SHORT_EPOCH:
@@ -201,16 +201,16 @@ class Tuning(LoopHook):
 
     def _agreed_start(self) -> dict[str, int | str]:
         """Let rank 0 choose, and tell everybody, a refusal included."""
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         if self._ranks.rank == 0:
             try:
-                told["settings"] = self._fitting(self._start())
+                answer["settings"] = self._fitting(self._start())
             except ConfigError as error:
-                told["refusal"] = error.message
-        told = self._ranks.broadcast(told)
-        if "refusal" in told:
-            raise ConfigError(told["refusal"])
-        settings: dict[str, int | str] = told["settings"]
+                answer["refusal"] = error.message
+        answer = self._ranks.broadcast(answer)
+        if "refusal" in answer:
+            raise ConfigError(answer["refusal"])
+        settings: dict[str, int | str] = answer["settings"]
         return settings
 
     def _start(self) -> dict[str, int | str]:
@@ -219,7 +219,7 @@ class Tuning(LoopHook):
             try:
                 return read_tuned(self._file)
             except ConfigError as error:
-                # The run wrote it, and is to go on whatever became of it.
+                # The run wrote it, and must continue whatever happened to it.
                 _LOGGER.warning("%s The run begins as if it were not there.", error.message)
         if self._tune.start_from is not None:
             try:
@@ -260,13 +260,13 @@ class Tuning(LoopHook):
         _LOGGER.log(level, "tuner: %s", move.text)
         if self._metrics is not None:
             self._metrics.write_move(move)
-        # What is kept is written at once: a run that is stopped before it settles goes on from there.
+        # What is kept is written at once: a run that is stopped before it settles resumes from there.
         if move.kind in {"keep", "settle"} and self._is_on and self.tuner is not None:
             text = tuned_text(configurable(self.tuner.values))
             try:
                 write_atomic(self._file, [text.encode()], replace=True)
             except StorageError as error:
-                _LOGGER.warning("%s The run goes on; its next start searches again.", error.message)
+                _LOGGER.warning("%s The run continues; its next start searches again.", error.message)
 
 
 def configurable(values: Values) -> dict[str, int | str]:

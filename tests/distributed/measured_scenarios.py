@@ -64,7 +64,7 @@ class RandomTuner(Tuner):
 def _train_watched(ranks: Ranks, stage: Stage, name: str, mode: str) -> list[list[object]]:
     """Train, and return what this rank set, after how many steps of its own."""
     done: list[list[object]] = []
-    carry_out, num_steps = Tuning.carry_out, 0
+    carry_out, num_steps = Tuning.execute, 0
 
     def watched(self: Tuning, feed: PendingFeed, *, is_last: bool = False) -> None:
         nonlocal num_steps
@@ -74,7 +74,7 @@ def _train_watched(ranks: Ranks, stage: Stage, name: str, mode: str) -> list[lis
         if due is not None and self.due is None:
             done.append([num_steps, due.setting, due.value, self.settings()[due.setting]])
 
-    with mock.patch.object(Tuning, "carry_out", watched):
+    with mock.patch.object(Tuning, "execute", watched):
         stage.train(ranks, f"tuned-{name}", f"tune.mode={mode}", *SETTINGS)
     return done
 

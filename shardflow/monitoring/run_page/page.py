@@ -76,7 +76,7 @@ def render_run_page(run: RunNumbers) -> str:
         section("restarts", "Starts", _restarts(run)),
         section("tuner", "What the tuner did", _moves(run)),
         section("settings", "Settings", _settings(run)),
-        section("surroundings", "Where it ran", _surroundings(run)),
+        section("surroundings", "Where it ran", _environment(run)),
     ]
     found = [chart for group in charts.values() for chart in group]
     numbers = {"runs": [facts(run)], "ranks": _rank_shares(run)}
@@ -439,9 +439,9 @@ def _settings(run: RunNumbers) -> str:
     return "".join(parts) + (note("Paths and addresses are cut to their last part.") if run.settings else "")
 
 
-def _surroundings(run: RunNumbers) -> str:
+def _environment(run: RunNumbers) -> str:
     """Return versions and machines, as far as the run wrote them."""
-    rows = [(escape(name), escape(shown(value))) for name, value in run.surroundings.items()]
+    rows = [(escape(name), escape(shown(value))) for name, value in run.environment.items()]
     if (latest := run.latest) is not None:
         rows += [
             ("ranks", f"{latest.world_size:,}, {latest.ranks_per_node:,} on a node"),
@@ -498,7 +498,7 @@ def document(title: str, body: str, charts: Iterable[Chart], numbers: Mapping[st
     policy = f"default-src 'none'; style-src '{digests[0]}'; script-src '{digests[1]}'"
     found = {chart.key: chart.to_json() for chart in charts if any(one.has_values for one in chart.series)}
     data = json.dumps({**numbers, "charts": found}, separators=(",", ":"), allow_nan=False)
-    # It cannot end the element that it stands in.
+    # It cannot close the element that contains it.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -290,7 +290,7 @@ class RunNumbers:
     settings: dict[str, str] = field(default_factory=dict)
     tunables: dict[str, str] = field(default_factory=dict)
     """Tunables as they were in the first interval."""
-    surroundings: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     """Versions and device, as the newest start wrote them."""
     total_samples: float = 0.0
     total_tokens: float = 0.0
@@ -374,7 +374,7 @@ class _Reader:
         run = self.run
         run.outcome = ""
         versions = event.get("versions")
-        run.surroundings = {
+        run.environment = {
             **({str(name): str(one) for name, one in versions.items()} if isinstance(versions, dict) else {}),
             **({"device": str(event["device"])} if event.get("device") else {}),
         }

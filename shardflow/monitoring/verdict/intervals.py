@@ -139,7 +139,7 @@ def pool(intervals: Sequence[Interval], config: Settings | None = None) -> Inter
     slow = max(ranks, key=lambda one: one.own)
     typical = _typical([one for one in ranks if one is not slow]) or slow
     skew = max(0.0, slow.own - typical.own)
-    # Where nobody is slower than others by and by, all wait alike; else one rank's waits are its own matter.
+    # If no rank is consistently slower, attribute the wait to all ranks; otherwise only to the slow one.
     wait = min(slow.wait, typical.wait) if skew > _LEAST_SKEW else slow.wait
     # Ranks that wait for data in turn make each other wait: an exchange only by its name.
     exchange = slow.exchange + sum(one.stage("agree").least_seconds for one in intervals) / step_s

@@ -186,9 +186,7 @@ def _say_memory(summary: IntervalSummary, _: float) -> str:
 
 
 def _say_paused(_: IntervalSummary, share: float) -> str:
-    return (
-        f"Checkpoint-bound: training stands still {share:.0%} of the time, for checkpoints and evaluations."
-    )
+    return f"Checkpoint-bound: training is paused {share:.0%} of the time, for checkpoints and evaluations."
 
 
 def _say_compute(summary: IntervalSummary, share: float) -> str:
@@ -315,7 +313,7 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     Rule(
         code="checkpoint-bound",
-        meaning="training stands still for checkpoints or evaluations",
+        meaning="training is paused for checkpoints or evaluations",
         least=LEAST_PAUSED,
         share=lambda summary: summary.paused,
         say=_say_paused,

@@ -66,7 +66,7 @@ class CheckpointFolder:
 
     Args:
         path: The folder; created with the first checkpoint.
-        keep_last: How many checkpoints stay; older ones are removed after a new one stands.
+        keep_last: How many checkpoints stay; older ones are removed once a new one is saved.
     """
 
     def __init__(self, path: Path, *, keep_last: int) -> None:
@@ -203,7 +203,7 @@ class CheckpointFolder:
                 problems.append(error.message)
         return None, problems
 
-    def go_on_from(self, name: str) -> None:
+    def resume_from(self, name: str) -> None:
         """Make a checkpoint the newest one; only for the one process that may write here.
 
         Newer folders, which are damaged, get a name beginning with ``damaged-`` and are never removed.

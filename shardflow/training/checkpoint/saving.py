@@ -95,7 +95,7 @@ class SavingStage(IntEnum):
     """None is under way."""
     BUSY = 1
     PART_WRITTEN = 2
-    """This rank's part stands; those of others may not."""
+    """This rank's part is written; those of others may not be."""
     DONE = 3
     FAILED = 4
 
@@ -167,19 +167,19 @@ class CheckpointSaver:
         """
         started = time.perf_counter()
         former = self.finish()
-        told: dict[str, Any] = {"facts": facts}
+        own: dict[str, Any] = {"facts": facts}
         if self._ranks.rank == 0:
             try:
-                told["folder"] = self._folder.begin(global_step).name
+                own["folder"] = self._folder.begin(global_step).name
             except CheckpointError as error:
-                told["error"] = error.message
-        by_rank = self._ranks.all_gather_json(told)
+                own["error"] = error.message
+        by_rank = self._ranks.all_gather_json(own)
         if "error" in by_rank[0]:
             raise CheckpointError(by_rank[0]["error"])
         work = self._work = _Work(
             global_step=global_step,
             unfinished=self._folder.path / by_rank[0]["folder"],
-            state=state([told["facts"] for told in by_rank]),
+            state=state([one["facts"] for one in by_rank]),
             stage=SavingStage.DONE,
             files={},
         )
@@ -196,7 +196,7 @@ class CheckpointSaver:
             stages: The :attr:`stage` of every rank, from one exchange.
 
         Returns:
-            What the checkpoint cost, once it stands.
+            What the checkpoint cost, once it is saved.
 
         Raises:
             CheckpointError: a rank could not write its part, or rank 0 could not publish; on every rank,
@@ -227,7 +227,7 @@ class CheckpointSaver:
         return None
 
     def finish(self) -> CheckpointMetrics | None:
-        """Wait until the checkpoint under way stands; every rank calls this.
+        """Wait until the checkpoint in progress is saved; every rank calls this.
 
         Returns:
             What it cost; None where none was under way.

@@ -25,16 +25,16 @@ from typing import Any, Final, Literal, Self
 HEALTH_FOLDER: Final = "health"
 """In the run folder: faults, and the stacks of the ranks when one came."""
 FAULTS_FILE: Final = "faults.jsonl"
-"""A line for each fault."""
+"""One line for each fault."""
 MAIN_STACK_SIGNAL: Final = signal.SIGUSR2
-"""A person may send it to a rank at any time: the stack of the main thread is written."""
+"""May be sent to a rank at any time: the stack of the main thread is written."""
 LAST_STACKS_SIGNAL: Final = signal.SIGRTMIN + 3
-"""The side sends it to a rank that does not answer: the stacks of all threads are written, at a risk."""
+"""Sent to a rank that does not answer: the stacks of all threads are written, at a risk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideConfig:
-    """What a side is started with, as JSON."""
+    """Arguments of a monitor process, as JSON."""
 
     rank: int
     pid: int
@@ -64,7 +64,7 @@ _SIZE: Final = _PULSE_AT + _PULSE.size
 
 @dataclass(slots=True)
 class HeartbeatView:
-    """What a reader last saw; ``seen`` counts are only good for telling two looks apart."""
+    """Content of the page at one read; counts only serve to tell two reads apart."""
 
     phase: dict[str, Any]
     waits_for: str
@@ -73,7 +73,7 @@ class HeartbeatView:
 
 
 class HeartbeatPage:
-    """The page.
+    """The page of memory.
 
     Args:
         descriptor: Of the page that another process created; without one a new page is made.
@@ -81,14 +81,14 @@ class HeartbeatPage:
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
-            descriptor = os.memfd_create("shardflow-watch")
+            descriptor = os.memfd_create("shardflow-heartbeat")
             os.ftruncate(descriptor, _SIZE)
         self.descriptor = descriptor
         self._page = mmap.mmap(descriptor, _SIZE)
         self._seen: list[tuple[int, Any]] = [(0, {}), (0, "")]
 
     def write_phase(self, phase: str, *, limit_s: float | None, is_together: bool) -> None:
-        """Say what begins now; by the main thread.
+        """Write what begins now; called by the main thread.
 
         Args:
             phase: A few words.
@@ -98,16 +98,16 @@ class HeartbeatPage:
         self._write(0, {"phase": _fitting(phase), "limit_s": limit_s, "together": is_together})
 
     def write_wait(self, text: str) -> None:
-        """Say what the wait for data is for; by the pulse thread."""
+        """Write what the wait for data is for; called by the pulse thread."""
         self._write(1, _fitting(text))
 
     def beat(self) -> None:
-        """Show that the interpreter runs; by the pulse thread."""
+        """Show that the interpreter runs; called by the pulse thread."""
         (count,) = _PULSE.unpack_from(self._page, _PULSE_AT)
         _PULSE.pack_into(self._page, _PULSE_AT, count + 1)
 
     def read(self) -> HeartbeatView:
-        """Look at the page; a slot that is being written shows what it held before."""
+        """Read the page; a slot during a write shows its content before."""
         for slot in (0, 1):
             self._read(slot)
         (pulse_count,) = _PULSE.unpack_from(self._page, _PULSE_AT)
@@ -115,7 +115,7 @@ class HeartbeatPage:
         return HeartbeatView(phase, waits_for, phase_count, pulse_count)
 
     def close(self) -> None:
-        """Give the page back."""
+        """Release the page."""
         self._page.close()
         os.close(self.descriptor)
 
@@ -134,7 +134,7 @@ class HeartbeatPage:
             return
         data = self._page[start + _HEAD.size : start + _HEAD.size + num_bytes]
         if _HEAD.unpack_from(self._page, start)[0] != count:
-            return  # it changed while we read; the next look sees the new text
+            return  # it changed while we read; the next read sees the new text
         self._seen[slot] = (count, json.loads(data))
 
 
@@ -157,18 +157,18 @@ _FOUND = {
     "silent": "nothing from its machine",
 }
 _REMEDIES = {
-    "gone": "look at the kernel's log of that machine, and start again to go on",
-    "failed": "look at what that rank logged",
-    "stopped": "find who sent SIGSTOP, and start again to go on",
-    "held": "look at its stacks in the run's folder health, and start again to go on",
-    "stuck": "look at its stacks in the run's folder health, and start again to go on",
-    "silent": "see whether that machine and its network are well, and start again to go on",
+    "gone": "check the kernel log of that machine, and start again to resume",
+    "failed": "check the log of that rank",
+    "stopped": "find the sender of SIGSTOP, and start again to resume",
+    "held": "check its stacks in the folder health of the run, and start again to resume",
+    "stuck": "check its stacks in the folder health of the run, and start again to resume",
+    "silent": "check that machine and its network, and start again to resume",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What a rank was last seen at."""
+    """Last known phase of a rank."""
 
     phase: str = "starting"
     """Such as ``"step 17, waiting for data"``."""
@@ -178,7 +178,7 @@ class Beat:
     """Where it waits for data: shard, tier and stage of each busy loader thread."""
 
     def describe(self) -> str:
-        """Say it in a message."""
+        """Describe the beat for a message."""
         text = f"{self.phase} for {self.phase_s:.0f} s"
         return f"{text}: {self.waits_for}" if self.waits_for else text
 
@@ -193,14 +193,14 @@ class Fault:
     pid: int
     beat: Beat
     after_s: float = 0.0
-    """For how long nothing came, where that is the fault."""
+    """Length of the silence, if that is the fault."""
     text: str = ""
     """Of ``failed``: the error, in words that hold no identifier."""
     is_refusal: bool = False
     """Of ``failed``: a start like this one fails again, as after a wrong setting."""
 
     def sentence(self) -> str:
-        """Say what happened, where, and what to do."""
+        """Return what happened, where, and what to do."""
         found = _FOUND[self.kind]
         if self.kind == "failed" and self.text:
             found = f"{found}: {self.text}"
@@ -224,8 +224,8 @@ class Fault:
 _MAX_BYTES: Final = 64 * 1024
 
 
-class Lines:
-    """One connection.
+class JsonConnection:
+    """Connection that carries JSON objects, one a line.
 
     Args:
         stream: A connected socket; it is made non-blocking.
@@ -242,7 +242,7 @@ class Lines:
         self._outgoing = b""
 
     def send(self, value: Mapping[str, Any]) -> None:
-        """Send an object, or as much of it as goes; the rest goes with the next one."""
+        """Send an object, or as much of it as fits; the rest follows with the next one."""
         self._outgoing += json.dumps(value).encode() + b"\n"
         try:
             while self.is_open and self._outgoing:
@@ -253,7 +253,7 @@ class Lines:
             self.is_open = False
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the objects that have come whole."""
+        """Return the objects that have arrived completely."""
         try:
             data = self.stream.recv(_MAX_BYTES)
         except BlockingIOError:
@@ -271,7 +271,7 @@ class Lines:
 
 
 def split_lines(data: bytes) -> tuple[list[dict[str, Any]], bytes, bool]:
-    """Cut bytes into objects.
+    """Split bytes into objects.
 
     Returns:
         The objects, the bytes of a line that is not whole yet, and whether all of it was sound.

@@ -41,9 +41,9 @@ from shardflow.training.health.heartbeat import (
 
 
 class StacksFile:
-    """Where the stacks of a rank go.
+    """File of a rank's stacks.
 
-    Has the two signals heard from now on, and a crash shown on standard error.
+    Registers handlers of the two signals, and shows a crash on standard error.
 
     Args:
         path: Of the file, which is appended to; standard error where it cannot be opened, because that the
@@ -76,7 +76,7 @@ class StacksFile:
 
 _LOGGER = logging.getLogger(__name__)
 
-_SIDE: Final = "shardflow.training.health.side"
+_PROCESS: Final = "shardflow.training.health.side"
 _OF_RANKS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 _EXIT_FAILED: Final = 1
 _LONGEST_TICK_S: Final = 1.0
@@ -93,7 +93,7 @@ class _Phase:
 
 
 class HealthMonitor(Protocol):
-    """What the run tells the watch."""
+    """Interface that the run reports to."""
 
     def enter(
         self,
@@ -103,24 +103,24 @@ class HealthMonitor(Protocol):
         together: bool = False,
         describe: Callable[[], str] | None = None,
     ) -> None:
-        """Say what this rank's main thread begins.
+        """Report what this rank's main thread begins.
 
         Args:
             phase: A few words, such as ``"step 17, waiting for data"``.
             limit_s: A phase that takes longer is a fault of this rank; None for no limit.
-            together: It ends when other ranks have done their part.
-            describe: Says what is waited for, while the phase lasts; called by another thread.
+            together: It ends once other ranks have done their part.
+            describe: Returns what is waited for, during the phase; called by another thread.
         """
 
     def together(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """A phase that waits for other ranks; the former phase begins again behind it."""
+        """Enter a phase that waits for other ranks, and the former one again afterwards."""
 
     def fault_elsewhere(self, timeout_s: float) -> Fault | None:
-        """Return the fault of another rank, or None if none becomes known in time."""
+        """Return the fault of another rank, or None if none is reported in time."""
 
 
 class NoHealthMonitor:
-    """The watch of a run that has none: one process, or ranks in a test."""
+    """Monitor of an unmonitored run: one process, or ranks in a test."""
 
     def enter(
         self,
@@ -137,23 +137,23 @@ class NoHealthMonitor:
         return contextlib.nullcontext()
 
     def fault_elsewhere(self, timeout_s: float) -> Fault | None:  # noqa: ARG002
-        """Nothing is known."""
+        """Return None."""
         return None
 
 
 class RankHealthMonitor:
-    """The watch over this rank, and its ear for the others.
+    """Monitor of this rank, which also receives the faults of others.
 
-    Starts the side, a thread for pulse and messages, and the handler that writes stacks. Once another rank
-    is at fault the main thread has a few seconds to end by itself (its exchange breaks, and it raises what
-    :meth:`fault_elsewhere` knows); a main thread that cannot is ended with the process.
+    Starts the monitor process, a thread for pulse and messages, and the handlers that write stacks. Once
+    another rank is at fault the main thread has a few seconds to end by itself (its exchange fails, and it
+    raises what `fault_elsewhere` returns); if it cannot, the process is ended.
 
     Args:
         rank: This rank.
-        hang_s: How long the interpreter may show no pulse; 0 for ever.
-        lost_s: How long nothing may be heard of another rank.
+        hang_s: Longest time without a pulse of the interpreter; 0 for no limit.
+        lost_s: Longest silence of another rank.
         run: The run folder.
-        listen: Address that the side of rank 0 listens on; empty on other ranks.
+        listen: Address that the monitor process of rank 0 listens on; empty on other ranks.
         token: Known to this run's processes only.
         grace_s: How long the main thread has to end by itself.
     """
@@ -197,11 +197,11 @@ class RankHealthMonitor:
             token=token,
             kill_after_s=grace_s + _LAST_WORDS_S,
         )
-        read_end, self._to_side = os.pipe()
-        self._from_side, write_end = os.pipe()
+        read_end, self._to_process = os.pipe()
+        self._from_process, write_end = os.pipe()
         with group_signals_held_back():
-            self._side = subprocess.Popen(
-                [sys.executable, "-Wignore", "-m", _SIDE, json.dumps(asdict(settings))],
+            self._process = subprocess.Popen(
+                [sys.executable, "-Wignore", "-m", _PROCESS, json.dumps(asdict(settings))],
                 stdin=read_end,
                 stdout=write_end,
                 pass_fds=(self._page.descriptor,),
@@ -209,10 +209,10 @@ class RankHealthMonitor:
             )
         os.close(read_end)
         os.close(write_end)
-        self._ear = threading.Thread(target=self._listen, name="shardflow-watch", daemon=True)
-        self._ear.start()
+        self._listener = threading.Thread(target=self._listen, name="shardflow-health", daemon=True)
+        self._listener.start()
 
-    # ---- what the rank says ------------------------------------------------------------------------
+    # ---- reporting ------------------------------------------------------------------------
 
     def enter(
         self,
@@ -222,13 +222,13 @@ class RankHealthMonitor:
         together: bool = False,
         describe: Callable[[], str] | None = None,
     ) -> None:
-        """Say what this rank's main thread begins; see :class:`HealthMonitor`."""
+        """Report what this rank's main thread begins; see `HealthMonitor`."""
         self._phase = _Phase(phase, limit_s, together, describe)
         self._page.write_phase(phase, limit_s=limit_s, is_together=together)
 
     @contextlib.contextmanager
     def together(self, phase: str) -> Iterator[None]:
-        """A phase that waits for other ranks; see :class:`HealthMonitor`."""
+        """Enter a phase that waits for other ranks; see `HealthMonitor`."""
         former = self._phase
         self.enter(phase, together=True)
         try:
@@ -237,48 +237,50 @@ class RankHealthMonitor:
             self.enter(former.name, former.limit_s, together=former.together, describe=former.describe)
 
     def hub_port(self, timeout_s: float) -> int | None:
-        """Port that this rank's side listens on; None if it could not, or did not start in time."""
+        """Return the port that this rank's monitor process listens on; None if it cannot, or is late."""
         self._is_listening.wait(timeout_s)
         return self._port
 
     def report_to(self, address: str, port: int) -> None:
-        """Have this rank's side report to that of rank 0."""
+        """Have this rank's monitor process report to that of rank 0."""
         self._command({"hub": [address, port]})
 
     def report_end(self, how: str, *, text: str = "", is_refusal: bool = False) -> None:
-        """Say how this rank ends: what follows is no fault, but for ``"failed"``.
+        """Report how this rank ends; what follows is no fault, except for ``"failed"``.
 
         Args:
             how: ``"finished"``, ``"stopped"``, ``"lost"`` (a fault elsewhere) or ``"failed"``.
             text: Of a failure: the error's sentence, without any text that shardflow did not write.
-            is_refusal: Of a failure: to start again would not help.
+            is_refusal: Of a failure: starting again would not help.
         """
         self._is_ending.set()
         self._command({"bye": how, "text": text, "is_refusal": is_refusal})
 
     def close(self) -> None:
-        """Let the side go: it ends by itself, a few seconds later where others still have to be told."""
+        """Release the monitor process, which ends by itself once the others are notified."""
         self._is_ending.set()
         with contextlib.suppress(OSError):
-            os.close(self._to_side)
+            os.close(self._to_process)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._side.wait(self._tick_s)
-        self._side.returncode = self._side.returncode or 0  # it is no child that was forgotten
+            self._process.wait(self._tick_s)
+        self._process.returncode = self._process.returncode or 0  # Popen would warn of a child still running
 
-    # ---- what the rank hears ------------------------------------------------------------------------
+    # ---- receiving ------------------------------------------------------------------------
 
     def fault_elsewhere(self, timeout_s: float) -> Fault | None:
-        """Return the fault of another rank; see :class:`HealthMonitor`."""
+        """Return the fault of another rank; see `HealthMonitor`."""
         self._is_known.wait(timeout_s)
         fault = self._fault
         return fault if fault is not None and fault.rank != self.rank else None
 
     def _command(self, value: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the side may have been killed; the rank goes on without
-            os.write(self._to_side, json.dumps(value).encode() + b"\n")
+        with contextlib.suppress(
+            OSError
+        ):  # the monitor process may have been killed
+            os.write(self._to_process, json.dumps(value).encode() + b"\n")
 
     def _listen(self) -> None:
-        """Show a pulse and read what the side writes, until it ends."""
+        """Show a pulse and read what the monitor process writes, until it ends."""
         data = b""
         while True:
             self._page.beat()
@@ -286,14 +288,16 @@ class RankHealthMonitor:
             if self._fault is not None:
                 self._end_soon(self._fault)
                 return
-            if not select.select([self._from_side], [], [], self._tick_s)[0]:
+            if not select.select([self._from_process], [], [], self._tick_s)[0]:
                 continue
-            chunk = os.read(self._from_side, 1 << 16)
+            chunk = os.read(self._from_process, 1 << 16)
             if not chunk:
-                os.close(self._from_side)
+                os.close(self._from_process)
                 self._is_listening.set()
                 if not self._is_ending.is_set():
-                    _LOGGER.warning("the watch over rank %d has ended; hangs are not noticed", self.rank)
+                    _LOGGER.warning(
+                        "the monitor process of rank %d ended; hangs go undetected", self.rank
+                    )
                 return
             messages, data, _ = split_lines(data + chunk)
             for message in messages:
@@ -313,7 +317,7 @@ class RankHealthMonitor:
     def _describe_wait(self) -> None:
         describe, text = self._phase.describe, ""
         if describe is not None:
-            # What it describes may be closing; a watch must not end the run that it watches.
+            # What it describes may be closing; the monitor must not end the run that it monitors.
             with contextlib.suppress(Exception):
                 text = describe()
         if text != self._wait:
@@ -332,6 +336,6 @@ class RankHealthMonitor:
 
 
 def _environment() -> dict[str, str]:
-    """The side's: it finds the same code, and is no rank to anybody who looks for ranks."""
+    """Return the environment of the monitor process: the same code, but not that of a rank."""
     kept = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

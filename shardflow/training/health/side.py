@@ -37,20 +37,20 @@ from shardflow.training.health.heartbeat import (
     FaultKind,
     HeartbeatPage,
     HeartbeatView,
-    Lines,
+    JsonConnection,
     SideConfig,
     split_lines,
 )
 
 
 class RankJudge:
-    """Looks at one rank.
+    """Judge of one rank.
 
     Args:
         rank: The rank.
         host: Its machine.
         pid: Its process.
-        hang_s: How long its interpreter may show no pulse; 0 for ever.
+        hang_s: Longest time without a pulse of its interpreter; 0 for no limit.
         tick_s: How often :meth:`look` is called.
         now: Seconds of a monotonic clock.
     """
@@ -62,7 +62,7 @@ class RankJudge:
         self._view = HeartbeatView({}, "", 0, 0)
 
     def look(self, view: HeartbeatView, state: str, now: float) -> Fault | None:
-        """Take in what the page shows.
+        """Check what the page shows.
 
         Args:
             view: The page.
@@ -70,7 +70,7 @@ class RankJudge:
             now: The time.
 
         Returns:
-            The fault, if the rank is at one.
+            The fault of the rank, if it has one.
         """
         own_pause_s = now - self._looked_at - self._tick_s
         if own_pause_s > self._tick_s:
@@ -94,7 +94,7 @@ class RankJudge:
         return None
 
     def beat(self, now: float) -> Beat:
-        """What the rank is at."""
+        """Return the rank's last known phase."""
         phase = self._view.phase.get("phase", "starting")
         return Beat(phase=phase, phase_s=max(0.0, now - self._phase_at), waits_for=self._view.waits_for)
 
@@ -121,10 +121,10 @@ class RankJudge:
 
 
 class RunJudge:
-    """Looks at all ranks but its own.
+    """Judge of all ranks but its own.
 
     Args:
-        lost_s: How long nothing may come from a rank's side.
+        lost_s: Longest silence of a rank's monitor process.
         tick_s: How often :meth:`look` is called.
         now: Seconds of a monotonic clock.
     """
@@ -132,55 +132,55 @@ class RunJudge:
     def __init__(self, *, lost_s: float, tick_s: float, now: float) -> None:
         self._lost_s, self._tick_s = lost_s, tick_s
         self._looked_at = now
-        self._heard: dict[int, float] = {}
+        self._seen_at: dict[int, float] = {}
         self._last: dict[int, Fault] = {}
 
-    def hear(self, last: Fault, now: float) -> None:
-        """Take in a report: what would be said of the rank if it were the last one."""
-        self._heard[last.rank] = now
+    def update(self, last: Fault, now: float) -> None:
+        """Record a report: the fault that this rank would have if it were its last."""
+        self._seen_at[last.rank] = now
         self._last[last.rank] = last
 
     def forget(self, rank: int) -> None:
-        """A rank has ended as it should."""
-        self._heard.pop(rank, None)
+        """Forget a rank that ended normally."""
+        self._seen_at.pop(rank, None)
 
     def is_watched(self, rank: int) -> bool:
-        """Whether the rank reported and has not ended."""
-        return rank in self._heard
+        """Return whether the rank has reported and not ended."""
+        return rank in self._seen_at
 
     def last_of(self, rank: int) -> Fault:
-        """The newest report of a rank."""
+        """Return the newest report of a rank."""
         return self._last[rank]
 
     def look(self, now: float) -> Fault | None:
         """Return the fault of the rank that has been silent for too long."""
         own_pause_s = now - self._looked_at - self._tick_s
         if own_pause_s > self._tick_s:
-            self._heard = {rank: heard + own_pause_s for rank, heard in self._heard.items()}
+            self._seen_at = {rank: seen_at + own_pause_s for rank, seen_at in self._seen_at.items()}
         self._looked_at = now
-        for rank, heard in sorted(self._heard.items(), key=lambda item: item[1]):
-            if now - heard > self._lost_s:
-                return silent(self._last[rank], now - heard)
+        for rank, seen_at in sorted(self._seen_at.items(), key=lambda item: item[1]):
+            if now - seen_at > self._lost_s:
+                return silent(self._last[rank], now - seen_at)
         return None
 
 
 def silent(last: Fault, after_s: float) -> Fault:
-    """Make the fault of a rank whose side is not heard any more, from its last report."""
+    """Make the fault of a rank that fell silent, from its last report."""
     return Fault(kind="silent", rank=last.rank, host=last.host, pid=last.pid, beat=last.beat, after_s=after_s)
 
 
 _LINGER_S: Final = 5.0
-"""How long a hub whose rank has ended still tells the others why."""
+"""How long a hub whose rank has ended keeps notifying the others."""
 _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 3.0
-"""How long a rank that was told a fault may take to write its stacks by itself."""
+"""Time for a rank that was notified of a fault to write its stacks by itself."""
 
 
 class Side:
-    """The program's state.
+    """The monitor process.
 
     Args:
-        settings: What it was started with.
+        settings: Its arguments.
     """
 
     def __init__(self, settings: SideConfig) -> None:
@@ -198,16 +198,16 @@ class Side:
         self.run_judge = RunJudge(lost_s=settings.lost_s, tick_s=settings.tick_s, now=now)
         self.fault: Fault | None = None
         self.ended_at: float | None = None
-        """When the rank ended, or said that it does."""
+        """When the rank ended, or reported its end."""
         self.kill_at: float | None = None
         self.stacks_at: float | None = None
-        """When to take the stacks of a rank that was told a fault and has not written them."""
-        self.hub: Lines | None = None
-        self.hub_heard_at = now
+        """When to signal for the stacks of a rank that was notified of a fault and has not written them."""
+        self.hub: JsonConnection | None = None
+        self.hub_seen_at = now
         self.last_of_hub: Fault | None = None
         self.launcher: int | None = None
         """The rank's parent when we began."""
-        self.clients: dict[Lines, int | None] = {}
+        self.clients: dict[JsonConnection, int | None] = {}
         self._commands = b""
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
@@ -229,11 +229,11 @@ class Side:
             client.send({"over": True})
 
     def _tick(self, now: float) -> None:
-        self._look_at_rank(now)
+        self._check_rank(now)
         if self.hub is not None:
             self._report(self.hub, now)
         elif self.settings.listen:
-            self._look_at_others(now)
+            self._check_others(now)
 
     def _open(self) -> None:
         os.set_blocking(sys.stdin.fileno(), False)
@@ -244,29 +244,29 @@ class Side:
                 listener = socket.create_server((self.settings.listen, 0), family=family, backlog=1024)
             except OSError as error:
                 self._warn(
-                    f"the rendezvous address must be one of this machine's, got {type(error).__name__}; "
+                    f"cannot listen on the rendezvous address ({type(error).__name__}); "
                     "faults of other ranks are not named"
                 )
-                self._tell_rank({"port": None})
+                self._notify_rank({"port": None})
                 return
             self._listener = listener
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
-            self._tell_rank({"port": listener.getsockname()[1]})
+            self._notify_rank({"port": listener.getsockname()[1]})
 
     def _is_over(self) -> bool:
         if self.ended_at is None:
             return False
-        # The hub gives the others time to hear what was wrong, those that come only now too.
+        # The hub lingers until the others know the fault, those that connect only now too.
         is_needed = self.fault is not None and bool(self.clients)
         return not is_needed or time.monotonic() - self.ended_at > _LINGER_S
 
     # ---- this rank -------------------------------------------------------------------------------
 
-    def _look_at_rank(self, now: float) -> None:
+    def _check_rank(self, now: float) -> None:
         state, parent = _process_state(self.settings.pid)
         fault = self.judge.look(self.page.read(), state, now)
-        self._look_at_launcher(parent)
+        self._check_launcher(parent)
         if os.getppid() != self.settings.pid:
             self._rank_ended()
         elif self.ended_at is None and fault is not None:
@@ -277,16 +277,13 @@ class Side:
         if self.kill_at is not None and self.ended_at is None and now > self.kill_at:
             self._signal(signal.SIGKILL)
 
-    def _look_at_launcher(self, parent: int) -> None:
-        """A rank whose launcher was killed goes on, and keeps the run folder locked: have it stop well."""
+    def _check_launcher(self, parent: int) -> None:
+        """Stop a rank whose launcher was killed: it would keep running, with the run folder locked."""
         if self.launcher is None:
             self.launcher = parent
         elif parent != self.launcher and self.ended_at is None and os.getppid() == self.settings.pid:
             self.launcher = parent
-            self._warn(
-                "the launcher must outlive its ranks, got none any more; the rank writes a checkpoint and "
-                "stops"
-            )
+            self._warn("the launcher has died before its ranks; the rank writes a checkpoint and stops")
             self._signal(signal.SIGTERM)
 
     def _read_commands(self) -> None:
@@ -305,13 +302,13 @@ class Side:
             elif "stacks" in command:
                 self.stacks_at = None
             else:
-                self._say_bye(**command)
+                self._end(**command)
 
-    def _say_bye(self, bye: str, text: str, is_refusal: bool) -> None:
+    def _end(self, bye: str, text: str, is_refusal: bool) -> None:
         now = time.monotonic()
         self.judge.look(self.page.read(), "R", now)
         if bye == "failed" and self.fault is None:
-            self._raise(self.judge.fault("failed", now, text=text, is_refusal=is_refusal), tell_rank=False)
+            self._raise(self.judge.fault("failed", now, text=text, is_refusal=is_refusal), notify_rank=False)
         elif self.hub is not None:
             self.hub.send({"bye": True})
         self.ended_at = now
@@ -320,27 +317,27 @@ class Side:
         if self.ended_at is None:
             now = time.monotonic()
             self.judge.look(self.page.read(), "Z", now)
-            self._raise(self.judge.fault("gone", now), tell_rank=False)
+            self._raise(self.judge.fault("gone", now), notify_rank=False)
             self.ended_at = now
 
-    def _raise(self, fault: Fault, *, tell_rank: bool = True) -> None:
-        """Make a fault known, the first one only: what follows it is its consequence."""
+    def _raise(self, fault: Fault, *, notify_rank: bool = True) -> None:
+        """Announce a fault, the first one only: later ones are its consequences."""
         if self.fault is not None:
             return
         self.fault = fault
         if self.settings.listen:
-            self._write_down(fault)
+            self._log_fault(fault)
             for client in self._members():
                 client.send({"fault": fault.to_json()})
         elif self.hub is not None and fault.rank == self.settings.rank:
             self.hub.send({"fault": fault.to_json()})
-        if tell_rank:
-            self._tell_rank({"fault": fault.to_json()})
+        if notify_rank:
+            self._notify_rank({"fault": fault.to_json()})
             self.kill_at = time.monotonic() + self.settings.kill_after_s
             self.stacks_at = time.monotonic() + _ANSWER_S
             self._signal(signal.SIGCONT)
 
-    def _tell_rank(self, value: dict[str, Any]) -> None:
+    def _notify_rank(self, value: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.write(sys.stdout.fileno(), json.dumps(value).encode() + b"\n")
 
@@ -352,7 +349,7 @@ class Side:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.settings.pid, number)
 
-    def _write_down(self, fault: Fault) -> None:
+    def _log_fault(self, fault: Fault) -> None:
         line = json.dumps({"event": "fault", "time_s": round(time.time(), 3), **fault.to_json()})
         with contextlib.suppress(OSError), Path(self.settings.folder, FAULTS_FILE).open("a") as file:
             file.write(line + "\n")
@@ -364,30 +361,30 @@ class Side:
             stream = socket.create_connection((address, port), timeout=_CONNECT_S)
         except OSError as error:
             self._warn(
-                f"the watch of rank 0 must be within reach, got {type(error).__name__} (port {port}); open "
+                f"the monitor process of rank 0 is unreachable ({type(error).__name__}, port {port}); open "
                 "the ports between the machines of the job, or faults of other ranks are not named here"
             )
             return
-        self.hub, self.hub_heard_at = Lines(stream), time.monotonic()
-        # What is known of rank 0 until it is heard: a connection that closes before that is its end too.
+        self.hub, self.hub_seen_at = JsonConnection(stream), time.monotonic()
+        # Known of rank 0 before its first report: a connection that closes earlier means its end too.
         self.last_of_hub = Fault(kind="gone", rank=0, host=address, pid=0, beat=Beat())
-        self._selector.register(stream, selectors.EVENT_READ, self._hear_hub)
+        self._selector.register(stream, selectors.EVENT_READ, self._receive_from_hub)
         self.hub.send({"token": self.settings.token, "rank": self.settings.rank})
-        self._report(self.hub, self.hub_heard_at)
+        self._report(self.hub, self.hub_seen_at)
 
-    def _report(self, hub: Lines, now: float) -> None:
-        silent_s = now - self.hub_heard_at
+    def _report(self, hub: JsonConnection, now: float) -> None:
+        silent_s = now - self.hub_seen_at
         if silent_s > self.settings.lost_s + self.settings.tick_s:
             self._lose_hub(silent_s)
             return
-        # What would be said of this rank if nothing came any more.
+        # The fault that this rank has if nothing follows.
         hub.send({"last": self.judge.fault("gone", now).to_json()})
 
-    def _hear_hub(self) -> None:
+    def _receive_from_hub(self) -> None:
         if self.hub is None:
             return
         for value in self.hub.receive():
-            self.hub_heard_at = time.monotonic()
+            self.hub_seen_at = time.monotonic()
             if "fault" in value:
                 self._raise(Fault.from_json(value["fault"]))
             elif "over" in value:
@@ -406,14 +403,14 @@ class Side:
         if self.last_of_hub is not None and self.ended_at is None:
             self._raise(silent(self.last_of_hub, silent_s) if silent_s else _gone(self.last_of_hub))
 
-    def _drop(self, lines: Lines) -> None:
+    def _drop(self, lines: JsonConnection) -> None:
         self._selector.unregister(lines.stream)
         lines.close()
 
     # ---- being the hub ----------------------------------------------------------------------------
 
-    def _members(self) -> list[Lines]:
-        """The sides that have shown that they are of this run."""
+    def _members(self) -> list[JsonConnection]:
+        """Return the monitor processes that proved to belong to this run."""
         return [client for client, rank in self.clients.items() if rank is not None]
 
     def _accept(self) -> None:
@@ -421,11 +418,11 @@ class Side:
             return
         with contextlib.suppress(OSError):
             stream, _ = self._listener.accept()
-            client = Lines(stream)
+            client = JsonConnection(stream)
             self.clients[client] = None
-            self._selector.register(stream, selectors.EVENT_READ, lambda: self._hear(client))
+            self._selector.register(stream, selectors.EVENT_READ, lambda: self._receive(client))
 
-    def _hear(self, client: Lines) -> None:
+    def _receive(self, client: JsonConnection) -> None:
         for value in client.receive():
             rank = self.clients[client]
             if rank is None:
@@ -433,32 +430,32 @@ class Side:
                     client.is_open = False
                     break
                 self.clients[client] = int(value["rank"])
-                if self.fault is not None:  # it came too late to be told
+                if self.fault is not None:  # it connected after the fault
                     client.send({"fault": self.fault.to_json()})
             elif "last" in value:
-                self.run_judge.hear(Fault.from_json(value["last"]), time.monotonic())
+                self.run_judge.update(Fault.from_json(value["last"]), time.monotonic())
             elif "fault" in value:
                 self.run_judge.forget(rank)
                 self._raise(Fault.from_json(value["fault"]))
             elif "bye" in value:
                 self.run_judge.forget(rank)
         if not client.is_open:
-            self._part_from(client)
+            self._disconnect(client)
 
-    def _part_from(self, client: Lines) -> None:
+    def _disconnect(self, client: JsonConnection) -> None:
         rank = self.clients.pop(client)
         self._drop(client)
         if rank is not None and self.run_judge.is_watched(rank):
-            # Its side ended without a word: it was killed together with the rank.
+            # Its monitor process ended without a message: it was killed with the rank.
             self.run_judge.forget(rank)
             self._raise(_gone(self.run_judge.last_of(rank)))
 
-    def _look_at_others(self, now: float) -> None:
+    def _check_others(self, now: float) -> None:
         alive = self.judge.fault("silent", now).to_json()
         for client in self._members():
             client.send({"alive": alive})
         for client in [client for client in self.clients if not client.is_open]:
-            self._part_from(client)
+            self._disconnect(client)
         fault = self.run_judge.look(now)
         if fault is not None and self.ended_at is None:
             self._raise(fault)
@@ -469,7 +466,7 @@ def _gone(last: Fault) -> Fault:
 
 
 def _process_state(pid: int) -> tuple[str, int]:
-    """State letter and parent of a process; ``R`` and 0 where they cannot be told."""
+    """State letter and parent of a process; ``R`` and 0 if they cannot be read."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -478,8 +475,8 @@ def _process_state(pid: int) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Run the side; its one argument is the settings as JSON."""
-    ignore_group_signals()  # the side ends with its rank
+    """Run the monitor process; its one argument is the settings as JSON."""
+    ignore_group_signals()  # it ends with its rank
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     Side(SideConfig(**json.loads(sys.argv[1]))).run()
 

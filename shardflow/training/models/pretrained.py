@@ -40,7 +40,7 @@ class ChatFrame:
     before: tuple[int, ...]
     """All before the row, with ``tokens_per_slice`` image tokens for each slice."""
     slice_of: tuple[int, ...]
-    """For each of them the slice that it stands for, or -1 for words."""
+    """For each of them the slice that it represents, or -1 for words."""
     begin: int
     """Last token before the report, the first of a row."""
     end: tuple[int, ...]
@@ -157,7 +157,7 @@ class LlavaReports(nn.Module):
         slice_of_N = self._slice_of[here].to(device)
         before_BN = self.before_N[here.to(device)].expand(batch_size, -1)
         words_B1 = torch.ones_like(slice_mask_BK[:, :1])
-        # Behind the last slice stands a place that is always there, which -1 points at.
+        # An extra entry follows the last slice; -1 points to it.
         mask_BN = torch.cat([slice_mask_BK, words_B1], dim=1)[:, slice_of_N]
         mask_BS = torch.cat([mask_BN, token_mask_BT], dim=1).long()
         output = self.model(
@@ -166,7 +166,7 @@ class LlavaReports(nn.Module):
                 images_BKHW, slice_mask_BK, display_range_B2, _floating_type(self.model)
             ),
             attention_mask=mask_BS,
-            # A padded slice takes no number, so what follows it stands where it would stand without it.
+            # A padded slice takes no position, so what follows it keeps the position that it has without it.
             position_ids=(mask_BS.cumsum(dim=1) - 1).clamp(min=0),
             use_cache=False,
             logits_to_keep=token_ids_BT.shape[1],

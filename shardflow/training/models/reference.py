@@ -38,7 +38,7 @@ class ReportModel(nn.Module):
     """Vision encoder, projection, causal language model.
 
     Args:
-        vision: A transformers vision model whose first output token stands for the image.
+        vision: A transformers vision model whose first output token represents the image.
         language: A transformers causal language model that takes ``inputs_embeds``.
         vision_width: Width of the vision model's output.
         language_width: Width of the language model's embeddings.
@@ -89,7 +89,7 @@ class ReportModel(nn.Module):
         output = self.language(
             inputs_embeds=torch.cat([start_B1D, prefix_BKD, text_BTD], dim=1),
             attention_mask=mask_BS,
-            # A padded slice takes no number, so what follows it stands where it would stand without it.
+            # A padded slice takes no position, so what follows it keeps the position that it has without it.
             position_ids=(mask_BS.cumsum(dim=1) - 1).clamp(min=0),
             use_cache=False,
             logits_to_keep=num_tokens,

@@ -31,7 +31,7 @@ def test_a_port_in_use_is_a_warning_and_the_run_goes_on(
         address = server.url.removeprefix("http://").removesuffix("/metrics")
         with open_outlets(tmp_path, address, ()):
             pass
-    assert "The run goes on without it." in caplog.text
+    assert "The run continues without it." in caplog.text
 
 
 def test_what_is_missing_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

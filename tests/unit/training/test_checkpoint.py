@@ -219,7 +219,7 @@ def test_damaged_checkpoints_that_were_passed_over_never_push_out_sound_ones(
         CheckpointFolder(folder.path, keep_last=3).save(step, state={}, model={}, optimizer={})
     for step in (18, 20):
         (folder.path / f"step-{step:08d}" / "state.json").write_bytes(b"")
-    folder.go_on_from("step-00000010")
+    folder.resume_from("step-00000010")
     assert folder.names() == ["step-00000010"]
     assert (folder.path / "latest").read_text() == "step-00000010\n"
     save(folder, 12)
@@ -237,6 +237,6 @@ def test_latest_is_put_right_after_a_kill_before_it_moved(
         with pytest.raises(KeyboardInterrupt):
             save(folder, 4)
     assert (folder.path / "latest").read_text() == "step-00000002\n"
-    folder.go_on_from("step-00000004")
+    folder.resume_from("step-00000004")
     assert (folder.path / "latest").read_text() == "step-00000004\n"
     assert folder.names() == ["step-00000004", "step-00000002"]

@@ -97,7 +97,7 @@ def test_a_start_says_what_it_ran_with(tmp_path: Path) -> None:
     (line,) = read_events(tmp_path / "metrics.jsonl")
     assert line["device"] == "cpu"
     assert set(line["versions"]) == {"shardflow", "torch"}
-    surroundings = read_run(tmp_path).surroundings
+    surroundings = read_run(tmp_path).environment
     assert surroundings == line["versions"] | {"device": "cpu"}
 
 

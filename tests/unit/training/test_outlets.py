@@ -74,7 +74,7 @@ def test_a_port_in_use_costs_a_warning_and_not_the_run(
         address = other.url.removeprefix("http://").removesuffix("/metrics")
         config = tiny_config(tiny, tmp_path / "run", f"monitor.prometheus={address}", "run.max_steps=1")
         assert train(config).outcome == "finished"
-    assert "The run goes on without it." in caplog.text
+    assert "The run continues without it." in caplog.text
 
 
 def test_a_package_that_is_missing_is_refused_before_the_run_writes(

@@ -114,7 +114,7 @@ def test_silent_machine_is_named_with_what_it_was_last_seen_at() -> None:
     judge = RunJudge(lost_s=10.0, tick_s=TICK_S, now=0.0)
     for now in range(1, 40):
         for rank in (1, 2) if now < 20 else (1,):
-            judge.hear(report(rank), now)
+            judge.update(report(rank), now)
         fault = judge.look(now)
         assert (fault is not None) == (now > 29), now
     assert fault is not None
@@ -125,7 +125,7 @@ def test_silent_machine_is_named_with_what_it_was_last_seen_at() -> None:
 
 def test_rank_that_said_goodbye_is_not_missed() -> None:
     judge = RunJudge(lost_s=10.0, tick_s=TICK_S, now=0.0)
-    judge.hear(report(1), 0.0)
+    judge.update(report(1), 0.0)
     judge.forget(1)
     assert all(judge.look(float(now)) is None for now in range(1, 100))
 
