@@ -441,7 +441,7 @@ class MonitorConfig:
 
     prometheus: str = ""
     """``ADDRESS:PORT`` where rank 0 serves its numbers to Prometheus during the run, see
-    docs/prometheus.md: ``127.0.0.1:9464``; port 0 is any free one, and logged. Empty serves none."""
+    docs/monitoring.md: ``127.0.0.1:9464``; port 0 is any free one, and logged. Empty serves none."""
     sinks: tuple[str, ...] = ()
     """Services that get steps, intervals, verdicts and evaluations: ``wandb``, ``mlflow``."""
 

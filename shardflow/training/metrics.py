@@ -216,9 +216,7 @@ class MetricsWriter:
         except StorageError as error:
             if not self._is_losing:
                 found = error.message.partition(";")[0]
-                _LOGGER.warning(
-                    "%s: %s; free up space. These lines are lost.", METRICS_FILE, found
-                )
+                _LOGGER.warning("%s: %s; free up space. These lines are lost.", METRICS_FILE, found)
             self._is_losing = True
             self.num_lost += 1
             return

@@ -274,9 +274,7 @@ class RankHealthMonitor:
         return fault if fault is not None and fault.rank != self.rank else None
 
     def _command(self, value: dict[str, Any]) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the monitor process may have been killed
+        with contextlib.suppress(OSError):  # the monitor process may have been killed
             os.write(self._to_process, json.dumps(value).encode() + b"\n")
 
     def _listen(self) -> None:
@@ -295,9 +293,7 @@ class RankHealthMonitor:
                 os.close(self._from_process)
                 self._is_listening.set()
                 if not self._is_ending.is_set():
-                    _LOGGER.warning(
-                        "the monitor process of rank %d ended; hangs go undetected", self.rank
-                    )
+                    _LOGGER.warning("the monitor process of rank %d ended; hangs go undetected", self.rank)
                 return
             messages, data, _ = split_lines(data + chunk)
             for message in messages:
