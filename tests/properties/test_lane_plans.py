@@ -160,7 +160,7 @@ def check_budget(plan: EpochPlan, budget: TokenBudget, steps: Steps, lengths: di
 
 
 def check_lanes(plan: EpochPlan, steps: Steps) -> None:
-    """Steps take equally from all lanes until the remainder begins, micro-batch m from lane m mod gcd(M, L)."""
+    """Steps take equally from all lanes until the remainder begins, micro-batch m from m mod gcd(M, L)."""
     assert plan.lane_plan is not None
     lanes, per_step = plan.lane_plan.lanes, plan.spec.micro_batches_per_step
     assert isinstance(lanes, LaneMap)
