@@ -40,10 +40,9 @@ if TYPE_CHECKING:
     from shardflow.format.writer import ShardWriter
     from shardflow.loading.batch import Batch
     from shardflow.loading.blend_file import open_blend as blend
-    from shardflow.loading.config import LoaderConfig
+    from shardflow.loading.config import LoaderConfig, World
     from shardflow.loading.loader import Loader
     from shardflow.loading.selection import Selection
-    from shardflow.loading.world import World
     from shardflow.packing.config import PackConfig
     from shardflow.packing.job import pack
     from shardflow.sampling.budget import TokenBudget
@@ -122,7 +121,7 @@ _SOURCES: Final = {
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "VerifyReport": "shardflow.format.verification:VerifyReport",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
-    "World": "shardflow.loading.world:World",
+    "World": "shardflow.loading.config:World",
     "blend": "shardflow.loading.blend_file:open_blend",
     "copy": "shardflow.format.copying:copy_dataset",
     "open": "shardflow.format.dataset:Dataset.open",

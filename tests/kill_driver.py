@@ -23,8 +23,7 @@ from typing import Any, Final
 
 from shardflow.format.manifest import load, versions
 from shardflow.format.verification import verify
-from shardflow.packing.versions.compaction import compact
-from shardflow.packing.versions.removal import Withdrawn, remove
+from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import LocalStore
 from tests.pack_case import PackCase, tree_digests
 

@@ -22,7 +22,7 @@ from benchmarks.about import about_run
 from shardflow.format.entities import EntityRules
 from shardflow.format.keys import sha256_hex
 from shardflow.packing.engines.worker import peak_memory_bytes
-from shardflow.reports.entity_rows import EntityRow, LocatedRow, encode_part, encode_view, open_part
+from shardflow.reports.entity_views import EntityRow, LocatedRow, encode_part, encode_view, open_part
 from shardflow.storage import write_atomic
 
 DATASET_ID = "0123456789abcdef" * 4

@@ -145,7 +145,7 @@ def add_compact_arguments(parser: argparse.ArgumentParser) -> None:
 def run_compact(arguments: argparse.Namespace) -> int:
     """Run ``shardflow compact``."""
     # Packing needs pydicom, which the training image does not carry.
-    from shardflow.packing.versions.compaction import compact
+    from shardflow.packing.versions.removal import compact
 
     summary = compact(
         _local_dataset(arguments.dataset), arguments.private_dir, deletes_old=arguments.delete_old

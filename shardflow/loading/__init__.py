@@ -22,10 +22,9 @@ from shardflow.fields.tokens import StoredTokens
 from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
 from shardflow.loading.batch import Batch
 from shardflow.loading.blend_file import open_blend
-from shardflow.loading.config import LoaderConfig
+from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.loader import Loader
 from shardflow.loading.selection import Selection, open_view, select
-from shardflow.loading.world import World
 
 __all__ = [
     "Batch",

@@ -20,11 +20,10 @@ from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.fields.registry import check_view
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
-from shardflow.loading.config import LoaderConfig, check_node
+from shardflow.loading.config import LoaderConfig, World, check_node
 from shardflow.loading.engine import Pool
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, select
-from shardflow.loading.world import World
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.telemetry import StageCounters, Tunables
 

@@ -30,9 +30,8 @@ from shardflow.fields.reader import FieldReader, Shard
 from shardflow.fields.registry import field_kinds
 from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import DrawKey
-from shardflow.loading.config import LoaderConfig
+from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.selection import Selection
-from shardflow.loading.world import World
 from shardflow.processes import join_all, wait_for_at_exit
 from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.storage import ByteRange

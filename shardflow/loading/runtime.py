@@ -30,12 +30,11 @@ from shardflow.fields.tokens import TokenAssembler
 from shardflow.fields.transforms import Transform, load_transform
 from shardflow.loading.assembly import BatchSource, MicroBatchTask, PartSize
 from shardflow.loading.batch import Batch, BatchStream
-from shardflow.loading.config import LoaderConfig, rank_num_bytes
+from shardflow.loading.config import LoaderConfig, World, rank_num_bytes
 from shardflow.loading.engine import BufferPool, OrderedEngine, Pool
 from shardflow.loading.prefetch import PrefetchPlanner, StreamReads
 from shardflow.loading.process import LoaderProcesses, ProcessStream
 from shardflow.loading.selection import Selection
-from shardflow.loading.world import World
 from shardflow.sampling import EpochPlan, LoaderState, RankSchedule
 from shardflow.storage import CachedStore, RemoteStore
 from shardflow.storage.cache.store import Cache

@@ -30,8 +30,7 @@ from shardflow.format.entities import EntityDataset, EntityPlace
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
 from shardflow.format.tokens import COUNT_COLUMN, open_counts
 from shardflow.sampling import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
-from shardflow.sampling.blend import BLEND_SPLIT, Blend
-from shardflow.sampling.blend_lanes import blend_layout
+from shardflow.sampling.blend import BLEND_SPLIT, Blend, blend_layout
 from shardflow.sampling.layout import Rows, chosen_layout, mask_of, rows_digest, select_rows
 from shardflow.storage import LocalStore
 

@@ -21,10 +21,9 @@ from shardflow.errors import StateError
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch
-from shardflow.loading.config import LoaderConfig
+from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.loader import Loader
 from shardflow.loading.selection import Selection
-from shardflow.loading.world import World
 from shardflow.sampling import BatchSpec, Position
 
 

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from shardflow.sampling.blend_lanes import BlendLanes, BlendLayout
+from shardflow.sampling.blend import BlendLanes, BlendLayout
 from shardflow.sampling.budget_batches import BudgetMicroBatches, BudgetWindows, weigh_tokens
 from shardflow.sampling.lanes import Interleave, LaneMap, Lanes, LaneWindows
 from shardflow.sampling.layout import SampleLayout

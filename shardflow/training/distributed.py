@@ -42,8 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
 from shardflow.training.config import ParallelConfig
+from shardflow.training.doctor import refuse_unknown_names
 from shardflow.training.health.monitor import HealthMonitor, NoHealthMonitor
-from shardflow.training.nccl_variables import refuse_unknown_names
 
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _NAMES: Final = {"cuda": "GPU", "npu": "NPU"}

@@ -29,8 +29,7 @@ from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.format import Dataset
 from shardflow.processes import join_all, wait_for_at_exit
 from shardflow.viewing.catalog import Catalog, Query
-from shardflow.viewing.steps import Inputs, step_samples
-from shardflow.viewing.studies import RawArray, Signals, Studies
+from shardflow.viewing.studies import Inputs, RawArray, Signals, Studies, step_samples
 
 _MAX_ROWS: Final = 500
 _TYPES: Final = {

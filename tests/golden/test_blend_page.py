@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from shardflow.errors import PlanError
 from shardflow.sampling import BatchSpec, EpochPlan, SampleLayout
-from shardflow.sampling.blend import Blend, BlendComponent, draws_by_repeat
-from shardflow.sampling.blend_lanes import blend_layout
+from shardflow.sampling.blend import Blend, BlendComponent, blend_layout, draws_by_repeat
 from tests.golden.test_lanes_page import Micro, Page, Sample, specs, tokens_of
 from tests.golden.test_order_blends import PARTS, SPECS, made
 from tests.golden.test_order_page import WORD, digest, recorded

@@ -13,11 +13,11 @@ from shardflow.sampling.blend import (
     BLEND_SPLIT,
     Blend,
     BlendComponent,
+    blend_layout,
     draws_by_repeat,
     draws_by_weight,
     split_draws,
 )
-from shardflow.sampling.blend_lanes import blend_layout
 from shardflow.sampling.layout import RowSet, chosen_layout, rows_digest, select_rows
 
 pytestmark = pytest.mark.fast

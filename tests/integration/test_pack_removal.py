@@ -18,9 +18,9 @@ from shardflow.format.manifest import load, versions
 from shardflow.format.tokens import TokenIds
 from shardflow.format.verification import verify
 from shardflow.loading import open_view
-from shardflow.packing.versions import compaction, removal
-from shardflow.packing.versions.compaction import compact
-from shardflow.packing.versions.removal import Withdrawn, remove
+from shardflow.packing.versions import removal
+from shardflow.packing.versions import removal as compaction
+from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore
 from shardflow.training.text import train_tokenizer

@@ -19,8 +19,7 @@ from shardflow.format.dataset import Dataset
 from shardflow.format.manifest import FileEntry, load, versions
 from shardflow.format.verification import verify
 from shardflow.packing import ArrayTask, upload
-from shardflow.packing.versions.compaction import compact
-from shardflow.packing.versions.removal import Withdrawn, remove
+from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import ByteStore, LocalStore, open_store
 from tests.dicom_factory import make_study
 from tests.object_stores import s3_bucket

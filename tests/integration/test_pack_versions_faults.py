@@ -15,8 +15,7 @@ import pytest
 from shardflow.errors import ConfigError, ShardflowError, StorageError
 from shardflow.format.manifest import versions
 from shardflow.format.verification import verify
-from shardflow.packing.versions.compaction import compact
-from shardflow.packing.versions.removal import Withdrawn, remove
+from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study

@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 
 from shardflow.errors import PlanError
 from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule, SampleLayout, TokenBudget, choose_lanes
-from shardflow.sampling.blend import Blend, BlendComponent, draws_by_repeat, draws_by_weight, split_draws
-from shardflow.sampling.blend_lanes import blend_layout
+from shardflow.sampling.blend import (
+    Blend,
+    BlendComponent,
+    blend_layout,
+    draws_by_repeat,
+    draws_by_weight,
+    split_draws,
+)
 from shardflow.sampling.layout import Rows, RowSet, chosen_layout, rows_digest, select_rows
 from shardflow.sampling.measures import measure_mix
 from shardflow.sampling.spec import TAILS

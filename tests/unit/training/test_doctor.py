@@ -21,8 +21,18 @@ from shardflow.training.config import (
     TextConfig,
     TrainConfig,
 )
-from shardflow.training.doctor import Environment, Finding, examine, inspect_environment, matching
-from shardflow.training.nccl_variables import INVENTED, KNOWN, OLD_NAMES, RANGES, refuse_unknown_names
+from shardflow.training.doctor import (
+    INVENTED,
+    KNOWN,
+    OLD_NAMES,
+    RANGES,
+    Environment,
+    Finding,
+    examine,
+    inspect_environment,
+    matching,
+    refuse_unknown_names,
+)
 
 pytestmark = pytest.mark.fast
 

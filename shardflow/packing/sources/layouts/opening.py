@@ -11,8 +11,7 @@ from typing import Final, TypeAlias
 from shardflow.errors import ConfigError
 from shardflow.packing.sources.layouts.archives import Chexpert, CtRate, MimicCxr, OpenI, PadChest
 from shardflow.packing.sources.layouts.base import LAYOUTS_GROUP, Layout, LayoutInputs, offered_layouts
-from shardflow.packing.sources.layouts.folders import Folder, Headers, Lidc, Rsna
-from shardflow.packing.sources.layouts.table_layout import Manifest
+from shardflow.packing.sources.layouts.table_layout import Folder, Headers, Lidc, Manifest, Rsna
 
 LayoutFactory: TypeAlias = Callable[[LayoutInputs, Sequence[str]], Layout]
 

@@ -10,7 +10,7 @@ import pytest
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.entities import EntityRules
 from shardflow.reports import ReportReader
-from shardflow.reports.entity_rows import EntityRow, study_rows
+from shardflow.reports.entity_views import EntityRow, study_rows
 
 pytestmark = pytest.mark.fast
 
