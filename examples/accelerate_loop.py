@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+import shardflow as sf
 from examples.small_model import CONFIG, MICRO_BATCHES_PER_STEP, SPEC, SummedLoss, to_tensors
-from shardflow.format import Dataset
-from shardflow.loading import Loader, World
 
 __all__ = ["train"]
 
@@ -39,17 +38,15 @@ class Progress:
 
 def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     """Train to ``num_steps``, from where the run stands; ends with a checkpoint."""
-    per_rank = -(-MICRO_BATCHES_PER_STEP // World.from_environment().world_size)
+    per_rank = -(-MICRO_BATCHES_PER_STEP // sf.World.from_environment().world_size)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=per_rank)
     model = SummedLoss(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     convert = to_tensors(tokenizer, accelerator.device)
-    world = World(rank=accelerator.process_index, world_size=accelerator.num_processes)
+    world = sf.World(rank=accelerator.process_index, world_size=accelerator.num_processes)
     progress, saved = Progress(), run / "checkpoint"
-    with Loader(
-        Dataset.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG
-    ) as loader:
+    with sf.Loader(sf.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
         accelerator.register_for_checkpointing(loader, progress)
         if saved.exists():
             accelerator.load_state(str(saved))

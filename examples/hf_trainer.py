@@ -18,9 +18,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+import shardflow as sf
 from examples.small_model import CONFIG, MICRO_BATCHES_PER_STEP, SPEC, SummedLoss, to_tensors
-from shardflow.format import Dataset
-from shardflow.loading import Batch, Loader, World
 
 __all__ = ["train"]
 
@@ -30,7 +29,7 @@ _POSITION = "shardflow.json"
 class Batches:
     """The loader as the Trainer iterates it: tensors by name, and an epoch to go to."""
 
-    def __init__(self, loader: Loader, convert: Callable[[Batch], dict[str, torch.Tensor]]) -> None:
+    def __init__(self, loader: sf.Loader, convert: Callable[[sf.Batch], dict[str, torch.Tensor]]) -> None:
         self.loader = loader
         self._convert = convert
 
@@ -48,7 +47,7 @@ class Batches:
 class SavePosition(TrainerCallback):
     """Puts the loader's position into every checkpoint; it is equal on all ranks."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: sf.Loader) -> None:
         self._loader = loader
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -78,7 +77,7 @@ class StreamingTrainer(Trainer):
 
 def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     """Train to ``num_steps``, from where the run stands; ends with a checkpoint."""
-    world = World.from_environment()
+    world = sf.World.from_environment()
     arguments = TrainingArguments(
         output_dir=str(run),
         max_steps=num_steps,
@@ -93,9 +92,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     )
     convert = to_tensors(tokenizer, torch.device("cpu"))
 
-    with Loader(
-        Dataset.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG
-    ) as loader:
+    with sf.Loader(sf.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
         last = get_last_checkpoint(str(run)) if run.is_dir() else None
         if last is not None:
             loader.load_state_dict(json.loads((Path(last) / _POSITION).read_text(encoding="utf-8")))

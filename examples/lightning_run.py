@@ -13,8 +13,8 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
+import shardflow as sf
 from examples.small_model import CONFIG, SPEC, SummedLoss, to_tensors
-from shardflow.loading import World
 from shardflow.training.lightning import ShardDataModule
 
 __all__ = ["train"]
@@ -46,7 +46,7 @@ class Reports(LightningModule):
 
 def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     """Train to ``num_steps``, from where the run stands; ends with a checkpoint."""
-    world_size = World.from_environment().world_size
+    world_size = sf.World.from_environment().world_size
     convert = to_tensors(tokenizer, torch.device("cpu"))
 
     data = ShardDataModule(dataset, batch=SPEC, config=CONFIG, seed=1, eval_split="val", convert=convert)

@@ -13,18 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import shardflow as sf
 from examples.small_model import CONFIG, SPEC, SummedLoss, to_tensors
-from shardflow.format import Dataset
-from shardflow.loading import Loader, World
 
 
 def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     """Train to ``num_steps``, from where the run stands; ends with a checkpoint."""
-    world, step, saved = World(rank=dist.get_rank(), world_size=dist.get_world_size()), 0, run / "state.pt"
+    world, step, saved = sf.World(rank=dist.get_rank(), world_size=dist.get_world_size()), 0, run / "state.pt"
     model, convert = SummedLoss(tokenizer), to_tensors(tokenizer, torch.device("cpu"))
     ddp, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
-    data = Dataset.open(dataset)
-    with Loader(data, split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
+    data = sf.open(dataset)
+    with sf.Loader(data, split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
         if saved.exists():
             state = torch.load(saved, weights_only=True)
             for name, part in (("model", model), ("optimizer", optimizer), ("loader", loader)):

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardflow.loading import Batch, ImageView, LoaderConfig
-from shardflow.sampling import BatchSpec
+import shardflow as sf
 from shardflow.training.config import ImageConfig, ModelConfig
 from shardflow.training.inputs import make_inputs
 from shardflow.training.models.reference import build_model
@@ -20,8 +19,8 @@ __all__ = ["CONFIG", "MICRO_BATCHES_PER_STEP", "SPEC", "SummedLoss", "to_tensors
 
 SLICES, SIDE, MAX_TOKENS = 4, 32, 64
 MICRO_BATCHES_PER_STEP = 4  # over all ranks: two ranks accumulate two each, four ranks one each
-SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=MICRO_BATCHES_PER_STEP, tail="drop")
-CONFIG = LoaderConfig(view=ImageView(num_slices=SLICES, rows=SIDE, columns=SIDE))
+SPEC = sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=MICRO_BATCHES_PER_STEP, tail="drop")
+CONFIG = sf.LoaderConfig(view=sf.ImageView(num_slices=SLICES, rows=SIDE, columns=SIDE))
 
 
 class SummedLoss(nn.Module):
@@ -50,11 +49,11 @@ class SummedLoss(nn.Module):
         return weighted_token_loss(self.reports(**tensors), labels, weights), num_tokens
 
 
-def to_tensors(tokenizer: Path, device: torch.device) -> Callable[[Batch], dict[str, torch.Tensor]]:
+def to_tensors(tokenizer: Path, device: torch.device) -> Callable[[sf.Batch], dict[str, torch.Tensor]]:
     """Return what makes a batch the arguments of :class:`SummedLoss`."""
     words = ReportTokenizer.load(tokenizer)
 
-    def convert(batch: Batch) -> dict[str, torch.Tensor]:
+    def convert(batch: sf.Batch) -> dict[str, torch.Tensor]:
         inputs = make_inputs(batch, words, max_tokens=MAX_TOKENS, device=device)
         if inputs.display_range_B2 is None:
             raise ValueError("images must come in stored units, got windowed ones; use no image pipeline.")

@@ -1,14 +1,10 @@
 """Entity views: tables to train on, built from the alignments of a dataset shard by shard in processes.
 
-The rows of a shard are a file of their own until all shards are done, so a killed job resumes. The table and
-then its manifest are written last; no byte depends on which process wrote which part. The rows are read one
-study, and `shardflow.format.entities` opens the table.
-
-Rows of an entity view: the present entities of a report with confident slices, and their columnar form.
-
-The rows of one study are read from what packing wrote (``alignment.json``, ``report.json``, ``study.json``,
-``report.txt``); the alignment's confidence, slices and weights are taken as they are. The columns of one
-shard are a part, and all parts together the table of a view.
+The rows of a view are the present entities of a report that have confident slices, read from what packing
+wrote (``alignment.json``, ``report.json``, ``study.json``, ``report.txt``). The rows of a shard are a file of
+their own until all shards are done, so a killed job resumes; then the columns of all parts are joined. The
+table and then its manifest are written last, and no byte depends on which process wrote which part.
+`shardflow.format.entities` opens the table.
 """
 
 from __future__ import annotations

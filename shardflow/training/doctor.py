@@ -1,8 +1,7 @@
 """Preflight checks of a machine, its environment variables and a run's settings.
 
 `inspect_environment` takes a snapshot of the machine; each rule is a function of that snapshot and yields
-findings: what must hold, what was found, and the fix. Needs no torch. `nccl_variables` has the tables of
-variables.
+findings: what must hold, what was found, and the fix. Needs no torch.
 
 Tables of the environment variables of NCCL and torch's process groups, taken from their sources.
 
