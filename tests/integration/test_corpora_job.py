@@ -225,7 +225,7 @@ def test_a_file_that_changed_while_the_job_was_stopped_is_packed_as_it_is(case: 
 def test_other_settings_are_refused_and_other_processes_are_not(case: CorpusCase) -> None:
     case.write("a.jsonl", make_lines(20, 1))
     case.pack()
-    with pytest.raises(ConfigError, match="same settings"):
+    with pytest.raises(ConfigError, match="with other settings"):
         case.pack("splits.seed=1")
     assert case.pack("execution.num_processes=2").status == "already_packed"
     key = case.private / "secret.key"
@@ -246,8 +246,8 @@ def test_too_much_quarantine_publishes_nothing_and_is_gone_on_with(case: CorpusC
 @pytest.mark.parametrize(
     ("lines", "match"),
     [
-        ([], "must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got 1 others"),
-        ([b"{", b"{"], r"a line that can be packed, got none \(\{'INVALID_JSON': 2\}\)"),
+        ([], "must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got only 1 others"),
+        ([b"{", b"{"], r"hold no line that can be packed \(\{'INVALID_JSON': 2\}\)"),
     ],
 )
 def test_nothing_to_pack_is_said(case: CorpusCase, lines: list[bytes], match: str) -> None:
