@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardflow.fields import images
 from shardflow.format import Dataset
-from shardflow.loading import fill
 from shardflow.storage import ByteRange, ByteStore
 from shardflow.training import run as prepare
 from shardflow.training import run as run_module
@@ -93,7 +93,7 @@ def slowed(slowness: Slowness) -> Iterator[None]:
         if slowness.read_s or slowness.link_bytes_per_s:
             stack.enter_context(_patched(prepare, "open_data", _with_slow_store(slowness)))
         if slowness.slice_s:
-            stack.enter_context(_patched(fill, "decode_slice", _with_slow_codec(slowness)))
+            stack.enter_context(_patched(images, "decode_slice", _with_slow_codec(slowness)))
         stack.enter_context(_patched(run_module, "prepare_run", _with_slow_step(slowness)))
         for _ in range(slowness.num_burners):
             stack.enter_context(_burner())
