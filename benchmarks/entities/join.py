@@ -2,7 +2,7 @@
 
     python -m benchmarks.entities.join --rows 1000000 --output benchmarks/results/entities_join.json
 
-Parts are made up in another process and lie in a temporary folder, one for 1,000 rows, as one for each shard;
+Parts are made in another process, in a temporary folder, one for 1,000 rows, as one for each shard;
 the rest is what `shardflow.reports.entity_views.build_view` does when all parts exist. Memory is the peak of this
 process (VmHWM) above what it had before, everything imported.
 """

@@ -44,6 +44,7 @@ from shardflow.packing.plan import (
 )
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.publish import Settled, fragment_basis, publish, settle
+from shardflow.packing.registry import load_attachment_kinds
 from shardflow.packing.scan import HeaderPass
 from shardflow.packing.scheduling import (
     QuarantineLimitError,
@@ -373,6 +374,7 @@ def pack(
     if array_task is not None and is_merge:
         raise ConfigError("--task and --merge cannot be combined; leave one of them out.")
     check_reports(config.inputs.reports, is_required=config.policy.require_report)
+    load_attachment_kinds()  # a package that cannot be imported is an error here, not in every packing process
     layout = open_layout(config.inputs, list(config.splits))
     discovered = [] if mode == "retry" else _discover(config, layout)
     if not discovered and mode != "retry":

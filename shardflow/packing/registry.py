@@ -11,7 +11,11 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+from shardflow.errors import ConfigError
+
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from shardflow.packing.sources.attachments import AttachmentKind
 
 TASK_HANDLERS: Final = {
@@ -37,13 +41,27 @@ def resolve(target: str) -> Any:
 
 
 def load_attachment_kinds() -> list[Any]:
-    """Return the kinds of attachments: those of this package, then those of installed packages by name."""
+    """Return the kinds of attachments: those of this package, then those of installed packages by name.
+
+    Raises:
+        ConfigError: A package offers kinds that cannot be imported.
+    """
     # Slow to import, and only needed for attachments.
     from importlib.metadata import entry_points
 
     offered = sorted(entry_points(group=ATTACHMENT_KINDS_GROUP), key=lambda entry: entry.name)
-    tables = [*map(resolve, ATTACHMENT_KINDS.values()), *(entry.load() for entry in offered)]
+    tables = [*map(resolve, ATTACHMENT_KINDS.values()), *map(_load, offered)]
     return [kind for table in tables for kind in table]
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:
+        raise ConfigError(
+            f"attachment kinds {entry.name!r} (entry point group {ATTACHMENT_KINDS_GROUP}) must be importable, "
+            f"got {type(error).__name__}; repair or remove the package that offers them."
+        ) from error
 
 
 @cache

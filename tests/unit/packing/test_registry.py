@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from shardflow.errors import ConfigError
 from shardflow.packing import registry
 from shardflow.packing.registry import ATTACHMENT_KINDS, TASK_HANDLERS, load_attachment_kinds, resolve
 
@@ -25,3 +26,12 @@ def test_installed_packages_offer_further_kinds_behind_the_own(monkeypatch: pyte
 
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
     assert [kind.name for kind in load_attachment_kinds()] == [*(kind.name for kind in own), "toy"]
+
+
+def test_kinds_that_cannot_be_imported_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "tests.no_such_module:KINDS", registry.ATTACHMENT_KINDS_GROUP)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [broken])
+    with pytest.raises(
+        ConfigError, match=r"attachment kinds 'broken'.*ModuleNotFoundError; repair or remove"
+    ):
+        load_attachment_kinds()
