@@ -3,8 +3,8 @@
     python -m benchmarks.entities.join --rows 1000000 --output benchmarks/results/entities_join.json
 
 Parts are made in another process, in a temporary folder, one for 1,000 rows, as one for each shard;
-the rest is what `shardflow.reports.entity_views.build_view` does when all parts exist. Memory is the peak of this
-process (VmHWM) above what it had before, everything imported.
+the rest is what `shardflow.reports.entity_views.build_view` does when all parts exist. Memory is the peak of
+this process (VmHWM) above what it had before, everything imported.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _load(entry: EntryPoint) -> Any:
         return entry.load()
     except Exception as error:
         raise ConfigError(
-            f"attachment kinds {entry.name!r} (entry point group {ATTACHMENT_KINDS_GROUP}) must be importable, "
+            f"attachment kinds {entry.name!r} (entry points {ATTACHMENT_KINDS_GROUP}) must be importable, "
             f"got {type(error).__name__}; repair or remove the package that offers them."
         ) from error
 
