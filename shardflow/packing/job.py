@@ -374,7 +374,7 @@ def pack(
     if array_task is not None and is_merge:
         raise ConfigError("--task and --merge cannot be combined; leave one of them out.")
     check_reports(config.inputs.reports, is_required=config.policy.require_report)
-    load_attachment_kinds()  # a package that cannot be imported is an error here, not in every packing process
+    load_attachment_kinds()  # what cannot be imported is an error here, not in every packing process
     layout = open_layout(config.inputs, list(config.splits))
     discovered = [] if mode == "retry" else _discover(config, layout)
     if not discovered and mode != "retry":
