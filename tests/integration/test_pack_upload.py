@@ -145,7 +145,7 @@ def test_of_two_jobs_with_one_address_one_is_refused(case: PackCase, address: st
     codes = [process.returncode for process in running]
     assert sorted(codes) == [0, 2], said
     _check(jobs[codes.index(0)], address)
-    assert "upload_to must" in said[codes.index(2)]["error"]
+    assert "upload_to is claimed" in said[codes.index(2)]["error"]
     assert not list((jobs[codes.index(2)].output).glob("manifest*"))
 
 
