@@ -277,7 +277,7 @@ def test_a_folder_of_attachments_holds_no_images(tmp_path: Path) -> None:
 
 def test_kinds_are_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "shardflow.packing.registry.attachment_kinds", lambda records: (*KINDS, *attachment_kinds(records))
+        "shardflow.packing.handlers.attachment_kinds", lambda records: (*KINDS, *attachment_kinds(records))
     )
     case = PackCase(tmp_path)
     case.prepare()

@@ -18,8 +18,6 @@ from shardflow.format.manifest import load, versions
 from shardflow.format.tokens import TokenIds
 from shardflow.format.verification import verify
 from shardflow.loading import open_view
-from shardflow.packing.versions import removal
-from shardflow.packing.versions import removal as compaction
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore
@@ -251,20 +249,20 @@ class _Stop(Exception):  # noqa: N818 - stands for a kill
     pass
 
 
-@pytest.mark.parametrize("module", [removal, compaction])
+@pytest.mark.parametrize("compacts", [False, True], ids=["remove", "compact"])
 def test_stopped_at_any_write_the_same_call_goes_on(
-    case: PackCase, studies: list[MadeStudy], module: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: PackCase, studies: list[MadeStudy], compacts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Before and after each write and each deletion; readers always find a whole version."""
     gone = Withdrawn(studies=[studies[0].study_instance_uid])
 
     def run(case: PackCase) -> None:
-        if module is compaction:
+        if compacts:
             compact(case.output, case.private, deletes_old=True)
         else:
             remove(case.output, case.private, gone)
 
-    if module is compaction:
+    if compacts:
         remove(case.output, case.private, gone)
     start = tmp_path.with_name(f"{tmp_path.name}-start")
     subprocess.run(["cp", "-a", str(tmp_path), str(start)], check=True)
@@ -287,7 +285,7 @@ def test_stopped_at_any_write_the_same_call_goes_on(
         assert not verify(str(copy.output)).damages
         run(copy)
         assert tree_digests(copy.output) == expected
-    assert num_stops >= (12 if module is compaction else 6)
+    assert num_stops >= (12 if compacts else 6)
 
 
 class _Counter:

@@ -163,7 +163,7 @@ def test_commands_read_a_remote_dataset(
         assert code == 0
         assert lines[0]["tier"] == where
         # What a cache on this machine would give stands beside what the store gives.
-        assert {"cat", "memory", "batches"} <= set(lines[0]["results"])
+        assert {"cat", "decode", "batches"} <= set(lines[0]["results"])
 
 
 def test_no_dataset_there_is_told(s3: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def started(tiny: TinyInput, output: Path, *overrides: str) -> dict[str, int | s
     config = tiny_config(tiny, output, "tune.mode=on", *overrides)
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
     running = LoaderConfig(num_threads=1, prefetch_bytes=1 << 20)
-    with Loader(Dataset.open(tiny.dataset), split="train", spec=spec, seed=3, config=running) as loader:
+    with Loader(Dataset.open(tiny.dataset), split="train", batch=spec, seed=3, config=running) as loader:
         return Tuning(config.tune, OneRank(), loader, None, run=output).settings()  # type: ignore[arg-type]
 
 
