@@ -1,14 +1,12 @@
-"""Removal of studies or patients from a dataset for good, because consent was withdrawn.
+"""Removal of studies or patients from a dataset, and compaction, which deletes their bytes.
 
-The next version lacks their samples, their inputs are `CONSENT_WITHDRAWN`, and no later job packs them again.
-The bytes stay in the shards and in earlier versions until `shardflow.packing.versions.removal` rewrites
-the shards and deletes the versions.
+Removal, for consent that was withdrawn: the next version lacks the samples, their inputs are
+`CONSENT_WITHDRAWN`, and no later job packs them again. The bytes stay in the shards and in earlier versions
+until compaction.
 
-Compaction: rewrites shards that hold removed samples, and deletes the versions that still name them.
-
-A shard is never changed: its remaining samples become a new shard with the next number of the split. The next
-version names the new shards. On request, earlier manifests are deleted after that, and then every file that
-only they named.
+Compaction never changes a shard: the remaining samples become a new shard with the next number of the split,
+and the next version names the new shards. On request, earlier manifests are deleted after that, and then
+every file that only they named.
 """
 
 from __future__ import annotations
@@ -234,14 +232,14 @@ def _forget(base: Base, removed: _Removed) -> Iterator[bytes]:
         yield encode_entry(entry)
 
 
-_StatusCompaction: TypeAlias = Literal["compacted", "nothing_new"]
+_CompactionStatus: TypeAlias = Literal["compacted", "nothing_new"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompactionSummary:
     """Result of a compaction."""
 
-    status: _StatusCompaction
+    status: _CompactionStatus
     """``compacted``, or ``nothing_new``: no shard holds a removed sample, and no version was deleted."""
     dataset_id: str
     manifest_version: int
@@ -279,7 +277,7 @@ def compact(
         store, manifest, uploader = LocalStore(newest.workspace.output), newest.base.manifest, newest.uploader
         holed = [shard for shard in manifest.shards if shard.num_removed]
         if holed:
-            manifest = _write_compaction(newest, shown)
+            manifest = _write_compacted(newest, shown)
         if uploader is not None:
             uploader.finish()
         deleted = tuple(number for number in versions(store) if number != manifest.manifest_version)
@@ -297,7 +295,7 @@ def compact(
     )
 
 
-def _write_compaction(newest: NewestVersion, progress: Progress) -> Manifest:
+def _write_compacted(newest: NewestVersion, progress: Progress) -> Manifest:
     base, uploader = newest.base, newest.uploader
     dataset = Dataset(LocalStore(newest.workspace.output), base.manifest)
     entries: dict[int, list[SampleEntry]] = {}

@@ -304,17 +304,17 @@ def _raw(
         read_inflated(path, limits.max_inflated_bytes) if header.transfer_syntax_uid == DEFLATED else None
     )
     if _is_unusual(header):
-        data = _read_stored(descriptor, inflated, header.pixel_offset, header.pixel_num_bytes or 0)
+        data = _read_range(descriptor, inflated, header.pixel_offset, header.pixel_num_bytes or 0)
         for frame in frames:
             yield _unusual_frame(data, header, frame), "pydicom"
         return
     frame_num_bytes = image.frame_num_bits // 8
     for frame in frames:
         offset = header.pixel_offset + frame * frame_num_bytes
-        yield _native_frame(_read_stored(descriptor, inflated, offset, frame_num_bytes), header), "native"
+        yield _native_frame(_read_range(descriptor, inflated, offset, frame_num_bytes), header), "native"
 
 
-def _read_stored(descriptor: int, inflated: bytes | None, offset: int, num_bytes: int) -> bytes:
+def _read_range(descriptor: int, inflated: bytes | None, offset: int, num_bytes: int) -> bytes:
     if inflated is not None:
         data = inflated[offset : offset + num_bytes]
     else:
