@@ -159,7 +159,7 @@ def test_append_takes_new_files_and_leaves_the_rest(case: CorpusCase) -> None:
     before, texts = tree_digests(case.output), case.texts_of()
     case.write("b.jsonl", [*make_lines(100, 2), b"{"])
     case.write("0.jsonl", make_lines(10, 3))
-    with pytest.raises(ConfigError, match="2 files that it does not know; add --append"):
+    with pytest.raises(ConfigError, match="2 files that the dataset in output does not know; add --append"):
         case.pack()
     summary = case.pack(mode="append")
     after = tree_digests(case.output)
@@ -246,7 +246,7 @@ def test_too_much_quarantine_publishes_nothing_and_is_gone_on_with(case: CorpusC
 @pytest.mark.parametrize(
     ("lines", "match"),
     [
-        ([], "must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got only 1 others"),
+        ([], "no .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, only 1 others"),
         ([b"{", b"{"], r"hold no line that can be packed \(\{'INVALID_JSON': 2\}\)"),
     ],
 )

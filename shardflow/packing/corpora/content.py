@@ -74,32 +74,26 @@ def value_at(fields: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def make_mapper(config: FieldsConfig) -> Callable[[Mapping[str, Any]], Record]:
-    """Return what makes records of fields; it raises `LineError` for fields that do not fit."""
+def read_record(fields: Mapping[str, Any], config: FieldsConfig) -> Record:
+    """Read the texts of a line.
 
-    def text(fields: Mapping[str, Any]) -> Record:
+    Raises:
+        LineError: The fields are not those of the kind.
+    """
+    if config.kind == "text":
         return Record(text=_text(fields, config.text))
-
-    def pair(fields: Mapping[str, Any]) -> Record:
+    system = _system(fields, config)
+    if config.kind == "dialogue":
+        return Record(turns=(*system, *_turns(fields, config.turns, None, config)))
+    if config.kind == "pair":
         prompt = _turns(fields, config.prompt, "user", config)
-        answer = _turns(fields, config.response, "assistant", config)
-        return Record(turns=(*_system(fields, config), *prompt, *answer))
-
-    def dialogue(fields: Mapping[str, Any]) -> Record:
-        turns = _turns(fields, config.turns, None, config)
-        return Record(turns=(*_system(fields, config), *turns))
-
-    def preference(fields: Mapping[str, Any]) -> Record:
-        # Some write the prompt apart, some repeat it in front of both answers.
-        has_prompt = bool(config.prompt) and value_at(fields, config.prompt) is not None
-        prompt = _turns(fields, config.prompt, "user", config) if has_prompt else ()
-        before = (*_system(fields, config), *prompt)
-        chosen = _turns(fields, config.chosen, "assistant", config)
-        rejected = _turns(fields, config.rejected, "assistant", config)
-        return Record(turns=_behind(before, chosen), rejected=_behind(before, rejected))
-
-    kinds = {"text": text, "pair": pair, "dialogue": dialogue, "preference": preference}
-    return kinds[config.kind]
+        return Record(turns=(*system, *prompt, *_turns(fields, config.response, "assistant", config)))
+    # Some write the prompt apart, some repeat it before both answers.
+    has_prompt = bool(config.prompt) and value_at(fields, config.prompt) is not None
+    before = (*system, *(_turns(fields, config.prompt, "user", config) if has_prompt else ()))
+    chosen = _turns(fields, config.chosen, "assistant", config)
+    rejected = _turns(fields, config.rejected, "assistant", config)
+    return Record(turns=_behind(before, chosen), rejected=_behind(before, rejected))
 
 
 def _behind(before: tuple[Turn, ...], answer: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -173,15 +167,15 @@ class ContentMaker:
         key: Makes sample keys and splits.
 
     Attributes:
+        config: All settings.
         tallies: Places that were scrubbed, by category.
     """
 
     def __init__(self, config: CorpusConfig, key: SecretKey) -> None:
-        self._config = config
+        self.config = config
         self._fields = config.fields
         self._deid = config.deid
         self._key = key
-        self._map = make_mapper(config.fields)
         self._nobody = KnownValues(())
         self._label = "split" if not config.splits.seed else f"split-{config.splits.seed}"
         self.tallies: Counter[str] = Counter()
@@ -189,7 +183,7 @@ class ContentMaker:
     @property
     def columns(self) -> list[str]:
         """Top-level fields that a line is asked for."""
-        fields, deid, splits = self._fields, self._deid, self._config.splits
+        fields, deid, splits = self._fields, self._deid, self.config.splits
         texts = {
             "text": [fields.text],
             "pair": [fields.system, fields.prompt, fields.response],
@@ -207,7 +201,7 @@ class ContentMaker:
             LineError: It does not fit, has no text, or too much, or a field that is to be kept is nothing
                 that JSON holds.
         """
-        record = self._map(fields)
+        record = read_record(fields, self._fields)
         num_bytes = 0
         is_empty = True
         for text in record.texts():
@@ -218,7 +212,7 @@ class ContentMaker:
             is_empty = is_empty and (not text or text.isspace())
         if is_empty:
             raise LineError(LineReason.EMPTY_TEXT)
-        if num_bytes > self._config.limits.max_text_bytes:
+        if num_bytes > self.config.limits.max_text_bytes:
             raise LineError(LineReason.TEXT_TOO_LONG)
         for path in self._fields.keep:
             _check_kept(value_at(fields, path))
@@ -249,7 +243,7 @@ class ContentMaker:
             sample_key = self._key.surrogate("corpus-line", f"{file}:{place}")
         else:
             sample_key = self._key.surrogate("corpus-key", user_key)
-        splits = self._config.splits
+        splits = self.config.splits
         if splits.group:
             bucket = self._key.bucket(self._label, _name(fields, splits.group), NUM_BUCKETS)
         else:
@@ -263,25 +257,24 @@ class ContentMaker:
             fields: Of the line.
             record: What `read` made of them.
         """
-        known = self._known(fields)
-        if record.text is not None and not self._fields.keep:
-            return [(REPORT_FIELD, self._clean(record.text, known).encode("utf-8"))]
+        has_names = bool(self._deid.names or self._deid.identifiers)
+        known = KnownValues([_known_values(fields, self._deid)]) if has_names else self._nobody
         about: dict[str, Any] = {"format_version": 1, "kind": self._fields.kind}
         members: list[tuple[str, bytes]] = []
         if record.text is not None:
             members.append((REPORT_FIELD, self._clean(record.text, known).encode("utf-8")))
-        else:
-            for name, entry, turns in (
-                (REJECTED_FIELD, "rejected", record.rejected),
-                (REPORT_FIELD, "turns", record.turns),
-            ):
-                if turns:
-                    payload, places = _render(turns, self._fields, lambda text: self._clean(text, known))
-                    members.append((name, payload))
-                    about[entry] = places
-        kept = {path: value_at(fields, path) for path in self._fields.keep}
-        if kept:
-            about["fields"] = {path: self._kept(value, known) for path, value in kept.items()}
+            if not self._fields.keep:
+                return members
+        for name, entry, turns in (
+            (REJECTED_FIELD, "rejected", record.rejected),
+            (REPORT_FIELD, "turns", record.turns),
+        ):
+            if turns:
+                payload, places = _render(turns, self._fields, lambda text: self._clean(text, known))
+                members.append((name, payload))
+                about[entry] = places
+        if self._fields.keep:
+            about["fields"] = {path: self._kept(value_at(fields, path), known) for path in self._fields.keep}
         encoded = json.dumps(about, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return [(CORPUS_FIELD, encoded.encode("ascii")), *members]
 
@@ -308,11 +301,6 @@ class ContentMaker:
                 kept[unique] = self._kept(item, known)
             return kept
         return value
-
-    def _known(self, fields: Mapping[str, Any]) -> KnownValues:
-        if not (self._deid.names or self._deid.identifiers):
-            return self._nobody
-        return KnownValues([_known_values(fields, self._deid)])
 
 
 def _known_values(fields: Mapping[str, Any], deid: CorpusDeidConfig) -> dict[str, list[str]]:
@@ -360,15 +348,17 @@ def _name(fields: Mapping[str, Any], path: str) -> str:
     return str(value)
 
 
-def _render(turns: Sequence[Turn], config: FieldsConfig, clean: Any) -> tuple[bytes, list[dict[str, Any]]]:
-    """Put turns one behind another; return the text, and where each content lies in its bytes."""
+def _render(
+    turns: Sequence[Turn], config: FieldsConfig, clean: Callable[[str], str]
+) -> tuple[bytes, list[dict[str, Any]]]:
+    """Join turns; return the text, and the byte range of each content in it."""
     before, between, behind = config.turn_parts
     pieces: list[bytes] = []
     places: list[dict[str, Any]] = []
     position = 0
     for turn in turns:
         head = f"{before}{turn.role}{between}".encode()
-        content: bytes = clean(turn.content).encode("utf-8")
+        content = clean(turn.content).encode("utf-8")
         pieces += [head, content, behind.encode()]
         start = position + len(head)
         places.append({"role": turn.role, "start": start, "stop": start + len(content)})

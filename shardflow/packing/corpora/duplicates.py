@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +23,7 @@ from shardflow.format.table import Table, encode_table
 from shardflow.format.writer import naming_os_errors
 from shardflow.packing.corpora.config import CorpusConfig, LineError, LineReason, number_of
 from shardflow.packing.corpora.content import ContentMaker, texts_digest
-from shardflow.packing.corpora.inputs import part_lines
+from shardflow.packing.corpora.inputs import PartTask, part_lines
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore
@@ -36,6 +37,25 @@ _DONE: Final = "done"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScanDone:
+    """Result of the scan of a part."""
+
+    num_rows: int
+    """Digests in its runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolveTask:
+    """Find the duplicates in one bucket of the digests."""
+
+    parts: tuple[int, ...]
+    """Numbers of all parts, in order."""
+    bucket: int
+    count: int
+    """How many buckets there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DigestScanner:
     """Reads parts for the digests of their lines; runs in a packing process."""
 
@@ -44,29 +64,21 @@ class DigestScanner:
     folder: Path
     run_rows: int = RUN_ROWS
 
-    def scan(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def scan(self, task: PartTask) -> ScanDone:
         """Write the runs of a part.
-
-        Args:
-            payload: ``number``, ``digest`` and ``pieces`` as of `PartPacker.pack`.
-
-        Returns:
-            ``num_rows``: digests in the runs.
 
         Raises:
             StorageError: Something cannot be read or written.
         """
-        folder = self.folder / f"{payload['number']:06d}"
-        try:
-            done = (folder / _DONE).read_text(encoding="ascii").split()
-            if done[0] == payload["digest"]:
-                return {"num_rows": int(done[1])}
-        except (OSError, ValueError, IndexError):
-            pass
+        folder = self.folder / f"{task.number:06d}"
+        with suppress(OSError, ValueError):
+            digest, num_rows = (folder / _DONE).read_text(encoding="ascii").split()
+            if digest == task.digest:
+                return ScanDone(num_rows=int(num_rows))
         make_fresh(folder)
         runs = {kind: _Runs(folder, kind, self.run_rows) for kind in self._kinds()}
         maker = ContentMaker(self.config, self.key)
-        for line, (_, _, fields) in enumerate(part_lines(payload["pieces"], self.config, maker.columns)):
+        for line, (_, _, fields) in enumerate(part_lines(task.pieces, self.config, maker.columns)):
             if isinstance(fields, LineReason):
                 continue
             try:
@@ -78,9 +90,9 @@ class DigestScanner:
                 runs["text"].add(texts_digest(record), line)
             if user_key is not None:
                 runs["key"].add(self.key.surrogate("corpus-key", user_key).encode("ascii"), line)
-        num_rows = max((each.close() for each in runs.values()), default=0)
-        write_plainly(folder / _DONE, f"{payload['digest']} {num_rows}".encode("ascii"), mode=0o644)
-        return {"num_rows": num_rows}
+        done = ScanDone(num_rows=max((each.close() for each in runs.values()), default=0))
+        write_plainly(folder / _DONE, f"{task.digest} {done.num_rows}".encode("ascii"), mode=0o644)
+        return done
 
     def _kinds(self) -> list[str]:
         wanted = {"text": self.config.policy.duplicates == "skip", "key": bool(self.config.fields.key)}
@@ -162,36 +174,31 @@ def write_existing(scans: Path, keys: Iterable[NDArray[Any]], run_rows: int = RU
 
 
 def num_buckets(num_rows: int, bucket_rows: int = BUCKET_ROWS) -> int:
-    """Return how many buckets so many digests need."""
+    """Return the number of buckets for a number of digests."""
     return max(-(-num_rows // bucket_rows), 1)
 
 
-def resolve_bucket(
-    scans: Path, numbers: Sequence[int], bucket: int, count: int, into: Path
-) -> dict[str, Any]:
+def resolve_bucket(scans: Path, task: ResolveTask, into: Path) -> None:
     """Find the digests of a bucket that several runs have, and write which lines they drop.
 
     Args:
         scans: Folder of all runs.
-        numbers: The parts, in their order.
-        bucket: Number of the bucket.
-        count: How many buckets there are.
+        task: The bucket.
         into: Folder for the result.
 
     Raises:
         StorageError: A run cannot be read or the result not written.
         ChecksumError: A run is damaged.
     """
-    low_end, high_end = (bucket << 64) // count, ((bucket + 1) << 64) // count
+    low_end, high_end = (task.bucket << 64) // task.count, ((task.bucket + 1) << 64) // task.count
     for kind in _KINDS:
         found: list[tuple[NDArray[Any], ...]] = []
-        for number in numbers:
+        for number in task.parts:
             for path in sorted((scans / f"{number:06d}").glob(f"run-{kind}-*")):
                 table = _open(path)
-                start, stop = _first(table, "high", low_end), _first(table, "high", high_end)
-                span = np.array([start]), np.array([stop])
-                high, low, line = (table.spans(name, *span)[start:stop] for name in ("high", "low", "line"))
-                found.append((high, low, np.full(stop - start, number, np.uint32), line))
+                rows = range(_first(table, "high", low_end), _first(table, "high", high_end))
+                high, low, line = (_rows(table, name, rows) for name in ("high", "low", "line"))
+                found.append((high, low, np.full(len(rows), number, np.uint32), line))
         if not found:
             continue
         high, low, part, line = (np.concatenate(columns) for columns in zip(*found, strict=True))
@@ -205,8 +212,7 @@ def resolve_bucket(
         table_bytes = encode_table(columns, {"kind": "corpus-dropped", "format_version": 1})
         with naming_os_errors("making a work folder"):
             into.mkdir(parents=True, exist_ok=True)
-        write_plainly(into / f"{kind}-{bucket:06d}", table_bytes, mode=0o644)
-    return {}
+        write_plainly(into / f"{kind}-{task.bucket:06d}", table_bytes, mode=0o644)
 
 
 def dropped_lines(scans: Path, resolved: Path, number: int) -> Iterator[tuple[int, int]]:
@@ -223,13 +229,11 @@ def dropped_lines(scans: Path, resolved: Path, number: int) -> Iterator[tuple[in
         lists += [_listed(_open(path).column("line"), code) for path in runs]
         for path in sorted(resolved.glob(f"{kind}-*")):
             table = _open(path)
-            start, stop = _first(table, "part", number), _first(table, "part", number + 1)
-            if stop > start:
-                lists.append(
-                    _listed(table.spans("line", np.array([start]), np.array([stop]))[start:stop], code)
-                )
+            rows = range(_first(table, "part", number), _first(table, "part", number + 1))
+            if rows:
+                lists.append(_listed(_rows(table, "line", rows), code))
     last = -1
-    # Where texts and key are both taken, the texts say why.
+    # If both the texts and the key are repeated, the reason is that of the texts.
     for line, code in heapq.merge(*lists):
         if line != last:
             yield line, code
@@ -237,7 +241,7 @@ def dropped_lines(scans: Path, resolved: Path, number: int) -> Iterator[tuple[in
 
 
 def _first(table: Table, name: str, value: int) -> int:
-    """Return the first row of an ascending column that is not below a value; a few blocks are read of it."""
+    """Return the first row of an ascending column that is not below a value, by bisection."""
     start, stop = 0, table.num_rows(name)
     while start < stop:
         middle = (start + stop) // 2
@@ -246,6 +250,11 @@ def _first(table: Table, name: str, value: int) -> int:
         else:
             stop = middle
     return start
+
+
+def _rows(table: Table, name: str, rows: range) -> NDArray[Any]:
+    """Read some rows of a column."""
+    return table.spans(name, np.array([rows.start]), np.array([rows.stop]))[rows.start : rows.stop]
 
 
 def _listed(lines: NDArray[Any], code: int) -> Iterator[tuple[int, int]]:
@@ -259,7 +268,7 @@ def _open(path: Path) -> Table:
 
 
 def make_fresh(folder: Path) -> None:
-    """Make a folder of a part anew, without what a stopped process left in it.
+    """Create the folder of a part, empty of what a stopped process left in it.
 
     Raises:
         StorageError: It cannot be made.

@@ -1,6 +1,6 @@
 """Execution of a corpus plan: finds duplicates, packs the parts, numbers the shards, publishes the version.
 
-Everything that grows with the lines is read from the parts a piece at a time; the job holds one record for
+Everything that grows with the lines is read from the parts a block at a time; the job holds one record for
 each part and each shard.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
@@ -24,11 +24,18 @@ from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table
 from shardflow.format.writer import write_file, write_samples
 from shardflow.packing.corpora.config import REASON_TABLE
-from shardflow.packing.corpora.duplicates import num_buckets, write_existing
-from shardflow.packing.corpora.inputs import InputFile, list_path, write_list
-from shardflow.packing.corpora.parts import load_part, outcome_pieces, part_folder
+from shardflow.packing.corpora.duplicates import ResolveTask, ScanDone, num_buckets, write_existing
+from shardflow.packing.corpora.inputs import InputFile, PartTask, list_path, write_list
+from shardflow.packing.corpora.parts import (
+    Finished,
+    NumberTask,
+    PartRecord,
+    load_part,
+    outcome_blocks,
+    part_folder,
+)
 from shardflow.packing.deid.pseudonyms import SURROGATE_LENGTH
-from shardflow.packing.engines.base import Task, TaskDone
+from shardflow.packing.engines.base import Task, TaskDone, decode
 from shardflow.packing.versions.base import shard_number
 from shardflow.packing.versions.files import remove_strangers, samples_path, shard_order
 from shardflow.packing.workspace import CrashLog, reason_of_failure
@@ -45,29 +52,29 @@ if TYPE_CHECKING:
     from shardflow.packing.workspace import Workspace
 
 _CLASSES: Final = dict(REASON_TABLE)
-_PIECE_ROWS: Final = 1 << 20
+_BLOCK_ROWS: Final = 1 << 20
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
     """Outcomes of the lines of a plan."""
 
-    records: tuple[dict[str, Any], ...]
-    """Of the parts, in their order."""
+    records: tuple[PartRecord, ...]
+    """Records of the parts, in order."""
     num_kept: int
+    """Parts that an earlier run has packed."""
 
     @property
     def counts(self) -> Counter[str]:
-        """Lines by name of their outcome, ``PACKED`` with them."""
-        counts: Counter[str] = Counter()
-        for record in self.records:
-            counts.update(record["outcomes"])
-        return counts
+        """Lines by name of their outcome, ``PACKED`` included."""
+        return _added(record.outcomes for record in self.records)
 
     @property
     def num_lines(self) -> int:
         """Lines of all parts."""
-        return sum(sum(record["num_lines"]) for record in self.records)
+        return sum(sum(record.num_lines) for record in self.records)
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -76,7 +83,7 @@ class Tally:
 
     def is_over(self, share: float) -> bool:
         """Return whether more lines than the given share are quarantined."""
-        # The small term makes up for binary fractions: 0.05 of 100 lines are 5.
+        # The small term compensates for binary fractions: 0.05 of 100 lines are 5.
         return self.outcomes["quarantined"] > math.floor(share * self.num_lines + 1e-9)
 
 
@@ -85,7 +92,14 @@ def unpacked(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in sorted(counts.items()) if _CLASSES[name] != "packed"}
 
 
-def _by_class(counts: Counter[str]) -> dict[str, int]:
+def _added(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
+
+
+def _by_class(counts: Mapping[str, int]) -> dict[str, int]:
     totals = dict.fromkeys(map(str, OUTCOMES), 0)
     for name, count in counts.items():
         totals[_CLASSES[name]] += count
@@ -122,39 +136,35 @@ class Execution:
         self.workspace.begin("corpus")
         crash_log = CrashLog(self.workspace.crash_log)
         numbers = range(1, len(self.plan.parts) + 1)
-        payloads = {number: self._payload(number, crash_log) for number in numbers}
+        tasks = {number: self._part_task(number, crash_log) for number in numbers}
         if self._has_scan:
-            self._find_duplicates(payloads, crash_log)
+            self._find_duplicates(tasks, crash_log)
         parts = self.workspace.work / "parts"
-        records = {number: load_part(parts, number, payloads[number]["digest"]) for number in numbers}
+        records = {number: load_part(parts, number, tasks[number].digest) for number in numbers}
         waiting = [number for number in numbers if records[number] is None]
         self.progress.phase("parts", len(numbers))
         self.progress.advance(len(numbers) - len(waiting))
 
-        def done(task: Task, _: dict[str, Any]) -> None:
-            record = load_part(parts, task.handle, payloads[task.handle]["digest"])
+        def done(task: Task, _: Finished) -> None:
+            record = load_part(parts, task.handle, tasks[task.handle].digest)
             if record is None:
                 raise ShardflowError(
-                    "a finished task left no part; is another job writing into the work folder?"
+                    "a finished task left no part in the work folder; make sure that no other job writes "
+                    "there, and run the job again."
                 )
             records[task.handle] = record
             self.progress.advance()
-            counts = Counter(record["outcomes"])
+            counts = Counter(record.outcomes)
             if not counts["PACKED"] and _by_class(counts)["quarantined"]:
                 name, count = counts.most_common(1)[0]
                 self.progress.note(
                     f"part {task.handle} has no line that can be packed: {count} lines are {name}"
                 )
 
-        failed = run_tasks(self.engine, self._tasks("pack", waiting, payloads), done)
-        for each in failed:
-            # A third try would fail too: the part is left out, and the crash log tells every later run.
-            self._record(each.task.handle, str(reason_of_failure(each.failure or "failed")), crash_log)
-            payloads[each.task.handle] = self._payload(each.task.handle, crash_log)
-        again = [each.task.handle for each in failed]
-        run_all(self.engine, self._tasks("pack", again, payloads), done)
-        standing = tuple(record for number in numbers if (record := records[number]) is not None)
-        return Tally(records=standing, num_kept=len(numbers) - len(waiting))
+        failed = self._run_parts("pack", waiting, tasks, crash_log, Finished, done)
+        run_all(self.engine, self._tasks("pack", failed, tasks), Finished, done)
+        packed = tuple(record for number in numbers if (record := records[number]) is not None)
+        return Tally(records=packed, num_kept=len(numbers) - len(waiting))
 
     def publish(self, tally: Tally, created_with: dict[str, str]) -> Manifest:
         """Write the version.
@@ -177,10 +187,8 @@ class Execution:
         self.progress.phase("outcomes", 0)
         files = [*self.base.files, *self._files(tally)]
         lines = self._write_outcomes(number, files, tally)
-        counts = Counter({name: count for name, count in tally.counts.items() if count})
-        tallies: Counter[str] = Counter()
-        for record in tally.records:
-            tallies.update(record["tallies"])
+        counts = tally.counts
+        tallies = _added(record.tallies for record in tally.records)
         if base is not None:
             former: Any = base.extra
             counts.update(former["reasons"])
@@ -220,61 +228,72 @@ class Execution:
     def _has_scan(self) -> bool:
         return self.config.policy.duplicates == "skip" or bool(self.config.fields.key)
 
-    def _payload(self, number: int, crash_log: CrashLog) -> dict[str, Any]:
-        payload = self.plan.payload(number)
+    def _part_task(self, number: int, crash_log: CrashLog) -> PartTask:
         failed = crash_log.find(self._part_key(number), self.plan.num_bytes(number))
         # The duplicates of a part depend on all other parts.
-        facts = [payload["digest"], self.plan.digest if self._has_scan else "", failed or ""]
+        facts = [self.plan.part_digest(number), self.plan.digest if self._has_scan else "", failed or ""]
         digest = hashlib.sha256("\0".join(facts).encode("ascii")).hexdigest()
-        return {**payload, "failed": failed, "digest": digest}
+        return PartTask(number=number, digest=digest, pieces=self.plan.parts[number - 1], failed=failed)
 
     def _part_key(self, number: int) -> str:
         return self.key.surrogate("corpus-part", f"{self.plan.digest}:{number}")
 
-    def _record(self, number: int, reason: str, crash_log: CrashLog) -> None:
-        crash_log.add(self._part_key(number), self.plan.num_bytes(number), reason)
-        self.progress.note(f"part {number} is left out: {reason}")
+    def _run_parts(
+        self,
+        kind: str,
+        numbers: Sequence[int],
+        tasks: dict[int, PartTask],
+        crash_log: CrashLog,
+        result: type[Result],
+        on_done: Callable[[Task, Result], None],
+    ) -> list[int]:
+        """Run a task for each part; mark those that failed twice as failed, and return their numbers."""
+        failed = run_tasks(self.engine, self._tasks(kind, numbers, tasks), result, on_done)
+        for each in failed:
+            # A third try would fail too. The crash log makes later runs leave the part out at once.
+            number, reason = each.task.handle, str(reason_of_failure(each.failure or "failed"))
+            crash_log.add(self._part_key(number), self.plan.num_bytes(number), reason)
+            self.progress.note(f"part {number} is left out: {reason}")
+            tasks[number] = self._part_task(number, crash_log)
+        return [each.task.handle for each in failed]
 
-    def _tasks(self, kind: str, numbers: list[int], payloads: dict[int, dict[str, Any]]) -> Iterator[Task]:
+    def _tasks(self, kind: str, numbers: Sequence[int], tasks: Mapping[int, PartTask]) -> Iterator[Task]:
         for number in numbers:
-            seconds = self.plan.seconds(number, self.config.execution.task_timeout_s)
-            yield Task(kind=kind, payload=payloads[number], timeout_s=seconds, handle=number)
+            timeout_s = self.plan.timeout_s(number, self.config.execution.task_timeout_s)
+            yield Task(kind=kind, payload=tasks[number], timeout_s=timeout_s, handle=number)
 
-    def _find_duplicates(self, payloads: dict[int, dict[str, Any]], crash_log: CrashLog) -> None:
+    def _find_duplicates(self, tasks: dict[int, PartTask], crash_log: CrashLog) -> None:
         """Read the digests of all parts, and find those that repeat."""
-        scans, numbers = self.workspace.work / "scans", list(payloads)
+        scans, numbers = self.workspace.work / "scans", list(tasks)
         self.progress.phase("duplicates", len(numbers))
         num_rows = 0
         if self.base.manifest is not None and self.config.fields.key:
             num_rows += write_existing(scans, self._existing_keys(self.base.manifest))
             numbers = [0, *numbers]
 
-        def done(_: Task, result: dict[str, Any]) -> None:
+        def done(_: Task, scanned: ScanDone) -> None:
             nonlocal num_rows
-            num_rows += result["num_rows"]
+            num_rows += scanned.num_rows
             self.progress.advance()
 
-        wanted = [number for number in payloads if payloads[number]["failed"] is None]
-        for each in run_tasks(self.engine, self._tasks("scan", wanted, payloads), done):
-            number = each.task.handle
-            self._record(number, str(reason_of_failure(each.failure or "failed")), crash_log)
-            payloads[number] = self._payload(number, crash_log)
+        readable = [number for number, task in tasks.items() if task.failed is None]
+        self._run_parts("scan", readable, tasks, crash_log, ScanDone, done)
         count = num_buckets(num_rows)
-        tasks = (
+        buckets = (
             Task(
                 kind="resolve",
-                payload={"parts": numbers, "bucket": bucket, "count": count},
+                payload=ResolveTask(parts=tuple(numbers), bucket=bucket, count=count),
                 timeout_s=self.config.execution.task_timeout_s,
             )
             for bucket in range(count)
         )
-        run_all(self.engine, tasks, lambda *_: None)
+        run_all(self.engine, buckets, Finished, lambda *_: None)
 
     def _existing_keys(self, base: Manifest) -> Iterator[NDArray[Any]]:
         table = Table(LocalStore(self.workspace.output).map(base.samples.path), name=base.samples.path)
         samples = SamplesTable(table)
-        for start in range(0, samples.num_samples, _PIECE_ROWS):
-            rows = np.arange(start, min(start + _PIECE_ROWS, samples.num_samples))
+        for start in range(0, samples.num_samples, _BLOCK_ROWS):
+            rows = np.arange(start, min(start + _BLOCK_ROWS, samples.num_samples))
             yield samples.gather("sample_key", rows)
 
     def _number_shards(self, tally: Tally) -> list[ShardEntry]:
@@ -282,34 +301,36 @@ class Execution:
         following: Counter[str] = Counter()
         for shard in () if self.base.manifest is None else self.base.manifest.shards:
             following[shard.split] = max(following[shard.split], shard_number(shard) + 1)
-        payloads: list[dict[str, Any]] = []
-        shards: list[dict[str, Any]] = []
+        tasks: list[Task] = []
+        shards: list[ShardEntry] = []
         for part, record in enumerate(tally.records, start=1):
-            for shard in record["shards"]:
-                name = shard_name(shard["split"], following[shard["split"]])
-                following[shard["split"]] += 1
-                payloads.append({"part": part, "source": shard["name"], "name": name})
-                shards.append({**shard, "name": name, "path": f"shards/{name}.tar"})
+            for shard in record.shards:
+                name = shard_name(shard.split, following[shard.split])
+                following[shard.split] += 1
+                tasks.append(
+                    Task(
+                        kind="number",
+                        payload=NumberTask(part=part, source=shard.name, name=name),
+                        timeout_s=self.config.execution.task_timeout_s,
+                        handle=len(shards),
+                    )
+                )
+                shards.append(replace(shard, name=name, path=f"shards/{name}.tar"))
         self.progress.phase("index", len(shards))
 
-        def done(task: Task, result: dict[str, Any]) -> None:
-            shards[task.handle]["index"] = FileEntry(**result)
+        def done(task: Task, index: FileEntry) -> None:
+            shards[task.handle] = replace(shards[task.handle], index=index)
             self.progress.advance()
 
-        timeout_s = self.config.execution.task_timeout_s
-        tasks = (
-            Task(kind="number", payload=payload, timeout_s=timeout_s, handle=workspace)
-            for workspace, payload in enumerate(payloads)
-        )
-        run_all(self.engine, tasks, done)
-        return sorted((ShardEntry(**shard) for shard in shards), key=shard_order)
+        run_all(self.engine, tasks, FileEntry, done)
+        return sorted(shards, key=shard_order)
 
     def _files(self, tally: Tally) -> list[InputFile]:
         """Return the files of the plan with their line counts."""
         num_lines = [0] * len(self.plan.files)
         for pieces, record in zip(self.plan.parts, tally.records, strict=True):
-            for piece, count in zip(pieces, record["num_lines"], strict=True):
-                num_lines[piece.file] += count
+            for piece, count in zip(pieces, record.num_lines, strict=True):
+                num_lines[piece.index] += count
         return [
             replace(file, num_lines=count) for file, count in zip(self.plan.files, num_lines, strict=True)
         ]
@@ -317,36 +338,40 @@ class Execution:
     def _write_outcomes(self, number: int, files: list[InputFile], tally: Tally) -> FileEntry:
         parts = self.workspace.work / "parts"
 
-        def pieces() -> Iterator[NDArray[np.uint8]]:
+        def blocks() -> Iterator[NDArray[np.uint8]]:
             if self.base.manifest is not None:
                 yield from self._former_outcomes(self.base.manifest)
             for part, record in enumerate(tally.records, start=1):
-                for piece in outcome_pieces(part_folder(parts, part), record):
-                    yield np.frombuffer(piece, np.uint8)
+                for block in outcome_blocks(part_folder(parts, part), record):
+                    yield np.frombuffer(block, np.uint8)
 
         path = f"samples/lines-{number:06d}.tbl"
-        table = stream_outcomes([(file.file, file.num_lines) for file in files], pieces(), REASON_TABLE)
+        table = stream_outcomes([(file.file, file.num_lines) for file in files], blocks(), REASON_TABLE)
         return write_file(self.workspace.output, path, table)
 
     def _former_outcomes(self, base: Manifest) -> Iterator[NDArray[np.uint8]]:
         entry = base.line_outcomes
         if entry is None:
-            raise FormatError("the previous version is not a corpus.")
+            raise FormatError(
+                "the dataset in output was not packed from texts; append to it with shardflow pack, or name "
+                "another output."
+            )
         name = entry.path
         lines = LineOutcomes(Table(LocalStore(self.workspace.output).map(name), name=name))
         if tuple(zip(lines.names, lines.outcomes, strict=True)) != REASON_TABLE[: len(lines.names)]:
-            raise FormatError(f"{name} has reasons that this shardflow does not know; use a newer one.")
+            raise FormatError(f"{name} has reasons that this version does not know; upgrade shardflow.")
         yield from lines.pieces()
 
 
 def run_tasks(
-    engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+    engine: Engine, tasks: Iterable[Task], result: type[Result], on_done: Callable[[Task, Result], None]
 ) -> list[TaskDone]:
     """Run tasks; failed ones run a second time, one at a time in a fresh process.
 
     Args:
         engine: The processes.
         tasks: Created as they are needed.
+        result: Record of their results.
         on_done: Called for each finished task, in no particular order.
 
     Returns:
@@ -355,22 +380,24 @@ def run_tasks(
     Raises:
         StorageError: A task could not read or write.
     """
-    failed = _once(engine, tasks, on_done)
+    failed = _run_once(engine, tasks, result, on_done)
     if not failed:
         return []
     engine.restart(1)
-    again = _once(engine, [done.task for done in failed], on_done)
+    again = _run_once(engine, [done.task for done in failed], result, on_done)
     engine.restart()
     return again
 
 
-def run_all(engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]) -> None:
+def run_all(
+    engine: Engine, tasks: Iterable[Task], result: type[Result], on_done: Callable[[Task, Result], None]
+) -> None:
     """Run tasks that cannot fail because of an input.
 
     Raises:
         ShardflowError: One failed twice.
     """
-    failed = run_tasks(engine, tasks, on_done)
+    failed = run_tasks(engine, tasks, result, on_done)
     if failed:
         raise ShardflowError(
             f"the task {failed[0].task.kind} failed twice: {failed[0].failure} ({failed[0].detail}); check "
@@ -378,8 +405,8 @@ def run_all(engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict
         )
 
 
-def _once(
-    engine: Engine, tasks: Iterable[Task], on_done: Callable[[Task, dict[str, Any]], None]
+def _run_once(
+    engine: Engine, tasks: Iterable[Task], result: type[Result], on_done: Callable[[Task, Result], None]
 ) -> list[TaskDone]:
     failed: list[TaskDone] = []
 
@@ -390,7 +417,7 @@ def _once(
         if done.failure is not None or done.result is None:
             failed.append(done)
         else:
-            on_done(done.task, done.result)
+            on_done(done.task, decode(result, done.result))
 
     for task in tasks:
         while not engine.has_idle:

@@ -8,7 +8,7 @@ be killed at any moment: the same command resumes with the parts that are done, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
@@ -17,7 +17,7 @@ from shardflow.format.manifest import Manifest, load, versions
 from shardflow.format.writer import package_versions
 from shardflow.packing.corpora.execution import Base, Execution, run_all, unpacked
 from shardflow.packing.corpora.inputs import InputFile, build_plan, discover, list_path, read_list
-from shardflow.packing.corpora.parts import HANDLERS, make_setup
+from shardflow.packing.corpora.parts import HANDLERS, CorpusSetup, InspectDone, InspectTask
 from shardflow.packing.engines.base import Task, WorkerLimits, WorkerSetup
 from shardflow.packing.engines.local import LocalEngine
 from shardflow.packing.engines.worker import peak_memory_bytes
@@ -134,7 +134,7 @@ def pack_corpus(
             WorkerSetup(
                 limits=limits,
                 handlers=handlers,
-                setup=make_setup(config, workspace.output, workspace.work),
+                setup=CorpusSetup(config=config, output=workspace.output, work=workspace.work),
                 log_path=workspace.process_log,
             ),
         ) as engine:
@@ -162,8 +162,8 @@ class _Job:
         finished = load(store) if versions(store) else None
         if mode == "append" and finished is None:
             raise ConfigError(
-                "output must hold a dataset for append, got none; resume an interrupted first packing "
-                "without --append."
+                "there is no dataset in output to append to; resume an interrupted first packing without "
+                "--append."
             )
         if finished is not None:
             check_same_settings(self.key, self.config.content_digest(), finished)
@@ -171,7 +171,7 @@ class _Job:
         files = discover(self.config.inputs.files)
         if all(file.format == "other" for file in files):
             raise ConfigError(
-                "inputs.files must hold .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, got only "
+                "inputs.files has no .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, only "
                 f"{len(files)} others; correct the folders."
             )
         files = self._inspect(files)
@@ -183,36 +183,31 @@ class _Job:
             return self._pack(new, Base(manifest=finished, files=known))
         if new:
             raise ConfigError(
-                f"output must be new, or hold a dataset of the same files, got {len(new)} files that it does "
-                "not know; add --append to pack them, or name another output."
+                f"the inputs have {len(new)} files that the dataset in output does not know; add --append to "
+                "pack them, or name another output."
             )
         check_files(store, finished)
         return self._finish("nothing_new" if mode == "append" else "already_packed", finished, len(files))
 
     def _inspect(self, files: list[InputFile]) -> list[InputFile]:
-        """Look at every file with the packing processes."""
-        results: dict[int, dict[str, Any]] = {}
+        """Inspect every file in the packing processes; fill in what they find."""
+        files = [replace(file, file=self.key.surrogate("input", file.name)) for file in files]
 
-        def done(task: Task, result: dict[str, Any]) -> None:
-            results.update(enumerate(result["files"], start=task.handle))
+        def done(task: Task, result: InspectDone) -> None:
+            for index, found in enumerate(result.files, start=task.handle):
+                files[index] = replace(files[index], probe=found.probe, groups=found.groups)
 
-        def tasks() -> Iterator[Task]:
-            for start in range(0, len(files), _FILES_AT_ONCE):
-                some = files[start : start + _FILES_AT_ONCE]
-                payload = {"files": [[file.path, file.format] for file in some]}
-                timeout_s = self.config.execution.task_timeout_s
-                yield Task(kind="inspect", payload=payload, timeout_s=timeout_s, handle=start)
-
-        run_all(self.engine, tasks(), done)
-        return [
-            replace(
-                file,
-                file=self.key.surrogate("input", file.name),
-                probe=results[number]["probe"],
-                groups=None if results[number]["groups"] is None else tuple(results[number]["groups"]),
+        tasks = (
+            Task(
+                kind="inspect",
+                payload=InspectTask(files=tuple(files[start : start + _FILES_AT_ONCE])),
+                timeout_s=self.config.execution.task_timeout_s,
+                handle=start,
             )
-            for number, file in enumerate(files)
-        ]
+            for start in range(0, len(files), _FILES_AT_ONCE)
+        )
+        run_all(self.engine, tasks, InspectDone, done)
+        return files
 
     def _pack(self, files: list[InputFile], base: Base) -> CorpusSummary:
         created_with = package_versions(_PACKAGES)

@@ -1,42 +1,45 @@
-"""Task handlers of a corpus: the kinds of tasks, and the packing of one part.
+"""Task handlers of a corpus: the records and functions of its tasks, and the packing of one part.
 
-The lines of a part become samples in shards of the part, and one byte each in its outcomes. The record comes
-last and vouches for the rest; a part without one is packed again. When all parts are done, shards get their
-final numbers, which follow from the order of the parts: a link under another name, and an index with it.
+The lines of a part become samples in shards of the part, and one byte each in its outcomes. The record is
+written last and vouches for the rest; a part without one is packed again. When all parts are done, shards get
+their final numbers, which follow from the order of the parts: a link under another name, and a new index.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.errors import StorageError
-from shardflow.format.table import crc32c
+from shardflow.errors import ShardflowError, StorageError
+from shardflow.format.manifest import FileEntry, ShardEntry
 from shardflow.format.writer import SplitFiles, link_shard, naming_os_errors
 from shardflow.packing.corpora.config import (
     PACKED,
     REASON_TABLE,
     CorpusConfig,
-    CorpusDeidConfig,
-    CorpusInputsConfig,
-    CorpusLimitsConfig,
-    CorpusPolicyConfig,
-    CorpusShardsConfig,
-    CorpusSplitsConfig,
-    FieldsConfig,
     LineError,
     LineReason,
     number_of,
 )
 from shardflow.packing.corpora.content import ContentMaker
-from shardflow.packing.corpora.duplicates import DigestScanner, dropped_lines, make_fresh, resolve_bucket
-from shardflow.packing.corpora.inputs import Fields, inspect_file, part_lines
+from shardflow.packing.corpora.duplicates import (
+    DigestScanner,
+    ResolveTask,
+    dropped_lines,
+    make_fresh,
+    resolve_bucket,
+)
+from shardflow.packing.corpora.inputs import Fields, FileProbe, InputFile, PartTask, inspect_file, part_lines
 from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.engines.base import decode, encode
+from shardflow.packing.engines.worker import answering
 from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
@@ -47,153 +50,177 @@ HANDLERS: Final = "corpus"
 
 _RECORD: Final = "record.json"
 _OUTCOMES: Final = "outcomes"
-_BUFFER_LINES: Final = 1 << 20
-_SECTIONS: Final[Mapping[str, Callable[..., Any]]] = {
-    "fields": FieldsConfig,
-    "splits": CorpusSplitsConfig,
-    "shards": CorpusShardsConfig,
-    "policy": CorpusPolicyConfig,
-    "limits": CorpusLimitsConfig,
-    "deid": CorpusDeidConfig,
-}
+_BLOCK_LINES: Final = 1 << 20
 
 
-def make_setup(config: CorpusConfig, output: Path, work: Path) -> dict[str, Any]:
-    """Gather what every task needs, as JSON; the key goes as the path of its file."""
-    return {
-        "key_file": str(config.key_file),
-        "output": str(output),
-        "work": str(work),
-        "sections": {name: asdict(getattr(config, name)) for name in _SECTIONS},
-    }
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusSetup:
+    """Setup of a packing process; the secret key is sent as the path of its file."""
+
+    config: CorpusConfig
+    output: Path
+    work: Path
 
 
-def make_handler(setup: Mapping[str, Any]) -> Handler:
-    """Make the function that answers tasks inside a packing process.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectTask:
+    """Inspect input files."""
+
+    files: tuple[InputFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectDone:
+    """What was found of each file of an `InspectTask`, in its order."""
+
+    files: tuple[FileProbe, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberTask:
+    """Put a shard of a part into the dataset under its final name."""
+
+    part: int
+    source: str
+    """Name of the shard in its part."""
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """Result of a task that only writes files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRecord:
+    """Content of a packed part: ``record.json`` in its folder."""
+
+    digest: str
+    """Digest of all that the part depends on."""
+    num_lines: tuple[int, ...]
+    """Lines of each piece."""
+    outcomes: dict[str, int]
+    """Lines by the name of their outcome."""
+    outcomes_crc32: int
+    shards: tuple[ShardEntry, ...]
+    tallies: dict[str, int]
+    """Scrubbed places by category."""
+
+
+def make_handler(fields: Mapping[str, Any]) -> Handler:
+    """Make the task handler of a packing process.
+
+    Args:
+        fields: A `CorpusSetup` as JSON.
 
     Raises:
         ConfigError: The key file cannot be used.
     """
-    output, work, key_file = (Path(setup[name]) for name in ("output", "work", "key_file"))
-    key = SecretKey.load(key_file)
-    sections = {name: _section(make, setup["sections"][name]) for name, make in _SECTIONS.items()}
-    config = CorpusConfig(
-        output=output, private_dir=key_file.parent, inputs=CorpusInputsConfig(files=(output,)), **sections
-    )
-    parts, scans, resolved = work / "parts", work / "scans", work / "resolved"
-    packer = PartPacker(config=config, key=key, parts=parts)
+    setup = decode(CorpusSetup, fields)
+    config, key = setup.config, SecretKey.load(setup.config.key_file)
+    parts, scans, resolved = setup.work / "parts", setup.work / "scans", setup.work / "resolved"
     scanner = DigestScanner(config=config, key=key, folder=scans)
 
-    def inspect(payload: Mapping[str, Any]) -> dict[str, Any]:
-        return {"files": [inspect_file(Path(path), kind) for path, kind in payload["files"]]}
+    def inspect(task: InspectTask) -> InspectDone:
+        return InspectDone(files=tuple(map(inspect_file, task.files)))
 
-    def pack(payload: Mapping[str, Any]) -> dict[str, Any]:
-        return packer.pack(payload, dropped_lines(scans, resolved, payload["number"]))
+    def pack(task: PartTask) -> Finished:
+        pack_part(task, config, key, parts, dropped_lines(scans, resolved, task.number))
+        return Finished()
 
-    def resolve(payload: Mapping[str, Any]) -> dict[str, Any]:
-        return resolve_bucket(scans, payload["parts"], payload["bucket"], payload["count"], resolved)
+    def resolve(task: ResolveTask) -> Finished:
+        resolve_bucket(scans, task, resolved)
+        return Finished()
 
-    def number(payload: Mapping[str, Any]) -> dict[str, Any]:
-        source = part_folder(parts, payload["part"])
-        return asdict(link_shard(source, payload["source"], output, payload["name"]))
+    def number(task: NumberTask) -> FileEntry:
+        return link_shard(part_folder(parts, task.part), task.source, setup.output, task.name)
 
-    kinds: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-        "inspect": inspect,
-        "number": number,
-        "pack": pack,
-        "resolve": resolve,
-        "scan": scanner.scan,
-    }
-    return lambda kind, payload: kinds[kind](payload)
-
-
-def _section(make: Callable[..., Any], table: Mapping[str, Any]) -> Any:
-    return make(**{name: tuple(value) if isinstance(value, list) else value for name, value in table.items()})
+    return answering(
+        {
+            "inspect": (InspectTask, inspect),
+            "number": (NumberTask, number),
+            "pack": (PartTask, pack),
+            "resolve": (ResolveTask, resolve),
+            "scan": (PartTask, scanner.scan),
+        }
+    )
 
 
 def part_folder(parts: Path, number: int) -> Path:
-    """Return where the files of a part lie."""
+    """Return the folder of a part's files."""
     return parts / f"{number:06d}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartPacker:
-    """Packs parts, with the folder that all of them share."""
+def pack_part(
+    task: PartTask, config: CorpusConfig, key: SecretKey, parts: Path, dropped: Iterator[tuple[int, int]]
+) -> None:
+    """Write the shards, the outcomes and the record of a part.
 
-    config: CorpusConfig
-    key: SecretKey
-    parts: Path
+    Args:
+        task: The part.
+        config: All settings.
+        key: Makes sample keys and splits.
+        parts: Folder that all parts share.
+        dropped: Duplicate lines, ascending, each with the number of its reason.
 
-    def pack(self, payload: Mapping[str, Any], dropped: Iterator[tuple[int, int]]) -> dict[str, Any]:
-        """Write the shards, the outcomes and the record of a part.
+    Raises:
+        StorageError: Something cannot be read or written.
+    """
+    folder = part_folder(parts, task.number)
+    make_fresh(folder)
+    maker = ContentMaker(config, key)
+    shards = {split: SplitFiles(folder, split, config.shards.target_bytes) for split in config.splits.parts}
+    num_lines = [0] * len(task.pieces)
+    counts: Counter[int] = Counter()
+    checksum = 0
+    codes = _pack_lines(task, maker, shards, dropped, num_lines)
+    try:
+        with naming_os_errors("writing outcomes"):
+            (folder / _OUTCOMES).touch()
+        while block := bytes(islice(codes, _BLOCK_LINES)):
+            counts.update(block)
+            checksum = zlib.crc32(block, checksum)
+            with naming_os_errors("writing outcomes"), (folder / _OUTCOMES).open("ab") as file:
+                file.write(block)
+        entries = [entry for files in shards.values() for entry in files.close()]
+    finally:
+        for files in shards.values():
+            files.abandon()
+    record = PartRecord(
+        digest=task.digest,
+        num_lines=tuple(num_lines),
+        outcomes={REASON_TABLE[code][0]: count for code, count in sorted(counts.items())},
+        outcomes_crc32=checksum,
+        shards=tuple(entries),
+        tallies=dict(sorted(maker.tallies.items())),
+    )
+    text = json.dumps(encode(record), separators=(",", ":")).encode("ascii")
+    write_plainly(folder / _RECORD, text, mode=0o644)
 
-        Args:
-            payload: ``number``; ``digest`` of all that it depends on; ``pieces``, each with ``file`` (its
-                surrogate), ``path``, ``format``, ``start`` and ``stop``; ``failed``, a reason for all of it.
-            dropped: Lines that an earlier line rules out, ascending, with the number of the reason.
 
-        Returns:
-            ``num_lines``.
-
-        Raises:
-            StorageError: Something cannot be read or written.
-        """
-        folder = part_folder(self.parts, payload["number"])
-        make_fresh(folder)
-        maker = ContentMaker(self.config, self.key)
-        shards = {
-            split: SplitFiles(folder, split, self.config.shards.target_bytes)
-            for split in self.config.splits.parts
-        }
-        pieces = payload["pieces"]
-        num_lines = [0] * len(pieces)
-        outcomes = _Outcomes(folder / _OUTCOMES)
-        try:
-            for piece, code in self._lines(payload, maker, shards, dropped):
-                outcomes.add(code)
-                num_lines[piece] += 1
-            outcomes.close()
-            entries = [asdict(entry) for files in shards.values() for entry in files.close()]
-        finally:
-            for files in shards.values():
-                files.abandon()
-        record = {
-            "digest": payload["digest"],
-            "num_lines": num_lines,
-            "outcomes": {
-                REASON_TABLE[code][0]: count for code, count in sorted(outcomes.counts.items()) if count
-            },
-            "outcomes_crc32c": outcomes.crc32c,
-            "shards": entries,
-            "tallies": dict(sorted(maker.tallies.items())),
-        }
-        text = json.dumps(record, separators=(",", ":")).encode("ascii")
-        write_plainly(folder / _RECORD, text, mode=0o644)
-        return {"num_lines": sum(num_lines)}
-
-    def _lines(
-        self,
-        payload: Mapping[str, Any],
-        maker: ContentMaker,
-        shards: Mapping[str, SplitFiles],
-        dropped: Iterator[tuple[int, int]],
-    ) -> Iterator[tuple[int, int]]:
-        """Pack line after line; yield the piece that each is of, and its outcome."""
-        pieces = payload["pieces"]
-        if payload.get("failed"):
-            code = number_of(LineReason(payload["failed"]))
-            yield from ((number, code) for number in range(len(pieces)))
-            return
-        next_dropped, why = next(dropped, (-1, 0))
-        for line, (number, place, got) in enumerate(part_lines(pieces, self.config, maker.columns)):
-            if line == next_dropped:
-                code = why
-                next_dropped, why = next(dropped, (-1, 0))
-            elif isinstance(got, LineReason):
-                code = number_of(got)
-            else:
-                code = _pack_line(maker, shards, got, pieces[number]["file"], place)
-            yield number, code
+def _pack_lines(
+    task: PartTask,
+    maker: ContentMaker,
+    shards: Mapping[str, SplitFiles],
+    dropped: Iterator[tuple[int, int]],
+    num_lines: list[int],
+) -> Iterator[int]:
+    """Pack line after line; count the lines of each piece and yield their outcomes."""
+    if task.failed is not None:
+        for number in range(len(task.pieces)):
+            num_lines[number] += 1
+            yield number_of(LineReason(task.failed))
+        return
+    next_dropped, reason_of_dropped = next(dropped, (-1, 0))
+    for line, (number, place, found) in enumerate(part_lines(task.pieces, maker.config, maker.columns)):
+        num_lines[number] += 1
+        if line == next_dropped:
+            yield reason_of_dropped
+            next_dropped, reason_of_dropped = next(dropped, (-1, 0))
+        elif isinstance(found, LineReason):
+            yield number_of(found)
+        else:
+            yield _pack_line(maker, shards, found, task.pieces[number].file, place)
 
 
 def _pack_line(
@@ -208,74 +235,39 @@ def _pack_line(
     return PACKED
 
 
-class _Outcomes:
-    """One byte a line, written as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._buffer = bytearray()
-        self.counts: Counter[int] = Counter()
-        self.crc32c = 0
-        self._is_new = True
-
-    def add(self, code: int) -> None:
-        self._buffer.append(code)
-        if len(self._buffer) >= _BUFFER_LINES:
-            self._flush()
-
-    def close(self) -> None:
-        # The last piece may be empty only where it is the first: readers see no empty one.
-        if self._buffer or self._is_new:
-            self._flush()
-
-    def _flush(self) -> None:
-        self.counts.update(self._buffer)
-        self.crc32c = _extend(self.crc32c, bytes(self._buffer))
-        with naming_os_errors("writing outcomes"), self._path.open("wb" if self._is_new else "ab") as file:
-            file.write(self._buffer)
-        self._is_new = False
-        self._buffer.clear()
-
-
-def _extend(checksum: int, piece: bytes) -> int:
-    """Extend a checksum of checksums; a plain crc32c cannot be extended."""
-    return crc32c(checksum.to_bytes(4, "little") + crc32c(piece).to_bytes(4, "little"))
-
-
-def outcome_pieces(folder: Path, record: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the outcomes of a part, some at a time.
+def outcome_blocks(folder: Path, record: PartRecord) -> Iterator[bytes]:
+    """Yield the outcomes of a part, one byte per line, a block at a time.
 
     Raises:
-        StorageError: They cannot be read, or are not what the record says: the part is forgotten, and made
-            again by the next run.
+        StorageError: They cannot be read, or differ from the record: the part is discarded, and packed again
+            by the next run.
     """
     checksum = 0
     with naming_os_errors("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
-        while piece := file.read(_BUFFER_LINES):
-            checksum = _extend(checksum, piece)
-            yield piece
-    # A part without a line has written one empty piece.
-    if checksum != record["outcomes_crc32c"] and sum(record["num_lines"]):
+        while block := file.read(_BLOCK_LINES):
+            checksum = zlib.crc32(block, checksum)
+            yield block
+    if checksum != record.outcomes_crc32:
         (folder / _RECORD).unlink(missing_ok=True)
-        raise StorageError("a work file must be as it was written, got other bytes; run the job again.")
+        raise StorageError("a file of the work folder has changed since it was written; run the job again.")
 
 
-def load_part(parts: Path, number: int, digest: str) -> dict[str, Any] | None:
-    """Read the record of a part that stands; None where it does not, or is of other inputs.
+def load_part(parts: Path, number: int, digest: str) -> PartRecord | None:
+    """Read the record of a packed part; return None if there is none, or it was packed from other inputs.
 
-    Its shards were on the disk before the record was, so sizes tell enough.
+    Its shards were on the disk before the record was, so comparing sizes is enough.
 
     Raises:
         StorageError: The work folder cannot be read.
     """
     folder = part_folder(parts, number)
-    record: dict[str, Any] | None = None
-    with suppress(OSError, ValueError):
-        record = json.loads((folder / _RECORD).read_bytes())
-    if record is None or record.get("digest") != digest:
+    record: PartRecord | None = None
+    with suppress(OSError, ValueError, ShardflowError):
+        record = decode(PartRecord, json.loads((folder / _RECORD).read_bytes()))
+    if record is None or record.digest != digest:
         return None
-    expected = {shard["path"]: shard["num_bytes"] for shard in record["shards"]}
-    expected[_OUTCOMES] = sum(record["num_lines"])
+    expected = {shard.path: shard.num_bytes for shard in record.shards}
+    expected[_OUTCOMES] = sum(record.num_lines)
     with naming_os_errors("looking for a part"):
         for name, num_bytes in expected.items():
             path = folder / name

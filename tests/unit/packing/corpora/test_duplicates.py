@@ -14,16 +14,24 @@ from hypothesis import strategies as st
 from shardflow.packing.corpora.config import REASON_TABLE, CorpusPolicyConfig, FieldsConfig
 from shardflow.packing.corpora.duplicates import (
     DigestScanner,
+    ResolveTask,
     dropped_lines,
     num_buckets,
     resolve_bucket,
     write_existing,
 )
+from shardflow.packing.corpora.inputs import InputFile, PartTask, cut_parts
 from tests.unit.packing.corpora.test_mapping import KEY, make_config
 
 pytestmark = pytest.mark.fast
 
 CONFIG = make_config(policy=CorpusPolicyConfig(duplicates="skip"), fields=FieldsConfig(key="id"))
+
+
+def part_of(path: Path, number: int) -> PartTask:
+    file = InputFile(path=str(path), format="jsonl", num_bytes=path.stat().st_size, file="f")
+    ((piece,),) = cut_parts([file], 1 << 20)
+    return PartTask(number=number, digest="d", pieces=(piece,))
 
 
 def find(
@@ -37,15 +45,14 @@ def find(
     for number, lines in enumerate(parts, start=1):
         path = folder / f"{number}.jsonl"
         path.write_text("".join(json.dumps({"text": text, "id": key}) + "\n" for text, key in lines))
-        piece = {"file": "f", "path": str(path), "format": "jsonl", "start": 0, "stop": path.stat().st_size}
-        scanner.scan({"number": number, "digest": "d", "pieces": [piece]})
+        scanner.scan(part_of(path, number))
     numbers = list(range(1, len(parts) + 1))
     if existing:
         keys = [KEY.surrogate("corpus-key", str(key)).encode() for key in existing]
         write_existing(scans, [np.array(keys)], run_rows)
         numbers = [0, *numbers]
     for bucket in range(count):
-        resolve_bucket(scans, numbers, bucket, count, resolved)
+        resolve_bucket(scans, ResolveTask(parts=tuple(numbers), bucket=bucket, count=count), resolved)
     return [
         [(line, REASON_TABLE[code][0]) for line, code in dropped_lines(scans, resolved, number)]
         for number in range(1, len(parts) + 1)
@@ -98,7 +105,6 @@ def test_lines_that_cannot_be_packed_rule_nothing_out(tmp_path: Path) -> None:
     path.write_text('{"text":"a"}\n{"text":"a","id":1}\n{"text":"a","id":2}\n')
     scans = tmp_path / "scans"
     scanner = DigestScanner(config=CONFIG, key=KEY, folder=scans)
-    piece = {"file": "f", "path": str(path), "format": "jsonl", "start": 0, "stop": path.stat().st_size}
-    assert scanner.scan({"number": 1, "digest": "d", "pieces": [piece]}) == {"num_rows": 2}
-    resolve_bucket(scans, [1], 0, 1, tmp_path / "resolved")
+    assert scanner.scan(part_of(path, 1)).num_rows == 2
+    resolve_bucket(scans, ResolveTask(parts=(1,), bucket=0, count=1), tmp_path / "resolved")
     assert [line for line, _ in dropped_lines(scans, tmp_path / "resolved", 1)] == [2]
