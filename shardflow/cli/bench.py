@@ -83,8 +83,6 @@ _OTHER_REMEDY: Final = "more of them, up to the processors"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow bench``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add(
         "dataset",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import textwrap
@@ -114,8 +115,20 @@ def add_dataset(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument of commands that read a training run."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a training run")
+
+
+def add_threads(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add ``--threads``, by default one a processor."""
+    parser.add_argument(
+        "--threads", metavar="N", type=positive_number, default=os.cpu_count() or 1, help=meaning
+    )
+
+
 def add_job_settings(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config`` and ``--set``, where a packing job's settings come from."""
+    """Add ``--config`` and ``--set``, which give a packing job's settings, and ``--print-config``."""
     parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the job's settings")
     parser.add_argument(
         "--set",
@@ -125,6 +138,7 @@ def add_job_settings(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE.KEY=VALUE",
         help="change one setting; may be given several times",
     )
+    parser.add_argument("--print-config", action="store_true", help="show every setting in force, and exit")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -144,12 +158,13 @@ def add_subset(parser: argparse.ArgumentParser) -> None:
 
 
 def existing_dataset(url: str) -> str:
-    """Return the address, or say that nothing is there before anything is called damaged.
+    """Return the address, or say that no dataset is there before anything is called damaged.
 
     Raises:
-        ConfigError: No folder is there, or no store speaks the scheme of the address. A remote store is not
-            asked yet: without a manifest it is no dataset.
+        ConfigError: There is no such folder, it holds no dataset, or no store has the scheme of the address.
+            A remote store is not asked yet.
     """
+    from shardflow.format import manifest
     from shardflow.storage import LocalStore, open_store
 
     try:
@@ -157,25 +172,40 @@ def existing_dataset(url: str) -> str:
     except StorageError as error:
         raise ConfigError(f"DATASET: {error.message}") from None
     # An empty text would be the folder one happens to be in.
-    if isinstance(store, LocalStore) and not (url and Path(store.url).is_dir()):
-        raise ConfigError(f"DATASET must be an existing folder, got {url!r}; make one with: shardflow pack.")
+    if isinstance(store, LocalStore):
+        if not (url and Path(store.url).is_dir()):
+            raise ConfigError(
+                f"DATASET must be an existing folder, got {url!r}; make one with: shardflow pack."
+            )
+        if not manifest.versions(store):
+            raise ConfigError(
+                f"DATASET must hold a manifest-NNNNNN.json, found none in {url!r}; is the path right, and "
+                "did packing finish?"
+            )
     return url
 
 
-def open_dataset(url: str, *, with_studies: bool = False) -> Dataset:
-    """Open the newest version of a dataset.
+def open_dataset(url: str, *, version: int | None = None, with_studies: bool = False) -> Dataset:
+    """Open a dataset.
 
     Args:
         url: Folder or address.
+        version: The manifest version; the newest by default.
         with_studies: Refuse shards that others wrote, which hold no studies.
 
     Raises:
-        ConfigError: No such folder, or no studies where there must be.
-        ManifestError: No manifest, or one that cannot be trusted.
+        ConfigError: No dataset or version is there, or no studies where there must be.
+        ManifestError: No manifest is at the address, or one that cannot be trusted.
     """
-    from shardflow.format import Dataset
+    from shardflow.format import Dataset, manifest
+    from shardflow.storage import open_store
 
-    dataset = Dataset.open(existing_dataset(url))
+    existing_dataset(url)
+    if version is not None and version not in (found := manifest.versions(open_store(url))):
+        raise ConfigError(
+            f"DATASET has no version {version}; it has: {', '.join(map(str, found)) or 'none'}."
+        )
+    dataset = Dataset.open(url, version=version)
     if with_studies and dataset.is_foreign:
         raise ConfigError(
             "DATASET must hold studies, got shards that others wrote; this command reads what "

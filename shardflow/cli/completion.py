@@ -26,8 +26,6 @@ _FOLDERS: Final = frozenset({"DATASET", "DIR", "FOLDER", "OUT", "RUN"})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow completion``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     parser.add_argument("shell", metavar="SHELL", choices=("bash", "fish", "zsh"), help="bash, fish, zsh")
 
 

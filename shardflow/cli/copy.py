@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from dataclasses import asdict
 
 from shardflow.cli.common import (
     add_json,
+    add_threads,
     existing_dataset,
     human_bytes,
-    positive_number,
     show_lines,
     step_progress,
     write_json,
@@ -42,8 +41,6 @@ _MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow copy``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add(
         "source",
@@ -53,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("target", metavar="DST", help="folder or address to copy it to")
     add("--newest", action="store_true", help="the newest version alone (all of them)")
     add("--no-sidecars", action="store_true", help="leave entity views and stored tokens behind")
-    add("--threads", metavar="N", type=positive_number, default=os.cpu_count() or 1, help="files at once")
+    add_threads(parser, "files at once")
     add_json(parser)
 
 

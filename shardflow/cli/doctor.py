@@ -32,8 +32,6 @@ _MARKS = {"error": "error  ", "warning": "warning", "ok": "ok     "}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow doctor``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of the run, TOML")
     parser.add_argument(
         "--nodes", type=positive_number, default=1, metavar="N", help="machines of the job (1)"

@@ -39,8 +39,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow entities``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     usual = EntityRules()
     add_dataset(parser)
     add = parser.add_argument

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import time
 from dataclasses import asdict
 
 from shardflow.cli.common import (
     add_json,
+    add_threads,
     counted,
     human_bytes,
-    positive_number,
     show_facts,
     show_table,
     step_progress,
@@ -43,8 +42,6 @@ _SPLIT = re.compile(r"([a-z0-9]{1,32})=(.+)", re.ASCII | re.DOTALL)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow index``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("tars", metavar="TARS", nargs="+", help="tars, with braces; SPLIT=TARS for another split than train")
     add("-o", "--output", metavar="OUT", required=True, help="folder or address to write the dataset to")
@@ -67,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="members whose field is not of [a-z0-9_@+-] and dots (refuse)",
     )
-    add("--threads", metavar="N", type=positive_number, default=os.cpu_count() or 1, help="tars read at once")
+    add_threads(parser, "tars read at once")
     add_json(parser)
 
 

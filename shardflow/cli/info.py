@@ -15,6 +15,7 @@ from shardflow.cli.common import (
     counted,
     human_bytes,
     open_dataset,
+    positive_number,
     show_facts,
     show_table,
     write_json,
@@ -48,16 +49,15 @@ _MEASURED = ("rows", "columns")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow info``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add_dataset(parser)
+    parser.add_argument("--version", type=positive_number, metavar="N", help="version to show (the newest)")
     add_subset(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    facts = describe(open_dataset(arguments.dataset), arguments.subset)
+    facts = describe(open_dataset(arguments.dataset, version=arguments.version), arguments.subset)
     if arguments.json:
         write_json(facts)
     else:

@@ -37,18 +37,27 @@ class Command:
     """An entry of the command table; its module is imported when the command is asked for."""
 
     module: str
+    """Holds ``DESCRIPTION``, ``EXAMPLES``, ``add_arguments``, which declares the options, and ``run``, which
+    returns the exit code."""
     summary: str
-    declare: str = "add_arguments"
-    """Function of the module that declares the options on a parser."""
-    run: str = "run"
-    """Function of the module that takes what was parsed and returns the exit code."""
+    part: str = ""
+    """In a module of several commands, part of these names: ``REMOVE_DESCRIPTION``, ``run_remove``."""
+
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """Import the module, and give the parser the command's options, texts and function."""
+        module = import_module(self.module)
+        upper, lower = (f"{self.part.upper()}_", f"_{self.part}") if self.part else ("", "")
+        parser.description = getattr(module, f"{upper}DESCRIPTION")
+        parser.epilog = getattr(module, f"{upper}EXAMPLES")
+        getattr(module, f"add{lower}_arguments")(parser)
+        parser.set_defaults(run=getattr(module, f"run{lower}"))
 
 
 # In the order in which a newcomer meets them.
 COMMANDS: Final = {
     "synth": Command("shardflow.cli.synth", "generate studies, reports and their truth, for tests and demos"),
     "pack": Command("shardflow.cli.pack", "pack DICOM studies and reports into a dataset"),
-    "pack-text": Command("shardflow.cli.pack_text", "pack JSONL and Parquet texts into a dataset"),
+    "pack-text": Command("shardflow.cli.pack", "pack JSONL and Parquet texts into a dataset", "text"),
     "index": Command(
         "shardflow.cli.index", "make a dataset of WebDataset tars that others wrote, without copying them"
     ),
@@ -65,8 +74,7 @@ COMMANDS: Final = {
     "train-tokenizer": Command(
         "shardflow.cli.tokenize",
         "make a tokenizer from the reports of a dataset",
-        "add_training_arguments",
-        "run_training",
+        "train",
     ),
     "tokenize": Command("shardflow.cli.tokenize", "add the token ids of all texts for one tokenizer"),
     "entities": Command(
@@ -79,28 +87,28 @@ COMMANDS: Final = {
     "train": Command(
         "shardflow.cli.train", "train a vision-language model on a dataset, on any number of GPUs"
     ),
-    "ledger": Command("shardflow.cli.ledger", "which samples made a run; compare two runs"),
+    "ledger": Command("shardflow.cli.runs", "which samples made a run; compare two runs", "ledger"),
     "goodput": Command(
-        "shardflow.cli.goodput", "where a run's time went: useful steps, waits, restarts, lost work"
+        "shardflow.cli.runs", "where a run's time went: useful steps, waits, restarts, lost work", "goodput"
     ),
     "top": Command(
         "shardflow.cli.top", "a run in the terminal: rates, where a step's time goes, ranks, verdict"
     ),
     "verdict": Command(
-        "shardflow.cli.verdict", "say what a training run is bound by, and what to do about it"
+        "shardflow.cli.runs", "say what a training run is bound by, and what to do about it", "verdict"
     ),
-    "metrics": Command("shardflow.cli.metrics", "serve a run's numbers to Prometheus, from its folder"),
+    "metrics": Command(
+        "shardflow.cli.runs", "serve a run's numbers to Prometheus, from its folder", "metrics"
+    ),
     "remove": Command(
         "shardflow.cli.versions",
         "take studies or patients out of a dataset, for good",
-        "add_remove_arguments",
-        "run_remove",
+        "remove",
     ),
     "compact": Command(
         "shardflow.cli.versions",
         "write shards again without removed samples",
-        "add_compact_arguments",
-        "run_compact",
+        "compact",
     ),
     "bench": Command(
         "shardflow.cli.bench", "measure how fast a dataset is read, what limits it, and what would help"
@@ -181,9 +189,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.summary, formatter_class=HelpFormatter)
         if only in {None, name}:
-            module = import_module(command.module)
-            getattr(module, command.declare)(subparser)
-            subparser.set_defaults(run=getattr(module, command.run))
+            command.declare(subparser)
     return parser
 
 
@@ -205,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments[0] if arguments else ""
+    name = next((argument for argument in arguments if not argument.startswith("-")), "")
     if argv is None and name == "train":
         # As process 1 of a container a job ignores every signal that it does not handle, imports or not.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_STOPPED))
@@ -241,10 +247,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_command(name: str) -> None:
-    if name and name not in COMMANDS and not name.startswith("-"):
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise ConfigError(f"COMMAND must be one of those in shardflow --help, got {name!r}{hint}")
+    if name and name not in COMMANDS:
+        begun = [command for command in COMMANDS if command.startswith(name)]
+        near = begun[0] if begun else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"There is no command {name!r}; did you mean {near}? All of them: shardflow --help")
 
 
 def extra_of(error: ModuleNotFoundError) -> str | None:

@@ -1,4 +1,4 @@
-"""The command ``shardflow pack``: DICOM studies and reports into a dataset."""
+"""Commands that pack a dataset: ``pack`` of studies and reports, ``pack-text`` of texts alone."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from shardflow.cli.common import add_job_settings, counted, interruptible
+from shardflow.cli.common import add_job_settings, add_json, counted, human_bytes, interruptible, show_lines
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left
 
 if TYPE_CHECKING:
     from shardflow.packing import PackMode, PackSummary
+    from shardflow.packing.corpora.job import CorpusSummary
 
 DESCRIPTION: Final = """\
 Packs folders of DICOM files, and the reports that name their studies, into a dataset. FILE says where they
@@ -58,8 +59,6 @@ _EXIT_INTERRUPTED: Final = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow pack``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add_job_settings(parser)
     parser.add_argument(
         "--engine",
@@ -84,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="read headers and say what would be packed; write no dataset"
     )
-    parser.add_argument("--print-config", action="store_true", help="show every setting in force, and exit")
     parser.add_argument(
         "--json", action="store_true", help="write nothing but the JSON line on standard output"
     )
@@ -113,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
                 is_merge=args.merge,
             )
     except ConfigError as error:
-        return _fail("configuration_error", error.message, _EXIT_CONFIGURATION)
+        return _fail("configuration_error", error.message, _EXIT_CONFIGURATION, as_json=args.json)
     except ShardflowError as error:
         return _fail("error", f"{error.message} What is packed stands; run the job again.", _EXIT_FAILED)
     except KeyboardInterrupt:
@@ -127,26 +125,24 @@ def run(args: argparse.Namespace) -> int:
     return summary.exit_code
 
 
-def _fail(status: str, message: str, code: int) -> int:
-    print(json.dumps({"status": status, "error": message}))
-    sys.stdout.flush()
+def _fail(status: str, message: str, code: int, *, as_json: bool = True) -> int:
+    if as_json:
+        print(json.dumps({"status": status, "error": message}))
+        sys.stdout.flush()
     sys.stderr.write(f"shardflow: {message}\n")
     return code
 
 
 def _describe(summary: PackSummary) -> Iterator[str]:
-    """Say the summary in words."""
+    """Put the summary into words."""
     inputs = summary.inputs
     if summary.status == "task_done":
         yield f"The {summary.num_shards} shards of this task stand; --merge publishes those of all."
         return
-    counts = ", ".join(f"{inputs[name]} {name}" for name in ("packed", "skipped", "quarantined"))
-    yield f"{inputs['total']} inputs: {counts}."
+    yield f"{inputs['total']:,} inputs: {_outcomes(inputs)}."
     if summary.num_known_inputs:
         yield f"{summary.num_known_inputs} inputs are known, and stay as they are."
-    if summary.reasons:
-        ranked = sorted(summary.reasons.items(), key=lambda item: (-item[1], item[0]))
-        yield "Not packed: " + ", ".join(f"{count} {reason}" for reason, count in ranked) + "."
+    yield from _reasons(summary.reasons)
     match summary.status:
         case "quarantine_limit":
             yield "Too many inputs are quarantined: nothing is published; what is packed stands."
@@ -161,17 +157,98 @@ def _describe(summary: PackSummary) -> Iterator[str]:
             yield f"Nothing is published: these tasks have to run before, with --task I/N: {tasks}."
             return
         case "planned":
-            splits = ", ".join(f"{count} {split}" for split, count in summary.splits.items())
             yield (
                 f"Dry run: {summary.num_slices} slices, {summary.num_shards} new shards of about "
-                f"{summary.num_bytes} bytes, samples: {splits or 'none'}. Pixels were not read."
+                f"{summary.num_bytes} bytes, samples: {_splits(summary.splits)}. Pixels were not read."
             )
             return
         case _:
-            splits = ", ".join(f"{count} {split}" for split, count in summary.splits.items())
             slices, shards = counted(summary.num_slices, "slice"), counted(summary.num_shards, "shard")
-            yield f"{slices} in {shards}, samples: {splits}."
+            yield f"{slices} in {shards}, samples: {_splits(summary.splits)}."
     yield f"dataset_id {summary.dataset_id}"
+
+
+TEXT_DESCRIPTION: Final = """\
+Packs files of JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) and Parquet files into a dataset of texts: texts to
+learn language from, instruction pairs, dialogues, preferences. FILE says where they lie, which field is what,
+and where the dataset goes; copy pipelines/recipes/pack_corpus.toml to begin one.
+
+Texts are scrubbed unless [deid] says otherwise. Run the same command again to go on where a stopped job was:
+finished parts stay. That is no --append: it takes new files into the next version of a dataset that is
+finished. The last line of standard output is one JSON object; progress goes to standard error.
+"""
+TEXT_EXAMPLES: Final = """\
+examples:
+  shardflow pack-text --config my-corpus.toml --print-config
+  shardflow pack-text --config my-corpus.toml
+  shardflow pack-text --config my-corpus.toml --append
+  shardflow pack-text --config my-corpus.toml --set fields.kind=dialogue --set fields.turns=messages
+  shardflow pack-text --config my-corpus.toml --set deid.text=keep --set output=/data/corpus
+
+exit codes: 0 done, or already done; 1 an error: run it again; 2 a setting is wrong; 3 more lines are
+quarantined than allowed; 130 stopped by a signal: run it again to go on.
+"""
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow pack-text``."""
+    add_job_settings(parser)
+    parser.add_argument(
+        "--append", action="store_true", help="take new files into the dataset's next version"
+    )
+    add_json(parser)
+
+
+def run_text(arguments: argparse.Namespace) -> int:
+    """Run ``shardflow pack-text``; the exit code is 0, or 3 if too much is quarantined."""
+    from shardflow.packing.corpora.config import CorpusConfig
+    from shardflow.packing.corpora.job import pack_corpus
+
+    configure_logging(withhold_foreign_text=True)
+    config = load_config(CorpusConfig, arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(dump_config(config), end="")
+        return 0
+    with interruptible(), make_progress() as progress:
+        summary = pack_corpus(config, progress, mode="append" if arguments.append else "pack")
+    if not arguments.json:
+        show_lines(_describe_texts(summary))
+    print(json.dumps(summary.to_json()))
+    return summary.exit_code
+
+
+def _describe_texts(summary: CorpusSummary) -> Iterator[str]:
+    """Put the summary into words."""
+    yield f"{counted(summary.inputs['total'], 'line')}: {_outcomes(summary.inputs)}."
+    yield from _reasons(summary.reasons)
+    match summary.status:
+        case "quarantine_limit":
+            yield "Too many lines are quarantined: nothing is published; finished parts are kept."
+            yield "Correct [fields] or the files, or raise policy.max_quarantined_share."
+            return
+        case "already_packed":
+            yield "This corpus is already packed."
+        case "nothing_new":
+            yield "There is nothing to do: the dataset stays at this version."
+        case _:
+            shards = counted(summary.num_shards, "shard")
+            yield f"{shards}, {human_bytes(summary.num_bytes)}, samples: {_splits(summary.splits)}."
+    yield f"dataset_id {summary.dataset_id}"
+
+
+def _outcomes(inputs: Mapping[str, int]) -> str:
+    return ", ".join(f"{inputs[name]:,} {name}" for name in ("packed", "skipped", "quarantined"))
+
+
+def _reasons(reasons: Mapping[str, int]) -> Iterator[str]:
+    """List why inputs were not packed, the most frequent reason first."""
+    if reasons:
+        ranked = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        yield "Not packed: " + ", ".join(f"{count:,} {reason}" for reason, count in ranked) + "."
+
+
+def _splits(splits: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {split}" for split, count in splits.items()) or "none"
 
 
 _TITLES: Final = {

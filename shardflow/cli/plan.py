@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.cli.common import (
     add_json,
@@ -20,23 +20,11 @@ from shardflow.cli.common import (
 )
 from shardflow.config import parse_byte_size
 from shardflow.errors import ConfigError
-from shardflow.loading.blend_file import open_blend
-from shardflow.loading.selection import FULL_STUDY, Selection, open_view, select
-from shardflow.sampling import (
-    BatchSpec,
-    CostRule,
-    EpochPlan,
-    PlanMeasures,
-    PlanSummary,
-    RankSchedule,
-    TokenBudget,
-    measure_plan,
-)
-from shardflow.sampling.blend import Blend
-from shardflow.sampling.budget import OVER_BUDGET
-from shardflow.sampling.measures import BlendMix, measure_mix
-from shardflow.sampling.spec import DEFAULT_WINDOW_BYTES, TAILS
-from shardflow.training.tokenizing import tokenizer_digest
+
+if TYPE_CHECKING:
+    from shardflow.loading.selection import Selection
+    from shardflow.sampling import BatchSpec, EpochPlan, PlanMeasures, PlanSummary, RankSchedule
+    from shardflow.sampling.measures import BlendMix
 
 DESCRIPTION = """\
 Plans one epoch of a split, a subset (--subset), or a blend of datasets (--blend). The samples of a step
@@ -55,12 +43,13 @@ examples:
   shardflow plan my-dataset --split train --seed 7 --epoch 0 --max-tokens 4096 \\
       --micro-batches-per-step 4 --world-size 2 --summary --compare "lanes=2"
 """
+# Repeated here so that --help needs no NumPy; a test compares them with those of sampling.
+OVER_BUDGET: Final = ("alone", "skip", "truncate")
+TAILS: Final = ("drop", "repeat", "mask")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow plan``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "dataset", metavar="DATASET", nargs="?", help="folder or file:// address of a packed dataset"
     )
@@ -111,6 +100,9 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     Raises:
         ConfigError: Neither or both of a dataset and a blend are given, or there is no such split.
     """
+    from shardflow.loading.blend_file import open_blend
+    from shardflow.loading.selection import FULL_STUDY, open_view, select
+
     named = {"DATASET": arguments.dataset, "--split": arguments.split}
     if arguments.blend is not None:
         alone = {**named, "--view": arguments.view, "--subset": arguments.subset or None}
@@ -230,6 +222,8 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def planned(selection: Selection, arguments: argparse.Namespace) -> tuple[EpochPlan, RankSchedule]:
     """Plan the epoch that the options describe, and deal it to ranks."""
+    from shardflow.sampling import RankSchedule
+
     lanes = arguments.lanes
     if lanes is None and (arguments.max_tokens is not None or arguments.window is not None):
         lanes = _AUTO
@@ -248,6 +242,9 @@ def planned(selection: Selection, arguments: argparse.Namespace) -> tuple[EpochP
 
 def show_summary(selection: Selection, arguments: argparse.Namespace) -> None:
     """Show the numbers of one plan, or of two side by side."""
+    from shardflow.sampling import measure_plan
+    from shardflow.sampling.measures import measure_mix
+
     settings = {"this": arguments}
     if arguments.compare:
         settings["other"] = _changed(arguments)
@@ -334,6 +331,10 @@ def _ratio(value: float | None) -> str:
 
 
 def _spec(arguments: argparse.Namespace, *, lanes: int) -> BatchSpec:
+    from shardflow.sampling import BatchSpec, CostRule, TokenBudget
+    from shardflow.sampling.spec import DEFAULT_WINDOW_BYTES
+    from shardflow.training.tokenizing import tokenizer_digest
+
     if (arguments.micro_batch_size is None) == (arguments.max_tokens is None):
         found = "neither" if arguments.max_tokens is None else "both"
         raise ConfigError(f"one of --micro-batch-size and --max-tokens must be given, got {found}.")
@@ -426,6 +427,8 @@ def _window(text: str) -> int:
 
 def title_of(selection: Selection) -> str:
     """Name the samples in a line."""
+    from shardflow.sampling.blend import Blend
+
     if isinstance(selection.population, Blend):
         return f"blend {selection.population.digest} of {len(selection.datasets)} components"
     subset = "" if selection.subset is None else f", subset {selection.subset[:12]}"
@@ -438,6 +441,8 @@ def component_numbers(selection: Selection, epoch: int) -> list[dict[str, Any]]:
     Whole passes are those that begin and end in the epoch; what it finishes or begins of others is counted in
     samples.
     """
+    from shardflow.sampling.blend import Blend
+
     if not isinstance(selection.population, Blend):
         return []
     numbers = []

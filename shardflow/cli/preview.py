@@ -50,8 +50,6 @@ _USUAL_SLICES = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow preview``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add_dataset(parser)
     parser.add_argument("key", metavar="KEY", help="sample key, or a row such as train:0")
     parser.add_argument(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from shardflow.cli.common import (
     add_json,
+    add_threads,
     counted,
     human_bytes,
     natural_number,
@@ -52,8 +52,6 @@ _NUM_THUMBNAILS, _MOST_THUMBNAILS = 24, 500
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow report``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "dataset",
         metavar="DATASET|RUN",
@@ -67,13 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ct-slices", metavar="K", type=positive_number, help="slices of each CT series to count (all)"
     )
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=positive_number,
-        default=os.cpu_count() or 1,
-        help="studies read at once",
-    )
+    add_threads(parser, "studies read at once")
     add_json(parser)
 
 

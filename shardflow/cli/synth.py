@@ -61,8 +61,6 @@ _RANGE = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow synth``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("out", metavar="OUT", type=Path, help="folder to fill; it must be empty or missing")
     add("--studies", required=True, type=positive_number, metavar="N", help="number of studies")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 from shardflow.cli.common import (
     add_dataset,
     add_json,
+    add_threads,
     open_dataset,
-    positive_number,
     show_lines,
     step_progress,
     write_json,
@@ -38,8 +37,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow tokenize``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add_dataset(parser)
     parser.add_argument(
         "--tokenizer",
@@ -54,13 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=FULL_STUDY,
         help="tokenize the texts of an entity view's rows (full_study: whole reports)",
     )
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=positive_number,
-        default=os.cpu_count() or 1,
-        help="shards tokenized at once (one a core)",
-    )
+    add_threads(parser, "shards tokenized at once (one a core)")
     add_json(parser)
 
 
@@ -92,17 +83,15 @@ example:
 """
 
 
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow train-tokenizer``."""
-    parser.description = TRAIN_DESCRIPTION
-    parser.epilog = TRAIN_EXAMPLES
     parser.add_argument("--dataset", required=True, metavar="DATASET", help="folder of a packed dataset")
     parser.add_argument("--split", default="train", help="whose reports to learn from (default: train)")
     parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: 4096)")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
 
 
-def run_training(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
     """Run ``shardflow train-tokenizer``."""
     dataset = open_dataset(arguments.dataset)
     from shardflow.training.text import train_tokenizer  # transformers takes seconds to import

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shardflow.cli.common import add_run
 from shardflow.errors import ConfigError
 from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.live import LiveRun, LiveView, RunState
@@ -81,9 +82,7 @@ _ALWAYS: Final = ("data_wait", "forward", "backward", "exchange", "optimizer", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow top``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
-    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a training run")
+    add_run(parser)
     parser.add_argument("--once", action="store_true", help="print one picture and exit")
 
 

@@ -83,8 +83,6 @@ _DEFAULTS: Final = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow train``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     job.add_arguments(parser)
     group = parser.add_argument_group("options of torchrun")
     for option, metavar, meaning in (*_PROCESSES, *_NODES):

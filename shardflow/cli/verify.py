@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
 from shardflow.cli.common import (
     add_dataset,
     add_json,
+    add_threads,
     counted,
     existing_dataset,
     human_bytes,
-    positive_number,
     show_lines,
     step_progress,
     write_json,
@@ -39,16 +38,8 @@ EXIT_DAMAGED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow verify``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add_dataset(parser)
-    parser.add_argument(
-        "--threads",
-        type=positive_number,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="shards read at once",
-    )
+    add_threads(parser, "shards read at once")
     add_json(parser)
 
 

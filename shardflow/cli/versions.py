@@ -29,8 +29,6 @@ examples:
 
 def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow remove``."""
-    parser.description = REMOVE_DESCRIPTION
-    parser.epilog = REMOVE_EXAMPLES
     add_dataset(parser)
     _add_private_dir(parser)
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="the secret key, if it lies elsewhere")
@@ -134,8 +132,6 @@ examples:
 
 def add_compact_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow compact``."""
-    parser.description = COMPACT_DESCRIPTION
-    parser.epilog = COMPACT_EXAMPLES
     add_dataset(parser)
     _add_private_dir(parser)
     parser.add_argument("--delete-old", action="store_true", help="delete all earlier versions")

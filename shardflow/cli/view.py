@@ -31,8 +31,6 @@ _MOST_PORT = 65_535
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow view``."""
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     add_dataset(parser)
     parser.add_argument(
         "--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (127.0.0.1)"

@@ -35,6 +35,7 @@ STARTS = {
         {*MODELS, "pydicom", "imagecodecs"},
     ),
     "shardflow --help": ("from shardflow.cli.main import build_parser; build_parser('')", NUMERICS),
+    "shardflow plan --help": ("from shardflow.cli.main import build_parser; build_parser('plan')", NUMERICS),
     "shardflow info --help": ("from shardflow.cli.main import build_parser; build_parser('info')", NUMERICS),
 }
 

@@ -42,7 +42,7 @@ class Job:
     def pack(self, *overrides: str) -> tuple[int, dict[str, Any], str]:
         """Run the command: exit code, summary line, standard error."""
         options = [part for override in overrides for part in ("--set", override)]
-        called = self.call("pack", "--config", self.folder / "pack.toml", *options)
+        called = self.call("pack", "--config", self.folder / "pack.toml", "--json", *options)
         return called.code, called.last_line, called.err
 
     def outcomes(self) -> Counter[tuple[str, str | None]]:
@@ -95,6 +95,13 @@ def test_wrong_arguments_are_one_line_as_for_every_command(arguments: list[str],
     assert called.err.count("\n") == 1
     assert called.err.startswith("shardflow: ")
     assert called.err.endswith("see: shardflow pack --help\n")
+
+
+@pytest.mark.fast
+def test_a_configuration_error_is_printed_once(job: Job) -> None:
+    called = job.call("pack", "--config", job.folder / "pack.toml", "--set", "execution.num_proceses=2")
+    assert called.code == 2
+    assert (called.out + called.err).count("num_proceses") == 1
 
 
 @pytest.mark.fast

@@ -60,8 +60,17 @@ def test_wrong_command_line_is_one_line_and_code_2(call: Call, arguments: tuple[
     assert called.err.count("\n") == 1
 
 
-def test_unknown_command_is_answered_with_the_nearest_one(call: Call) -> None:
-    assert "did you mean verify?" in call("verfy", "x").err
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [(("verfy", "x"), "verify"), (("--json", "inof"), "info"), (("tok",), "tokenize")],
+)
+def test_unknown_command_is_answered_with_the_nearest_one(
+    call: Call, arguments: tuple[str, ...], nearest: str
+) -> None:
+    called = call(*arguments)
+    assert called.code == 2
+    assert f"did you mean {nearest}?" in called.err
+    assert "train-tokenizer" not in called.err
 
 
 @pytest.mark.parametrize("command", ["info", "verify"])
@@ -70,6 +79,13 @@ def test_missing_folder(call: Call, tmp_path: Path, command: str) -> None:
     assert called.code == 2
     assert "existing folder" in called.lines[0]["error"]
     assert "existing folder" in called.err
+
+
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_folder_without_a_dataset_ends_like_a_missing_one(call: Call, tmp_path: Path, command: str) -> None:
+    called = call(command, tmp_path)
+    assert called.code == call(command, tmp_path / "nothing").code == 2
+    assert "did packing finish" in called.err
 
 
 @pytest.mark.parametrize("command", ["info", "verify"])

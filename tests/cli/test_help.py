@@ -10,8 +10,10 @@ import pytest
 
 from pipelines.demo import __main__ as demo
 from shardflow.cli import main as cli
-from shardflow.cli import synth
+from shardflow.cli import plan, synth
 from shardflow.cli.common import HelpFormatter
+from shardflow.sampling.budget import OVER_BUDGET
+from shardflow.sampling.spec import TAILS
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, PATHOLOGIES
 
 pytestmark = pytest.mark.fast
@@ -80,6 +82,11 @@ def test_paragraphs_are_filled_and_tables_are_kept() -> None:
         prog="x", description="one\ntwo\n\ntable:\n  a   1\n  b   2\n", formatter_class=HelpFormatter
     )
     assert "\none two\n\ntable:\n  a   1\n  b   2\n" in parser.format_help()
+
+
+def test_choices_of_plan_are_those_of_the_sampling() -> None:
+    assert plan.OVER_BUDGET == OVER_BUDGET
+    assert plan.TAILS == TAILS
 
 
 def test_help_of_synth_lists_every_oddity_with_its_chance() -> None:

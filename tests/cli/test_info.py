@@ -53,6 +53,13 @@ def test_a_subset_is_counted_and_its_facts_are_shown(call: Call, dataset: Path) 
     assert call("info", dataset, "--subset", "num_slices>=99").code == 2
 
 
+def test_a_version_is_shown_and_a_missing_one_names_those_that_exist(call: Call, dataset: Path) -> None:
+    assert call("info", dataset, "--version", 1, "--json").lines[0]["manifest_version"] == 1
+    called = call("info", dataset, "--version", 9)
+    assert called.code == 2
+    assert called.err == "shardflow: DATASET has no version 9; it has: 1.\n"
+
+
 def test_text_names_the_same_numbers_without_colours(call: Call, dataset: Path) -> None:
     called = call("info", dataset)
     assert called.code == 0

@@ -82,7 +82,7 @@ def test_missing_and_truncated_shard(call: Call, dataset: Path) -> None:
 
 def test_folder_without_a_dataset_is_no_damage_report(call: Call, tmp_path: Path) -> None:
     called = call("verify", tmp_path, "--json")
-    assert called.code == 1
+    assert called.code == 2
     assert "manifest" in called.lines[0]["error"]
 
 

@@ -193,7 +193,7 @@ def test_the_last_line_is_the_summary(case: PackCase) -> None:
 
 
 def test_exit_codes(case: PackCase) -> None:
-    wrong = case.command("--set", "shards.max_sample=3")
+    wrong = case.command("--json", "--set", "shards.max_sample=3")
     assert wrong.returncode == 2
     assert json.loads(wrong.stdout.splitlines()[-1])["status"] == "configuration_error"
     assert "the nearest known key is 'max_samples'" in wrong.stderr
