@@ -2,7 +2,8 @@
 
 Pages link to files of the repository, which a site does not have: each of them becomes a page that shows it.
 The pages at the root (ARCHITECTURE.md, ...) get a place of their own, the commands are described by their own
-``--help``, and the navigation lists the decisions by number. mkdocs calls the functions by their names.
+``--help``, reasons and flags by the tables of the code, and the navigation lists the decisions by number.
+mkdocs calls the functions by their names.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +45,7 @@ _LANGUAGES: Final = {
 }
 _LINK: Final = re.compile(r"(?P<before>\]\()(?P<target>(?!https?:|#|mailto:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 _NOTE: Final = re.compile(r"^(?P<fence> *```[a-z]+) +no-test: .*$", re.MULTILINE)
+_TABLE: Final = re.compile(r"^<!-- (?P<name>flags|reasons|line-reasons) -->$", re.MULTILINE)
 _HELP_COLUMNS: Final = "88"
 
 
@@ -72,8 +74,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Lead links to pages of the site, and drop what only the tests read."""
+    """Lead links to pages of the site, insert generated tables, and drop what only the tests read."""
     here = page.file.src_uri
+    markdown = _TABLE.sub(lambda place: _tables()[place["name"]], markdown)
 
     def lead(link: re.Match[str]) -> str:
         path = _repository_path(here, link["target"])
@@ -83,6 +86,25 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return f"{link['before']}{target}{link['anchor'] or ''})"
 
     return _NOTE.sub(r"\g<fence>", _LINK.sub(lead, markdown))
+
+
+def _tables() -> dict[str, str]:
+    """The tables that pages leave to the site, by the name in their comment."""
+    from shardflow.format.reasons import FLAGS, REASONS, remedy_of
+    from shardflow.packing.corpora.config import REASONS as LINE_REASONS
+
+    reasons = [(code, info.outcome, info.sentence, remedy_of(code)) for code, info in REASONS.items()]
+    lines = [(code, info.outcome, info.meaning, info.remedy) for code, info in LINE_REASONS.items()]
+    return {
+        "flags": _table(("flag", "meaning"), FLAGS.items()),
+        "reasons": _table(("reason", "outcome", "meaning", "what to do"), reasons),
+        "line-reasons": _table(("reason", "outcome", "what it is", "what to do"), lines),
+    }
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = [heads, ["---"] * len(heads), *((f"`{row[0]}`", *row[1:]) for row in rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def _decisions() -> list[Path]:

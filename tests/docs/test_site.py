@@ -14,6 +14,8 @@ from types import ModuleType
 import pytest
 
 from shardflow.cli.main import command_parsers
+from shardflow.format.reasons import FLAGS, REASONS
+from shardflow.packing.corpora.config import REASONS as LINE_REASONS
 from tests.docs.blocks import REPOSITORY
 
 # What makes a browser ask for something by itself; a link (`a`) is only followed by a reader.
@@ -111,6 +113,13 @@ def test_every_command_and_decision_has_its_place(site: Path) -> None:
     decisions = (site / "adr" / "index.html").read_text(encoding="utf-8")
     for record in (REPOSITORY / "docs" / "adr").glob("0*.md"):
         assert f'href="{record.stem}.html"' in decisions
+
+
+@pytest.mark.parametrize("page", ["dicom", "corpora"])
+def test_pages_list_the_reasons_and_flags_of_the_code(site: Path, page: str) -> None:
+    text = (site / f"{page}.html").read_text(encoding="utf-8")
+    codes = [*REASONS, *FLAGS] if page == "dicom" else LINE_REASONS
+    assert [code for code in codes if f"<td><code>{code}</code></td>" not in text] == []
 
 
 @pytest.fixture(scope="module")

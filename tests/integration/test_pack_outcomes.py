@@ -1,4 +1,4 @@
-"""One job over all real files: each ends in one outcome, and docs/outcomes.md lists them."""
+"""One job over all real files: each ends in one outcome, and tests/golden/outcomes.md lists them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pydicom.uid import UID
 from shardflow.format.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
 
-PAGE = REPOSITORY / "docs" / "outcomes.md"
+PAGE = REPOSITORY / "tests" / "golden" / "outcomes.md"
 MAX_NAMES = 2
 HEAD = """\
 # Outcomes of real files
 
 The result of `shardflow pack` with default settings over all public sample files that the tests use.
 `tests/integration/test_pack_outcomes.py` writes and checks this page. Licenses, readme files and gradient
-tables are omitted: all are skipped as `NOT_DICOM`. [Reasons](dicom.md#reasons).
+tables are omitted: all are skipped as `NOT_DICOM`. [Reasons](../../docs/dicom.md#reasons).
 
 """
 # Younger than the dictionary of the installed pydicom.

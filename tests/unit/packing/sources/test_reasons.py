@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +10,6 @@ from shardflow.errors import SourceError
 from shardflow.format.reasons import REASONS, Outcome, Reason, outcome_of, remedy_of, source_error
 
 pytestmark = pytest.mark.fast
-
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "dicom.md"
 
 
 def test_every_reason_is_explained_and_is_never_packed() -> None:
@@ -42,15 +38,6 @@ def test_source_error_carries_its_code_across_processes() -> None:
     assert copy.reason == "LIMIT_EXCEEDED"
     assert str(copy) == str(error)
     assert str(error).endswith("(7 frames declared, at most 3 allowed)")
-
-
-def test_the_page_lists_every_reason_with_its_outcome_and_sentence() -> None:
-    rows = re.findall(
-        r"^\| `([A-Z_]+)` \| (\w+) \| (.+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert rows == [
-        (reason.value, REASONS[reason].outcome.value, REASONS[reason].sentence) for reason in Reason
-    ]
 
 
 def test_what_came_too_late_is_told_the_way_that_works() -> None:
