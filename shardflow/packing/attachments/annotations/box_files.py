@@ -19,6 +19,7 @@ import json
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +77,7 @@ def is_box_table(path: Path, head: bytes) -> bool:  # noqa: ARG001
 
 
 def describe_boxes(path: Path, limits: AnnotationLimits) -> list[AttachmentItem]:
-    """Say whose the rows of a table are: an item for each image, in the order of their first rows.
+    """Identify the studies of the rows of a table: an item for each image, in the order of their first rows.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -144,29 +145,38 @@ def find_image(targets: Targets, name: str, frames: Sequence[int] = ()) -> list[
     return next((places for places in found if places), [])
 
 
-def _rows(path: Path, limits: AnnotationLimits) -> Iterator[tuple[_Columns, Mapping[str, str]]]:
+@contextmanager
+def _parsing(path: Path, limits: AnnotationLimits, *malformed: type[Exception]) -> Iterator[None]:
+    """Check the size of a file, and convert the errors of reading it.
+
+    Raises:
+        SourceError: FILE_UNREADABLE; HEADER_UNREADABLE for the errors in ``malformed``; LIMIT_EXCEEDED.
+    """
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes > limits.max_file_bytes:
-            raise source_error(
-                Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {limits.max_file_bytes} allowed"
-            )
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            names = [name.strip().lower() for name in next(reader, [])]
-            columns = _columns(names)
-            if columns is None:
-                raise source_error(Reason.HEADER_UNREADABLE, "the table has no columns of boxes")
-            for number, cells in enumerate(reader):
-                if number >= limits.max_items:
-                    raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_items} rows")
-                row = dict(zip(names, (cell.strip() for cell in cells), strict=False))
-                if row.get(columns.image):
-                    yield columns, {name: row.get(name, "") for name in names}
+        limits.check_file(path)
+        yield
     except OSError as error:
         raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
-    except (UnicodeDecodeError, csv.Error) as error:
+    except malformed as error:
         raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
+
+
+def _rows(path: Path, limits: AnnotationLimits) -> Iterator[tuple[_Columns, Mapping[str, str]]]:
+    with (
+        _parsing(path, limits, UnicodeDecodeError, csv.Error),
+        path.open(encoding="utf-8-sig", newline="") as file,
+    ):
+        reader = csv.reader(file)
+        names = [name.strip().lower() for name in next(reader, [])]
+        columns = _columns(names)
+        if columns is None:
+            raise source_error(Reason.HEADER_UNREADABLE, "the table has no columns of boxes")
+        for number, cells in enumerate(reader):
+            if number >= limits.max_items:
+                raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_items} rows")
+            row = dict(zip(names, (cell.strip() for cell in cells), strict=False))
+            if row.get(columns.image):
+                yield columns, {name: row.get(name, "") for name in names}
 
 
 def _columns(names: Sequence[str]) -> _Columns | None:
@@ -195,7 +205,7 @@ _STUDIES_COCO = ("study_instance_uid", "StudyInstanceUID", "study_id")
 
 
 def is_coco(path: Path, head: bytes) -> bool:
-    """Tell whether a file is such a JSON: by its beginning, or by its end where the images come late."""
+    """Tell whether a file is COCO: by its beginning, or by its end if the images come late."""
     if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
         return False
     with path.open("rb") as file:
@@ -205,7 +215,7 @@ def is_coco(path: Path, head: bytes) -> bool:
 
 
 def describe_coco(path: Path, limits: AnnotationLimits) -> list[AttachmentItem]:
-    """Say whose the images of a file are: an item each.
+    """Identify the studies of the images of a file: an item each.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -305,7 +315,7 @@ def unpack_runs(counts: Any, size: Any, shape: tuple[int, int]) -> NDArray[np.ui
 
 
 def _unpack_text(text: str) -> list[int] | None:
-    """Numbers of five bits a character, from 48, and a bit for more; later ones less the one two before."""
+    """Unpack run lengths: five bits per character and a continuation bit; deltas from the third on."""
     runs: list[int] = []
     value = shift = 0
     for character in text:
@@ -343,39 +353,29 @@ def _names_of(image: Mapping[str, Any]) -> list[str]:
 
 
 def _load(path: Path, limits: AnnotationLimits) -> tuple[list[Any], list[Any], list[Any]]:
-    try:
-        num_bytes = path.stat().st_size
-        if num_bytes > limits.max_file_bytes:
-            raise source_error(
-                Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {limits.max_file_bytes} allowed"
-            )
+    with _parsing(path, limits, ValueError, RecursionError):
         data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
-    except (ValueError, RecursionError) as error:
-        raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
-    lists = [
-        data.get(key, []) if isinstance(data, dict) else None
-        for key in ("images", "annotations", "categories")
-    ]
-    if not all(isinstance(one, list) and all(isinstance(item, dict) for item in one) for one in lists):
+    if not isinstance(data, dict):
         raise source_error(Reason.HEADER_UNREADABLE, "the JSON is not of this form")
-    if any(len(one) > limits.max_items for one in lists if one):
-        raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_items} entries")
-    images, annotations, categories = lists
-    return images or [], annotations or [], categories or []
+    images, annotations, categories = (data.get(key, []) for key in ("images", "annotations", "categories"))
+    for entries in (images, annotations, categories):
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise source_error(Reason.HEADER_UNREADABLE, "the JSON is not of this form")
+        if len(entries) > limits.max_items:
+            raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_items} entries")
+    return images, annotations, categories
 
 
 _MAX_REFERENCES: Final = 64
 
 
 def is_lidc(path: Path, head: bytes) -> bool:  # noqa: ARG001
-    """Tell from its beginning whether a file is such an XML."""
+    """Tell from its beginning whether a file is an XML of LIDC-IDRI."""
     return b"LidcReadMessage" in head or b"IdriReadMessage" in head
 
 
 def describe_lidc(path: Path, limits: AnnotationLimits) -> AttachmentItem:
-    """Say whose an XML is.
+    """Identify the study of a file.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -439,7 +439,7 @@ def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, write
     for place in sorted({*kept, *holes}):
         target, index = series[place[0]], place[1]
         if not kept[place]:
-            # A hole in nothing: the reader excluded what no outline of the same nodule holds.
+            # A hole in nothing: the reader excluded what no outline of the same nodule contains.
             writer.dangling("DEGENERATE", len(holes[place]))
             continue
         inside, cut = (
@@ -485,7 +485,7 @@ class _Builder(ET.TreeBuilder):
 
 
 def _parse(path: Path, limits: AnnotationLimits) -> ET.Element:
-    """Parse a file without document types, and so without entities of its own.
+    """Parse a file, refusing document types and with them entities.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -496,19 +496,9 @@ def _parse(path: Path, limits: AnnotationLimits) -> ET.Element:
     parser.StartElementHandler, parser.EndElementHandler = builder.start, builder.end
     parser.CharacterDataHandler = builder.data
     parser.StartDoctypeDeclHandler = _refuse_doctype
-    try:
-        num_bytes = path.stat().st_size
-        if num_bytes > limits.max_file_bytes:
-            raise source_error(
-                Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {limits.max_file_bytes} allowed"
-            )
-        with path.open("rb") as file:
-            parser.ParseFile(file)
+    with _parsing(path, limits, expat.ExpatError, AssertionError, ValueError), path.open("rb") as file:
+        parser.ParseFile(file)
         return builder.close()
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
-    except (expat.ExpatError, AssertionError, ValueError) as error:
-        raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
 
 
 def _refuse_doctype(*_: object) -> None:

@@ -12,10 +12,9 @@ Source: DICOM PS3.16, TID 1410, 1411, 1500, 1501 and 2010, CID 7010; PS3.3, C.8.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -35,16 +34,7 @@ from shardflow.packing.attachments.annotations.dicom_objects import (
     text_of,
     walk,
 )
-from shardflow.packing.attachments.annotations.geometry import (
-    BySlice,
-    Placed,
-    add_shape,
-    add_shape_in_space,
-    nearest_plane,
-    place_outline,
-    place_points,
-    store_outlines,
-)
+from shardflow.packing.attachments.annotations.geometry import Drawing, Placed, place_outline, place_points
 from shardflow.packing.attachments.annotations.region_writer import (
     Dangling,
     OpenRegion,
@@ -111,67 +101,69 @@ def read_presentation_state(path: Path, targets: Targets, writer: RegionWriter) 
             for one in items_of(dataset, "ReferencedSeriesSequence")
             for reference in references_of(items_of(one, "ReferencedImageSequence"))
         ]
-        turn = int(number_of(dataset, "ImageRotation") or 0) % 360
         for annotation in items_of(dataset, "GraphicAnnotationSequence"):
             named = references_of(items_of(annotation, "ReferencedImageSequence")) or everything
-            places = [place for uid, frames in named for place in targets.find(uid, frames)]
+            places = targets.find_all(named)
             if not places:
                 writer.dangling("IMAGE_NOT_PACKED" if named else "NO_REFERENCE")
                 continue
-            label = _label(annotation)
-            for graphic in items_of(annotation, "GraphicObjectSequence"):
-                kind = text_of(graphic, "GraphicType")
-                units = text_of(graphic, "GraphicAnnotationUnits")
-                points = numbers_of(graphic, "GraphicData")
-                _add(dataset, kind, points, units, turn, places, label, writer)
-            for graphic in items_of(annotation, "CompoundGraphicSequence"):
-                kind = _COMPOUND.get(text_of(graphic, "CompoundGraphicType"), "")
-                units = text_of(graphic, "CompoundGraphicUnits")
-                _add(dataset, kind, numbers_of(graphic, "GraphicData"), units, turn, places, label, writer)
-            for text in items_of(annotation, "TextObjectSequence"):
-                units = text_of(text, "AnchorPointAnnotationUnits")
-                point = numbers_of(text, "AnchorPoint", 2)
-                if point is not None:
-                    _add(dataset, "POINT", point, units, turn, places, label, writer)
+            for graphic in _graphics(annotation):
+                _add(dataset, graphic, places, _label(annotation), writer)
+
+
+class _Graphic(NamedTuple):
+    kind: str
+    """Graphic type; empty for one that cannot be drawn."""
+    units: str
+    numbers: Floats | None
+
+
+def _graphics(annotation: Any) -> Iterator[_Graphic]:
+    """Yield the graphics of an annotation, and the anchor points of its texts."""
+    for item in items_of(annotation, "GraphicObjectSequence"):
+        units = text_of(item, "GraphicAnnotationUnits")
+        yield _Graphic(text_of(item, "GraphicType"), units, numbers_of(item, "GraphicData"))
+    for item in items_of(annotation, "CompoundGraphicSequence"):
+        kind = _COMPOUND.get(text_of(item, "CompoundGraphicType"), "")
+        yield _Graphic(kind, text_of(item, "CompoundGraphicUnits"), numbers_of(item, "GraphicData"))
+    for item in items_of(annotation, "TextObjectSequence"):
+        point = numbers_of(item, "AnchorPoint", 2)
+        if point is not None:
+            yield _Graphic("POINT", text_of(item, "AnchorPointAnnotationUnits"), point)
 
 
 def _label(annotation: Any) -> str:
-    """First text of an annotation; the writer lets only words of the lexicon pass."""
+    """Return the first text of an annotation; the writer publishes only words of the lexicon."""
     texts = (text_of(one, "UnformattedTextValue") for one in items_of(annotation, "TextObjectSequence"))
     return next((text for text in texts if text), "")
 
 
-def _add(
-    dataset: Any,
-    kind: str,
-    numbers: Floats | None,
-    units: str,
-    turn: int,
-    places: Sequence[Place],
-    label: str,
-    writer: RegionWriter,
-) -> None:
+def _add(dataset: Any, graphic: _Graphic, places: Sequence[Place], label: str, writer: RegionWriter) -> None:
     """Add one graphic to all images that it is drawn on."""
+    kind, units, numbers = graphic
     if not kind or numbers is None or len(numbers) < 2 or len(numbers) % 2:
         writer.dangling("UNSUPPORTED_SHAPE" if not kind else "DEGENERATE")
         return
     if units not in ("DISPLAY", "PIXEL"):
         writer.dangling("UNSUPPORTED_SHAPE")
         return
-    is_point = kind == "POINT"
-    region = writer.open(RegionFacts(kind="point" if is_point else "graphic", source="gsps", label=label))
-    by_slice: BySlice = defaultdict(list)
+    is_turned = int(number_of(dataset, "ImageRotation") or 0) % 360 in (90, 270)
+    region = writer.open(
+        RegionFacts(kind="point" if kind == "POINT" else "graphic", source="gsps", label=label)
+    )
+    drawing = Drawing(region, writer)
     for target, index in places:
         points = numbers.reshape(-1, 2)
         if units == "DISPLAY":
             area = _displayed_area(dataset, target.instances[index][0], target)
-            points = _from_display(points, area, is_turned=turn in (90, 270))
-        add_shape(region, kind, points.ravel(), target, index, writer, by_slice)
-    store_outlines(region, by_slice)
+            # The graphic is stated in shares of the displayed area.
+            points = area[0] + (points[:, ::-1] if is_turned else points) * (area[1] - area[0])
+        drawing.add(kind, points.ravel(), target, index)
+    drawing.store()
 
 
 def _displayed_area(dataset: Any, sop_uid: str, target: Target) -> Floats:
-    """First and last corner of what is displayed of an image, as ``((x, y), (x, y))`` edges.
+    """Return the first and last corner of the displayed part of an image, as ``((x, y), (x, y))`` edges.
 
     The corners are those of the display: after a turn or a flip the first may lie right of or below the last.
     """
@@ -186,27 +178,19 @@ def _displayed_area(dataset: Any, sop_uid: str, target: Target) -> Floats:
     return np.array([[0.0, 0.0], [target.columns, target.rows]])
 
 
-def _from_display(points: Floats, area: Floats, *, is_turned: bool) -> Floats:
-    """Map shares of the displayed area to pixel coordinates."""
-    shares = points[:, ::-1] if is_turned else points
-    return np.asarray(area[0] + shares * (area[1] - area[0]), np.float64)
-
-
 _CLOSED: Final = frozenset({"CLOSED_PLANAR", "CLOSEDPLANAR_XOR"})
 _OPEN: Final = frozenset({"OPEN_NONPLANAR", "OPEN_PLANAR", "POINT"})
 
 
 def describe_structure_set(path: Path, limits: AnnotationLimits) -> AttachmentItem:
-    """Say whose a structure set is.
+    """Identify the patient and study of a structure set.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     with parsing():
         dataset = open_object(path, limits)
-        series = list(_referenced_series(dataset))
-        instances = [uid for one in series for uid, _ in references_of(items_of(one, "ContourImageSequence"))]
-        return object_item(dataset, instances, [text_of(one, "SeriesInstanceUID") for one in series])
+        return object_item(dataset, list(_referenced_series(dataset)), "ContourImageSequence")
 
 
 def read_structure_set(path: Path, targets: Targets, writer: RegionWriter) -> None:
@@ -264,8 +248,7 @@ def _read_contours(
     in_space: Sequence[Target],
     writer: RegionWriter,
 ) -> None:
-    """Gather the outlines of each slice, because one may be a hole in another; then store them."""
-    closed: dict[tuple[int, int], tuple[Target, list[tuple[float, Floats]]]] = {}
+    drawing = Drawing(region, writer)
     for contour in contours:
         kind = text_of(contour, "ContourGeometricType")
         data = numbers_of(contour, "ContourData")
@@ -277,7 +260,7 @@ def _read_contours(
             points = data.reshape(-1, 3)
             writer.count_points(len(points))
             references = references_of(items_of(contour, "ContourImageSequence"))
-            named = [place for uid, frames in references for place in targets.find(uid, frames)]
+            named = targets.find_all(references)
             places: Sequence[Placed] | Dangling
             if kind == "OPEN_NONPLANAR":
                 places = place_points(points, in_space) or "OUTSIDE"
@@ -291,11 +274,10 @@ def _read_contours(
                 region.flags.add("by_position")
             for target, index, pixels, height_mm in places:
                 if kind in _CLOSED:
-                    closed.setdefault((target.number, index), (target, []))[1].append((height_mm, pixels))
+                    drawing.add_closed(target, index, pixels, height_mm)
                 else:
                     region.add_open(target, index, pixels)
-    for (_, index), (target, outlines) in closed.items():
-        region.add_outlines(target, index, nearest_plane(outlines, target.thickness_mm))
+    drawing.store()
 
 
 _TRACKING_ID: Final = ("112039",)
@@ -310,7 +292,7 @@ _SHAPES: Final = frozenset({"SCOORD", "SCOORD3D"})
 
 
 def describe_report_object(path: Path, limits: AnnotationLimits) -> AttachmentItem:
-    """Say whose a structured report, a key object selection or a presentation state is.
+    """Identify the patient and study of a structured report, key object selection or presentation state.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -323,13 +305,7 @@ def describe_report_object(path: Path, limits: AnnotationLimits) -> AttachmentIt
             for study in items_of(dataset, keyword)
             for one in items_of(study, "ReferencedSeriesSequence")
         ] or list(items_of(dataset, "ReferencedSeriesSequence"))
-        instances = [
-            uid
-            for one in series
-            for keyword in ("ReferencedSOPSequence", "ReferencedImageSequence")
-            for uid, _ in references_of(items_of(one, keyword))
-        ]
-        return object_item(dataset, instances, [text_of(one, "SeriesInstanceUID") for one in series])
+        return object_item(dataset, series, "ReferencedSOPSequence", "ReferencedImageSequence")
 
 
 def read_structured_report(path: Path, targets: Targets, writer: RegionWriter) -> None:
@@ -386,7 +362,7 @@ def _read_group(
             diameter_mm=_diameter_mm(numbers),
         )
     )
-    by_slice: BySlice = defaultdict(list)
+    drawing = Drawing(region, writer)
     for node in shapes:
         kind = text_of(node.item, "GraphicType")
         points = numbers_of(node.item, "GraphicData")
@@ -394,17 +370,17 @@ def _read_group(
             writer.dangling("DEGENERATE")
         elif node.value_type == "SCOORD3D":
             frame = text_of(node.item, "ReferencedFrameOfReferenceUID")
-            add_shape_in_space(region, kind, points, targets.of_frame(frame), writer, by_slice)
+            drawing.add_in_space(kind, points, targets.of_frame(frame))
         else:
             references = references_of(images_under(dataset, node))
-            places = [place for uid, frames in references for place in targets.find(uid, frames)]
+            places = targets.find_all(references)
             if not places:
                 writer.dangling("IMAGE_NOT_PACKED" if references else "NO_REFERENCE")
             for target, index in places:
-                add_shape(region, kind, points, target, index, writer, by_slice)
+                drawing.add(kind, points, target, index)
     if not shapes:
         _add_images(region, images, targets, writer)
-    store_outlines(region, by_slice)
+    drawing.store()
 
 
 def _kind(shapes: list[Node]) -> Any:
@@ -429,24 +405,30 @@ def _add_images(region: OpenRegion, images: list[Node], targets: Targets, writer
 
 
 def _measurement(node: Node) -> Mapping[str, Any] | None:
-    """Code, number and unit of an item, where all of them are controlled."""
+    """Return code, number and unit of an item if all of them are controlled."""
     code = allow_code(node.concept)
-    for value in items_of(node.item, "MeasuredValueSequence"):
-        number = number_of(value, "NumericValue")
-        unit = code_of(value, "MeasurementUnitsCodeSequence")
-        name = allow_unit(unit.value) if unit is not None else None
-        if code is not None and number is not None and name is not None:
+    for number, unit in _measured(node):
+        name = allow_unit(unit)
+        if code is not None and name is not None:
             return {"code": code, "unit": name, "value": round(number, 6)}
     return None
 
 
 def _diameter_mm(numbers: list[Node]) -> float | None:
-    found = []
-    for node in numbers:
-        if node.concept is not None and node.concept.value in _DIAMETERS:
-            for value in items_of(node.item, "MeasuredValueSequence"):
-                number = number_of(value, "NumericValue")
-                unit = code_of(value, "MeasurementUnitsCodeSequence")
-                if number is not None and unit is not None and unit.value in _MM and number >= 0:
-                    found.append(number * _MM[unit.value])
+    found = [
+        number * _MM[unit]
+        for node in numbers
+        if node.concept is not None and node.concept.value in _DIAMETERS
+        for number, unit in _measured(node)
+        if unit in _MM and number >= 0
+    ]
     return max(found, default=None)
+
+
+def _measured(node: Node) -> Iterator[tuple[float, str]]:
+    """Yield the numbers of an item with the codes of their units."""
+    for value in items_of(node.item, "MeasuredValueSequence"):
+        number = number_of(value, "NumericValue")
+        unit = code_of(value, "MeasurementUnitsCodeSequence")
+        if number is not None and unit is not None:
+            yield number, unit.value

@@ -58,20 +58,17 @@ def open_object(path: Path, limits: AnnotationLimits, *, with_pixels: bool = Tru
         with_pixels: Whether the file is taken whole; else the parser ends at the pixels.
 
     Raises:
-        SourceError: LIMIT_EXCEEDED, or HEADER_UNREADABLE where the file was cut: half of an outline, or of a
-            report, must not be taken for all of it.
+        SourceError: LIMIT_EXCEEDED, or HEADER_UNREADABLE if the file is truncated: half of an outline, or of
+            a report, must not be taken for all of it.
     """
     import pydicom
 
-    num_bytes = path.stat().st_size
-    if with_pixels and num_bytes > limits.max_file_bytes:
-        raise source_error(
-            Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {limits.max_file_bytes} allowed"
-        )
+    if with_pixels:
+        limits.check_file(path)
     check_inflated(path, limits)
     dataset = pydicom.dcmread(path, stop_before_pixels=not with_pixels)
     is_read_to_its_end = with_pixels and str(dataset.file_meta.get("TransferSyntaxUID", "")) != _DEFLATED
-    if not is_whole(dataset, num_bytes if is_read_to_its_end else None):
+    if not is_whole(dataset, path.stat().st_size if is_read_to_its_end else None):
         raise source_error(Reason.HEADER_UNREADABLE, "the file was cut")
     return dataset
 
@@ -99,41 +96,50 @@ def check_inflated(path: Path, limits: AnnotationLimits) -> None:
                     raise source_error(Reason.LIMIT_EXCEEDED, "the deflated object inflates to too much")
 
 
-def object_item(dataset: Any, sop_uids: Sequence[str], series_uids: Sequence[str] = ()) -> AttachmentItem:
-    """Say whose an object is: by its study first, then by what it refers to."""
+def object_item(dataset: Any, series: Sequence[Any], *keywords: str) -> AttachmentItem:
+    """Identify the patient and study of an object: by its study first, then by what it refers to.
+
+    Args:
+        dataset: The object.
+        series: Items of the series that it refers to.
+        keywords: Sequences of image references in them.
+    """
     study = text_of(dataset, "StudyInstanceUID")
+    images = [
+        uid for one in series for keyword in keywords for uid, _ in references_of(items_of(one, keyword))
+    ]
     return AttachmentItem(
         study_uids=(study,) if study else (),
-        series_uids=tuple(series_uids),
-        sop_uids=tuple(dict.fromkeys(sop_uids))[:_MAX_REFERENCES],
+        series_uids=tuple(text_of(one, "SeriesInstanceUID") for one in series),
+        sop_uids=tuple(dict.fromkeys(images))[:_MAX_REFERENCES],
         accession=text_of(dataset, "AccessionNumber"),
         patient_id=text_of(dataset, "PatientID"),
     )
 
 
 def items_of(dataset: Any, keyword: str) -> Sequence[Any]:
-    """Items of a sequence; none where it is missing or is no sequence."""
+    """Return the items of a sequence; none if it is missing or is no sequence."""
     value = None if dataset is None else dataset.get(keyword)
     return value if value is not None and not isinstance(value, str | bytes | int | float) else ()
 
 
 def text_of(dataset: Any, keyword: str) -> str:
-    """Value as one text without padding; empty where it is missing."""
+    """Return a value as one text without padding; empty if it is missing."""
     value = None if dataset is None else dataset.get(keyword)
     return "" if value is None else str(value).strip(" \0")
 
 
 def number_of(dataset: Any, keyword: str) -> float | None:
-    """First value as a finite number, or None."""
+    """Return the first value as a finite number, or None."""
     found = numbers_of(dataset, keyword)
     return float(found[0]) if found is not None and len(found) else None
 
 
 def numbers_of(dataset: Any, keyword: str, length: int | None = None) -> Floats | None:
-    """Values as numbers.
+    """Return the values of an element as numbers.
 
     Args:
-        dataset: Where they stand.
+        dataset: The dataset or item.
         keyword: Of the element; decimal strings are never made objects of.
         length: How many they must be, None for any number.
 
@@ -162,7 +168,7 @@ def numbers_of(dataset: Any, keyword: str, length: int | None = None) -> Floats 
 
 
 def code_of(dataset: Any, keyword: str) -> Code | None:
-    """Code in the first item of a sequence of codes."""
+    """Return the code in the first item of a sequence of codes."""
     for item in items_of(dataset, keyword):
         value = text_of(item, "CodeValue") or text_of(item, "LongCodeValue")
         return Code(text_of(item, "CodingSchemeDesignator"), value, text_of(item, "CodeMeaning"))
@@ -170,7 +176,7 @@ def code_of(dataset: Any, keyword: str) -> Code | None:
 
 
 def references_of(items: Sequence[Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Instances that items of references name, each with its frames from 1 (none for all)."""
+    """Return the instances that items of references name, each with its frames from 1 (none for all)."""
     found = []
     for item in items:
         uid = text_of(item, "ReferencedSOPInstanceUID")
@@ -199,12 +205,12 @@ class Group:
     nodes: list[Node] = field(default_factory=list)
 
     def code(self, *values: str) -> Code | None:
-        """Code of the first item whose concept has one of these values."""
+        """Return the code of the first item whose concept has one of these values."""
         found = (node for node in self.nodes if node.concept and node.concept.value in values)
         return next((code_of(node.item, "ConceptCodeSequence") for node in found), None)
 
     def text(self, keyword: str, *values: str) -> str:
-        """Text of the first item whose concept has one of these values."""
+        """Return the text of the first item whose concept has one of these values."""
         found = (
             text_of(node.item, keyword)
             for node in self.nodes
@@ -256,7 +262,7 @@ def groups_of(dataset: Any, limits: AnnotationLimits) -> list[Group]:
 
 
 def images_under(dataset: Any, node: Node) -> list[Any]:
-    """Items of the image references right below an item, here or by reference."""
+    """Return the items of the image references directly below an item, here or by reference."""
     found: list[Any] = []
     for child in items_of(node.item, "ContentSequence"):
         path = numbers_of(child, "ReferencedContentItemIdentifier")

@@ -66,18 +66,16 @@ Planes = dict[int, dict[int | None, _Frame]]
 
 
 def describe_segmentation(path: Path, limits: AnnotationLimits) -> AttachmentItem:
-    """Say whose a segmentation is.
+    """Identify the patient and study of a segmentation.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     with parsing():
         dataset = open_object(path, limits, with_pixels=False)
-        series = items_of(dataset, "ReferencedSeriesSequence")
-        instances = [
-            uid for one in series for uid, _ in references_of(items_of(one, "ReferencedInstanceSequence"))
-        ]
-        return object_item(dataset, instances, [text_of(one, "SeriesInstanceUID") for one in series])
+        return object_item(
+            dataset, items_of(dataset, "ReferencedSeriesSequence"), "ReferencedInstanceSequence"
+        )
 
 
 def read_segmentation(path: Path, targets: Targets, writer: RegionWriter) -> None:
@@ -132,14 +130,14 @@ def _check_size(path: Path, limits: AnnotationLimits) -> None:
 
 def _frames(dataset: Any) -> list[_Frame]:
     shared = next(iter(items_of(dataset, "SharedFunctionalGroupsSequence")), None)
-    is_labelled = text_of(dataset, "SegmentationType") == "LABELMAP"
+    is_label_map = text_of(dataset, "SegmentationType") == "LABELMAP"
     found = []
     groups = items_of(dataset, "PerFrameFunctionalGroupsSequence")[: int(dataset.number_of_frames)]
     for index, own in enumerate(groups):
         measures = _group(own, shared, "PixelMeasuresSequence")
         named = _group(own, shared, "SegmentIdentificationSequence")
-        segment = None if is_labelled else number_of(named, "ReferencedSegmentNumber")
-        if segment is None and not is_labelled:
+        segment = None if is_label_map else number_of(named, "ReferencedSegmentNumber")
+        if segment is None and not is_label_map:
             continue
         sources = [
             reference
@@ -244,7 +242,7 @@ class _Segmentation:
 
     def _read_by_reference(self, frame: _Frame, targets: Targets, *, is_in_space: bool) -> None:
         """Copy a frame onto the images that it names, where their grid is its own."""
-        places = [place for uid, frames in frame.references for place in targets.find(uid, frames)]
+        places = targets.find_all(frame.references)
         if not places:
             if frame.references:
                 self._writer.dangling("IMAGE_NOT_PACKED")

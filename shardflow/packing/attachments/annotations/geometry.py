@@ -9,9 +9,9 @@ Source: DICOM PS3.3, C.18.6.1.2 (SCOORD), C.18.9.1.2 (SCOORD3D) and C.10.5.1.2 (
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,16 @@ from shardflow.packing.attachments.annotations.targets import Floats, Plane, Tar
 Placed = tuple[Target, int, Floats, float]
 """A series, a slice, ``(n, 2)`` pixel coordinates in it, and how far in front of it they lie, mm."""
 
-_ONE_PLANE = 0.05
+_ONE_PLANE: Final = 0.05
 """Share of a slice's thickness by which outlines of one plane may lie apart."""
+_ON_SLICE: Final = 0.05
+"""Share of a slice's thickness within which a plane lies in the slice."""
+_STRAIGHT: Final = 1e-3
+"""Share of a pixel by which a grid may be askew and still be read row by row and column by column."""
+_POINTS: Final = frozenset({"MULTIPOINT", "POINT"})
+
+Plate = NDArray[Any]
+"""Pixels of one plane, ``(rows, columns)``."""
 
 
 def nearest_plane(outlines: Sequence[tuple[float, Floats]], thickness_mm: float) -> list[Floats]:
@@ -107,13 +115,6 @@ def place_points(points_mm: Floats, targets: Sequence[Target]) -> list[Placed]:
     return found
 
 
-BySlice: TypeAlias = MutableMapping[tuple[int, int], list[tuple[Target, float, Floats]]]
-"""Closed outlines by series number and slice, each with its series and how far in front of the slice it lies,
-mm; stored together, when all are there."""
-
-_POINTS: Final = frozenset({"MULTIPOINT", "POINT"})
-
-
 def drawn_shape(kind: str, points: Floats) -> tuple[Floats, bool] | None:
     """Make points of a shape.
 
@@ -134,10 +135,10 @@ def drawn_shape(kind: str, points: Floats) -> tuple[Floats, bool] | None:
         if across is not None and np.linalg.norm(radius) > 0:
             return ellipse_outline(points[0], radius, across), True
     if kind == "ELLIPSE" and num_points == 4:
-        centre = (points[0] + points[1]) / 2
+        center = (points[0] + points[1]) / 2
         first, second = (points[1] - points[0]) / 2, (points[3] - points[2]) / 2
         if min(np.linalg.norm(first), np.linalg.norm(second)) > 0:
-            return ellipse_outline(centre, first, second), True
+            return ellipse_outline(center, first, second), True
     if kind in ("INTERPOLATED", "POLYGON", "POLYLINE") and num_points >= 2:
         is_closed = num_points >= 4 and bool(np.allclose(points[0], points[-1], rtol=0, atol=1e-6))
         if kind == "POLYGON" and not is_closed and num_points >= 3:
@@ -146,119 +147,109 @@ def drawn_shape(kind: str, points: Floats) -> tuple[Floats, bool] | None:
     return None
 
 
-def add_shape(
-    region: OpenRegion,
-    kind: str,
-    numbers: Floats,
-    target: Target,
-    index: int,
-    writer: RegionWriter,
-    by_slice: BySlice,
-) -> None:
-    """Add a shape in the pixels of one slice.
+class Drawing:
+    """Shapes of one region. Closed outlines are stored together, because one may be a hole in another.
 
     Args:
-        region: Takes what is open; what is closed goes into ``by_slice``.
-        kind: Graphic type.
-        numbers: x, y, x, y, ...; pixel coordinates, edges.
-        target: The series.
-        index: Of the slice.
-        writer: Counts.
-        by_slice: Outlines so far.
+        region: The region.
+        writer: Counts shapes that have no place.
     """
-    drawn = None if len(numbers) % 2 else drawn_shape(kind, numbers.reshape(-1, 2))
-    if drawn is None:
-        writer.dangling("UNSUPPORTED_SHAPE" if len(numbers) else "DEGENERATE")
-        return
-    points, is_closed = drawn
-    if is_closed:
-        by_slice.setdefault((target.number, index), []).append((target, 0.0, points))
-    else:
-        region.add_open(target, index, points)
+
+    def __init__(self, region: OpenRegion, writer: RegionWriter) -> None:
+        self._region = region
+        self._writer = writer
+        self._closed: dict[tuple[int, int], tuple[Target, list[tuple[float, Floats]]]] = {}
+
+    def add_closed(self, target: Target, index: int, points: Floats, height_mm: float = 0.0) -> None:
+        """Add a closed outline of one slice.
+
+        Args:
+            target: The series.
+            index: Index of the slice.
+            points: ``(n, 2)`` pixel coordinates.
+            height_mm: Distance in front of the slice.
+        """
+        self._closed.setdefault((target.number, index), (target, []))[1].append((height_mm, points))
+
+    def add(self, kind: str, numbers: Floats, target: Target, index: int) -> None:
+        """Add a shape in the pixels of one slice.
+
+        Args:
+            kind: Graphic type.
+            numbers: x, y, x, y, ...; pixel coordinates, edges.
+            target: The series.
+            index: Index of the slice.
+        """
+        drawn = None if len(numbers) % 2 else drawn_shape(kind, numbers.reshape(-1, 2))
+        if drawn is None:
+            self._writer.dangling("UNSUPPORTED_SHAPE" if len(numbers) else "DEGENERATE")
+            return
+        points, is_closed = drawn
+        (self.add_closed if is_closed else self._region.add_open)(target, index, points)
+
+    def add_in_space(self, kind: str, numbers: Floats, targets: Sequence[Target]) -> None:
+        """Add a shape in space to the slices that it lies in.
+
+        Args:
+            kind: Graphic type, or ``ELLIPSOID``.
+            numbers: x, y, z, x, y, z, ...; mm, LPS.
+            targets: Series of the frame of reference of the numbers.
+        """
+        points = numbers.reshape(-1, 3) if len(numbers) % 3 == 0 else numbers[:0].reshape(0, 3)
+        if not targets:
+            self._writer.dangling("FRAME_OF_REFERENCE_UNKNOWN")
+            return
+        if kind == "ELLIPSOID" and len(points) == 6:
+            self._add_ellipsoid(points, targets)
+            return
+        drawn = drawn_shape(kind, points) if len(points) else None
+        if drawn is None:
+            self._writer.dangling("UNSUPPORTED_SHAPE" if len(points) else "DEGENERATE")
+            return
+        outline, is_closed = drawn
+        places: Sequence[Placed] | Dangling
+        places = place_outline(outline, targets) if is_closed else place_points(outline, targets) or "OUTSIDE"
+        if isinstance(places, str):
+            self._writer.dangling(places)
+            return
+        for target, index, pixels, height_mm in places:
+            if is_closed:
+                self.add_closed(target, index, pixels, height_mm)
+            else:
+                self._region.add_open(target, index, pixels)
+
+    def store(self) -> None:
+        """Store the closed outlines of all slices in the region."""
+        for (_, index), (target, outlines) in self._closed.items():
+            self._region.add_outlines(target, index, nearest_plane(outlines, target.thickness_mm))
+
+    def _add_ellipsoid(self, points: Floats, targets: Sequence[Target]) -> None:
+        """Cut an ellipsoid, given by the ends of its three axes, with every slice."""
+        ends = points.reshape(3, 2, 3)
+        center = ends.mean(axis=(0, 1))
+        axes = (ends[:, 1] - ends[:, 0]) / 2
+        lengths = np.linalg.norm(axes, axis=1)
+        if lengths.min() <= 0:
+            self._writer.dangling("DEGENERATE")
+            return
+        # The unit sphere in coordinates along the axes: x such that |shrink @ (x - center)| = 1.
+        shrink = axes / (lengths**2)[:, None]
+        is_met = False
+        for target in targets:
+            for index in range(target.num_slices):
+                section = _section(target, index, center, shrink)
+                if section is not None:
+                    is_met = True
+                    self.add_closed(target, index, section)
+        if not is_met:
+            self._writer.dangling("OUTSIDE")
 
 
-def add_shape_in_space(
-    region: OpenRegion,
-    kind: str,
-    numbers: Floats,
-    targets: Sequence[Target],
-    writer: RegionWriter,
-    by_slice: BySlice,
-) -> None:
-    """Add a shape in space to the slices that it lies in; as `add_shape`, with x, y, z in mm, LPS.
-
-    Args:
-        region: As there.
-        kind: As there, and ``ELLIPSOID``.
-        numbers: x, y, z, x, y, z, ...
-        targets: Series of the frame of reference of the numbers.
-        writer: As there.
-        by_slice: As there.
-    """
-    points = numbers.reshape(-1, 3) if len(numbers) % 3 == 0 else numbers[:0].reshape(0, 3)
-    if not targets:
-        writer.dangling("FRAME_OF_REFERENCE_UNKNOWN")
-        return
-    if kind == "ELLIPSOID" and len(points) == 6:
-        _add_ellipsoid(points, targets, writer, by_slice)
-        return
-    drawn = drawn_shape(kind, points) if len(points) else None
-    if drawn is None:
-        writer.dangling("UNSUPPORTED_SHAPE" if len(points) else "DEGENERATE")
-        return
-    outline, is_closed = drawn
-    if not is_closed:
-        places = place_points(outline, targets)
-        for target, index, pixels, _ in places:
-            region.add_open(target, index, pixels)
-        if not places:
-            writer.dangling("OUTSIDE")
-        return
-    found = place_outline(outline, targets)
-    if isinstance(found, str):
-        writer.dangling(found)
-        return
-    for target, index, pixels, height_mm in found:
-        by_slice.setdefault((target.number, index), []).append((target, height_mm, pixels))
-
-
-def store_outlines(region: OpenRegion, by_slice: BySlice) -> None:
-    """Add the outlines of all slices to their region."""
-    for (_, index), found in by_slice.items():
-        target = found[0][0]
-        outlines = [(height_mm, points) for _, height_mm, points in found]
-        region.add_outlines(target, index, nearest_plane(outlines, target.thickness_mm))
-
-
-def _add_ellipsoid(
-    points: Floats, targets: Sequence[Target], writer: RegionWriter, by_slice: BySlice
-) -> None:
-    """Cut an ellipsoid, given by the ends of its three axes, with every slice."""
-    ends = points.reshape(3, 2, 3)
-    centre = ends.mean(axis=(0, 1))
-    axes = (ends[:, 1] - ends[:, 0]) / 2
-    lengths = np.linalg.norm(axes, axis=1)
-    if lengths.min() <= 0:
-        writer.dangling("DEGENERATE")
-        return
-    # The unit sphere in coordinates along the axes: x such that |shrink @ (x - center)| = 1.
-    shrink = axes / (lengths**2)[:, None]
-    is_met = False
-    for target in targets:
-        for index in range(target.num_slices):
-            section = _section(target, index, centre, shrink)
-            if section is not None:
-                is_met = True
-                by_slice.setdefault((target.number, index), []).append((target, 0.0, section))
-    if not is_met:
-        writer.dangling("OUTSIDE")
-
-
-def _section(target: Target, index: int, centre: Floats, shrink: Floats) -> Floats | None:
+def _section(target: Target, index: int, center: Floats, shrink: Floats) -> Floats | None:
     """Outline of the ellipsoid in one slice, pixel coordinates."""
     plane = target.plane(index)
     # |a x + b y + c| = 1 for the column x and the row y: a conic, with its center where the gradient is 0.
-    a, b, c = shrink @ plane.per_column, shrink @ plane.per_row, shrink @ (plane.origin - centre)
+    a, b, c = shrink @ plane.per_column, shrink @ plane.per_row, shrink @ (plane.origin - center)
     shape = np.array([[a @ a, a @ b], [a @ b, b @ b]])
     middle = np.linalg.solve(shape, -np.array([a @ c, b @ c]))
     nearest = a * middle[0] + b * middle[1] + c
@@ -268,15 +259,6 @@ def _section(target: Target, index: int, centre: Floats, shrink: Floats) -> Floa
     values, vectors = np.linalg.eigh(shape)
     radii = np.sqrt(room / values)
     return ellipse_outline(middle + 0.5, vectors[:, 0] * radii[0], vectors[:, 1] * radii[1])
-
-
-_ON_SLICE: float = 0.05
-"""A plane lies in a slice when it is no farther away than this share of a slice's thickness."""
-_STRAIGHT = 1e-3
-"""Share of a pixel by which a grid may be askew and still be read row by row and column by column."""
-
-Plate = NDArray[Any]
-"""Pixels of one plane, ``(rows, columns)``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,11 @@ The readers, and with them pydicom and highdicom, are imported when the first fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Final
 
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.attachments import Attached, AttachmentItem, StoredSeries, StudyContext
@@ -41,11 +41,11 @@ class AnnotationKind:
 
     def recognise(self, path: Path, head: bytes) -> bool:
         """Tell whether a file that is not DICOM is of this kind."""
-        return bool(self.recogniser) and bool(_function(self.recogniser)(path, head))
+        return bool(self.recogniser) and bool(resolve_name(self.recogniser)(path, head))
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:
         """Identify the patients and studies of a file's records; see `AttachmentKind`."""
-        described = _function(self.describer)(path, _limits())
+        described = resolve_name(self.describer)(path, _limits())
         return tuple(described) if isinstance(described, list) else (described,)
 
     def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:
@@ -64,7 +64,7 @@ class AnnotationKind:
             limits=_limits(),
         )
         targets = Targets([target_of(series) for series in study.series])
-        read = _function(self.reader)
+        read = resolve_name(self.reader)
         if self.has_items:
             read(path, items, targets, writer)
         else:
@@ -155,12 +155,6 @@ KINDS: Final = (
     ),
 )
 """All kinds, in the order in which files are offered to them, and in which their regions are numbered."""
-
-
-def _function(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
 
 
 @cache

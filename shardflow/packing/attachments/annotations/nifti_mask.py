@@ -42,7 +42,7 @@ def is_label_volume(path: Path, head: bytes) -> bool:
 
 
 def describe_label_volume(path: Path, limits: AnnotationLimits) -> AttachmentItem:
-    """Say whose a volume of labels is, by the names that it and its folder have.
+    """Identify the study of a volume of labels, by its name and that of its folder.
 
     Raises:
         SourceError: As `read_label_volume`.
@@ -85,7 +85,7 @@ def read_label_volume(path: Path, targets: Targets, writer: RegionWriter) -> Non
     plates = dict(zip(stack.position_of.tolist(), volume, strict=True))
     is_met = False
     for target in in_space:
-        reach = stack.reach_mm(target, is_source=_is_same_grid(stack, target))
+        reach = stack.reach_mm(target, is_source=stack.num_positions == target.num_slices)
         for index in range(target.num_slices):
             footprint = stack.footprint(target.plane(index), target.shape, reach)
             if footprint is not None:
@@ -97,10 +97,6 @@ def read_label_volume(path: Path, targets: Targets, writer: RegionWriter) -> Non
 
 def _header_limits(limits: AnnotationLimits) -> HeaderLimits:
     return HeaderLimits(max_frame_pixels=limits.max_frame_pixels, max_frames=limits.max_frames)
-
-
-def _is_same_grid(stack: PlaneStack, target: Target) -> bool:
-    return stack.num_positions == target.num_slices
 
 
 def _planes(header: InstanceHeader) -> list[Plane] | None:

@@ -124,11 +124,11 @@ def clip_outline(outline: Floats, rows: int, columns: int) -> Floats:
     return outline
 
 
-def ellipse_outline(centre: Floats, first: Floats, second: Floats) -> Floats:
+def ellipse_outline(center: Floats, first: Floats, second: Floats) -> Floats:
     """Make an outline of an ellipse.
 
     Args:
-        centre: ``(d,)``.
+        center: ``(d,)``.
         first: From the center to the end of one axis, ``(d,)``.
         second: To the end of the other.
 
@@ -136,7 +136,7 @@ def ellipse_outline(centre: Floats, first: Floats, second: Floats) -> Floats:
         ``(n, d)`` points on the ellipse.
     """
     angle = np.linspace(0, 2 * np.pi, _ELLIPSE_POINTS, endpoint=False)[:, None]
-    return np.asarray(centre + np.cos(angle) * first + np.sin(angle) * second, np.float64)
+    return np.asarray(center + np.cos(angle) * first + np.sin(angle) * second, np.float64)
 
 
 def outline_box(points: Floats) -> tuple[float, float, float, float]:

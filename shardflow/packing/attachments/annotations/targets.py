@@ -12,12 +12,15 @@ here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardflow.format.reasons import Reason, source_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,19 @@ class AnnotationLimits:
     """Items of a tree or rows of a table."""
     max_depth: int = 64
     """Levels of a tree."""
+
+    def check_file(self, path: Path) -> None:
+        """Refuse a file that is too large to be parsed whole.
+
+        Raises:
+            SourceError: LIMIT_EXCEEDED.
+            OSError: The file cannot be read.
+        """
+        num_bytes = path.stat().st_size
+        if num_bytes > self.max_file_bytes:
+            raise source_error(
+                Reason.LIMIT_EXCEEDED, f"{num_bytes} bytes, at most {self.max_file_bytes} allowed"
+            )
 
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -121,7 +137,7 @@ class Target:
 
     @property
     def pixel_mm(self) -> tuple[float, float] | None:
-        """Millimetres between rows and between columns, where they are known."""
+        """Millimeters between rows and between columns; None if unknown."""
         if self.pixel_spacing_mm is not None:
             between_rows, between_columns = self.pixel_spacing_mm
             return float(between_rows), float(between_columns)
@@ -201,12 +217,16 @@ class Targets:
         found = self._by_instance.get(sop_uid, [])
         return [(target, index) for target, index, frame in found if not frames or frame in frames]
 
+    def find_all(self, references: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[Target, int]]:
+        """Find the slices that came from several instances, each with its frames."""
+        return [place for sop_uid, frames in references for place in self.find(sop_uid, frames)]
+
     def of_series(self, series_uids: set[str]) -> list[Target]:
-        """Series that came from one of several source series."""
+        """Return the series that came from one of several source series."""
         return [target for target in self._series if target.series_uid in series_uids]
 
     def of_frame(self, frame_of_reference_uid: str) -> list[Target]:
-        """Series with an affine that share a frame of reference; none for an empty one."""
+        """Return the series with an affine that share a frame of reference; none for an empty one."""
         return [
             target
             for target in self._series

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal
 
+from shardflow.packing.attachments.check_digits import is_verhoeff
 from shardflow.reports.lexicon import Lexicon, Side, fold_words, load_lexicon, word_set
 
 _MAX_LABEL: Final = 128
@@ -41,6 +42,8 @@ _SCHEMES: Final[dict[str, re.Pattern[str]]] = {
     "UMLS": re.compile(r"C\d{7}"),
 }
 """Coding schemes that are kept (PS3.16, table 8-1), with the form of their values."""
+_CONCEPT_PARTITIONS: Final = ("00", "10")
+"""Digits before the check digit of SNOMED CT identifiers that are of concepts."""
 _UNITS: Final = word_set(
     "mm cm m mm2 cm2 mm3 cm3 ml l 1 % deg [hnsf'U] {SUVbw}g/ml {counts} ms s mm2/s um2/s 10-6.mm2/s Bq/ml"
     " kBq/ml HU g Gy cGy {ratio} {pixels} {voxels} /mm /cm"
@@ -137,7 +140,7 @@ def allow_code(code: Code | None) -> dict[str, str] | None:
     """
     if code is None or code.scheme not in _SCHEMES or not _SCHEMES[code.scheme].fullmatch(code.value):
         return None
-    if code.scheme == "SCT" and not _is_concept(code.value):
+    if code.scheme == "SCT" and not (is_verhoeff(code.value) and code.value[-3:-1] in _CONCEPT_PARTITIONS):
         return None
     return {"scheme": code.scheme, "value": code.value}
 
@@ -155,23 +158,3 @@ def side_of_code(code: Code | None) -> Literal["B", "L", "R"] | None:
 @cache
 def _shipped() -> Lexicon:
     return load_lexicon()
-
-
-# Verhoeff's check digit, as SNOMED CT uses it (Technical Implementation Guide, appendix B): multiplication of
-# the dihedral group of order 10, and the permutation of each place, made from the one of the first.
-def _times(a: int, b: int) -> int:
-    turned = (a + b) % 5 if a < 5 else (a - b) % 5
-    return turned + 5 * ((a < 5) != (b < 5))
-
-
-_SHUFFLE: Final = (1, 5, 7, 6, 2, 8, 3, 0, 9, 4)
-
-
-def _is_concept(value: str) -> bool:
-    """Whether digits are an identifier of a concept: check digit and partition."""
-    total = 0
-    for place, digit in enumerate(map(int, reversed(value))):
-        for _ in range(place % 8):
-            digit = _SHUFFLE[digit]
-        total = _times(total, digit)
-    return total == 0 and value[-3:-1] in ("00", "10")

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
+from shardflow.packing.attachments.check_digits import is_mod_10, is_verhoeff
+
 
 class _System(NamedTuple):
     names: str
@@ -21,47 +23,10 @@ class _System(NamedTuple):
     check: Callable[[str], bool] | None = None
 
 
-_MULTIPLY: Final = (
-    (0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
-    (1, 2, 3, 4, 0, 6, 7, 8, 9, 5),
-    (2, 3, 4, 0, 1, 7, 8, 9, 5, 6),
-    (3, 4, 0, 1, 2, 8, 9, 5, 6, 7),
-    (4, 0, 1, 2, 3, 9, 5, 6, 7, 8),
-    (5, 9, 8, 7, 6, 0, 4, 3, 2, 1),
-    (6, 5, 9, 8, 7, 1, 0, 4, 3, 2),
-    (7, 6, 5, 9, 8, 2, 1, 0, 4, 3),
-    (8, 7, 6, 5, 9, 3, 2, 1, 0, 4),
-    (9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-)
-"""The dihedral group of order ten, by which SNOMED CT identifiers are checked (Verhoeff)."""
-_PERMUTE: Final = (
-    (0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
-    (1, 5, 7, 6, 2, 8, 3, 0, 9, 4),
-    (5, 8, 0, 3, 7, 9, 6, 1, 4, 2),
-    (8, 9, 1, 6, 0, 4, 3, 5, 2, 7),
-    (9, 4, 5, 3, 1, 2, 6, 8, 7, 0),
-    (4, 2, 8, 6, 5, 7, 3, 9, 0, 1),
-    (2, 7, 9, 3, 8, 0, 6, 4, 1, 5),
-    (7, 0, 4, 6, 9, 1, 3, 2, 5, 8),
-)
-
-
-def _is_snomed(code: str) -> bool:
-    """Whether the last digit is right (SNOMED CT Technical Implementation Guide, 5.4)."""
-    check = 0
-    for place, digit in enumerate(reversed(code)):
-        check = _MULTIPLY[check][_PERMUTE[place % 8][int(digit)]]
-    return check == 0
-
-
 def _is_loinc(code: str) -> bool:
-    """Whether the digit behind the hyphen is right: mod 10 (LOINC Users' Guide, appendix C)."""
+    """Return whether the digit after the hyphen is right."""
     digits, _, check = code.removeprefix("LA").removeprefix("LP").partition("-")
-    total = sum(
-        int(digit) if place % 2 else sum(divmod(2 * int(digit), 10))
-        for place, digit in enumerate(reversed(digits))
-    )
-    return -total % 10 == int(check)
+    return is_mod_10(digits, int(check))
 
 
 # Lists of short words: a form such as "two to eight capitals" would let names pass.
@@ -132,7 +97,7 @@ _SYSTEMS: Final[Mapping[str, _System]] = {
     "SNOMED": _System(
         "http://snomed.info/sct 2.16.840.1.113883.6.96 SCT SNOMED SNM3 SNOMED-CT",
         r"[1-9]\d{5,17}",
-        _is_snomed,
+        is_verhoeff,
     ),
     "SRT": _System("http://snomed.info/srt SRT", r"[A-Z]\d?-[0-9A-F]{5}"),
     # Lists of words that FHIR itself defines.
@@ -200,56 +165,9 @@ _ANNOTATION: Final = re.compile(r"\{[^{}]*\}")
 _SPLIT: Final = re.compile(r"[/.*]")
 _POWER: Final = re.compile(r"10(?:\*|\^|E)-?\d{1,2}|[xX]?10[eE^*]\d{1,2}")
 _EXPONENT: Final = re.compile(r"(?<=[A-Za-z\]])(?:\+|\^)?-?\d$")
-_PREFIXES: Final = (
-    "",
-    "da",
-    "d",
-    "c",
-    "m",
-    "u",
-    "\N{MICRO SIGN}",
-    "\N{GREEK SMALL LETTER MU}",
-    "n",
-    "p",
-    "f",
-    "k",
-    "h",
-    "M",
-    "G",
-)
+_PREFIXES: Final = ("", *["da", "d", "c", "m", "u", "µ", "μ", "n", "p", "f", "k", "h", "M", "G"])
 _METRIC: Final = frozenset(
-    [
-        "g",
-        "l",
-        "L",
-        "m",
-        "s",
-        "mol",
-        "eq",
-        "Eq",
-        "osm",
-        "Osm",
-        "U",
-        "IU",
-        "[iU]",
-        "kat",
-        "cal",
-        "J",
-        "Pa",
-        "bar",
-        "Hz",
-        "V",
-        "A",
-        "W",
-        "K",
-        "Bq",
-        "Ci",
-        "Gy",
-        "Sv",
-        "N",
-        "C",
-        "t",
-    ]
+    "g l L m s mol eq Eq osm Osm U IU [iU] kat cal J Pa bar Hz V A W K Bq Ci Gy Sv N C t".split()  # noqa: SIM905
 )
 _OTHER: Final = frozenset(
     """

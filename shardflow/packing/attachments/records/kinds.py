@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +44,6 @@ from shardflow.packing.sources.documents.hl7 import (
 
 _PART: Final = "records"
 _DOCUMENTS: Final = "documents"
-_VERSION: Final = 1
 _SHOWN_SOPS: Final = 16
 _MAX_ITEMS: Final = 1 << 20
 
@@ -52,36 +51,51 @@ Write = Callable[[RecordFilter], None]
 
 
 def record_kinds(settings: RecordsConfig) -> tuple[AttachmentKind, ...]:
-    """Return the kinds; mapped ones first, since they are the most specific."""
+    """Return the kinds, the most specific first: those of mappings."""
     mapped = tuple(_Mapped(settings, mapping) for mapping in settings.mappings)
     return (*mapped, _Fhir(settings), _Cda(settings), _Hl7(settings))
 
 
-@dataclass(frozen=True, slots=True)
 class _Records:
-    """Shared part of the kinds."""
+    """Shared part of the kinds: a file has numbered records, each with facts that link it to a study."""
 
-    settings: RecordsConfig
+    name: str
+    version = 1
+    sop_classes: frozenset[str] = frozenset()
+    forms: frozenset[str]
+    """Document forms that are read."""
+    if_empty: Reason | None = None
+    """Reason for a file without records."""
 
-    @property
-    def version(self) -> int:
-        return _VERSION
+    def __init__(self, settings: RecordsConfig) -> None:
+        self.settings = settings
 
-    @property
-    def sop_classes(self) -> frozenset[str]:
-        return frozenset()
+    def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002 - by content
+        return recognise_document(head) in self.forms
 
-    def _attach(self, study: StudyContext, people: People, write: Write) -> Attached:
-        """Write records and return their fields and parts."""
-        record_filter = RecordFilter(
-            study,
-            people,
-            free_text=self.settings.free_text,
-            max_days=self.settings.max_days,
-            first_document=study.num(_PART, _DOCUMENTS),
-        )
-        write(record_filter)
+    def describe(self, path: Path) -> Sequence[AttachmentItem]:
+        with _as_attachment():
+            items: list[AttachmentItem] = []
+            for number, facts, content in self._facts(path):
+                if len(items) == _MAX_ITEMS:
+                    raise source_error(Reason.LIMIT_EXCEEDED, f"more than {_MAX_ITEMS} records")
+                items.append(_item(number, facts, content))
+            if not items and self.if_empty is not None:
+                raise source_error(self.if_empty)
+            return items
+
+    def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:
         first = study.num(_PART, _DOCUMENTS)
+        with _as_attachment():
+            people, write = self._load(path, items)
+            record_filter = RecordFilter(
+                study,
+                people,
+                free_text=self.settings.free_text,
+                max_days=self.settings.max_days,
+                first_document=first,
+            )
+            write(record_filter)
         left_out = [
             {"count": count, "reason": reason}
             for reason, count in sorted(record_filter.left_out.items())
@@ -100,116 +114,86 @@ class _Records:
             parts={_PART: {name: rows for name, rows in parts.items() if rows}},
         )
 
+    def _facts(self, path: Path) -> Iterator[tuple[int, DocumentFacts, str]]:
+        """Yield number, linking facts and digest of each record."""
+        raise NotImplementedError
 
-@dataclass(frozen=True, slots=True)
+    def _load(self, path: Path, items: Sequence[int]) -> tuple[People, Write]:
+        """Return everybody whom some records name, and a function that writes the records."""
+        raise NotImplementedError
+
+
 class _Fhir(_Records):
     """Bundles, single resources and NDJSON; a record is a resource."""
 
-    @property
-    def name(self) -> str:
-        return "fhir"
+    name = "fhir"
+    forms = frozenset({"fhir", "fhir-lines"})
 
-    def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002 - by content
-        return recognise_document(head) in {"fhir", "fhir-lines"}
+    def _facts(self, path: Path) -> Iterator[tuple[int, DocumentFacts, str]]:
+        resources = read_resources(path)
+        is_used = False
+        for place, resource in resources.resources():
+            name = resource.get("resourceType")
+            is_used |= name == "Patient" or name in FHIR_KINDS
+            if name in FHIR_KINDS:
+                facts = resources.index.facts(resource)
+                yield place, facts, resources.digest(facts)
+        if not is_used:
+            raise source_error(Reason.NOT_ATTACHMENT)
 
-    def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        with _as_attachment():
-            resources = read_resources(path)
-            items: list[AttachmentItem] = []
-            num_patients = 0
-            for place, resource in resources.resources():
-                name = resource.get("resourceType")
-                num_patients += name == "Patient"
-                if name in FHIR_KINDS:
-                    facts = resources.index.facts(resource)
-                    items.append(_item(place, facts, resources.digest(facts)))
-                    _check_number(items)
-            if not items and not num_patients:
-                raise source_error(Reason.NOT_ATTACHMENT)
-            return items
+    def _load(self, path: Path, items: Sequence[int]) -> tuple[People, Write]:
+        resources = read_resources(path)
+        chosen = list(resources.at(items))
+        people = _everybody(resources.index.facts(resource).people for resource in chosen)
 
-    def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:
-        with _as_attachment():
-            resources = read_resources(path)
-            chosen = list(resources.at(items))
-            people = People()
-            for resource in chosen:
-                people.merge(resources.index.facts(resource).people.values())
+        def write(record_filter: RecordFilter) -> None:
+            patient = next(filter(None, map(resources.index.patient, chosen)), None)
+            for resource in [*([] if patient is None else [patient]), *chosen]:
+                write_resource(resource, resources.index, record_filter)
 
-            def write(record_filter: RecordFilter) -> None:
-                patient = next(filter(None, map(resources.index.patient, chosen)), None)
-                if patient is not None:
-                    write_resource(patient, resources.index, record_filter)
-                for resource in chosen:
-                    write_resource(resource, resources.index, record_filter)
-
-            return self._attach(study, people, write)
+        return people, write
 
 
-@dataclass(frozen=True, slots=True)
 class _Cda(_Records):
     """Documents of the Clinical Document Architecture; each is one record."""
 
-    @property
-    def name(self) -> str:
-        return "cda"
+    name = "cda"
+    forms = frozenset({"cda"})
 
-    def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002 - by content
-        return recognise_document(head) == "cda"
+    def _facts(self, path: Path) -> Iterator[tuple[int, DocumentFacts, str]]:
+        root = parse_xml(read_bounded(path))
+        if root.name != "ClinicalDocument":
+            raise source_error(Reason.NOT_ATTACHMENT)
+        yield 0, cda_facts(root), ""
 
-    def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        with _as_attachment():
-            root = parse_xml(read_bounded(path))
-            if root.name != "ClinicalDocument":
-                raise source_error(Reason.NOT_ATTACHMENT)
-            return [_item(0, cda_facts(root))]
-
-    def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:  # noqa: ARG002 - one
-        with _as_attachment():
-            root = parse_xml(read_bounded(path))
-            return self._attach(
-                study, cda_facts(root).people, lambda record_filter: write_document(root, record_filter)
-            )
+    def _load(self, path: Path, items: Sequence[int]) -> tuple[People, Write]:  # noqa: ARG002 - one
+        root = parse_xml(read_bounded(path))
+        return cda_facts(root).people, partial(write_document, root)
 
 
-@dataclass(frozen=True, slots=True)
 class _Hl7(_Records):
     """Messages of HL7v2; a record is an order with its results, or a message without any."""
 
-    @property
-    def name(self) -> str:
-        return "hl7v2"
+    name = "hl7v2"
+    forms = frozenset({"hl7v2"})
+    if_empty = Reason.ATTACHMENT_UNREADABLE
 
-    def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002 - by content
-        return recognise_document(head) == "hl7v2"
+    def _facts(self, path: Path) -> Iterator[tuple[int, DocumentFacts, str]]:
+        for number, (message, group) in enumerate(self._records(path)):
+            yield number, group_facts(message, group), ""
 
-    def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        with _as_attachment():
-            items = []
-            for number, (message, group) in enumerate(self._records(path)):
-                items.append(_item(number, group_facts(message, group)))
-                _check_number(items)
-            if not items:
-                raise source_error(Reason.ATTACHMENT_UNREADABLE)
-            return items
+    def _load(self, path: Path, items: Sequence[int]) -> tuple[People, Write]:
+        chosen = [one for number, one in enumerate(self._records(path)) if number in set(items)]
 
-    def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:
-        with _as_attachment():
-            wanted = set(items)
-            chosen = [one for number, one in enumerate(self._records(path)) if number in wanted]
-            people = People()
-            for message, _ in chosen:
-                people.merge(message_people(message).values())
+        def write(record_filter: RecordFilter) -> None:
+            written: set[int] = set()
+            for message, group in chosen:
+                if id(message) not in written:
+                    written.add(id(message))
+                    write_message(message, record_filter)
+                write_group(group, record_filter)
 
-            def write(record_filter: RecordFilter) -> None:
-                written: set[int] = set()
-                for message, group in chosen:
-                    if id(message) not in written:
-                        written.add(id(message))
-                        write_message(message, record_filter)
-                    write_group(group, record_filter)
-
-            return self._attach(study, people, write)
+        return _everybody(message_people(message) for message, _ in chosen), write
 
     def _records(self, path: Path) -> Iterator[tuple[Message, list[Segment]]]:
         for message in read_messages(decode_message(read_bounded(path))):
@@ -217,57 +201,45 @@ class _Hl7(_Records):
                 yield message, group
 
 
-@dataclass(frozen=True, slots=True)
 class _Mapped(_Records):
     """Files that a mapping describes."""
 
-    mapping: RecordMapping
+    if_empty = Reason.NOT_ATTACHMENT
 
-    @property
-    def name(self) -> str:
-        return f"mapped-{self.mapping.name}"
-
-    def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002 - by content
-        form = recognise_document(head)
-        root = self.mapping.root.encode()
-        if self.mapping.format == "xml":
-            return form in {"cda", "xml"} and (b"<" + root in head or b":" + root in head)
+    def __init__(self, settings: RecordsConfig, mapping: RecordMapping) -> None:
+        super().__init__(settings)
+        self.name = f"mapped-{mapping.name}"
+        self.mapping = mapping
         # One object a line looks like one object where there is one line.
-        forms = (
-            {"json", "fhir"}
-            if self.mapping.format == "json"
-            else {"json", "json-lines", "fhir", "fhir-lines"}
-        )
-        return form in forms and b'"' + root + b'"' in head
+        self.forms = {
+            "json": frozenset({"json", "fhir"}),
+            "json-lines": frozenset({"json", "json-lines", "fhir", "fhir-lines"}),
+            "xml": frozenset({"cda", "xml"}),
+        }[mapping.format]
 
-    def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        with _as_attachment():
-            items: list[AttachmentItem] = []
-            for number, root, record in self._records(path):
-                items.append(_item(number, mapped_facts(record, root, self.mapping)))
-                _check_number(items)
-            if not items:
-                raise source_error(Reason.NOT_ATTACHMENT)
-            return items
+    def recognise(self, path: Path, head: bytes) -> bool:
+        root = self.mapping.root.encode()
+        marks = (b"<" + root, b":" + root) if self.mapping.format == "xml" else (b'"' + root + b'"',)
+        return super().recognise(path, head) and any(mark in head for mark in marks)
 
-    def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:
-        with _as_attachment():
-            wanted = set(items)
-            chosen = [
-                (root, record) for number, root, record in self._chosen(path, items) if number in wanted
-            ]
-            people = People()
+    def _facts(self, path: Path) -> Iterator[tuple[int, DocumentFacts, str]]:
+        for number, root, record in self._records(path):
+            yield number, mapped_facts(record, root, self.mapping), ""
+
+    def _load(self, path: Path, items: Sequence[int]) -> tuple[People, Write]:
+        if self.mapping.format == "json-lines":
+            chosen = [(value, value) for value in (read_json_line(path, place) for place in items)]
+        else:
+            chosen = [(root, record) for number, root, record in self._records(path) if number in set(items)]
+
+        def write(record_filter: RecordFilter) -> None:
             for root, record in chosen:
-                people.merge(mapped_facts(record, root, self.mapping).people.values())
+                write_mapped(record, root, self.mapping, record_filter)
 
-            def write(record_filter: RecordFilter) -> None:
-                for root, record in chosen:
-                    write_mapped(record, root, self.mapping, record_filter)
-
-            return self._attach(study, people, write)
+        return _everybody(mapped_facts(record, root, self.mapping).people for root, record in chosen), write
 
     def _records(self, path: Path) -> Iterator[tuple[int, Any, Any]]:
-        """Number, root and node of each record; of lines, where each begins."""
+        """Yield number, root and node of each record; of lines, the number is where each begins."""
         if self.mapping.format == "json-lines":
             for place, value in iter_json_lines(path):
                 if isinstance(value, SourceError):
@@ -281,13 +253,12 @@ class _Mapped(_Records):
         for number, record in enumerate(find_records(root, self.mapping)):
             yield number, root, record
 
-    def _chosen(self, path: Path, items: Sequence[int]) -> Iterator[tuple[int, Any, Any]]:
-        if self.mapping.format != "json-lines":
-            yield from self._records(path)
-            return
-        for place in items:
-            value = read_json_line(path, place)
-            yield place, value, value
+
+def _everybody(people: Iterable[People]) -> People:
+    everybody = People()
+    for one in people:
+        everybody.merge(one.values())
+    return everybody
 
 
 @contextmanager
@@ -301,7 +272,7 @@ def _as_attachment() -> Iterator[None]:
         raise
 
 
-def _item(number: int, facts: DocumentFacts, content: str = "") -> AttachmentItem:
+def _item(number: int, facts: DocumentFacts, content: str) -> AttachmentItem:
     return AttachmentItem(
         item=number,
         study_uids=tuple(facts.study_uids),
@@ -312,11 +283,6 @@ def _item(number: int, facts: DocumentFacts, content: str = "") -> AttachmentIte
         time=None if facts.time is None else facts.time.replace(tzinfo=None),
         content=content,
     )
-
-
-def _check_number(items: Sequence[AttachmentItem]) -> None:
-    if len(items) > _MAX_ITEMS:
-        raise source_error(Reason.LIMIT_EXCEEDED, f"more than {_MAX_ITEMS} records")
 
 
 KINDS: Final = record_kinds(RecordsConfig())

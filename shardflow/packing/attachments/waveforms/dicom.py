@@ -19,6 +19,7 @@ from shardflow.packing.attachments.waveforms.recording import (
     allow_label,
     allow_unit,
     attach_recording,
+    parsing,
 )
 from shardflow.packing.sources.attachments import Attached, AttachmentItem, StudyContext
 from shardflow.packing.sources.dicom.values import is_whole
@@ -58,7 +59,7 @@ class DicomWaveformKind:
         return False
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        """Say whose the waveforms are."""
+        """Identify the patient, study and start of the waveforms."""
         dataset = _read(path, with_samples=False)
         study = str(dataset.get("StudyInstanceUID") or "")
         return [
@@ -93,15 +94,16 @@ def read_dicom_recording(path: Path) -> Recording:
         num_bytes += len(group.get("WaveformData") or b"")
         if num_bytes > MAX_BYTES:
             raise source_error(Reason.LIMIT_EXCEEDED, "too many bytes of samples")
-        try:
-            samples = multiplex_array(dataset, number, as_raw=True).T
-            rate = float(group.SamplingFrequency)
+        with parsing():
             padding = _padding(group)
-            channels = [_channel(channel, padding) for channel in group.ChannelDefinitionSequence]
-            start_s = float(group.get("MultiplexGroupTimeOffset") or 0.0) / 1000.0
-        except Exception as error:  # noqa: BLE001 - pydicom raises of every kind
-            raise source_error(Reason.ATTACHMENT_UNREADABLE, type(error).__name__) from None
-        arrays.append(SampleArray(samples=samples, rate_hz=rate, channels=channels, start_s=start_s))
+            arrays.append(
+                SampleArray(
+                    samples=multiplex_array(dataset, number, as_raw=True).T,
+                    rate_hz=float(group.SamplingFrequency),
+                    channels=[_channel(channel, padding) for channel in group.ChannelDefinitionSequence],
+                    start_s=float(group.get("MultiplexGroupTimeOffset") or 0.0) / 1000.0,
+                )
+            )
     events, num_left_out = _events(dataset)
     return Recording(
         source="dicom-waveform",
@@ -115,12 +117,10 @@ def read_dicom_recording(path: Path) -> Recording:
 def _read(path: Path, *, with_samples: bool) -> Dataset:
     from pydicom import dcmread
 
-    try:
+    with parsing():
         dataset = dcmread(path, force=True, specific_tags=None if with_samples else list(_LINKING))
-    except Exception as error:  # noqa: BLE001 - pydicom raises of every kind
-        raise source_error(Reason.ATTACHMENT_UNREADABLE, type(error).__name__) from None
     if with_samples and not is_whole(dataset):
-        raise source_error(Reason.ATTACHMENT_UNREADABLE, "the file was cut")
+        raise source_error(Reason.ATTACHMENT_UNREADABLE, "the file is truncated")
     return dataset
 
 
@@ -190,10 +190,7 @@ def _events(dataset: Dataset) -> tuple[list[dict[str, Any]], int]:
         if code is None:
             continue
         units = item.get("MeasurementUnitsCodeSequence")
-        numbers = item.get("NumericValue")
-        values = [] if numbers is None else numbers if hasattr(numbers, "__len__") else [numbers]
-        positions = item.get("ReferencedSamplePositions")
-        places = [] if positions is None else positions if hasattr(positions, "__len__") else [positions]
+        values, places = _values(item, "NumericValue"), _values(item, "ReferencedSamplePositions")
         unit = allow_unit(str(units[0].get("CodeValue") or "")) if units else None
         event: dict[str, Any] = {
             "code": code,
@@ -203,3 +200,8 @@ def _events(dataset: Dataset) -> tuple[list[dict[str, Any]], int]:
         }
         events.append({**event, "samples": [int(place) for place in places]} if places else event)
     return events, len(annotations) - len(events)
+
+
+def _values(item: Dataset, keyword: str) -> Sequence[Any]:
+    value = item.get(keyword)
+    return () if value is None else value if hasattr(value, "__len__") else (value,)

@@ -24,7 +24,7 @@ from shardflow.packing.attachments.waveforms.recording import (
     allow_label,
     allow_unit,
     attach_recording,
-    quiet_library,
+    parsing,
 )
 from shardflow.packing.sources.attachments import Attached, AttachmentItem, StudyContext
 
@@ -50,7 +50,7 @@ class EdfKind:
         return len(head) >= _FIXED_BYTES and _source_of(head) is not None
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        """Say whose the recording is."""
+        """Identify the patient and start of the recording."""
         with path.open("rb") as file:
             head = file.read(_FIXED_BYTES)
         is_plus = head[192:197] in {b"EDF+C", b"EDF+D", b"BDF+C", b"BDF+D"}
@@ -152,11 +152,8 @@ def _open(path: Path) -> Edf | Bdf:
 
     with path.open("rb") as file:
         is_bdf = file.read(1) == b"\xff"
-    try:
-        with quiet_library():
-            return read_bdf(path) if is_bdf else read_edf(path)
-    except Exception as error:  # noqa: BLE001 - whatever edfio raises
-        raise source_error(Reason.ATTACHMENT_UNREADABLE, type(error).__name__) from None
+    with parsing():
+        return read_bdf(path) if is_bdf else read_edf(path)
 
 
 def _start_of(recording: Edf | Bdf) -> datetime | None:

@@ -173,11 +173,21 @@ class Recording:
 
 
 @contextlib.contextmanager
-def quiet_library() -> Iterator[None]:
-    """Inside, warnings of a library are dropped: what is odd in a file is a flag or an error."""
+def parsing(what: str = "") -> Iterator[None]:
+    """Drop the warnings of a library, and convert whatever it raises over a file.
+
+    Args:
+        what: The part of the file that is read, for the error.
+
+    Raises:
+        SourceError: ATTACHMENT_UNREADABLE, with the class of the error.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - libraries raise of every kind
+            raise source_error(Reason.ATTACHMENT_UNREADABLE, what + type(error).__name__) from None
 
 
 def attach_recording(recording: Recording, study: StudyContext) -> Attached:

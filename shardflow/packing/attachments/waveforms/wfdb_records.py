@@ -26,7 +26,7 @@ from shardflow.packing.attachments.waveforms.recording import (
     allow_rhythm,
     allow_unit,
     attach_recording,
-    quiet_library,
+    parsing,
 )
 from shardflow.packing.sources.attachments import Attached, AttachmentItem, StudyContext
 
@@ -80,7 +80,7 @@ class WfdbKind:
         return path.suffix != "" and path.name in _members_beside(path)
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:
-        """Say whose the record is; nothing for samples and annotations."""
+        """Identify the patient and start of the record; return nothing for samples and annotations."""
         if path.suffix != ".hea":
             return ()
         header = _read_header(path)
@@ -118,7 +118,7 @@ def read_wfdb_recording(path: Path) -> Recording:
     for member in set(_members(path, header)):
         file = path.parent / member
         if file.is_symlink() or not file.is_file():
-            raise source_error(Reason.ATTACHMENT_UNREADABLE, "a file that the header names is not there")
+            raise source_error(Reason.ATTACHMENT_UNREADABLE, "a file that the header names is missing")
         num_bytes += file.stat().st_size
     num_signals, num_samples = int(header.line["signals"]), int(header.line["samples"] or 0)
     # Gaps between segments are declared and not stored, so a line of text may ask for any number of samples.
@@ -127,20 +127,17 @@ def read_wfdb_recording(path: Path) -> Recording:
     record: Any
     is_single = header.line["segments"] is None
     name = str(path.with_suffix(""))
-    try:
-        with quiet_library():
-            import wfdb
+    with parsing():
+        import wfdb
 
-            if is_single:
-                record = wfdb.rdrecord(name, physical=False, smooth_frames=False, return_res=32)
-                signals = record.e_d_signal
-                per_frame = record.samps_per_frame
-            else:
-                record = wfdb.rdrecord(name, physical=False, return_res=32)
-                signals = list(record.d_signal.T)
-                per_frame = [1] * len(signals)
-    except Exception as error:  # noqa: BLE001 - whatever wfdb raises
-        raise source_error(Reason.ATTACHMENT_UNREADABLE, type(error).__name__) from None
+        if is_single:
+            record = wfdb.rdrecord(name, physical=False, smooth_frames=False, return_res=32)
+            signals = record.e_d_signal
+            per_frame = record.samps_per_frame
+        else:
+            record = wfdb.rdrecord(name, physical=False, return_res=32)
+            signals = list(record.d_signal.T)
+            per_frame = [1] * len(signals)
     frames_per_s = float(record.fs)
     groups: dict[tuple[int, str], list[int]] = {}
     for number in range(len(signals)):
@@ -183,13 +180,10 @@ def _events(path: Path, frames_per_s: float) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for member in _annotations(path):
         annotator = member.rsplit(".", 1)[1]
-        try:
-            with quiet_library():
-                import wfdb
+        with parsing("annotations, "):
+            import wfdb
 
-                found = wfdb.rdann(str(path.with_suffix("")), annotator)
-        except Exception as error:  # noqa: BLE001 - whatever wfdb raises
-            raise source_error(Reason.ATTACHMENT_UNREADABLE, f"annotations, {type(error).__name__}") from None
+            found = wfdb.rdann(str(path.with_suffix("")), annotator)
         rate = float(found.fs or frames_per_s)
         for sample, symbol, note in zip(
             found.sample.tolist()[:MAX_EVENTS], found.symbol, found.aux_note, strict=False
@@ -238,7 +232,7 @@ def _members(path: Path, header: _Header) -> Iterator[str]:
         if name == _NO_SEGMENT:
             continue
         if _PLAIN_NAME.fullmatch(name) is None:
-            raise source_error(Reason.ATTACHMENT_UNREADABLE, "a file that the header names lies elsewhere")
+            raise source_error(Reason.ATTACHMENT_UNREADABLE, "the header names a file outside of its folder")
         if header.line["segments"] is None:
             yield name
             continue
