@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.keys import SAMPLE_KEY_PATTERN, Json, canonical_json, parse_json, sha256_hex
-from shardflow.format.reasons import OUTCOMES, OutcomeCounts, OutcomeName
+from shardflow.format.reasons import OUTCOMES, OutcomeCounts
 from shardflow.format.table import StreamedColumn, Table, stream_table
 
 FIRST_PREV = "0" * 64
@@ -45,7 +45,8 @@ class LedgerRow:
     """Surrogate of the input, ``[a-z0-9]{1,64}``; never its path."""
     kind: str
     """What the input is, such as ``"dicom"`` or ``"report"``."""
-    outcome: OutcomeName
+    outcome: str
+    """One of `OUTCOMES`."""
     reason: str | None
     """Reason code ``[A-Z0-9_]``; None exactly for packed inputs."""
     sample_key: str | None
@@ -302,24 +303,14 @@ def stream_outcomes(
         "format_version": FORMAT_VERSION,
         "reasons": [[name, outcome] for name, outcome in reasons],
     }
-    yield from stream_table(
-        [
-            StreamedColumn(name="file", dtype=keys.dtype, num_rows=len(keys), pieces=lambda: [keys]),
-            StreamedColumn(
-                name="first_line",
-                dtype=first_line.dtype,
-                num_rows=len(first_line),
-                pieces=lambda: [first_line],
-            ),
-            StreamedColumn(
-                name="outcome",
-                dtype=np.dtype("u1"),
-                num_rows=int(first_line[-1]),
-                pieces=lambda: outcomes,
-            ),
-        ],
-        meta,
-    )
+    columns = [
+        StreamedColumn(name="file", dtype=keys.dtype, shape=keys.shape, pieces=(keys,)),
+        StreamedColumn(
+            name="first_line", dtype=first_line.dtype, shape=first_line.shape, pieces=(first_line,)
+        ),
+        StreamedColumn(name="outcome", dtype=np.dtype("u1"), shape=(int(first_line[-1]),), pieces=outcomes),
+    ]
+    yield from stream_table(columns, meta)
 
 
 def _is_reason(value: Any) -> bool:

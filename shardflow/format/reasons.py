@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, NamedTuple
 
 from shardflow.errors import SourceError
 
-OutcomeName: TypeAlias = Literal["packed", "skipped", "quarantined"]
-OUTCOMES: tuple[OutcomeName, ...] = get_args(OutcomeName)
 _LOOK_UP: Final = "Find the inputs in the private ledger by their surrogates, and look at one of them."
 _AGAIN: Final = (
     "Give a process more {} (execution settings), remove its line from the private folder, pack anew."
@@ -38,7 +36,7 @@ PHASE_NAMES = (
     "convolution_kernel",
     "contrast",
 )
-"""What tells slices at one position apart, in the order in which it is asked."""
+"""Attributes that distinguish slices at one position, in the order in which they are tried."""
 FLAGS: dict[str, str] = {
     "derived": "At least one image says DERIVED: it was computed from others.",
     "detector_plane_spacing": "The pixel spacing is the one on the detector, not in the patient.",
@@ -82,6 +80,9 @@ class Outcome(StrEnum):
     PACKED = "packed"
     SKIPPED = "skipped"
     QUARANTINED = "quarantined"
+
+
+OUTCOMES: Final = tuple(outcome.value for outcome in Outcome)
 
 
 class Reason(StrEnum):
@@ -263,7 +264,7 @@ REASONS: dict[Reason, ReasonInfo] = {
         Outcome.QUARANTINED, "The report cannot be read as text, or its row does not fit the table."
     ),
     Reason.REPORT_WITHDRAWN: ReasonInfo(
-        Outcome.SKIPPED, "The system that made the report marks it as cancelled or as an error."
+        Outcome.SKIPPED, "The system that made the report marks it as canceled or as an error."
     ),
     Reason.REPORT_WITHOUT_STUDY: ReasonInfo(
         Outcome.SKIPPED, "No image of the study that the report names was found."
@@ -312,12 +313,12 @@ REASONS: dict[Reason, ReasonInfo] = {
 
 
 HELD_BACK: frozenset[str] = frozenset({Reason.BURNED_IN_ANNOTATION, Reason.FACE_RISK})
-"""Reasons by which a rule on privacy keeps an image back: quarantined, and no sign that anything is broken.
-Such an image does not take its study along, and does not count against the limit on quarantined inputs."""
+"""Reasons by which a privacy rule withholds an image: quarantined, although nothing is broken. Such an image
+does not quarantine its study, and does not count against the limit on quarantined inputs."""
 
 
 def outcome_of(reason: Reason | str) -> Outcome:
-    """Class of a reason: skipped or quarantined.
+    """Return the class of a reason: skipped or quarantined.
 
     Raises:
         ValueError: The code is not on the list.
@@ -326,7 +327,7 @@ def outcome_of(reason: Reason | str) -> Outcome:
 
 
 def source_error(reason: Reason, detail: str = "") -> SourceError:
-    """Make the error for a reason.
+    """Return the error for a reason.
 
     Args:
         reason: Why the input cannot be packed.

@@ -9,17 +9,18 @@ The layout is specified in docs/format.md, section 5::
     trailer    crc32c(checksums), end magic                   12 bytes
 
 Columns are views of the mapped file. A block is checked once, when it is first touched, so opening a table
-of any size costs its header and checksums alone. `stream_table` writes the same bytes as `encode_table` from
-pieces, in the memory of one piece; sizes must be known in advance, because the header contains them.
+of any size costs its header and checksums alone. `stream_table` writes a table in the memory of one piece;
+sizes must be known in advance, because the header contains them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +40,12 @@ TRAILER = struct.Struct("<I8s")
 # Object, Unicode, date and boolean columns have no one byte layout that every reader knows.
 _DTYPE = re.compile(r"<[iu][248]|\|[iu]1|<f[248]|\|S[1-9][0-9]{0,3}", re.ASCII)
 _KINDS = "iufS"
-# Above this mean length a copy for each span costs less than a number for each row.
+# Above this mean length, copying each span costs less than indexing each row.
 _LONG_SPAN_ROWS = 32
 
 
 class TableDamageError(ChecksumError):
-    """The bytes of a table file are not the ones that were written.
+    """Damage of a table file: its bytes are not the ones that were written.
 
     Attributes:
         offset: Where in the file, in bytes.
@@ -77,11 +78,11 @@ class Column:
 
     @property
     def num_blocks(self) -> int:
-        """How many checksums the column has."""
+        """Number of checksums of the column."""
         return -(-self.num_bytes // BLOCK_NUM_BYTES)
 
     def block_range(self, block: int) -> tuple[int, int]:
-        """The bytes of a block in the data region; the last one takes the padding with it."""
+        """Return the bytes of a block in the data region; the last block includes the padding."""
         start = block * BLOCK_NUM_BYTES
         stop = min(start + BLOCK_NUM_BYTES, align(self.num_bytes))
         return self.offset + start, self.offset + stop
@@ -103,7 +104,7 @@ def align(num_bytes: int) -> int:
 
 
 def crc32c(data: bytes | memoryview | NDArray[Any]) -> int:
-    """CRC-32C (Castagnoli) of a buffer, without copying it."""
+    """Return the CRC-32C (Castagnoli) of a buffer, without copying it."""
     if not isinstance(data, bytes):
         # google_crc32c takes bytes and arrays, read-only ones too, but refuses a memoryview.
         data = np.frombuffer(data, np.uint8)
@@ -114,7 +115,7 @@ def parse_layout(buffer: memoryview, name: str) -> Layout:
     """Read and check prefix, header, checksums and trailer; the data blocks are left unread.
 
     Raises:
-        TableDamageError: Something is not as it must be.
+        TableDamageError: The file is no whole table.
     """
     if buffer.nbytes < PREFIX.size:
         raise TableDamageError(name, buffer.nbytes, "prefix", "the end of the file")
@@ -126,7 +127,7 @@ def parse_layout(buffer: memoryview, name: str) -> Layout:
         raise TableDamageError(name, 8, "prefix", "a header length that passes the end of the file")
     header = bytes(buffer[PREFIX.size : data_start])
     if crc32c(header) != header_crc:
-        # Length and crc32c of the header lie before it, and one of them may be what is wrong.
+        # The wrong byte may also be in the length or the crc32c, which precede the header.
         raise TableDamageError(name, len(MAGIC), "header", "another crc32c")
     try:
         fields = json.loads(header)
@@ -169,9 +170,7 @@ def _parse_columns(entries: list[dict[str, Any]]) -> dict[str, Column]:
         if not _DTYPE.fullmatch(entry["dtype"]):
             raise ValueError
         dtype, shape = np.dtype(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = dtype.itemsize * math.prod(shape)
         # Everything but dtype and shape follows from the order of the columns, so a disagreement is damage.
         if not shape or min(shape) < 0 or (entry["offset"], entry["num_bytes"]) != (offset, num_bytes):
             raise ValueError
@@ -184,51 +183,6 @@ def _parse_columns(entries: list[dict[str, Any]]) -> dict[str, Column]:
     return columns
 
 
-def encode_table(columns: Mapping[str, NDArray[Any]], meta: Mapping[str, Json]) -> bytes:
-    """Encode columns and meta data as a table file.
-
-    Args:
-        columns: Arrays of signed, unsigned, floating or byte-string dtype with at least one axis; stored
-            little-endian
-            and in C order, in the order given.
-        meta: JSON without floating-point numbers.
-
-    Raises:
-        FormatError: A column has a dtype without defined bytes, or no axis.
-    """
-    entries: list[Json] = []
-    data: list[bytes] = []
-    checksums: list[int] = []
-    offset = 0
-    for name, values in columns.items():
-        if values.dtype.kind not in _KINDS or not values.ndim:
-            raise FormatError(
-                f"a column must be an array of {_KINDS}, got {values.dtype}, {values.ndim} axes ({name})."
-            )
-        array = np.asarray(values, dtype=values.dtype.newbyteorder("<"), order="C")
-        raw = array.tobytes()
-        raw += bytes(align(len(raw)) - len(raw))
-        entries.append(
-            {
-                "name": name,
-                "dtype": array.dtype.str,
-                "shape": list(array.shape),
-                "offset": offset,
-                "num_bytes": array.nbytes,
-            }
-        )
-        checksums += [crc32c(raw[at : at + BLOCK_NUM_BYTES]) for at in range(0, len(raw), BLOCK_NUM_BYTES)]
-        data.append(raw)
-        offset += len(raw)
-    text = canonical_json(
-        {"block_num_bytes": BLOCK_NUM_BYTES, "columns": entries, "data_num_bytes": offset, "meta": dict(meta)}
-    )
-    header = text.ljust(align(PREFIX.size + len(text)) - PREFIX.size)
-    packed = np.array(checksums, "<u4").tobytes()
-    prefix = PREFIX.pack(MAGIC, len(header), crc32c(header))
-    return b"".join([prefix, header, *data, packed, TRAILER.pack(crc32c(packed), END_MAGIC)])
-
-
 class Table:
     """A table file, open for reading. Safe for many threads.
 
@@ -237,7 +191,7 @@ class Table:
         name: What errors call the file.
 
     Attributes:
-        meta: The meta data that were encoded with the columns.
+        meta: The metadata that was encoded with the columns.
 
     Raises:
         TableDamageError: This is no whole table file, or its header or checksums are damaged.
@@ -252,7 +206,7 @@ class Table:
         self._data_start = layout.data_start
         self._checksums = layout.checksums
         self._is_checked = np.zeros(len(layout.checksums), bool)
-        # Columns of which no block is left to check, as views: what is read most often asks no further.
+        # Columns whose blocks are all checked, as views: the fast path of repeated reads.
         self._whole: dict[str, NDArray[Any]] = {}
 
     @property
@@ -269,8 +223,8 @@ class Table:
         found = (self.meta.get("kind"), self.meta.get("format_version"))
         if found != (kind, format_version):
             raise FormatError(
-                f"{self.name} must be a {kind} of format {format_version}, got {found[0]!a} {found[1]!a}; "
-                "a newer format needs a newer shardflow."
+                f"{self.name} must be a {kind} table of format {format_version}, got {found[0]!a} "
+                f"{found[1]!a}; a newer format needs a newer shardflow."
             )
 
     def num_rows(self, name: str) -> int:
@@ -293,7 +247,7 @@ class Table:
         return self._view(column)
 
     def whole(self, name: str) -> NDArray[Any] | None:
-        """Return a column as a read-only view if all of its blocks are checked by now, else nothing."""
+        """Return a column as a read-only view if all of its blocks are checked, else None."""
         return self._whole.get(name)
 
     def spans(self, name: str, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
@@ -326,19 +280,19 @@ class Table:
         column = self._column(name)
         at = np.atleast_1d(np.asarray(rows, np.int64))
         num_rows = column.shape[0]
-        if at.size and at.view(np.uint64).max() >= num_rows:  # as such a word a negative one is huge
+        if at.size and at.view(np.uint64).max() >= num_rows:  # a negative row is huge as uint64
             raise IndexError(f"rows must lie in [0, {num_rows}), got others ({self.name}, column {name}).")
         if name not in self._whole:
             self._check_rows(column, at, at + 1)
         return np.asarray(self._view(column)[rows])
 
     def gather_spans(self, name: str, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
-        """Return spans of rows of a column, one behind another; only their blocks are read and checked.
+        """Return spans of rows of a column, one after another; only their blocks are read and checked.
 
         Args:
             name: The column.
             starts: ``(n,)`` first row of each span.
-            stops: ``(n,)`` row behind its last one; an empty span is allowed.
+            stops: ``(n,)`` row after its last one; an empty span is allowed.
 
         Raises:
             FormatError: There is no such column.
@@ -369,7 +323,7 @@ class Table:
             return self._columns[name]
         except KeyError:
             raise FormatError(
-                f"{self.name} must have a column {name}, got {', '.join(self._columns)}; is it another table?"
+                f"{self.name} has no column {name}, only {', '.join(self._columns)}; is it a different table?"
             ) from None
 
     def _view(self, column: Column) -> NDArray[Any]:
@@ -417,13 +371,31 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedColumn:
-    """A column of one axis whose rows come in pieces."""
+    """A column whose rows come in pieces."""
 
     name: str
     dtype: np.dtype[Any]
-    num_rows: int
-    pieces: Callable[[], Iterable[NDArray[Any]]]
-    """Makes the pieces in order; each of one axis, of any length, and of values that the dtype holds."""
+    shape: tuple[int, ...]
+    pieces: Iterable[NDArray[Any]]
+    """The rows in order, in arrays of any length; read once."""
+
+
+def encode_table(columns: Mapping[str, NDArray[Any]], meta: Mapping[str, Json]) -> bytes:
+    """Encode columns and metadata as a table file.
+
+    Args:
+        columns: Arrays of signed, unsigned, floating-point or byte-string dtype with at least one axis;
+            stored little-endian and in C order, in the order given.
+        meta: JSON without floating-point numbers.
+
+    Raises:
+        FormatError: A column has a dtype without defined bytes, or no axis.
+    """
+    whole = [
+        StreamedColumn(name=name, dtype=values.dtype, shape=values.shape, pieces=(values,))
+        for name, values in columns.items()
+    ]
+    return b"".join(stream_table(whole, meta))
 
 
 def stream_table(columns: Sequence[StreamedColumn], meta: Mapping[str, Json]) -> Iterator[bytes]:
@@ -434,20 +406,24 @@ def stream_table(columns: Sequence[StreamedColumn], meta: Mapping[str, Json]) ->
         meta: JSON without floating-point numbers.
 
     Raises:
-        FormatError: A dtype has no defined bytes, or a column's pieces have another number of rows.
+        FormatError: A column has a dtype without defined bytes, no axis, or pieces with a different number
+            of rows in total.
     """
     entries: list[Json] = []
     offset = 0
     for column in columns:
         dtype = column.dtype.newbyteorder("<")
-        if dtype.kind not in _KINDS:
-            raise FormatError(f"a column must be of one of {_KINDS}, got {dtype} ({column.name}).")
-        num_bytes = dtype.itemsize * column.num_rows
+        if dtype.kind not in _KINDS or not column.shape:
+            raise FormatError(
+                f"a table stores columns of kind {', '.join(_KINDS)} with at least one axis, got {dtype} "
+                f"with {len(column.shape)} axes ({column.name})."
+            )
+        num_bytes = dtype.itemsize * math.prod(column.shape)
         entries.append(
             {
                 "name": column.name,
                 "dtype": dtype.str,
-                "shape": [column.num_rows],
+                "shape": list(column.shape),
                 "offset": offset,
                 "num_bytes": num_bytes,
             }
@@ -460,17 +436,17 @@ def stream_table(columns: Sequence[StreamedColumn], meta: Mapping[str, Json]) ->
     yield PREFIX.pack(MAGIC, len(header), crc32c(header)) + header
     checksums = array("I")
     for column in columns:
-        yield from _column(column, checksums)
+        yield from _column_bytes(column, checksums)
     packed = np.asarray(checksums, "<u4").tobytes()
     yield packed + TRAILER.pack(crc32c(packed), END_MAGIC)
 
 
-def _column(column: StreamedColumn, checksums: array[int]) -> Iterator[bytes]:
-    """Yield the bytes of a column with its padding, and add the checksums of its blocks."""
+def _column_bytes(column: StreamedColumn, checksums: array[int]) -> Iterator[bytes]:
+    """Yield the bytes of a column with its padding, and append the checksums of its blocks."""
     dtype = column.dtype.newbyteorder("<")
     num_rows = 0
     rest = b""
-    for piece in column.pieces():
+    for piece in column.pieces:
         num_rows += len(piece)
         data = rest + np.asarray(piece, dtype=dtype, order="C").tobytes()
         whole = len(data) // BLOCK_NUM_BYTES * BLOCK_NUM_BYTES
@@ -479,10 +455,9 @@ def _column(column: StreamedColumn, checksums: array[int]) -> Iterator[bytes]:
         if whole:
             yield data[:whole]
         rest = data[whole:]
-    if num_rows != column.num_rows:
+    if num_rows != column.shape[0]:
         raise FormatError(
-            f"a streamed column must have the {column.num_rows} rows that were announced, got {num_rows} "
-            f"({column.name})."
+            f"column {column.name} was announced with {column.shape[0]} rows, but its pieces hold {num_rows}."
         )
     rest += bytes(align(len(rest)) - len(rest))
     if rest:

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -557,26 +557,23 @@ def write_samples(
         span = splits.setdefault(shard.split, [row, row])
         row = span[1] = row + shard.num_samples
 
-    def pieces(name: str) -> Callable[[], Iterator[NDArray[Any]]]:
-        def make() -> Iterator[NDArray[Any]]:
-            start = 0
-            for number, shard in enumerate(shards):
-                stop = start + shard.num_samples
-                if name == "shard":
-                    yield np.full(shard.num_samples, number)
-                elif name in ("rows", "columns", "modality"):
-                    yield np.zeros(stop - start, "u1") if given is None else given[name][start:stop]
-                else:
-                    index = shard.index.path
-                    yield derived_column(ShardIndex(Table(store.map(index), name=index)), name)
-                start = stop
-
-        return make
+    def pieces(name: str) -> Iterator[NDArray[Any]]:
+        start = 0
+        for number, shard in enumerate(shards):
+            stop = start + shard.num_samples
+            if name == "shard":
+                yield np.full(shard.num_samples, number)
+            elif name in ("rows", "columns", "modality"):
+                yield np.zeros(shard.num_samples, "u1") if given is None else given[name][start:stop]
+            else:
+                index = shard.index.path
+                yield derived_column(ShardIndex(Table(store.map(index), name=index)), name)
+            start = stop
 
     dtypes = {"sample_key": f"S{key_num_bytes}", **_DTYPES}
     columns = [
         StreamedColumn(
-            name=name, dtype=np.dtype(dtypes.get(name, "<u4")), num_rows=num_rows, pieces=pieces(name)
+            name=name, dtype=np.dtype(dtypes.get(name, "<u4")), shape=(num_rows,), pieces=pieces(name)
         )
         for name in COLUMNS
     ]

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from shardflow.config import SPREAD, Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 from shardflow.format.keys import canonical_json
-from shardflow.format.reasons import OutcomeName
 from shardflow.packing.config import ExecutionConfig, IdentityConfig, check_splits
 from shardflow.packing.deid.report_text import ReportTextMode
 from shardflow.packing.deid.text_patterns import DateOrder
@@ -47,7 +46,7 @@ class LineReason(StrEnum):
 class ReasonInfo(NamedTuple):
     """What a reason means, and what to do."""
 
-    outcome: OutcomeName
+    outcome: str
     meaning: str
     remedy: str
 
@@ -111,7 +110,7 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
 PACKED: Final = 0
 """Number of a packed line."""
 
-REASON_TABLE: Final[tuple[tuple[str, OutcomeName], ...]] = (
+REASON_TABLE: Final[tuple[tuple[str, str], ...]] = (
     ("PACKED", "packed"),
     *((str(reason), REASONS[reason].outcome) for reason in LineReason),
 )

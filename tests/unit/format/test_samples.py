@@ -93,7 +93,7 @@ def test_more_modalities_than_a_byte_counts_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"kind": "shard-index"}, "must be a samples of format 1"),
+        ({"kind": "shard-index"}, "must be a samples table of format 1"),
         ({"format_version": 2}, "newer shardflow"),
         ({"splits": {"train": [0, 4]}}, "columns of 4 rows, got"),
         ({"splits": [1]}, "must name splits"),
