@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples
-from shardflow.format.tokens import DIGEST_PATTERN, TokenIds, TokenPlaces
+from shardflow.format.keys import DIGEST_PATTERN
+from shardflow.format.tokens import TokenIds, TokenPlaces
 
 _Found = TypeVar("_Found")
 

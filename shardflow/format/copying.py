@@ -4,219 +4,117 @@ Every byte is checked, nothing is overwritten, and the manifest is written last:
 dataset. A killed copy is started again; what is already there and correct is checked and not copied again.
 Only files named by a manifest are copied, so nothing private is.
 
-Sidecars are entity views and stored tokens. No manifest of the dataset names them:
-``views/<name>/<dataset_id>/`` and ``tokens/<tokenizer>/<dataset_id>/`` hold a manifest of their own, written
-last, which names their tables. Tokens may belong to a view, whose digest then takes the place of the
-``dataset_id``. Layouts: docs/format.md, sections 13 and 16.
+Sidecars are entity views (``views/<name>/<dataset_id>/``) and stored tokens
+(``tokens/<tokenizer>/<dataset_id>/``), which no manifest of the dataset names. Tokens may belong to a view,
+whose digest then takes the place of the ``dataset_id``. Layouts: docs/format.md, sections 13 and 16.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Final
 
 from shardflow.errors import (
     AlreadyExistsError,
     ChecksumError,
     ConfigError,
-    FormatError,
     NoListingError,
     NotFoundError,
     StorageError,
 )
-from shardflow.format.entities import MANIFEST_NAME, TABLE_NAME, EntityManifest, check_view_name
+from shardflow.format.entities import EntityManifest
 from shardflow.format.foreign.places import located
-from shardflow.format.keys import sha256_hex
+from shardflow.format.keys import DIGEST_PATTERN, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
+from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.tar import HashedStream
-from shardflow.format.tokens import COUNTS_NAME, DIGEST_PATTERN, TokensManifest, ids_name
+from shardflow.format.tokens import TokensManifest
 from shardflow.storage import ByteStore
 
-SidecarKind: TypeAlias = Literal["view", "tokens"]
-SIDECAR_FOLDERS: Final[dict[str, SidecarKind]] = {"views": "view", "tokens": "tokens"}
-_MANIFESTS: Final[dict[SidecarKind, str]] = {"view": MANIFEST_NAME, "tokens": "manifest.json"}
+SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (EntityManifest, TokensManifest)
+"""Views come first: tokens may belong to one."""
 _NUM_PARTS: Final = 4
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SidecarFolder:
-    """A folder whose name says that it is a sidecar."""
+class Sidecar:
+    """A sidecar found by its name; its tables were not read."""
 
-    kind: SidecarKind
+    kind: type[SidecarManifest]
     name: str
     """Of the view, or digest of the tokenizer."""
-    owner: str
-    """What its name says that it belongs to: a ``dataset_id``, or the digest of a view."""
     path: str
+    """Its folder, which is named after the owner."""
+    version: int | None
+    """Of the dataset; None where the owner is none of the known versions and their views."""
+    view: str | None
+    """Name of the view that tokens are of; None for those of the samples, and for a view itself."""
     is_finished: bool
-    """Whether it has a manifest; else it belongs to a job that is not done."""
+    """Whether it has a manifest; otherwise it belongs to an unfinished job."""
+    manifest: SidecarManifest | None
+    """None unless it is finished, of a known version, and can be trusted."""
 
     @property
     def manifest_path(self) -> str:
-        """Where its manifest lies."""
-        return f"{self.path}/{_MANIFESTS[self.kind]}"
+        """Path of its manifest."""
+        return f"{self.path}/{self.kind.file_name}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sidecar:
-    """A sidecar whose manifest can be trusted; its tables were not read."""
+def find_sidecars(
+    store: ByteStore,
+    manifests: Iterable[Manifest],
+    *,
+    guard: Callable[[str], AbstractContextManager[object, bool | None]] = nullcontext,
+) -> list[Sidecar]:
+    """Return all sidecars, views first, each kind by name.
 
-    folder: SidecarFolder
-    version: int
-    """Of the dataset."""
-    view: str | None
-    """Name of the view that tokens are of; None for those of the samples, and for a view itself."""
-    manifest: EntityManifest | TokensManifest
-    data: bytes
-    """Of the manifest's file."""
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of each of its tables, by path."""
-        path, manifest = self.folder.path, self.manifest
-        if isinstance(manifest, EntityManifest):
-            return {f"{path}/{TABLE_NAME}": manifest.sha256}
-        ids = {f"{path}/{ids_name(number)}": file.sha256 for number, file in enumerate(manifest.files)}
-        return {f"{path}/{COUNTS_NAME}": manifest.counts_sha256, **ids}
-
-    def tables(self, store: ByteStore) -> list[FileEntry]:
-        """Return its tables with their sizes.
-
-        Args:
-            store: Of the dataset; tells the size of the table of counts, which no manifest says.
-
-        Raises:
-            NotFoundError: The table of counts is missing.
-        """
-        manifest = self.manifest
-        if isinstance(manifest, EntityManifest):
-            sizes = [manifest.num_bytes]
-        else:
-            sizes = [store.size(f"{self.folder.path}/{COUNTS_NAME}")]
-            sizes += [file.num_bytes for file in manifest.files]
-        return [
-            FileEntry(path=path, num_bytes=num_bytes, sha256=sha256)
-            for (path, sha256), num_bytes in zip(self.digests.items(), sizes, strict=True)
-        ]
-
-    @property
-    def manifest_entry(self) -> FileEntry:
-        """The file of its manifest."""
-        return FileEntry(
-            path=self.folder.manifest_path, num_bytes=len(self.data), sha256=sha256_hex(self.data)
-        )
-
-
-def find_sidecars(store: ByteStore) -> list[SidecarFolder]:
-    """Return the folders of all sidecars, views first, each kind by name; only names are read.
+    Args:
+        store: Of the dataset.
+        manifests: The versions whose sidecars are opened.
+        guard: Makes a context, from the path of a manifest, in which the manifest is read; it may suppress
+            errors.
 
     Raises:
         NoListingError: The store cannot list.
+        FormatError: A manifest cannot be trusted.
+        StorageError: Reading failed.
     """
-    found: dict[str, set[str]] = {}
-    for root in SIDECAR_FOLDERS:
-        for path in store.list(f"{root}/"):
+    files: dict[tuple[type[SidecarManifest], str, str], set[str]] = {}
+    for kind in SIDECAR_KINDS:
+        for path in store.list(f"{kind.root}/"):
             parts = path.split("/")
-            if len(parts) == _NUM_PARTS and _is_sidecar(*parts[:3]):
-                found.setdefault("/".join(parts[:3]), set()).add(parts[3])
-    folders = []
-    for path, names in found.items():
-        root, name, owner = path.split("/")
-        kind = SIDECAR_FOLDERS[root]
-        is_finished = _MANIFESTS[kind] in names
-        folders.append(SidecarFolder(kind=kind, name=name, owner=owner, path=path, is_finished=is_finished))
-    return folders
-
-
-def open_sidecar(
-    store: ByteStore, folder: SidecarFolder, *, version: int, view: str | None = None
-) -> Sidecar:
-    """Read and check the manifest of a sidecar.
-
-    Args:
-        store: Of the dataset.
-        folder: A finished one.
-        version: Of the dataset that the folder's name says, directly or by a view's digest.
-        view: Name of the view where it is said by one.
-
-    Raises:
-        FormatError: The manifest is damaged, or names another owner or tokenizer than its folder does.
-        StorageError: Reading failed.
-    """
-    path = folder.manifest_path
-    data = store.read(path)
-    again = "make the view again" if folder.kind == "view" else "tokenize again"
-    manifest: EntityManifest | TokensManifest
-    try:
-        if folder.kind == "view":
-            manifest = EntityManifest.decode(data, name=path)
-        else:
-            manifest = TokensManifest.decode(data, name=path)
-    except FormatError:
-        raise FormatError(
-            f"{path} must be a whole manifest of its kind, got a damaged one or another file; delete its "
-            f"folder and {again}."
-        ) from None
-    name = folder.name if isinstance(manifest, EntityManifest) else manifest.tokenizer
-    if (name, manifest.dataset_id) != (folder.name, folder.owner):
-        raise FormatError(
-            f"{path} must name the version and tokenizer that its folder is named after, got another's; "
-            f"delete the folder and {again}."
-        )
-    return Sidecar(folder=folder, version=version, view=view, manifest=manifest, data=data)
-
-
-def owned_sidecars(
-    store: ByteStore, folders: Iterable[SidecarFolder], manifests: Iterable[Manifest]
-) -> list[Sidecar]:
-    """Return the finished sidecars of some versions, views first.
-
-    Args:
-        store: Of the dataset.
-        folders: What was found there.
-        manifests: The versions.
-
-    Raises:
-        FormatError: The manifest of one of them cannot be trusted.
-        StorageError: Reading failed.
-    """
-    finished = [folder for folder in folders if folder.is_finished]
-    owners: dict[str, tuple[int, str | None]] = {
+            if len(parts) == _NUM_PARTS and kind.is_name(parts[1]) and DIGEST_PATTERN.fullmatch(parts[2]):
+                files.setdefault((kind, parts[1], parts[2]), set()).add(parts[3])
+    owners: dict[str, tuple[int | None, str | None]] = {
         manifest.dataset_id: (manifest.manifest_version, None) for manifest in manifests
     }
-    found: list[Sidecar] = []
-    for folder in _of_kind(finished, "view"):
-        if folder.owner in owners:
-            version, _ = owners[folder.owner]
-            found.append(open_sidecar(store, folder, version=version))
-    for sidecar in found:
-        if isinstance(sidecar.manifest, EntityManifest):
-            owners[sidecar.manifest.digest] = (sidecar.version, sidecar.folder.name)
-    for folder in _of_kind(finished, "tokens"):
-        if folder.owner in owners:
-            version, view = owners[folder.owner]
-            found.append(open_sidecar(store, folder, version=version, view=view))
+    found = []
+    for (kind, name, owner), names in files.items():
+        folder = f"{kind.root}/{name}/{owner}"
+        version, view = owners.get(owner, (None, None))
+        is_finished = kind.file_name in names
+        manifest: SidecarManifest | None = None
+        if is_finished and version is not None:
+            with guard(f"{folder}/{kind.file_name}"):
+                manifest = kind.load(store, name, owner)
+        if isinstance(manifest, EntityManifest):
+            owners[manifest.digest] = (version, name)
+        found.append(
+            Sidecar(
+                kind=kind,
+                name=name,
+                path=folder,
+                version=version,
+                view=view,
+                is_finished=is_finished,
+                manifest=manifest,
+            )
+        )
     return found
-
-
-def _of_kind(folders: Sequence[SidecarFolder], kind: SidecarKind) -> list[SidecarFolder]:
-    return [folder for folder in folders if folder.kind == kind]
-
-
-def _is_sidecar(root: str, name: str, owner: str) -> bool:
-    if not DIGEST_PATTERN.fullmatch(owner):
-        return False
-    if SIDECAR_FOLDERS[root] == "tokens":
-        return DIGEST_PATTERN.fullmatch(name) is not None
-    try:
-        check_view_name(name)
-    except ConfigError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +159,7 @@ def copy_dataset(
     num_threads: int = 2,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Copy a dataset, or go on with a copy.
+    """Copy a dataset, or resume a copy.
 
     Args:
         source: Where it lies; shards that others wrote are brought along from where they lie.
@@ -282,42 +180,51 @@ def copy_dataset(
     numbers = versions(source)[-1:] if newest_only else versions(source)
     manifests = {number: load(source, number) for number in numbers or [1]}
     _check_target(manifests, target)
-    beside = _find_beside(source, target, list(manifests.values())) if with_sidecars else _Sidecars()
+    sidecars: list[_SidecarFiles] = []
+    notes: list[str] = []
+    if with_sidecars:
+        sidecars, notes = _sidecars_to_copy(source, target, list(manifests.values()))
     source = located(source, manifests.values())
     files = {entry.path: entry for manifest in manifests.values() for entry in manifest.files()}
-    files |= {entry.path: entry for entries in beside.tables for entry in entries}
-    said = [sidecar.manifest_entry for sidecar in beside.sidecars]
-    tally = _Tally(sum(entry.num_bytes for entry in (*files.values(), *said)), progress)
+    files |= {entry.path: entry for sidecar in sidecars for entry in sidecar.tables}
+    sidecar_manifests = [sidecar.manifest for sidecar in sidecars]
+    total = sum(entry.num_bytes for entry in (*files.values(), *sidecar_manifests))
+    is_new: dict[str, bool] = {}
+    done = 0
 
-    def copy(entry: FileEntry) -> bool:
-        is_new = copy_object(source, target, entry)
-        tally.add(entry.num_bytes)
-        return is_new
+    def finish(entry: FileEntry, *, is_copied: bool) -> None:
+        nonlocal done
+        is_new[entry.path] = is_copied
+        done += entry.num_bytes
+        if progress is not None:
+            progress(done, total)
 
     with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        copies = {path: pool.submit(copy, entry) for path, entry in files.items()}
+        copies = {pool.submit(copy_object, source, target, entry): entry for entry in files.values()}
         try:
-            is_new = {path: running.result() for path, running in copies.items()}
+            for copied in as_completed(copies):
+                finish(copies[copied], is_copied=copied.result())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    # A table counts once its manifest stands, and all of them before the dataset's: a reader that sees the
-    # dataset sees what lies beside it.
-    is_new |= {entry.path: copy(entry) for entry in said}
-    files |= {entry.path: entry for entry in said}
+    # A sidecar's manifest follows its tables, and the dataset's manifest comes last: a reader that sees the
+    # dataset also sees its sidecars.
+    for entry in sidecar_manifests:
+        finish(entry, is_copied=copy_object(source, target, entry))
+    files |= {entry.path: entry for entry in sidecar_manifests}
     for number, manifest in sorted(manifests.items()):
         _put_manifest(target, number, manifest)
-    copied = [files[path].num_bytes for path, value in is_new.items() if value]
+    new_sizes = [files[path].num_bytes for path, is_copied in is_new.items() if is_copied]
     return CopyReport(
         dataset_id=manifests[max(manifests)].dataset_id,
         versions=tuple(sorted(manifests)),
         num_files=len(files) + len(manifests),
-        num_bytes=tally.total,
-        num_copied_files=len(copied),
-        num_copied_bytes=sum(copied),
-        views=beside.described("view"),
-        tokens=beside.described("tokens"),
-        notes=tuple(beside.notes),
+        num_bytes=total,
+        num_copied_files=len(new_sizes),
+        num_copied_bytes=sum(new_sizes),
+        views=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is EntityManifest),
+        tokens=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is TokensManifest),
+        notes=tuple(notes),
     )
 
 
@@ -379,60 +286,63 @@ def _checked(store: ByteStore, entry: FileEntry, where: str) -> Iterator[memoryv
         raise ChecksumError(f"{entry.path} must have the manifest's sha256, got another ({where}); {remedy}.")
 
 
-@dataclass(slots=True)
-class _Sidecars:
-    """What lies beside the source: sidecars to copy, the tables of each, and what is left behind."""
+@dataclass(frozen=True, slots=True)
+class _SidecarFiles:
+    """A sidecar to copy, with its tables and its manifest as files."""
 
-    sidecars: list[Sidecar] = field(default_factory=list)
-    tables: list[list[FileEntry]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    sidecar: Sidecar
+    tables: list[FileEntry]
+    manifest: FileEntry
 
-    def described(self, kind: SidecarKind) -> tuple[CopiedSidecar, ...]:
-        return tuple(
-            CopiedSidecar(
-                name=sidecar.folder.name,
-                version=sidecar.version,
-                view=sidecar.view,
-                num_bytes=sum(entry.num_bytes for entry in (*entries, sidecar.manifest_entry)),
-            )
-            for sidecar, entries in zip(self.sidecars, self.tables, strict=True)
-            if sidecar.folder.kind == kind
+    @property
+    def kind(self) -> type[SidecarManifest]:
+        return self.sidecar.kind
+
+    def report(self) -> CopiedSidecar:
+        return CopiedSidecar(
+            name=self.sidecar.name,
+            version=self.sidecar.version or 0,
+            view=self.sidecar.view,
+            num_bytes=sum(entry.num_bytes for entry in (*self.tables, self.manifest)),
         )
 
 
-def _find_beside(source: ByteStore, target: ByteStore, manifests: Sequence[Manifest]) -> _Sidecars:
-    """Find the sidecars of some versions, before the first byte is copied."""
+def _sidecars_to_copy(
+    source: ByteStore, target: ByteStore, manifests: Sequence[Manifest]
+) -> tuple[list[_SidecarFiles], list[str]]:
+    """Find the sidecars of some versions before the first byte is copied; return notes on the others."""
     try:
-        folders = find_sidecars(source)
+        found = find_sidecars(source, manifests)
     except NoListingError:
-        note = "entity views and stored tokens were not looked for: SRC cannot list its files"
-        return _Sidecars(notes=[note])
-    sidecars = owned_sidecars(source, folders, manifests)
-    owners = {sidecar.folder.owner for sidecar in sidecars} | {manifest.dataset_id for manifest in manifests}
-    for sidecar in sidecars:
-        _check_sidecar_of_target(target, sidecar)
-    return _Sidecars(
-        sidecars=sidecars,
-        tables=[sidecar.tables(source) for sidecar in sidecars],
-        notes=[
-            f"{folder.path} was left behind: it is of a job that is not done"
-            for folder in folders
-            if not folder.is_finished and folder.owner in owners
-        ],
-    )
-
-
-def _check_sidecar_of_target(target: ByteStore, sidecar: Sidecar) -> None:
-    path = sidecar.folder.manifest_path
-    try:
-        found = target.read(path)
-    except NotFoundError:
-        return
-    if found != sidecar.data:
-        raise ConfigError(
-            f"DST must hold no other {path} than SRC, got one, perhaps of other rules; delete its folder in "
-            "DST, or copy without views and tokens (--no-sidecars)."
-        )
+        return [], ["entity views and stored tokens were not looked for: SRC cannot list its files"]
+    wanted = []
+    for sidecar in found:
+        if sidecar.manifest is None:
+            continue
+        path, data = sidecar.manifest_path, sidecar.manifest.encode()
+        with suppress(NotFoundError):
+            if target.read(path) != data:
+                raise ConfigError(
+                    f"DST must hold no other {path} than SRC, got one, perhaps of other rules; delete its "
+                    "folder in DST, or copy without views and tokens (--no-sidecars)."
+                )
+        tables = [
+            FileEntry(
+                path=f"{sidecar.path}/{name}",
+                # The size of the counts of tokens is not recorded.
+                num_bytes=source.size(f"{sidecar.path}/{name}") if num_bytes is None else num_bytes,
+                sha256=sha256,
+            )
+            for name, (num_bytes, sha256) in sidecar.manifest.tables().items()
+        ]
+        entry = FileEntry(path=path, num_bytes=len(data), sha256=sha256_hex(data))
+        wanted.append(_SidecarFiles(sidecar, tables, entry))
+    notes = [
+        f"{sidecar.path} was left behind: it is of a job that is not done"
+        for sidecar in found
+        if not sidecar.is_finished and sidecar.version is not None
+    ]
+    return wanted, notes
 
 
 def _check_target(manifests: Mapping[int, Manifest], target: ByteStore) -> None:
@@ -458,20 +368,3 @@ def _put_manifest(target: ByteStore, number: int, manifest: Manifest) -> None:
                 f"{manifest_path(number)} must be this dataset's, got another, written meanwhile; name "
                 "another place."
             ) from None
-
-
-class _Tally:
-    """Counts bytes for the progress, from many threads."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total = total
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, num_bytes: int) -> None:
-        if self._progress is None:
-            return
-        with self._lock:
-            self._done += num_bytes
-            self._progress(self._done, self.total)

@@ -12,29 +12,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, NotFoundError
 from shardflow.format.dataset import Dataset
-from shardflow.format.keys import Json, canonical_json, parse_json, sha256_hex
+from shardflow.format.keys import Json
 from shardflow.format.manifest import Manifest
 from shardflow.format.samples import SamplesTable
+from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table
 from shardflow.storage import ByteStore
 
 MANIFEST_NAME: Final = "view.json"
 TABLE_NAME: Final = "entities.tbl"
 EntityText: TypeAlias = Literal["sentence", "entity", "report"]
-_FORMAT: Final = "shardflow-view"
-_FORMAT_VERSION: Final = 1
-_KIND: Final = "entity"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
 _STUDIES: Final = "full_study"
 _MAX_CONTEXT: Final = 1000
-_NUM_PARTS: Final = 4
 TABLE_KIND: Final = "entities"
 ASSERTIONS: Final = ("present", "uncertain")
 """What a report may say of an entity that has a row."""
@@ -73,9 +70,14 @@ class EntityRules:
             raise ConfigError(f"text must be one of {known}, got {self.text!r}; correct it.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EntityManifest:
-    """The manifest of a view."""
+@dataclass(frozen=True, kw_only=True)
+class EntityManifest(SidecarManifest):
+    """The manifest of a view; its digest identifies the rows: a different dataset, rule or row changes it."""
+
+    root = "views"
+    file_name = MANIFEST_NAME
+    head: ClassVar[Mapping[str, Json]] = {"format": "shardflow-view", "format_version": 1, "kind": "entity"}
+    remedy = "make the view again"
 
     dataset_id: str
     rules: EntityRules
@@ -86,50 +88,11 @@ class EntityManifest:
     """Of the table."""
     sha256: str
 
-    @property
-    def digest(self) -> str:
-        """Identity of the view, 64 hexadecimal digits: another dataset, rule or row gives another one."""
-        return sha256_hex(canonical_json(self._body()))
-
-    def encode(self) -> bytes:
-        """Return the file's bytes."""
-        return canonical_json({**self._body(), "digest": self.digest}) + b"\n"
-
-    @classmethod
-    def decode(cls, data: bytes, *, name: str) -> EntityManifest:
-        """Parse and check a manifest.
-
-        Raises:
-            FormatError: It is no manifest of an entity view, or its digest is another one.
-        """
-        body = parse_json(data.removesuffix(b"\n"), what=name)
-        try:
-            rules = body["rules"]
-            manifest = cls(
-                dataset_id=body["dataset_id"],
-                rules=EntityRules(**{**rules, "threshold": float(rules["threshold"])}),
-                num_studies=body["num_studies"],
-                num_entities=body["num_entities"],
-                num_bytes=body["table"]["num_bytes"],
-                sha256=body["table"]["sha256"],
-            )
-            is_whole = manifest.encode() == data
-        except (KeyError, TypeError, ValueError, AttributeError, ConfigError):
-            is_whole = False
-        if not is_whole:
-            raise FormatError(
-                f"{name} must be a whole manifest of an entity view of format {_FORMAT_VERSION}, got another "
-                "file; delete its folder and make the view again."
-            )
-        return manifest
-
-    def _body(self) -> dict[str, Json]:
+    def body(self) -> dict[str, Json]:
+        """Return the entries beside `head` and the digest."""
         # Canonical JSON has no fractions: the threshold is the shortest text of its number.
         rules: dict[str, Json] = {**asdict(self.rules), "threshold": repr(float(self.rules.threshold))}
         return {
-            "format": _FORMAT,
-            "format_version": _FORMAT_VERSION,
-            "kind": _KIND,
             "dataset_id": self.dataset_id,
             "rules": rules,
             "num_studies": self.num_studies,
@@ -137,32 +100,39 @@ class EntityManifest:
             "table": {"num_bytes": self.num_bytes, "sha256": self.sha256},
         }
 
+    @classmethod
+    def from_body(cls, body: dict[str, Any]) -> EntityManifest:
+        """Make a manifest of its entries."""
+        table, rules = body.pop("table"), body.pop("rules")
+        rules = EntityRules(**{**rules, "threshold": float(rules["threshold"])})
+        return cls(**body, **table, rules=rules)
 
-def check_view_name(name: str) -> str:
-    """Return the name of a view beside a dataset.
+    def tables(self) -> dict[str, tuple[int | None, str]]:
+        """Return size and SHA-256 of the table."""
+        return {TABLE_NAME: (self.num_bytes, self.sha256)}
+
+    @classmethod
+    def is_name(cls, name: str) -> bool:
+        """Return whether a view may have a name."""
+        return _NAME.fullmatch(name) is not None and name != _STUDIES
+
+
+def view_folder(name: str, dataset_id: str) -> str:
+    """Return where a view is stored in a dataset.
+
+    Args:
+        name: Name of the view.
+        dataset_id: Digest of the open manifest: rows of a different version are different rows.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The name is not allowed.
     """
-    if not _NAME.fullmatch(name) or name == _STUDIES:
+    if not EntityManifest.is_name(name):
         raise ConfigError(
             f"a view must have a name of a-z, 0-9, '-' and '_' other than {_STUDIES}, got {name!a}; "
             "entity is usual."
         )
-    return name
-
-
-def view_folder(name: str, dataset_id: str) -> str:
-    """Return where a view lies in a dataset.
-
-    Args:
-        name: Of the view.
-        dataset_id: Digest of the manifest that is open: rows of another version are other rows.
-
-    Raises:
-        ConfigError: The name is none.
-    """
-    return f"views/{check_view_name(name)}/{dataset_id}"
+    return f"{EntityManifest.root}/{name}/{dataset_id}"
 
 
 def load_entity_manifest(store: ByteStore, manifest: Manifest, name: str) -> EntityManifest:
@@ -177,20 +147,14 @@ def load_entity_manifest(store: ByteStore, manifest: Manifest, name: str) -> Ent
         ConfigError: Nobody made such a view of this version.
         FormatError: The view is another dataset's, or cannot be trusted.
     """
-    path = f"{view_folder(name, manifest.dataset_id)}/{MANIFEST_NAME}"
+    view_folder(name, manifest.dataset_id)
     try:
-        data = store.read(path)
+        return EntityManifest.load(store, name, manifest.dataset_id)
     except NotFoundError:
         raise ConfigError(
             f"the dataset must have a view {name!r} beside version {manifest.manifest_version}, got none; "
             f"run: shardflow entities DATASET --name {name}"
         ) from None
-    view = EntityManifest.decode(data, name=path)
-    if view.dataset_id != manifest.dataset_id:
-        raise FormatError(
-            f"{path} must name this dataset, got another; delete the folder and make the view again."
-        )
-    return view
 
 
 def view_digests(store: ByteStore, manifests: Iterable[Manifest]) -> set[str]:
@@ -199,13 +163,13 @@ def view_digests(store: ByteStore, manifests: Iterable[Manifest]) -> set[str]:
     Raises:
         FormatError: A view cannot be trusted.
     """
-    versions = {manifest.dataset_id: manifest for manifest in manifests}
-    found = set()
-    for path in store.list("views/"):
-        parts = path.split("/")
-        if len(parts) == _NUM_PARTS and parts[-1] == MANIFEST_NAME and parts[2] in versions:
-            found.add(load_entity_manifest(store, versions[parts[2]], parts[1]).digest)
-    return found
+    owners = {manifest.dataset_id for manifest in manifests}
+    found = (path.split("/") for path in store.list(f"{EntityManifest.root}/"))
+    return {
+        EntityManifest.load(store, parts[1], parts[2]).digest
+        for parts in found
+        if parts[3:] == [MANIFEST_NAME] and parts[2] in owners
+    }
 
 
 def entity_key(study_key: str, entity: int, series: int) -> str:

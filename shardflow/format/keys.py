@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -27,8 +27,9 @@ _PLAIN: Final = frozenset({str, int, bool, type(None)})
 Json: TypeAlias = "bool | int | str | Sequence[Json] | Mapping[str, Json] | None"
 STUDY_FIELD = "study.json"
 REPORT_FIELD = "report.txt"
-ANNOTATIONS_FIELD = "annotations.json"
 REPORT_JSON_FIELD = "report.json"
+DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+"""SHA-256 in hexadecimal digits."""
 SAMPLE_KEY_PATTERN = re.compile(r"[a-z0-9]{1,64}", re.ASCII)
 FIELD_PATTERN = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*", re.ASCII)
 SPLIT_PATTERN = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
@@ -312,18 +313,6 @@ def thumbnail_field(series: int) -> str:
         's003.thumb.jpg'
     """
     return f"s{series:03d}.thumb.jpg"
-
-
-def count_slices(fields: Iterable[str]) -> tuple[int, int]:
-    """Count the series and the slices of a sample from its field names.
-
-    A slice that is present in several codecs counts once.
-
-    Returns:
-        ``(num_series, num_slices)`` as the samples table records them.
-    """
-    slices = {(part.series, part.index) for part in map(parse_slice_field, fields) if part}
-    return len({series for series, _ in slices}), len(slices)
 
 
 def shard_name(split: str, number: int) -> str:

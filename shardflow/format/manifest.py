@@ -11,11 +11,12 @@ import itertools
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardflow.errors import FormatError, ManifestError, NoListingError, NotFoundError, StorageError
 from shardflow.format.keys import (
+    DIGEST_PATTERN,
     SHARD_NAME_PATTERN,
     SPLIT_PATTERN,
     Json,
@@ -26,7 +27,6 @@ from shardflow.format.keys import (
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.storage import ByteStore, check_object_path
 
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 FORMAT = "shardflow"
 FORMAT_VERSION = 1
 _PAGE = "page"
@@ -96,27 +96,18 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LedgerEntry:
+class LedgerEntry(FileEntry):
     """The ledger: a file, and the head of its hash chain.
 
     Raises:
         ManifestError: The file or the head is none.
     """
 
-    path: str
-    num_bytes: int
-    sha256: str
     head: str
 
     def __post_init__(self) -> None:
+        FileEntry.__post_init__(self)
         check_digest(self.head, "head")
-        # Checks path, size and digest.
-        _ = self.file
-
-    @property
-    def file(self) -> FileEntry:
-        """The ledger as a file."""
-        return FileEntry(path=self.path, num_bytes=self.num_bytes, sha256=self.sha256)
 
 
 def check_count(value: object, name: str) -> None:
@@ -135,7 +126,7 @@ def check_digest(value: object, name: str) -> None:
     Raises:
         ManifestError: ``value`` is not 64 lower-case hexadecimal digits.
     """
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+    if not isinstance(value, str) or not DIGEST_PATTERN.fullmatch(value):
         raise ManifestError(f"{name} must be 64 hexadecimal digits, got another value.")
 
 
@@ -166,8 +157,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         check_count(self.manifest_version, "manifest_version")
-        for name in ("packed", "skipped", "quarantined"):
-            check_count(getattr(self.counts, name), name)
+        for name, count in asdict(self.counts).items():
+            check_count(count, name)
         for digest, name in ((self.parent, "parent"), (self.config_digest, "config_digest")):
             if digest is not None:
                 check_digest(digest, name)
@@ -209,12 +200,12 @@ class Manifest:
 
     def with_page(self, page: FileEntry) -> Manifest:
         """Return this manifest, which names a page too."""
-        return replace(self, extra={**self.extra, _PAGE: _file_json(page)})
+        return replace(self, extra={**self.extra, _PAGE: asdict(page)})
 
     def files(self) -> list[FileEntry]:
         """Every file that the manifest names: shard, its index, ..., samples table, ledger, lines, page."""
         files = [entry for shard in self.shards for entry in (shard.file, shard.index)]
-        others = (self.ledger.file if self.ledger else None, self.line_outcomes, self.page)
+        others = (self.ledger, self.line_outcomes, self.page)
         return [*files, self.samples, *(entry for entry in others if entry)]
 
     def encode(self) -> bytes:
@@ -263,21 +254,17 @@ class Manifest:
                 {
                     "name": shard.name,
                     "split": shard.split,
-                    **_file_json(shard.file),
-                    "index": _file_json(shard.index),
+                    **asdict(shard.file),
+                    "index": asdict(shard.index),
                     "num_samples": shard.num_samples,
                     "num_fields": shard.num_fields,
                     **({"num_removed": shard.num_removed} if shard.num_removed else {}),
                 }
                 for shard in self.shards
             ],
-            "samples": _file_json(self.samples),
-            "ledger": {**_file_json(self.ledger.file), "head": self.ledger.head} if self.ledger else None,
-            "counts": {
-                "packed": self.counts.packed,
-                "skipped": self.counts.skipped,
-                "quarantined": self.counts.quarantined,
-            },
+            "samples": asdict(self.samples),
+            "ledger": asdict(self.ledger) if self.ledger else None,
+            "counts": asdict(self.counts),
             "extra": dict(self.extra),
         }
 
@@ -386,10 +373,6 @@ def _file_in(extra: Mapping[str, Json], name: str) -> FileEntry | None:
         )
     entry: dict[str, Any] = fields
     return FileEntry(**entry)
-
-
-def _file_json(entry: FileEntry) -> dict[str, Json]:
-    return {"path": entry.path, "num_bytes": entry.num_bytes, "sha256": entry.sha256}
 
 
 def _parse_object(data: bytes) -> dict[str, Any]:

@@ -11,31 +11,28 @@ corpus may have more shards than a process may have files.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.dataset import Dataset
-from shardflow.format.keys import Json, canonical_json, parse_json, sha256_hex
+from shardflow.format.keys import DIGEST_PATTERN, Json
+from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table, encode_table
 
 COUNT_COLUMN: Final = "text_tokens"
 COUNTS_NAME: Final = "counts.tbl"
 """Name of the table of counts in its folder."""
-_FORMAT: Final = "shardflow-tokens"
 _FORMAT_VERSION: Final = 1
 _COUNTS_KIND: Final = "token-counts"
 _IDS_KIND: Final = "token-ids"
-DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
-"""SHA-256 in hexadecimal digits."""
 _MAX_OPEN_TABLES: Final = 128
 
 
@@ -47,10 +44,19 @@ class TokenFile:
     num_bytes: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        if min(self.num_rows, self.num_bytes) < 0 or not DIGEST_PATTERN.fullmatch(self.sha256):
+            raise FormatError("a table of tokens has a size, a number of rows and a SHA-256; got others.")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokensManifest:
-    """What makes tables of tokens valid."""
+
+@dataclass(frozen=True, kw_only=True)
+class TokensManifest(SidecarManifest):
+    """Manifest of the tables of one tokenizer."""
+
+    root = "tokens"
+    file_name = "manifest.json"
+    head: ClassVar[Mapping[str, Json]] = {"format": "shardflow-tokens", "format_version": _FORMAT_VERSION}
+    remedy = "tokenize again"
 
     dataset_id: str
     tokenizer: str
@@ -58,52 +64,25 @@ class TokensManifest:
     num_samples: int
     counts_sha256: str
     files: tuple[TokenFile, ...]
-    """One a shard, in the order of the samples table."""
+    """One per shard, in the order of the samples table."""
 
-    def encode(self) -> bytes:
-        """Return the file's bytes."""
-        body: dict[str, Json] = {
-            "format": _FORMAT,
-            "format_version": _FORMAT_VERSION,
-            "dataset_id": self.dataset_id,
-            "tokenizer": self.tokenizer,
-            "num_samples": self.num_samples,
-            "counts_sha256": self.counts_sha256,
-            "files": [asdict(file) for file in self.files],
-        }
-        return canonical_json({**body, "digest": sha256_hex(canonical_json(body))}) + b"\n"
+    def body(self) -> dict[str, Json]:
+        """Return the entries beside `head` and the digest."""
+        return asdict(self)
 
     @classmethod
-    def decode(cls, data: bytes, *, name: str) -> TokensManifest:
-        """Parse and check a manifest.
+    def from_body(cls, body: dict[str, Any]) -> TokensManifest:
+        """Make a manifest of its entries."""
+        return cls(**{**body, "files": tuple(TokenFile(**file) for file in body["files"])})
 
-        Raises:
-            FormatError: It is no manifest of tokens, or its digest is another one.
-        """
-        body = parse_json(data.removesuffix(b"\n"), what=name)
-        try:
-            digest = body.pop("digest")
-            head = (body.pop("format"), body.pop("format_version"))
-            is_whole = digest == sha256_hex(
-                canonical_json({**body, "format": head[0], "format_version": head[1]})
-            )
-            files = tuple(_token_file(entry) for entry in body.pop("files"))
-            manifest = cls(**body, files=files)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            is_whole, head, files = False, ("", 0), ()
-        if not is_whole or head != (_FORMAT, _FORMAT_VERSION):
-            raise FormatError(
-                f"{name} must be a whole manifest of tokens of format {_FORMAT_VERSION}, got another file; "
-                "delete its folder and tokenize again."
-            )
-        return manifest
+    def tables(self) -> dict[str, tuple[int | None, str]]:
+        """Return size and SHA-256 of each table; the size of the counts is not recorded."""
+        ids = {ids_name(number): (file.num_bytes, file.sha256) for number, file in enumerate(self.files)}
+        return {COUNTS_NAME: (None, self.counts_sha256), **ids}
 
-
-def _token_file(entry: dict[str, Any]) -> TokenFile:
-    file = TokenFile(**entry)
-    if min(file.num_rows, file.num_bytes) < 0 or not DIGEST_PATTERN.fullmatch(file.sha256):
-        raise ValueError
-    return file
+    def belongs_in(self, name: str, owner: str) -> bool:
+        """Return whether this is the manifest of a tokenizer and an owner."""
+        return (self.tokenizer, self.dataset_id) == (name, owner)
 
 
 def tokens_folder(tokenizer: str, dataset_id: str) -> str:
@@ -115,24 +94,6 @@ def tokens_folder(tokenizer: str, dataset_id: str) -> str:
             rows.
     """
     return f"tokens/{tokenizer}/{dataset_id}"
-
-
-def stored_tokenizers(dataset: Dataset) -> list[str]:
-    """Return the tokenizers whose ids of this version of the dataset are stored whole, ascending.
-
-    Args:
-        dataset: The dataset.
-
-    Raises:
-        NoListingError: Its store cannot list.
-    """
-    names = (path.split("/") for path in dataset.store.list("tokens/"))
-    found = {
-        parts[1]
-        for parts in names
-        if parts[2:] == [dataset.dataset_id, "manifest.json"] and DIGEST_PATTERN.fullmatch(parts[1])
-    }
-    return sorted(found)
 
 
 def ids_name(number: int) -> str:
@@ -195,25 +156,19 @@ def open_manifest(dataset: Dataset, tokenizer: str) -> TokensManifest:
         ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
         FormatError: The tokens are another dataset's, or cannot be trusted.
     """
-    name = f"{tokens_folder(tokenizer, dataset.dataset_id)}/manifest.json"
+    owner, num_samples = dataset.dataset_id, dataset.samples.num_samples
     try:
-        data = dataset.store.read(name)
+        manifest = TokensManifest.load(dataset.store, tokenizer, owner)
     except NotFoundError:
         raise ConfigError(
             f"the dataset must be tokenized with tokenizer {tokenizer[:12]}, got no tokens of it beside "
             f"version {dataset.manifest_version}; run: shardflow tokenize DATASET --tokenizer FILE (and "
             "--view for the entities of a view)"
         ) from None
-    manifest = TokensManifest.decode(data, name=name)
-    num_samples = dataset.samples.num_samples
-    found = (manifest.dataset_id, manifest.tokenizer, manifest.num_samples)
-    if (
-        found != (dataset.dataset_id, tokenizer, num_samples)
-        or sum(file.num_rows for file in manifest.files) != num_samples
-    ):
+    if {manifest.num_samples, sum(file.num_rows for file in manifest.files)} != {num_samples}:
         raise FormatError(
-            f"{name} must name this dataset, tokenizer and {num_samples} samples, got others; delete the "
-            "folder and tokenize again."
+            f"the manifest in {tokens_folder(tokenizer, owner)} names {manifest.num_samples} samples, but "
+            f"this dataset has {num_samples}; delete the folder and tokenize again."
         )
     return manifest
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ManifestError, NoListingError, StorageError
-from shardflow.format.copying import Sidecar, SidecarKind, find_sidecars, open_sidecar
+from shardflow.format.copying import Sidecar, find_sidecars
 from shardflow.format.entities import EntityManifest, EntityTable
 from shardflow.format.foreign.places import located
 from shardflow.format.index import ShardIndex
@@ -45,6 +46,7 @@ from shardflow.format.shard_checks import (
     checking,
     open_table,
 )
+from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table
 from shardflow.format.tokens import TokensManifest, counts_column, ids_table
 from shardflow.storage import ByteStore, open_store
@@ -111,8 +113,10 @@ def verify(
     damages: list[Damage] = []
     manifests = _load_manifests(store, all_versions, damages)
     store = located(store, manifests.values())
-    beside = _find_beside(store, manifests)
-    plan = _plan_files(store, manifests, all_versions, beside)
+    beside_damages: list[Damage] = []
+    notes: list[str] = []
+    sidecars = _find_beside(store, manifests.values(), beside_damages, notes)
+    plan = _plan_files(store, manifests, all_versions, sidecars)
     damages += plan.damages
 
     checkers: dict[str, list[SamplesChecker]] = {}
@@ -141,27 +145,28 @@ def verify(
     tables = {
         checker.manifest.dataset_id: checker.samples for group in checkers.values() for checker in group
     }
-    damages += beside.check(store, tables)
+    _check_beside(store, sidecars, tables, beside_damages)
+    damages += beside_damages
 
-    paths = [*plan.paths(), *beside.paths()]
+    paths = [*plan.paths(), *_sidecar_paths(sidecars)]
     manifest = manifests.get(newest)
     return VerifyReport(
         dataset_id=manifest.dataset_id if manifest else None,
         manifest_version=newest,
         damages=tuple(damages),
-        notes=(*plan.notes, *beside.notes),
+        notes=(*plan.notes, *notes),
         num_files=len(paths),
         num_bytes=sum(_size_or_zero(store, path) for path in paths),
         num_shards=len(plan.shards),
         num_samples=sum(result.num_samples for result in results),
         num_fields=sum(result.num_fields for result in results),
-        num_views=beside.count("view"),
-        num_tokenizations=beside.count("tokens"),
+        num_views=sum(isinstance(sidecar.manifest, EntityManifest) for sidecar in sidecars),
+        num_tokenizations=sum(isinstance(sidecar.manifest, TokensManifest) for sidecar in sidecars),
     )
 
 
 class _Collecting:
-    """Adds what a check finds to a list, and goes on."""
+    """Context that appends the damage which a check finds to a list, and continues."""
 
     def __init__(self, damages: list[Damage]) -> None:
         self._damages = damages
@@ -228,7 +233,7 @@ class _Plan:
 
 
 def _plan_files(
-    store: ByteStore, manifests: Mapping[int, Manifest], all_versions: list[int], beside: _Sidecars
+    store: ByteStore, manifests: Mapping[int, Manifest], all_versions: list[int], sidecars: Sequence[Sidecar]
 ) -> _Plan:
     """List what to check, from the good manifests and, where one is damaged, from the names of files."""
     plan = _Plan([manifest_path(version) for version in all_versions])
@@ -245,18 +250,17 @@ def _plan_files(
                 plan.shards.append(_Shard(tar, index, shard))
         for files, named in (
             (plan.samples, manifest.samples),
-            (plan.ledgers, manifest.ledger.file if manifest.ledger else None),
+            (plan.ledgers, manifest.ledger),
             (plan.lines, manifest.line_outcomes),
             (plan.pages, manifest.page),
         ):
             if named and named.path not in before:
                 files.append(ExpectedFile.of(named))
     try:
-        own = {*plan.manifests, *known, *beside.paths()}
+        own = {*plan.manifests, *known, *_sidecar_paths(sidecars)}
+        unread = {sidecar.path for sidecar in sidecars if sidecar.manifest is None}
         others = [
-            path
-            for path in store.list("")
-            if path not in own and path.rpartition("/")[0] not in beside.unread
+            path for path in store.list("") if path not in own and path.rpartition("/")[0] not in unread
         ]
     except NoListingError:
         others = []
@@ -268,6 +272,16 @@ def _plan_files(
     if len(others) > len(plain):
         plan.notes.append(f"{len(others) - len(plain)} more files are named by no manifest")
     return plan
+
+
+def _sidecar_paths(sidecars: Iterable[Sidecar]) -> list[str]:
+    """Return the files of the sidecars whose manifests can be trusted."""
+    return [
+        f"{sidecar.path}/{name}"
+        for sidecar in sidecars
+        if sidecar.manifest is not None
+        for name in (*sidecar.manifest.tables(), sidecar.kind.file_name)
+    ]
 
 
 def _plan_by_name(plan: _Plan, paths: list[str]) -> list[str]:
@@ -377,87 +391,68 @@ def _check_page(store: ByteStore, expected: ExpectedFile, _: Iterable[Manifest])
     expected.compare(data)
 
 
-@dataclass(slots=True)
-class _Sidecars:
-    """The entity views and stored tokens of a dataset whose manifests can be trusted, and notes on others.
+def _find_beside(
+    store: ByteStore, manifests: Iterable[Manifest], damages: list[Damage], notes: list[str]
+) -> list[Sidecar]:
+    """Find the sidecars of a dataset, and check their manifests; no table is read.
 
-    A sidecar is damage where it would be read and is wrong: a table of other bytes, or one of another version
-    in the folder of this one. One that no version here would read, or that no job finished, is worth a note
-    alone.
+    A sidecar is damage where it would be read and is wrong. One that no version here would read, or that no
+    job finished, is only worth a note.
     """
 
-    sidecars: list[Sidecar] = field(default_factory=list)
-    damages: list[Damage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    unread: set[str] = field(default_factory=set)
-    """Folders that were not opened, or could not be."""
+    @contextmanager
+    def guard(path: str) -> Iterator[None]:
+        with _Collecting(damages), checking(path):
+            yield
 
-    def paths(self) -> list[str]:
-        return [
-            path for sidecar in self.sidecars for path in (*sidecar.digests, sidecar.folder.manifest_path)
-        ]
-
-    def count(self, kind: SidecarKind) -> int:
-        return sum(sidecar.folder.kind == kind for sidecar in self.sidecars)
-
-    def check(self, store: ByteStore, samples: Mapping[str, SamplesTable]) -> list[Damage]:
-        """Read every table; return the first damage of each file.
-
-        Args:
-            store: Of the dataset.
-            samples: The samples tables that are whole, by ``dataset_id``.
-        """
-        found = list(self.damages)
-        num_rows = {owner: table.num_samples for owner, table in samples.items()}
-        for sidecar in self.sidecars:
-            owner = sidecar.folder.owner
-            if isinstance(sidecar.manifest, EntityManifest):
-                with _Collecting(found):
-                    _check_view(store, sidecar, sidecar.manifest, samples.get(owner))
-                num_rows[sidecar.manifest.digest] = sidecar.manifest.num_entities
-            else:
-                _check_tokens(store, sidecar, sidecar.manifest, num_rows.get(owner), found)
-        return found
-
-
-def _find_beside(store: ByteStore, manifests: Mapping[int, Manifest]) -> _Sidecars:
-    """Find what lies beside a dataset, and check the manifests of it; no table is read."""
-    beside = _Sidecars()
     try:
-        folders = find_sidecars(store)
+        sidecars = find_sidecars(store, manifests, guard=guard)
     except NoListingError:
-        beside.notes.append("entity views and stored tokens were not looked for: the store cannot list")
-        return beside
-    owners: dict[str, tuple[int, str | None]] = {
-        manifest.dataset_id: (version, None) for version, manifest in manifests.items()
-    }
-    # Views come first: tokens may belong to one.
-    for folder in folders:
-        beside.unread.add(folder.path)
-        if not folder.is_finished:
-            beside.notes.append(f"{folder.path} is of a job that is not done; start it again, or delete it")
-            continue
-        if folder.owner not in owners:
-            beside.notes.append(
-                f"{folder.path} belongs to no version of this dataset that can be read, and was not checked; "
-                "delete it if it is of none"
+        notes.append("entity views and stored tokens were not looked for: the store cannot list")
+        return []
+    for sidecar in sidecars:
+        if not sidecar.is_finished:
+            notes.append(f"{sidecar.path} is of a job that is not done; start it again, or delete it")
+        elif sidecar.version is None:
+            notes.append(
+                f"{sidecar.path} belongs to no version of this dataset that can be read, and was not "
+                "checked; delete it if it is of none"
             )
-            continue
-        version, view = owners[folder.owner]
-        with _Collecting(beside.damages), checking(folder.manifest_path):
-            sidecar = open_sidecar(store, folder, version=version, view=view)
-            beside.sidecars.append(sidecar)
-            beside.unread.remove(folder.path)
-            if isinstance(sidecar.manifest, EntityManifest):
-                owners[sidecar.manifest.digest] = (version, folder.name)
-    return beside
+    return sidecars
+
+
+def _check_beside(
+    store: ByteStore, sidecars: Iterable[Sidecar], samples: Mapping[str, SamplesTable], damages: list[Damage]
+) -> None:
+    """Read every table of the sidecars whose manifests can be trusted.
+
+    Args:
+        store: Of the dataset.
+        sidecars: Views before tokens.
+        samples: The samples tables that are whole, by ``dataset_id``.
+        damages: Receives the first damage of each file.
+    """
+    num_rows = {owner: table.num_samples for owner, table in samples.items()}
+    for sidecar in sidecars:
+        manifest = sidecar.manifest
+        if isinstance(manifest, EntityManifest):
+            with _Collecting(damages):
+                _check_view(store, sidecar, manifest, samples.get(manifest.dataset_id))
+            num_rows[manifest.digest] = manifest.num_entities
+        elif isinstance(manifest, TokensManifest):
+            _check_tokens(store, sidecar, manifest, num_rows.get(manifest.dataset_id), damages)
+
+
+def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[ExpectedFile]:
+    return [ExpectedFile(f"{sidecar.path}/{name}", *facts) for name, facts in manifest.tables().items()]
 
 
 def _check_view(
     store: ByteStore, sidecar: Sidecar, view: EntityManifest, studies: SamplesTable | None
 ) -> None:
-    ((path, sha256),) = sidecar.digests.items()
-    table = open_table(store, ExpectedFile(path, view.num_bytes, sha256))
+    (expected,) = _expected_tables(sidecar, view)
+    path = expected.path
+    table = open_table(store, expected)
     with checking(path):
         entities = EntityTable(table)
     if (table.meta.get("dataset_id"), entities.num_samples) != (view.dataset_id, view.num_entities):
@@ -467,7 +462,7 @@ def _check_view(
         return
     if view.num_studies != studies.num_samples:
         counts = f"{view.num_studies} studies instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.folder.manifest_path, "num_studies", counts))
+        raise DamageError(Damage(sidecar.manifest_path, "num_studies", counts))
     rows = entities.column("study").astype(np.int64)
     wrong = rows >= studies.num_samples
     for column in ("shard", "row_in_shard"):
@@ -486,21 +481,21 @@ def _check_tokens(
     for found in (tokens.num_samples, sum(file.num_rows for file in tokens.files)):
         if found != expected:
             numbers = f"{found} samples instead of {expected}"
-            damages.append(Damage(sidecar.folder.manifest_path, "num_samples", numbers))
+            damages.append(Damage(sidecar.manifest_path, "num_samples", numbers))
             return
     owner = {"tokenizer": tokens.tokenizer, "dataset_id": tokens.dataset_id}
-    (counts_path, counts_sha256), *ids = sidecar.digests.items()
+    expected_counts, *expected_ids = _expected_tables(sidecar, tokens)
     counts = None
     with _Collecting(damages):
-        table = open_table(store, ExpectedFile(counts_path, None, counts_sha256))
-        with checking(counts_path):
+        table = open_table(store, expected_counts)
+        with checking(expected_counts.path):
             counts = counts_column(table, num_samples=tokens.num_samples, **owner)
     first_row = 0
-    for (path, sha256), file in zip(ids, tokens.files, strict=True):
+    for expected_table, file in zip(expected_ids, tokens.files, strict=True):
         rows = range(first_row, first_row + file.num_rows)
         with _Collecting(damages):
-            table = open_table(store, ExpectedFile(path, file.num_bytes, sha256))
-            with checking(path):
+            table = open_table(store, expected_table)
+            with checking(expected_table.path):
                 ids_table(table, first_row=rows.start, num_rows=len(rows), **owner)
                 _check_ids(table, None if counts is None else counts[rows.start : rows.stop])
         first_row = rows.stop

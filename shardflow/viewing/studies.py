@@ -364,10 +364,9 @@ class Inputs:
 
     @cached_property
     def _lines(self) -> list[dict[str, Any]]:
-        ledger = self._dataset.manifest.ledger
-        if ledger is None:
+        entry = self._dataset.manifest.ledger
+        if entry is None:
             return []
-        entry = ledger.file
         if entry.num_bytes > _MAX_BYTES:
             raise ConfigError(
                 f"the ledger must have at most {_MAX_BYTES} bytes to be shown, got {entry.num_bytes}; "

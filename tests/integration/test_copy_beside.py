@@ -15,10 +15,10 @@ import pytest
 from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.format import Dataset, verify
-from shardflow.format.copying import copy_dataset
+from shardflow.format.copying import Sidecar, copy_dataset, find_sidecars
 from shardflow.format.entities import EntityDataset, EntityRules, view_folder
 from shardflow.format.manifest import commit
-from shardflow.format.tokens import open_counts, stored_tokenizers
+from shardflow.format.tokens import TokensManifest, open_counts
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore, open_store
 from tests.object_stores import WebServer, s3_bucket
@@ -63,18 +63,16 @@ def test_there_and_back_with_all_of_it(
     assert (verify(back).num_views, verify(back).num_tokenizations) == (1, 2)
     entities = EntityDataset.beside(Dataset.open(remote))
     assert entities.dataset_id == EntityDataset.beside(Dataset.open(source)).dataset_id
-    assert len(open_counts(entities, *stored_tokenizers(entities))) == entities.samples.num_samples
+    (tokenizer,) = (path.name for path in (source / "tokens").iterdir())
+    assert len(open_counts(entities, tokenizer)) == entities.samples.num_samples
     # Once more: everything is checked, nothing is copied.
     again = _copy(capsys, source, remote)
     assert (again["num_files"], again["num_copied_files"]) == (report["num_copied_files"] + 1, 0)
 
 
-def _expected_tokens(source: Path) -> list[Any]:
-    from shardflow.format.copying import find_sidecars, owned_sidecars
-
-    store = LocalStore(source)
-    found = owned_sidecars(store, find_sidecars(store), [Dataset.open(source).manifest])
-    return [sidecar for sidecar in found if sidecar.folder.kind == "tokens"]
+def _expected_tokens(source: Path) -> list[Sidecar]:
+    found = find_sidecars(LocalStore(source), [Dataset.open(source).manifest])
+    return [sidecar for sidecar in found if sidecar.kind is TokensManifest]
 
 
 def test_they_may_stay_behind_and_come_later(

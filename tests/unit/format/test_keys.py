@@ -8,7 +8,6 @@ from shardflow.errors import FormatError
 from shardflow.format.keys import (
     check_field,
     check_sample_key,
-    count_slices,
     parse_slice_field,
     parse_small_field,
     shard_name,
@@ -38,7 +37,6 @@ def test_small_slices_are_no_slices_and_sort_behind_them(series: int, index: int
     assert check_field(field) == field
     others = [field, slice_field(series, 99_999_999, "zz"), thumbnail_field(series)]
     assert sorted(others) == [others[1], others[0], others[2]]
-    assert count_slices(others) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +78,6 @@ def test_what_is_no_sample_key_is_refused_and_not_repeated(key: str) -> None:
 def test_what_is_no_field_is_refused(field: str) -> None:
     with pytest.raises(FormatError):
         check_field(field)
-
-
-def test_slices_in_two_codecs_count_once() -> None:
-    fields = [
-        "report.txt",
-        "s000.i0000.b2nd",
-        "s000.i0000.png",
-        "s000.i0001.b2nd",
-        "s002.i0000.b2nd",
-        "study.json",
-    ]
-    assert count_slices(fields) == (2, 3)
-    assert count_slices(["report.txt"]) == (0, 0)
 
 
 def test_shards_are_named_by_split_and_number() -> None:

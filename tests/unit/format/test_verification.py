@@ -500,4 +500,4 @@ def test_a_shard_larger_than_the_window_is_checked(tmp_path: Path, monkeypatch: 
 def test_the_ledger_entry_counts_as_a_file(folder: Path) -> None:
     entry = Dataset.open(folder).manifest.ledger
     assert isinstance(entry, LedgerEntry)
-    assert entry.file.path == LEDGER
+    assert entry.path == LEDGER

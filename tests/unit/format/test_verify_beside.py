@@ -16,7 +16,7 @@ from shardflow.format.entities import EntityDataset, EntityManifest, EntityRules
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import commit
 from shardflow.format.table import Table, encode_table
-from shardflow.format.tokens import encode_counts, stored_tokenizers, tokens_folder
+from shardflow.format.tokens import encode_counts, tokens_folder
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore
 from tests.entity_datasets import make_entity_dataset
@@ -43,7 +43,7 @@ def _view(folder: Path) -> Path:
 
 def _tokens(folder: Path, *, of_view: bool = False) -> Path:
     dataset = Dataset.open(folder)
-    (tokenizer,) = stored_tokenizers(dataset)
+    (tokenizer,) = (path.name for path in (folder / "tokens").iterdir())
     owner = EntityDataset.beside(dataset).dataset_id if of_view else dataset.dataset_id
     return folder / tokens_folder(tokenizer, owner)
 

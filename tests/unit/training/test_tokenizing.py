@@ -205,7 +205,7 @@ def test_counts_of_another_dataset_or_version_are_not_used(
     target.mkdir(parents=True)
     for file in place_of(dataset, tokenizer).iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(FormatError, match="must name this dataset"):
+    with pytest.raises(FormatError, match="must name the version and tokenizer"):
         open_counts(other, digest)
 
 
