@@ -18,7 +18,7 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError, StorageError
-from shardflow.format.foreign.build import ForeignSource, GroupingPolicy, IndexOptions, index_tars
+from shardflow.format.foreign.build import ForeignSource, IndexOptions, index_tars
 from shardflow.format.foreign.scan import expand_braces
 from shardflow.storage import open_store
 
@@ -72,11 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     sources = [source for text in arguments.tars for source in _sources(text)]
     options = IndexOptions(
-        policy=GroupingPolicy(
-            interleaved=arguments.interleaved,
-            duplicate_keys=arguments.duplicate_keys,
-            other_members=arguments.other_members,
-        ),
+        interleaved=arguments.interleaved,
+        duplicate_keys=arguments.duplicate_keys,
+        other_members=arguments.other_members,
         text_field=arguments.text_field,
     )
     try:

@@ -185,7 +185,7 @@ class _SlotFields:
             header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
             if header is None:
                 raise shard.bad(BadSampleReason.DECODE_FAILED, number, "no JPEG or PNG of a known size")
-            shape, is_grey = (header.rows, header.columns, _COLOURS), header.is_grey
+            shape, is_grey = (header.rows, header.columns, _COLOURS), header.is_gray
             num_bytes = math.prod(shape)
         start = self._stop
         if start + num_bytes > self._end:

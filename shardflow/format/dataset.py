@@ -2,7 +2,7 @@
 
 The simple way to bytes, for tools and tests; the loader fetches many fields at once through the same
 indexes. Everything returned is checked: an index against its size and SHA-256 in the manifest, the samples
-table block by block against its crc32c, a field against its crc32c in the index. `DatasetBlocks` tells a
+table block by block against its crc32c, a field against its crc32c in the index. `DatasetBlocks` gives a
 cache the digests, the checksummed pieces and the rows that need them.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,34 +37,25 @@ _MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
 
 
 class DatasetBlocks:
-    """From a path to the blocks of the file; rows of the samples table are their units.
+    """Blocks of the files of a dataset for a cache; rows of the samples table are their units.
 
     A shard is cut between its fields; an index and the samples table are one block each. Manifests are not
-    kept, since the newest is asked for.
+    cached, because a reader asks for the newest one.
 
     Args:
-        manifest: The list of files.
-        samples: Returns the samples table, which need not be open yet.
-        shard_index: Returns the index of a shard by its position in the manifest.
+        dataset: The dataset; its samples table need not be open yet.
         block_bytes: Largest block of several fields.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        *,
-        samples: Callable[[], SamplesTable],
-        shard_index: Callable[[int], ShardIndex],
-        block_bytes: int,
-    ) -> None:
-        self._manifest, self._samples, self._shard_index = manifest, samples, shard_index
+    def __init__(self, dataset: Dataset, *, block_bytes: int) -> None:
+        self._dataset, self._manifest = dataset, dataset.manifest
         self._block_bytes = block_bytes
-        shards = manifest.shards
+        shards = dataset.manifest.shards
         self._shards = {entry.path: place for place, entry in enumerate(shards)}
         self._indexes = {entry.index.path: place for place, entry in enumerate(shards)}
 
     def __call__(self, path: str) -> ObjectBlocks | None:
-        """Return the blocks of a file; None for one that is not kept."""
+        """Return the blocks of a file; None for one that is not cached."""
         samples, space = self._manifest.samples, self._manifest.dataset_id
         if path == samples.path:
             return ObjectBlocks.whole(samples.sha256, samples.num_bytes, space=space)
@@ -77,12 +69,14 @@ class DatasetBlocks:
 
     def _of_shard(self, place: int) -> ObjectBlocks | None:
         try:
-            index = self._shard_index(place)
+            index = self._dataset.shard_index(place)
         except FormatError:
             return None  # a damaged index names no blocks; the reader masks its samples
         rows = self._rows(place)
         row_of_sample = np.full(index.num_samples, -1, np.int64)
-        inside = self._samples().gather("row_in_shard", np.arange(rows.start, rows.stop)).astype(np.int64)
+        inside = self._dataset.studies.gather("row_in_shard", np.arange(rows.start, rows.stop)).astype(
+            np.int64
+        )
         known = inside < index.num_samples
         row_of_sample[inside[known]] = np.arange(rows.start, rows.stop)[known]
         first: NDArray[np.int64] = index.first_field.astype(np.int64)
@@ -99,19 +93,14 @@ class DatasetBlocks:
 
     def _rows(self, place: int) -> range:
         """Return the rows of a shard: they follow each other, in the rows of its split."""
-        samples = self._samples()
+        samples = self._dataset.studies
         rows = samples.splits.get(self._manifest.shards[place].split, range(0))
-        bounds = []
-        for shard in (place, place + 1):
-            low, high = rows.start, rows.stop
-            while low < high:
-                middle = (low + high) // 2
-                if int(samples.gather("shard", middle)) < shard:
-                    low = middle + 1
-                else:
-                    high = middle
-            bounds.append(low)
-        return range(*bounds)
+
+        def shard_of(row: int) -> int:
+            return int(samples.gather("shard", row))
+
+        start = bisect_left(rows, place, key=shard_of)
+        return rows[start : bisect_left(rows, place + 1, lo=start, key=shard_of)]
 
 
 class Dataset:
@@ -132,19 +121,12 @@ class Dataset:
     samples: SamplesTable
 
     def __init__(self, store: ByteStore, manifest: Manifest) -> None:
-        self.store = _kept(store, manifest)
+        self.store = _located(store, manifest)
         self.manifest = manifest
         self.dataset_id = manifest.dataset_id
         self.manifest_version = manifest.manifest_version
         if isinstance(self.store, CachedStore):
-            self.store.bind(
-                DatasetBlocks(
-                    manifest,
-                    samples=lambda: self.studies,
-                    shard_index=self.shard_index,
-                    block_bytes=self.store.cache.config.block_bytes,
-                )
-            )
+            self.store.bind(DatasetBlocks(self, block_bytes=self.store.cache.config.block_bytes))
         entry = manifest.samples
         buffer = _map_whole(self.store, entry)
         if buffer.nbytes != entry.num_bytes:
@@ -198,11 +180,11 @@ class Dataset:
 
     @property
     def cache(self) -> Cache | None:
-        """What is kept of it on its way; None where it is read from its store alone."""
+        """The read cache; None where the dataset is read from its store directly."""
         return self.store.cache if isinstance(self.store, CachedStore) else None
 
     def map_beside(self, path: str, *, sha256: str, num_bytes: int, rows: range) -> memoryview:
-        """Map a table that another manifest names beside the dataset's own files, kept as they are.
+        """Map a table of a sidecar, cached as the dataset's own files are.
 
         Args:
             path: The file.
@@ -327,7 +309,7 @@ class Dataset:
         entry = self.manifest.shards[shard]
         data = self.store.read(entry.index.path)
         if not _is_named(entry.index, data):
-            # Once more: what came wrong over a network lies right at its origin.
+            # Retry once: the data may have been corrupted in transit.
             data = self.store.read(entry.index.path)
         if not _is_named(entry.index, data):
             raise ChecksumError(
@@ -343,8 +325,8 @@ class Dataset:
         return index
 
 
-def _kept(store: ByteStore, manifest: Manifest) -> ByteStore:
-    """Return a store that finds foreign shards too; a cache stays before everything else."""
+def _located(store: ByteStore, manifest: Manifest) -> ByteStore:
+    """Return a store that also finds foreign shards; a cache stays in front of it."""
     if not isinstance(store, CachedStore):
         return located(store, [manifest])
     origin = located(store.origin, [manifest])
@@ -352,9 +334,9 @@ def _kept(store: ByteStore, manifest: Manifest) -> ByteStore:
 
 
 def _map_whole(store: ByteStore, entry: FileEntry) -> memoryview:
-    """Map a file of the manifest; what came over a network is compared with its digest, and fetched again.
+    """Map a file of the manifest; one from a network is compared with its digest, and fetched again once.
 
-    What a file system maps is checked block by block where it is touched: nothing is read of it here.
+    A file that the file system maps is checked block by block on access, so nothing is read here.
     """
     buffer = store.map(entry.path)
     if isinstance(buffer.obj, mmap.mmap) or _is_named(entry, buffer):

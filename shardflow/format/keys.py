@@ -34,10 +34,9 @@ SAMPLE_KEY_PATTERN = re.compile(r"[a-z0-9]{1,64}", re.ASCII)
 FIELD_PATTERN = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*", re.ASCII)
 SPLIT_PATTERN = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
 SHARD_NAME_PATTERN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
+_MAX_VARIANT: Final = 9999
 _SLICE = re.compile(r"s(\d{3,6})\.i(\d{4,8})\.([a-z0-9]+)", re.ASCII)
-_MASK = re.compile(r"(s\d{3,6})\.m(\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
-_VARIANT = re.compile(r"(s\d{3,6})\.v(\d{2,4})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
-_SMALL = re.compile(r"(s\d{3,6})\.small\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
+_MIDDLE = re.compile(r"(s\d{3,6})\.(small|v\d{2,4}|m\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
 
 
 def canonical_json(value: Json) -> bytes:
@@ -77,7 +76,7 @@ def parse_json(data: bytes, *, what: str) -> Any:
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
-    """SHA-256 of a buffer, as 64 lower-case hexadecimal digits."""
+    """Return the SHA-256 of a buffer as 64 lower-case hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -214,8 +213,8 @@ def parse_small_field(field: str) -> SliceField | None:
         >>> parse_small_field("s003.small.i0045.b2nd")
         SliceField(series=3, index=45, codec='b2nd')
     """
-    match = _SMALL.fullmatch(field)
-    return None if match is None else parse_slice_field(f"{match[1]}.{match[2]}")
+    middle, part = _without_middle(field)
+    return part if middle == "small" else None
 
 
 def variant_field(series: int, variant: int, index: int, codec: str) -> str:
@@ -235,10 +234,9 @@ def variant_field(series: int, variant: int, index: int, codec: str) -> str:
         's003.v01.i0045.b2nd'
     """
     head, _, rest = slice_field(series, index, codec).partition(".")
-    field = f"{head}.v{variant:02d}.{rest}"
-    if variant < 1 or not _VARIANT.fullmatch(field):
-        raise FormatError(f"a variant must have a number in 1..9999, got {variant}.")
-    return field
+    if not 1 <= variant <= _MAX_VARIANT:
+        raise FormatError(f"a variant must have a number in 1..{_MAX_VARIANT}, got {variant}.")
+    return f"{head}.v{variant:02d}.{rest}"
 
 
 def parse_variant_field(field: str) -> VariantField | None:
@@ -248,13 +246,13 @@ def parse_variant_field(field: str) -> VariantField | None:
         >>> parse_variant_field("s003.v01.i0045.b2nd")
         VariantField(series=3, variant=1, index=45, codec='b2nd')
     """
-    match = _VARIANT.fullmatch(field)
-    part = None if match is None else parse_slice_field(f"{match[1]}.{match[3]}")
-    if match is None or part is None or not int(match[2]):
+    middle, part = _without_middle(field)
+    if part is None or not middle.startswith("v"):
         return None
-    parsed = VariantField(part.series, int(match[2]), part.index, part.codec)
-    name = variant_field(parsed.series, parsed.variant, parsed.index, parsed.codec)
-    return parsed if name == field else None
+    variant = int(middle[1:])
+    if not variant or middle != f"v{variant:02d}":
+        return None
+    return VariantField(part.series, variant, part.index, part.codec)
 
 
 def mask_prefix(series: int, roi: int) -> str:
@@ -272,7 +270,7 @@ def mask_prefix(series: int, roi: int) -> str:
         's003.m012'
     """
     prefix = f"s{series:03d}.m{roi:03d}"
-    if not _MASK.fullmatch(f"{prefix}.i0000.b2nd"):
+    if not _MIDDLE.fullmatch(f"{prefix}.i0000.b2nd"):
         raise FormatError(
             f"a mask must have a series and a region in 0..999999, got series {series}, region {roi}."
         )
@@ -297,12 +295,17 @@ def parse_mask_field(field: str) -> MaskField | None:
         >>> parse_mask_field("s003.m012.i0045.b2nd")
         MaskField(series=3, roi=12, index=45, codec='b2nd')
     """
-    match = _MASK.fullmatch(field)
-    part = None if match is None else parse_slice_field(f"{match[1]}.{match[3]}")
-    if match is None or part is None:
+    middle, part = _without_middle(field)
+    if part is None or not middle.startswith("m"):
         return None
-    parsed = MaskField(part.series, int(match[2]), part.index, part.codec)
-    return parsed if mask_prefix(parsed.series, parsed.roi) == f"{match[1]}.m{match[2]}" else None
+    roi = int(middle[1:])
+    return MaskField(part.series, roi, part.index, part.codec) if middle == f"m{roi:03d}" else None
+
+
+def _without_middle(field: str) -> tuple[str, SliceField | None]:
+    """Split the part between series and index off a field name; return it and the slice, if there is one."""
+    match = _MIDDLE.fullmatch(field)
+    return ("", None) if match is None else (match[2], parse_slice_field(f"{match[1]}.{match[3]}"))
 
 
 def thumbnail_field(series: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,18 @@ from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import BLOCK_NUM_BYTES
 
 KIND = "samples"
+IMAGE_KINDS: Final = frozenset({"jpg", "jpeg", "png"})
+"""Endings of the fields of foreign tars that are images."""
+DERIVED_COLUMNS: Final = (
+    "sample_key",
+    "row_in_shard",
+    "offset_bytes",
+    "num_bytes",
+    "text_bytes",
+    "num_series",
+    "num_slices",
+)
+"""Columns that the index of a shard determines, see `derived_column`."""
 FORMAT_VERSION = 1
 FACT_COLUMNS = ("text_bytes", "num_series", "num_slices", "rows", "columns")
 COLUMNS = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
@@ -174,8 +186,7 @@ def derived_column(index: ShardIndex, name: str) -> NDArray[Any]:
 
     Args:
         index: The index of the shard; the samples are in its order.
-        name: ``sample_key``, ``row_in_shard``, ``offset_bytes``, ``num_bytes``, ``text_bytes``,
-            ``num_series`` or ``num_slices``.
+        name: One of `DERIVED_COLUMNS`.
     """
     if name == "sample_key":
         return index.sample_keys
@@ -199,6 +210,10 @@ def derived_column(index: ShardIndex, name: str) -> NDArray[Any]:
         text_bytes = np.zeros(index.num_samples, np.int64)
         text_bytes[samples[chosen]] = index.field_num_bytes[chosen]
         return text_bytes
+    if index.is_foreign:
+        is_image = np.array([field.rpartition(".")[2] in IMAGE_KINDS for field in index.field_names], bool)
+        num_images = np.bincount(samples[is_image[index.field_name_ids]], minlength=index.num_samples)
+        return np.minimum(num_images, 1) if name == "num_series" else num_images
     parsed = [parse_slice_field(field) for field in index.field_names]
     series = np.array([part.series if part else -1 for part in parsed], np.int64)[index.field_name_ids]
     slices = np.array([part.index if part else -1 for part in parsed], np.int64)[index.field_name_ids]

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, NotFoundError, StorageError
-from shardflow.format.foreign.scan import IMAGE_KINDS
 from shardflow.format.index import ShardIndex
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest
-from shardflow.format.samples import SamplesTable, derived_column
+from shardflow.format.samples import DERIVED_COLUMNS, SamplesTable, derived_column
 from shardflow.format.table import Table, TableDamageError
 from shardflow.format.tar import (
     BLOCK_NUM_BYTES,
@@ -68,11 +66,11 @@ class ExpectedFile:
 
     @classmethod
     def of(cls, entry: FileEntry) -> ExpectedFile:
-        """Take over what a manifest says."""
+        """Return what a manifest records of a file."""
         return cls(entry.path, entry.num_bytes, entry.sha256)
 
     def compare(self, data: bytes | memoryview) -> None:
-        """Compare a file that is whole in itself with the manifest: another whole file may lie there."""
+        """Compare a file that is consistent in itself with the manifest: it may be a different one."""
         if self.num_bytes is not None and len(data) != self.num_bytes:
             raise DamageError(Damage(self.path, WHOLE_FILE, f"{len(data)} bytes instead of {self.num_bytes}"))
         if self.sha256 is not None and sha256_hex(data) != self.sha256:
@@ -81,7 +79,7 @@ class ExpectedFile:
 
 @contextmanager
 def checking(path: str) -> Iterator[None]:
-    """Turn what reading a file raises into its damage."""
+    """Turn errors of reading a file into its damage."""
     try:
         yield
     except TableDamageError as error:
@@ -95,7 +93,7 @@ def checking(path: str) -> Iterator[None]:
 
 
 def open_table(store: ByteStore, expected: ExpectedFile) -> Table:
-    """Open a table and check all of it; the place of a damage is the column where there is one."""
+    """Open a table and check all of it; the place of a damage is the column if there is one."""
     with checking(expected.path):
         buffer = store.map(expected.path)
         table = Table(buffer, name=expected.path)
@@ -137,14 +135,14 @@ def check_tar(store: ByteStore, path: str, index: ShardIndex | None, sha256: str
 
 
 class _Walk:
-    """The way through a shard from its first byte to its last."""
+    """Sequential check of a shard from its first byte to its last."""
 
     def __init__(self, path: str, stream: HashedStream) -> None:
         self._path = path
         self._stream = stream
 
     def members(self, index: ShardIndex) -> None:
-        """Compare every byte with what the index says."""
+        """Compare every byte with the index."""
         number = 0
         for row in range(index.num_samples):
             key = index.sample_key(row)
@@ -176,7 +174,7 @@ class _Walk:
             self._payload(size, crc, f"payload of {'.'.join(names)}", names)
 
     def headers(self) -> None:
-        """Judge headers and padding by themselves, each header telling where the next one lies."""
+        """Check headers and padding by themselves; each header determines where the next one is."""
         stream, number = self._stream, 0
         while True:
             start = stream.position
@@ -211,7 +209,7 @@ class _Walk:
             self._fail(start, place, f"crc32c {found:08x} instead of {expected:08x}", names)
 
     def _compare(self, expected: bytes, place: str, names: tuple[str, str] | None = None) -> None:
-        """Compare the next bytes with what they must be; name the first that differs."""
+        """Compare the next bytes with the expected ones; report the first that differs."""
         start = self._stream.position
         found = self._stream.take_bytes(len(expected))
         if found == expected:
@@ -281,7 +279,7 @@ class SamplesChecker:
         return None
 
     def check_shard(self, path: str, index: ShardIndex) -> RowDamage | None:
-        """Compare the rows of a shard with its index: keys, places, and the facts that field names tell."""
+        """Compare the rows of a shard with its index: keys, places, and the facts that field names imply."""
         shard = self._numbers.get(path)
         if shard is None:
             return None
@@ -296,8 +294,8 @@ class SamplesChecker:
                 problem = f"rows of {index.shard} that do not ascend, or that it does not have"
                 return RowDamage(-1, "row_in_shard", problem)
         findings = []
-        for column, every in _expected_columns(index):
-            expected, found = every[places], self.samples.gather(column, rows)
+        for column in DERIVED_COLUMNS:
+            expected, found = derived_column(index, column)[places], self.samples.gather(column, rows)
             wrong = np.flatnonzero(found != expected)
             if len(wrong):
                 first = int(wrong[0])
@@ -308,19 +306,3 @@ class SamplesChecker:
 
 def _show(value: Any) -> str:
     return value.decode("ascii", "replace") if isinstance(value, bytes) else str(int(value))
-
-
-def _expected_columns(index: ShardIndex) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield what the samples table must hold for the samples of a shard, in their order."""
-    for name in ("sample_key", "row_in_shard", "offset_bytes", "num_bytes", "text_bytes"):
-        yield name, derived_column(index, name)
-    if not index.is_foreign:
-        yield "num_series", derived_column(index, "num_series")
-        yield "num_slices", derived_column(index, "num_slices")
-        return
-    first: NDArray[np.int64] = index.first_field.astype(np.int64)
-    samples = np.repeat(np.arange(index.num_samples), first[1:] - first[:-1])
-    is_image = np.array([name.rpartition(".")[2] in IMAGE_KINDS for name in index.field_names], bool)
-    num_images = np.bincount(samples[is_image[index.field_name_ids]], minlength=index.num_samples)
-    yield "num_series", np.minimum(num_images, 1)
-    yield "num_slices", num_images

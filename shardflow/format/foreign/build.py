@@ -1,7 +1,7 @@
 """Index of foreign tars: reads each tar once and writes a dataset folder that points at them.
 
 Members are grouped into samples as webdataset does it; members that it would split or mix are refused or
-repaired, as the policy says. Nothing is copied. The result depends on the tars, their order and the options
+repaired, as the options say. Nothing is copied. The result depends on the tars, their order and the options
 alone, so a killed run is started again and produces identical bytes.
 """
 
@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,6 @@ from shardflow.format.foreign.places import LOCATIONS_VERSION, split_location
 from shardflow.format.foreign.scan import (
     FOREIGN_FIELD_PATTERN,
     HEAD_NUM_BYTES,
-    IMAGE_KINDS,
     TarMember,
     foreign_sample_key,
     image_size,
@@ -33,7 +32,7 @@ from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import SPLIT_PATTERN, canonical_json, sha256_hex, shard_name
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
-from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.samples import IMAGE_KINDS, SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream, member_num_bytes
 from shardflow.storage import ByteStore, LocalStore, open_store
 
@@ -43,15 +42,29 @@ _WINDOW_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupingPolicy:
-    """What becomes of members that do not fit."""
+class IndexOptions:
+    """Options that decide the result, beside the tars.
+
+    Raises:
+        ConfigError: The text field is no field name.
+    """
 
     interleaved: Literal["refuse", "repair"] = "refuse"
-    """A sample whose members do not follow each other. ``repair``: they are one sample all the same."""
+    """A sample whose members do not follow each other. ``repair``: they form one sample nevertheless."""
     duplicate_keys: Literal["refuse", "rename"] = "refuse"
-    """A key that a second sample has. ``rename``: that one gets a sample key of its own."""
+    """A key that a second sample has. ``rename``: the second one gets a sample key of its own."""
     other_members: Literal["refuse", "skip"] = "refuse"
     """Members whose field is not of ``[a-z0-9_@+-]`` and dots. ``skip``: they are left out."""
+    text_field: str = "txt"
+    """The field whose size is a sample's ``text_bytes``, and which the loader gives as its text."""
+
+    def __post_init__(self) -> None:
+        if not FOREIGN_FIELD_PATTERN.fullmatch(self.text_field):
+            raise ConfigError("the text field must be a field name such as txt, got another; correct it.")
+
+    def digest(self) -> str:
+        """Return the digest of the options, for the manifest."""
+        return sha256_hex(canonical_json({"foreign": LOCATIONS_VERSION, **asdict(self)}))
 
 
 @dataclass(slots=True)
@@ -76,13 +89,13 @@ class GroupedShard:
     """Members that came after those of another sample."""
 
 
-def group_members(members: Iterable[TarMember], *, shard: str, policy: GroupingPolicy) -> GroupedShard:
+def group_members(members: Iterable[TarMember], *, shard: str, options: IndexOptions) -> GroupedShard:
     """Group the members of one tar.
 
     Args:
         members: In the order of the tar.
         shard: What errors call it.
-        policy: What to do with what does not fit.
+        options: What to do with members that do not fit.
 
     Raises:
         FormatError: Something does not fit and is to be refused; the message names shard and member.
@@ -102,7 +115,7 @@ def group_members(members: Iterable[TarMember], *, shard: str, policy: GroupingP
                 f"{member.number}); write the shard again with shorter names."
             )
         if not FOREIGN_FIELD_PATTERN.fullmatch(name):
-            if policy.other_members == "refuse":
+            if options.other_members == "refuse":
                 raise _error(
                     shard, member, "a field name of [a-z0-9_@+-] and dots", "another", "--other-members skip"
                 )
@@ -110,7 +123,7 @@ def group_members(members: Iterable[TarMember], *, shard: str, policy: GroupingP
             continue
         sample = latest.get(key)
         if sample is not None and name in sample.fields:
-            if policy.duplicate_keys == "refuse":
+            if options.duplicate_keys == "refuse":
                 raise _error(
                     shard,
                     member,
@@ -120,7 +133,7 @@ def group_members(members: Iterable[TarMember], *, shard: str, policy: GroupingP
                 )
             sample = None
         elif sample is not None and sample is not current:
-            if policy.interleaved == "refuse":
+            if options.interleaved == "refuse":
                 raise _error(
                     shard,
                     member,
@@ -163,34 +176,6 @@ class ForeignSource:
     def __post_init__(self) -> None:
         if not SPLIT_PATTERN.fullmatch(self.split):
             raise ConfigError("a split must match [a-z0-9]{1,32}, got another name; correct it.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IndexOptions:
-    """What decides the result, beside the tars."""
-
-    policy: GroupingPolicy = field(default_factory=GroupingPolicy)
-    text_field: str = "txt"
-    """The field whose size is a sample's ``text_bytes``, and which the loader gives as its text."""
-
-    def __post_init__(self) -> None:
-        if not FOREIGN_FIELD_PATTERN.fullmatch(self.text_field):
-            raise ConfigError("the text field must be a field name such as txt, got another; correct it.")
-
-    def digest(self) -> str:
-        """Digest of the options, for the manifest."""
-        policy = self.policy
-        return sha256_hex(
-            canonical_json(
-                {
-                    "foreign": LOCATIONS_VERSION,
-                    "text_field": self.text_field,
-                    "interleaved": policy.interleaved,
-                    "duplicate_keys": policy.duplicate_keys,
-                    "other_members": policy.other_members,
-                }
-            )
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,7 +271,7 @@ def _scan(store: ByteStore, source: ForeignSource, name: str, options: IndexOpti
     try:
         stream = HashedStream(open_store(folder), tar, window_bytes=_WINDOW_BYTES)
         members = scan_tar(stream, shard=name, head_bytes=HEAD_NUM_BYTES)
-        grouped = group_members(members, shard=name, policy=options.policy)
+        grouped = group_members(members, shard=name, options=options)
         digest = stream.hexdigest()
     except StorageError as error:
         # Its text names the tar, and with it a path of the user's.
@@ -296,7 +281,7 @@ def _scan(store: ByteStore, source: ForeignSource, name: str, options: IndexOpti
     return _Scanned(name, source.split, place, stream.num_bytes, digest, grouped)
 
 
-def _assign_keys(shards: Sequence[_Scanned], policy: GroupingPolicy) -> tuple[list[list[str]], int]:
+def _assign_keys(shards: Sequence[_Scanned], options: IndexOptions) -> tuple[list[list[str]], int]:
     """Give every sample its key, before a byte is written: a refused run must leave nothing behind.
 
     Returns:
@@ -310,7 +295,7 @@ def _assign_keys(shards: Sequence[_Scanned], policy: GroupingPolicy) -> tuple[li
         for row, sample in enumerate(shard.grouped.samples):
             key = foreign_sample_key(sample.key)
             if key in taken:
-                if policy.duplicate_keys == "refuse":
+                if options.duplicate_keys == "refuse":
                     raise FormatError(
                         f"a key must be of one sample, got the one of sample {row} of {shard.name} in "
                         f"{taken[key]} as well; index with --duplicate-keys rename."
@@ -328,7 +313,7 @@ def _assign_keys(shards: Sequence[_Scanned], policy: GroupingPolicy) -> tuple[li
 
 
 def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) -> IndexReport:
-    assigned, num_renamed = _assign_keys(shards, options.policy)
+    assigned, num_renamed = _assign_keys(shards, options)
     entries: list[ShardEntry] = []
     samples: list[SampleEntry] = []
     fields: Counter[str] = Counter()

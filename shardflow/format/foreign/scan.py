@@ -25,14 +25,13 @@ import google_crc32c
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream
 
-IMAGE_KINDS: Final = frozenset({"jpg", "jpeg", "png"})
 HEAD_NUM_BYTES: Final = 1 << 18
-"""Enough for a JPEG whose size stands behind a thumbnail and a colour profile."""
+"""Enough for a JPEG whose size follows a thumbnail and a color profile."""
 
 _MAX_PIXELS: Final = 1 << 28
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
-_PNG_GREY: Final = (8, 0)
-_JPEG_GREY: Final = (8, 1)
+_PNG_GRAY: Final = (8, 0)
+_JPEG_GRAY: Final = (8, 1)
 # Start of frame, all processes; between them lie DHT (c4), JPG (c8) and DAC (cc).
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
@@ -50,18 +49,18 @@ _REFUSED: Final = {ord("1"): "a hard link", ord("2"): "a symbolic link", ord("S"
 
 
 class ImageHeader(NamedTuple):
-    """What an image says of itself."""
+    """Size and kind of an image, from its header."""
 
     rows: int
     columns: int
-    is_grey: bool
+    is_gray: bool
     """Whether it stores one sample a pixel, of 8 bits."""
 
 
 def image_header(head: bytes) -> ImageHeader | None:
     """Read the header of a PNG or JPEG; None where its first bytes do not tell."""
     header = _stated(head)
-    # A header may say anything; memory is taken by what it says.
+    # A header may state any size, and memory is allocated by it.
     return header if header and 0 < header.rows * header.columns <= _MAX_PIXELS else None
 
 
@@ -73,8 +72,8 @@ def image_size(head: bytes) -> tuple[int, int] | None:
 
 def _stated(head: bytes) -> ImageHeader | None:
     if head.startswith(_PNG) and len(head) >= 26 and head[12:16] == b"IHDR":
-        columns, rows, num_bits, colours = struct.unpack_from(">IIBB", head, 16)
-        return ImageHeader(rows, columns, (num_bits, colours) == _PNG_GREY)
+        columns, rows, num_bits, color_type = struct.unpack_from(">IIBB", head, 16)
+        return ImageHeader(rows, columns, (num_bits, color_type) == _PNG_GRAY)
     if not head.startswith(b"\xff\xd8"):
         return None
     at = 2
@@ -86,7 +85,7 @@ def _stated(head: bytes) -> ImageHeader | None:
             at += 2
         elif marker in _FRAMES:
             num_bits, rows, columns, num_samples = struct.unpack_from(">BHHB", head, at + 4)
-            return ImageHeader(rows, columns, (num_bits, num_samples) == _JPEG_GREY)
+            return ImageHeader(rows, columns, (num_bits, num_samples) == _JPEG_GRAY)
         else:
             at += 2 + int(struct.unpack_from(">H", head, at + 2)[0])
     return None
@@ -186,7 +185,7 @@ class TarMember:
 
 @dataclass(slots=True)
 class _Extensions:
-    """What headers before a member say of it."""
+    """Values of a member from the extension headers before it."""
 
     name: bytes | None = None
     num_bytes: int | None = None

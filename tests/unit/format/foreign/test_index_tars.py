@@ -15,7 +15,6 @@ from shardflow.errors import ConfigError, FormatError, ManifestError, NotFoundEr
 from shardflow.format import Dataset, encode_array, verify
 from shardflow.format.foreign.build import (
     ForeignSource,
-    GroupingPolicy,
     IndexOptions,
     IndexReport,
     index_tars,
@@ -35,7 +34,7 @@ LONG = "a/" * 60 + "x" * 90
 
 
 def _index(out: Path, *paths: Path, **policy: Any) -> IndexReport:
-    options = IndexOptions(policy=GroupingPolicy(**policy))
+    options = IndexOptions(**policy)
     return index_tars([ForeignSource(place=str(path)) for path in paths], out, options)
 
 
@@ -141,10 +140,10 @@ def test_images_tell_their_size() -> None:
         grey, colour = (image_header(picture(number, kind)[1]) for number in (3, 4))
         assert grey is not None
         assert colour is not None
-        assert (grey.is_grey, colour.is_grey) == (True, False)
+        assert (grey.is_gray, colour.is_gray) == (True, False)
     deep = image_header(encode_array("png16", np.full((4, 5), 40_000, np.uint16)))
     assert deep is not None
-    assert not deep.is_grey
+    assert not deep.is_gray
     assert image_size(b"") is None
     assert image_size(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\xff\xff\xff\xff\xff\xff") is None
 
