@@ -18,7 +18,7 @@ from shardflow.monitoring.goodput import Goodput
 from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.run_page.reading import Mark, RunNumbers, Summary, shown
 from shardflow.monitoring.run_page.svg import Chart, Series, bars, figure, legend
-from shardflow.monitoring.units import compact, duration, show
+from shardflow.monitoring.units import compact, counted, duration, show
 from shardflow.telemetry import STAGES, Advice
 from shardflow.telemetry.intervals import setting_text
 
@@ -343,7 +343,7 @@ def _rank_shares(run: RunNumbers) -> dict[str, list[float]]:
 def _ranks(run: RunNumbers) -> str:
     shares = _rank_shares(run)
     world_size = run.latest.world_size if run.latest else 0
-    text = f"The {len(shares)} of {world_size:,} ranks that computed and waited for data most."
+    text = f"The {len(shares)} of {counted(world_size, 'rank')} that computed and waited for data most."
     colors = legend((color, label) for _, label, color in _RANK_PARTS)
     drawn = _part_bars("Shares of the steps' time, whole run", shares, _RANK_PARTS)
     return colors + drawn + (note(text) if world_size > len(shares) else "") if shares else ""

@@ -9,15 +9,21 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from shardflow.monitoring.units import counted
 from shardflow.monitoring.verdict.intervals import IntervalSummary
 from shardflow.telemetry import Advice
-from shardflow.telemetry.intervals import size_text
+from shardflow.telemetry.intervals import setting_text
 
 _MOST_GAIN: Final = 20.0
 _READS_PER_CPU: Final = 4
 """Threads that wait for reads need hardly any processor, but each holds what it reads."""
 _MOST_READ_AHEAD_THREADS: Final = 64
 _FULL_CACHE: Final = 0.9
+_BATCHES_AHEAD: Final = 4
+"""Micro-batches for each thread: bursts of costly samples last that long."""
+_MOSTLY_IDLE: Final = 0.5
+"""Loader threads that are idle for more of their time take no processors from anybody."""
+_MIB: Final = 1 << 20
 
 
 def faster(share: float, factor: float = math.inf) -> float:
@@ -31,119 +37,15 @@ def faster(share: float, factor: float = math.inf) -> float:
     return round(min(_MOST_GAIN, 1.0 / left - 1.0), 2) if left > 0 else _MOST_GAIN
 
 
-def more_working_threads(summary: IntervalSummary, share: float) -> list[Advice]:
-    """Threads that need a processor each."""
-    old = summary.number("loader.num_threads")
-    if not old or summary.wait >= 1.0:
-        return []
-    per_rank = int(summary.cpus_free / max(1, summary.ranks_per_node))
-    # So many keep up with a loop that never waits.
-    wanted = math.ceil(old / (1.0 - share)) if share < 1.0 else 2 * old
-    new = min(wanted, old + per_rank, 2 * old)
-    if new > old:
-        return [_threads("Processors are free", old, new, _paced(share, new / old))]
-    missing = (wanted - old) * max(1, summary.ranks_per_node)
-    return [
-        Advice(
-            text=f"All {summary.num_cpus} processors of the node are in use: about {missing} more are wanted "
-            f"for loader.num_threads {old} -> {wanted}.",
-            gain=_paced(share, wanted / old),
-        )
-    ]
-
-
-def more_reading_threads(summary: IntervalSummary, share: float) -> list[Advice]:
-    """Threads that mostly wait for a store or a disk."""
-    old = summary.number("loader.num_threads")
-    most = _READS_PER_CPU * summary.num_cpus // max(1, summary.ranks_per_node)
-    if not old or 2 * old > max(most, 2):
-        return []
-    return [_threads("Reads wait more than they work", old, 2 * old, _paced(share, 2.0))]
-
-
-def _paced(share: float, factor: float) -> float:
-    """What faster threads gain: at most all waits that they explain, at most their factor."""
-    left = max(1.0 - share, 1.0 / factor)
-    return round(1.0 / left - 1.0, 2)
-
-
-def more_cache(summary: IntervalSummary, share: float) -> list[Advice]:
-    """Read further ahead, more at once, and keep more, where there is a cache."""
-    found = []
-    if old := summary.number("cache.read_ahead_bytes"):
-        found.append(
-            byte_size_advice("Read further ahead", "cache.read_ahead_bytes", old, 2 * old, faster(share, 2.0))
-        )
-    threads = summary.number("cache.read_ahead_threads")
-    if threads and 2 * threads <= _MOST_READ_AHEAD_THREADS:
-        found.append(
-            Advice(
-                text=f"Ask the store for more at once: cache.read_ahead_threads {threads} -> {2 * threads}.",
-                setting="cache.read_ahead_threads",
-                old=str(threads),
-                new=str(2 * threads),
-                gain=faster(share, 2.0),
-            )
-        )
-    bound = summary.number("cache.max_bytes")
-    if bound and summary.cache_disk_bytes >= _FULL_CACHE * bound:
-        found.append(
-            byte_size_advice(
-                "The cache on disk is full; give it more",
-                "cache.max_bytes",
-                bound,
-                2 * bound,
-                faster(share, 2.0),
-            )
-        )
-    return found
-
-
-def fewer_pixels(summary: IntervalSummary, share: float) -> list[Advice]:
-    """Small versions of slices, where large ones are read to be made small."""
-    if summary.word("image.resolution") != "full":
-        return []
-    rows = summary.number("image.rows") or 0
-    return [
-        Advice(
-            text="Read small versions of the slices: image.resolution full -> small, of a dataset packed "
-            f"with [variants] small_px (at least {rows} here); the model then sees other pixels.",
-            setting="image.resolution",
-            old="full",
-            new="small",
-            gain=faster(share, 4.0),
-        )
-    ]
-
-
-def _threads(why: str, old: int, new: int, gain: float) -> Advice:
-    return Advice(
-        text=f"{why}: loader.num_threads {old} -> {new}.",
-        setting="loader.num_threads",
-        old=str(old),
-        new=str(new),
-        gain=gain,
-    )
-
-
-def byte_size_advice(why: str, setting: str, old: int, new: int, gain: float) -> Advice:
-    """Advise another size."""
-    return Advice(
-        text=f"{why}: {setting} {size_text(old)} -> {size_text(new)}.",
-        setting=setting,
-        old=size_text(old),
-        new=size_text(new),
-        gain=gain,
-    )
-
-
-_BATCHES_AHEAD: Final = 4
-"""Micro-batches for each thread: bursts of costly samples last that long."""
-_MIB: Final = 1 << 20
+def _change(why: str, setting: str, old: int | str, new: int | str, gain: float, remark: str = "") -> Advice:
+    """Advise another value of a setting; the remark follows the values in the sentence."""
+    was, now = setting_text(setting, old), setting_text(setting, new)
+    text = f"{why}: {setting} {was} -> {now}{remark}."
+    return Advice(text=text, setting=setting, old=was, new=now, gain=gain)
 
 
 def for_storage(summary: IntervalSummary) -> list[Advice]:
-    """Reads take too long: keep what was read, read more at once, read less."""
+    """Advise on slow reads: keep what was read, read more at once, read less."""
     share = summary.parts["storage"]
     found = []
     if summary.number("cache.max_bytes") == 0 and summary.number("cache.ram_bytes") == 0:
@@ -159,46 +61,100 @@ def for_storage(summary: IntervalSummary) -> list[Advice]:
                 )
             )
     else:
-        found += more_cache(summary, share)
-    found += more_reading_threads(summary, share)
-    found += fewer_pixels(summary, share)
+        found += _more_cache(summary, share)
+    old = summary.number("loader.num_threads")
+    most = _READS_PER_CPU * summary.num_cpus // max(1, summary.ranks_per_node)
+    if old and 2 * old <= max(most, 2):
+        why = "Reads wait more than they work"
+        found.append(_change(why, "loader.num_threads", old, 2 * old, _paced(share, 2.0)))
+    found += _fewer_pixels(summary, share)
     if summary.tier == "local" and not found:
         found.append(Advice(text="Move the dataset to a faster disk of the node.", gain=faster(share)))
     return found
 
 
+def _more_cache(summary: IntervalSummary, share: float) -> list[Advice]:
+    """Read further ahead, more at once, and keep more, where there is a cache."""
+    found = []
+    gain = faster(share, 2.0)
+    if old := summary.number("cache.read_ahead_bytes"):
+        found.append(_change("Read further ahead", "cache.read_ahead_bytes", old, 2 * old, gain))
+    threads = summary.number("cache.read_ahead_threads")
+    if threads and 2 * threads <= _MOST_READ_AHEAD_THREADS:
+        why = "Ask the store for more at once"
+        found.append(_change(why, "cache.read_ahead_threads", threads, 2 * threads, gain))
+    bound = summary.number("cache.max_bytes")
+    if bound and summary.cache_disk_bytes >= _FULL_CACHE * bound:
+        why = "The cache on disk is full; give it more"
+        found.append(_change(why, "cache.max_bytes", bound, 2 * bound, gain))
+    return found
+
+
 def for_decode(summary: IntervalSummary) -> list[Advice]:
-    """Decoding takes too long: more threads where processors are free, fewer pixels, another codec."""
+    """Advise on slow decoding: more threads if processors are free, fewer pixels, another codec."""
     share = summary.parts["decode"]
     return [
-        *more_working_threads(summary, share),
-        *fewer_pixels(summary, share),
+        *_more_working_threads(summary, share),
+        *_fewer_pixels(summary, share),
         Advice(
-            text="Or pack once more with a codec that decodes faster (codec of pack: b2nd is quick, npy "
-            "needs no decoding and more bytes).",
+            text="Or pack the dataset again with a codec that decodes faster (codec of pack: b2nd is quick; "
+            "npy needs no decoding, but more bytes).",
             gain=faster(share, 2.0),
         ),
     ]
 
 
+def _more_working_threads(summary: IntervalSummary, share: float) -> list[Advice]:
+    """Add threads that need a processor each."""
+    old = summary.number("loader.num_threads")
+    if not old or summary.wait >= 1.0:
+        return []
+    num_ranks = max(1, summary.ranks_per_node)
+    # So many keep up with a loop that never waits.
+    wanted = math.ceil(old / (1.0 - share)) if share < 1.0 else 2 * old
+    new = min(wanted, old + int(summary.cpus_free / num_ranks), 2 * old)
+    if new > old:
+        return [_change("Processors are free", "loader.num_threads", old, new, _paced(share, new / old))]
+    return [
+        Advice(
+            text=f"All {summary.num_cpus} processors of the node are in use: about "
+            f"{(wanted - old) * num_ranks} more are wanted for loader.num_threads {old} -> {wanted}.",
+            gain=_paced(share, wanted / old),
+        )
+    ]
+
+
+def _paced(share: float, factor: float) -> float:
+    """Return the gain of faster threads: at most all waits that they explain, at most their factor."""
+    left = max(1.0 - share, 1.0 / factor)
+    return round(1.0 / left - 1.0, 2)
+
+
+def _fewer_pixels(summary: IntervalSummary, share: float) -> list[Advice]:
+    """Read small versions of slices, where large ones are read to be made small."""
+    if summary.word("image.resolution") != "full":
+        return []
+    rows = summary.number("image.rows") or 0
+    remark = (
+        f", of a dataset packed with [variants] small_px (at least {rows} here); the model then sees other "
+        "pixels"
+    )
+    why = "Read small versions of the slices"
+    return [_change(why, "image.resolution", "full", "small", faster(share, 4.0), remark)]
+
+
 def for_transform(summary: IntervalSummary) -> list[Advice]:
-    """Resizing or the user's transform takes too long."""
+    """Advise on slow resizing, or a slow transform of the user."""
     share = summary.parts["transform"]
     own, user = summary.seconds.get("transform", 0.0), summary.seconds.get("user_transform", 0.0)
     found = []
     execution = summary.word("loader.execution")
     if user > own and execution is not None and execution != "workers":
-        found.append(
-            Advice(
-                text=f"If the transform is Python, run it in processes: loader.execution {execution} -> "
-                "workers; else it has the interpreter for itself only one thread at a time.",
-                setting="loader.execution",
-                old=execution,
-                new="workers",
-                gain=faster(share, float(max(1, summary.number("loader.num_threads") or 1))),
-            )
-        )
-    found += more_working_threads(summary, share)
+        why = "If the transform is Python, run it in processes"
+        gain = faster(share, float(max(1, summary.number("loader.num_threads") or 1)))
+        remark = "; in threads, only one at a time holds the interpreter"
+        found.append(_change(why, "loader.execution", execution, "workers", gain, remark))
+    found += _more_working_threads(summary, share)
     if own >= user and summary.number("image.transfer_rows") == 0:
         found.append(
             Advice(
@@ -214,96 +170,52 @@ def for_transform(summary: IntervalSummary) -> list[Advice]:
 
 
 def for_prefetch(summary: IntervalSummary) -> list[Advice]:
-    """The loader's threads rest for lack of room while the loop waits."""
+    """Advise on loader threads that are idle at the prefetch bound while the loop waits."""
     old = summary.number("loader.prefetch_bytes")
     if not old:
         return []
     threads = max(1, summary.number("loader.num_threads") or 1)
     new = max(2 * old, math.ceil(summary.batch_bytes) * threads * _BATCHES_AHEAD)
-    return [
-        byte_size_advice(
-            "Give the loader room to work ahead",
-            "loader.prefetch_bytes",
-            old,
-            new,
-            faster(summary.parts["prefetch"]),
-        )
-    ]
+    why, gain = "Let the loader work further ahead", faster(summary.parts["prefetch"])
+    return [_change(why, "loader.prefetch_bytes", old, new, gain)]
 
 
 def for_transfer(summary: IntervalSummary) -> list[Advice]:
-    """Copies to the device take too long."""
+    """Advise on slow copies to the device."""
     share = summary.parts["transfer"]
     found = []
     if summary.word("image.dtype") == "float32":
-        found.append(
-            Advice(
-                text="Send pixels as they are stored: image.dtype float32 -> int16 (CT) or uint8, a half or "
-                "a quarter of the bytes.",
-                setting="image.dtype",
-                old="float32",
-                new="int16",
-                gain=faster(share, 2.0),
-            )
-        )
+        remark = " (CT) or uint8, a half or a quarter of the bytes"
+        why = "Send pixels as they are stored"
+        found.append(_change(why, "image.dtype", "float32", "int16", faster(share, 2.0), remark))
     rows, sent = summary.number("image.rows"), summary.number("image.transfer_rows")
     if rows and sent and sent > rows:
-        found.append(
-            Advice(
-                text=f"Send smaller images: image.transfer_rows {sent} -> {rows}.",
-                setting="image.transfer_rows",
-                old=str(sent),
-                new=str(rows),
-                gain=faster(share, (sent / rows) ** 2),
-            )
-        )
+        gain = faster(share, (sent / rows) ** 2)
+        found.append(_change("Send smaller images", "image.transfer_rows", sent, rows, gain))
     if old := summary.number("loader.pinned_bytes"):
-        found.append(
-            byte_size_advice("Give copies more room", "loader.pinned_bytes", old, 2 * old, faster(share, 1.5))
-        )
+        why = "Give copies more pinned memory"
+        found.append(_change(why, "loader.pinned_bytes", old, 2 * old, faster(share, 1.5)))
     return found
 
 
 def for_tokens(summary: IntervalSummary) -> list[Advice]:
-    """Making tokens of reports takes the loop's time."""
+    """Advise on a loop that tokenizes reports itself."""
     if summary.word("text.tokens") != "online":
         return []
-    return [
-        Advice(
-            text="Store the tokens once with shardflow tokenize: text.tokens online -> stored.",
-            setting="text.tokens",
-            old="online",
-            new="stored",
-            gain=faster(summary.parts["tokenize"], 10.0),
-        )
-    ]
+    why, gain = "Store the tokens once with shardflow tokenize", faster(summary.parts["tokenize"], 10.0)
+    return [_change(why, "text.tokens", "online", "stored", gain)]
 
 
 def for_exchange(summary: IntervalSummary) -> list[Advice]:
-    """Gradients take too long from rank to rank."""
-    share = summary.exchange
+    """Advise on gradients that take long from rank to rank."""
+    gain = faster(summary.exchange, 2.0)
     found = []
     if summary.word("parallel.accumulation") == "sharded":
-        found.append(
-            Advice(
-                text="Exchange once a step: parallel.accumulation sharded -> whole, where memory allows.",
-                setting="parallel.accumulation",
-                old="sharded",
-                new="whole",
-                gain=faster(share, 2.0),
-            )
-        )
+        why, remark = "Exchange once a step", ", where memory allows"
+        found.append(_change(why, "parallel.accumulation", "sharded", "whole", gain, remark))
     if old := summary.number("batch.micro_batches_per_step"):
-        found.append(
-            Advice(
-                text=f"Exchange less often: batch.micro_batches_per_step {old} -> {2 * old}; this doubles "
-                "the batch of a step, so the training is another one.",
-                setting="batch.micro_batches_per_step",
-                old=str(old),
-                new=str(2 * old),
-                gain=faster(share, 2.0),
-            )
-        )
+        why, remark = "Exchange less often", "; this doubles the batch of a step, and so changes the training"
+        found.append(_change(why, "batch.micro_batches_per_step", old, 2 * old, gain, remark))
     device = summary.word("run.device")
     if device == "cpu" or (device == "auto" and not summary.seconds.get("copy")):
         text = (
@@ -312,44 +224,31 @@ def for_exchange(summary: IntervalSummary) -> list[Advice]:
         )
     else:
         text = (
-            "Look at the network of the ranks: NCCL_DEBUG=INFO names the transport; NVLink or RDMA is "
-            "wanted, not sockets (shardflow doctor measures it)."
+            "Look at the network of the ranks: NCCL_DEBUG=INFO names the transport, which should be NVLink "
+            "or RDMA, not sockets (shardflow doctor measures it)."
         )
-    found.append(Advice(text=text, gain=faster(share, 4.0)))
-    return found
+    return [*found, Advice(text=text, gain=faster(summary.exchange, 4.0))]
 
 
 def for_straggler(summary: IntervalSummary) -> list[Advice]:
-    """One rank holds all others up."""
+    """Advise on one rank that all others wait for."""
     where = f"rank {summary.slow.rank}" + (f" on host {summary.slow.host}" if summary.slow.host else "")
-    waits = summary.slow.wait - summary.typical.wait > summary.slow.compute - summary.typical.compute
     look = (
         "its disk, its network and its cache"
-        if waits
+        if summary.is_slow_by_waiting
         else "clocks and temperature of its device, and other jobs on its processors"
     )
-    return [
-        Advice(
-            text=f"Look at {where}: {look}; leave the host out if it stays slow.", gain=faster(summary.skew)
-        )
-    ]
+    text = f"Look at {where}: {look}; leave the host out if it stays slow."
+    return [Advice(text=text, gain=faster(summary.skew))]
 
 
 def for_trainer(summary: IntervalSummary) -> list[Advice]:
-    """The trainer's Python holds the interpreter."""
+    """Advise on a trainer whose Python holds the interpreter."""
     found = []
-    lost = summary.wait
     if summary.word("loader.execution") == "threads":
-        found.append(
-            Advice(
-                text="Let a process of its own make micro-batches: loader.execution threads -> process; the "
-                "loop then waits for none of them.",
-                setting="loader.execution",
-                old="threads",
-                new="process",
-                gain=faster(lost),
-            )
-        )
+        why, remark = "Make micro-batches in a process of their own", "; the loop then waits for none of them"
+        gain = faster(summary.wait)
+        found.append(_change(why, "loader.execution", "threads", "process", gain, remark))
     found.append(
         Advice(
             text="Find the Python in the step that takes so long (py-spy top): logging, metrics, loops over "
@@ -361,77 +260,50 @@ def for_trainer(summary: IntervalSummary) -> list[Advice]:
 
 
 def for_delay(summary: IntervalSummary) -> list[Advice]:
-    """Threads find no processor."""
+    """Advise on threads that find no processor."""
     found = []
     threads = summary.number("loader.num_threads")
-    spare = summary.num_cpus // max(1, summary.ranks_per_node) - 1
-    if threads and threads > max(1, spare):
-        found.append(
-            Advice(
-                text=f"Use fewer threads: loader.num_threads {threads} -> {max(1, spare)}; "
-                f"{summary.ranks_per_node} ranks share {summary.num_cpus} processors.",
-                setting="loader.num_threads",
-                old=str(threads),
-                new=str(max(1, spare)),
-                gain=faster(summary.delay, 1.5),
-            )
-        )
-    others = summary.num_cpus - summary.cpus_used
-    if others > summary.num_cpus / 4:
+    wanted = max(1, summary.num_cpus // max(1, summary.ranks_per_node) - 1)
+    if threads and threads > wanted and summary.idle_threads <= _MOSTLY_IDLE:
+        ranks, gain = counted(summary.ranks_per_node, "rank"), faster(summary.delay, 1.5)
+        shares = "has" if summary.ranks_per_node == 1 else "share"
+        remark = f"; {ranks} {shares} {counted(summary.num_cpus, 'processor')}"
+        found.append(_change("Use fewer threads", "loader.num_threads", threads, wanted, gain, remark))
+    if summary.num_cpus - summary.cpus_used > summary.num_cpus / 4:
         text = (
             f"Find who else uses the node (top): this run gets {summary.cpus_used:.1f} of its "
-            f"{summary.num_cpus} processors, and waits for more."
+            f"{counted(summary.num_cpus, 'processor')}, and waits for more."
         )
     else:
-        missing = max(
-            1, math.ceil(summary.cpus_used * summary.delayed_threads / (1 - summary.delayed_threads))
-        )
+        missing = summary.cpus_used * summary.delayed_threads / (1 - summary.delayed_threads)
         text = (
-            f"About {missing} more processors are wanted on the node; with as many as there are, set "
-            "OMP_NUM_THREADS to the processors of a rank less those of its loader."
+            f"The node lacks about {counted(max(1, math.ceil(missing)), 'processor')}; to make do with those "
+            "it has, set OMP_NUM_THREADS to the processors of a rank less those of its loader."
         )
     return [*found, Advice(text=text, gain=faster(summary.delay))]
 
 
 def for_memory(summary: IntervalSummary) -> list[Advice]:
-    """Memory runs out."""
-    found = []
-    for setting in ("cache.ram_bytes", "loader.prefetch_bytes", "cache.read_ahead_bytes"):
-        old = summary.number(setting)
-        if old and old >= 2 * _MIB:
-            found.append(byte_size_advice("Hold less", setting, old, old // 2, 0.0))
+    """Advise on a node whose memory runs out."""
+    found = [
+        _change("Hold less", setting, old, old // 2, 0.0)
+        for setting in ("cache.ram_bytes", "loader.prefetch_bytes", "cache.read_ahead_bytes")
+        if (old := summary.number(setting)) and old >= 2 * _MIB
+    ]
     return found or [Advice(text="Give the node more memory, or run fewer ranks on it.")]
 
 
 def for_checkpoints(summary: IntervalSummary) -> list[Advice]:
-    """Steps stand still."""
-    found = []
+    """Advise on training that is paused for long."""
     checkpoints, evaluations = summary.seconds.get("checkpoint", 0.0), summary.seconds.get("evaluate", 0.0)
     name = "run.checkpoint_every_steps" if checkpoints >= evaluations else "run.evaluate_every_steps"
-    if old := summary.number(name):
-        found.append(
-            Advice(
-                text=f"Do it half as often: {name} {old} -> {2 * old}.",
-                setting=name,
-                old=str(old),
-                new=str(2 * old),
-                gain=faster(summary.paused, 2.0),
-            )
-        )
-    return found
+    old = summary.number(name)
+    return [_change("Do it half as often", name, old, 2 * old, faster(summary.paused, 2.0))] if old else []
 
 
 def for_compute(summary: IntervalSummary) -> list[Advice]:
-    """The model computes; only a faster model or more devices would help."""
-    found = []
-    if summary.word("run.precision") == "fp32" and summary.word("run.device") in {"cuda", "npu"}:
-        found.append(
-            Advice(
-                text="Compute in half precision: run.precision fp32 -> bf16.",
-                setting="run.precision",
-                old="fp32",
-                new="bf16",
-                gain=faster(summary.busy, 2.0),
-            )
-        )
-    return found
+    """Advise on a run that computes: only a faster model or more devices would help."""
+    if summary.word("run.precision") != "fp32" or summary.word("run.device") not in {"cuda", "npu"}:
+        return []
+    why, gain = "Compute in half precision", faster(summary.busy, 2.0)
+    return [_change(why, "run.precision", "fp32", "bf16", gain)]

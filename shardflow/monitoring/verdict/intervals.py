@@ -108,8 +108,13 @@ class IntervalSummary:
     settings: Settings
 
     @property
+    def is_slow_by_waiting(self) -> bool:
+        """Whether the slowest rank is behind the others for its waits for data rather than its compute."""
+        return self.slow.wait - self.typical.wait > self.slow.compute - self.typical.compute
+
+    @property
     def cpus_free(self) -> float:
-        """Processors of a node that nobody of the run keeps busy."""
+        """Processors of a node that no process of the run keeps busy."""
         return max(0.0, self.num_cpus - self.cpus_used)
 
     def number(self, setting: str) -> int | None:

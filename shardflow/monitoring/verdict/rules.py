@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from shardflow.monitoring.units import counted
 from shardflow.monitoring.verdict import advice
 from shardflow.monitoring.verdict.intervals import PARTS, IntervalSummary
 from shardflow.telemetry import Advice
 
 LEAST_WAIT: Final = 0.1
-"""Share of the step from which a wait for data is said."""
+"""Share of the step from which a wait for data is reported."""
 LEAST_EXCHANGE: Final = 0.2
 """A healthy job exchanges gradients too; beyond this it is worth a look."""
 LEAST_SKEW: Final = 0.15
@@ -62,7 +63,7 @@ def _of_parts(name: str) -> Callable[[IntervalSummary], float]:
 
 
 def _memory_share(summary: IntervalSummary) -> float:
-    """No part of the step, but what comes first where it runs out: the run ends."""
+    """Rate the free memory: no part of the step, but it comes first where the run is about to be killed."""
     if not summary.memory_bytes or not summary.available_bytes:
         return 0.0
     free = summary.available_bytes / summary.memory_bytes
@@ -74,7 +75,7 @@ def _rate(summary: IntervalSummary, stage: str) -> float:
 
 
 def _of_threads(summary: IntervalSummary, part: str) -> float:
-    """Share of the working time of the loader's threads that goes to this."""
+    """Return the share of the working time of the loader's threads that goes to this."""
     working = sum(summary.seconds.get(name, 0.0) for names in PARTS.values() for name in names)
     return sum(summary.seconds.get(name, 0.0) for name in PARTS[part]) / working if working else 0.0
 
@@ -101,7 +102,7 @@ def _loader_evidence(part: str) -> Callable[[IntervalSummary], Mapping[str, floa
 
 
 def _say_storage(summary: IntervalSummary, share: float) -> str:
-    place = "the local disk" if summary.tier == "local" else f"{summary.tier}"
+    place = "the local disk" if summary.tier == "local" else summary.tier
     return (
         f"Storage-bound: {share:.0%} of the step waits for reads from {place}; the loader's threads spend "
         f"{_of_threads(summary, 'storage'):.0%} of their work on them, "
@@ -113,7 +114,7 @@ def _say_decode(summary: IntervalSummary, share: float) -> str:
     return (
         f"Decode-bound: {share:.0%} of the step waits for slices to be decoded; the loader's threads spend "
         f"{_of_threads(summary, 'decode'):.0%} of their work on it, and {summary.cpus_free:.1f} of "
-        f"{summary.num_cpus} processors are free."
+        f"{counted(summary.num_cpus, 'processor')} are free."
     )
 
 
@@ -129,7 +130,7 @@ def _say_transform(summary: IntervalSummary, share: float) -> str:
 def _say_prefetch(summary: IntervalSummary, share: float) -> str:
     return (
         f"Starved by too little prefetch: {share:.0%} of the step waits for micro-batches, while the "
-        f"loader's threads rest {summary.idle_threads:.0%} of their time for lack of room to work ahead."
+        f"loader's threads are idle {summary.idle_threads:.0%} of their time, at the bound on buffered bytes."
     )
 
 
@@ -137,25 +138,25 @@ def _say_transfer(summary: IntervalSummary, share: float) -> str:
     copied = max(summary.num_bytes.get("copy", 0.0), summary.num_bytes.get("pin", 0.0))
     return (
         f"Transfer-bound: {share:.0%} of the step waits for copies to the device, "
-        f"{copied / _MIB:.1f} MiB a step; {summary.ready_batches:.1f} micro-batches stand ready."
+        f"{copied / _MIB:.1f} MiB a step; {summary.ready_batches:.1f} micro-batches are ready."
     )
 
 
 def _say_tokens(_: IntervalSummary, share: float) -> str:
-    return f"Tokenize-bound: for {share:.0%} of the step the loop makes tokens of reports."
+    return f"Tokenize-bound: the loop spends {share:.0%} of the step on tokenizing reports."
 
 
 def _say_exchange(summary: IntervalSummary, share: float) -> str:
     return (
         f"Exchange-bound: {share:.0%} of the step waits for gradients to be exchanged over "
-        f"{summary.world_size} ranks, though none of them is late."
+        f"{counted(summary.world_size, 'rank')}, though none is late."
     )
 
 
 def _say_straggler(summary: IntervalSummary, share: float) -> str:
     slow, typical = summary.slow, summary.typical
     host = f" on host {slow.host}" if slow.host else ""
-    if slow.wait - typical.wait > slow.compute - typical.compute:
+    if summary.is_slow_by_waiting:
         what = f"waits for data {slow.wait:.0%} of the step, the others {typical.wait:.0%}"
     else:
         what = f"computes {slow.compute:.0%} of the step, the others {typical.compute:.0%}"
@@ -164,8 +165,8 @@ def _say_straggler(summary: IntervalSummary, share: float) -> str:
 
 def _say_trainer(summary: IntervalSummary, share: float) -> str:
     return (
-        f"Trainer busy: {share:.0%} of the step goes to Python of the trainer that holds the interpreter; "
-        f"any other thread waits for it {summary.gil_wait:.0%} of the time."
+        f"Trainer busy: {share:.0%} of the step goes to Python of the trainer that holds the interpreter, "
+        f"which any other thread waits for {summary.gil_wait:.0%} of the time."
     )
 
 
@@ -186,7 +187,7 @@ def _say_memory(summary: IntervalSummary, _: float) -> str:
 
 
 def _say_paused(_: IntervalSummary, share: float) -> str:
-    return f"Checkpoint-bound: training is paused {share:.0%} of the time, for checkpoints and evaluations."
+    return f"Checkpoint-bound: training is paused for checkpoints and evaluations {share:.0%} of the time."
 
 
 def _say_compute(summary: IntervalSummary, share: float) -> str:
@@ -227,7 +228,7 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     Rule(
         code="prefetch-starved",
-        meaning="the loop waits though the loader is quick enough on average: it has no room to work ahead",
+        meaning="the loop waits though the loader is quick enough on average: it is at its bound on buffered bytes",
         least=LEAST_WAIT,
         share=_of_parts("prefetch"),
         say=_say_prefetch,
@@ -254,7 +255,7 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     Rule(
         code="tokenize-bound",
-        meaning="the loop itself makes tokens of reports",
+        meaning="the loop itself tokenizes reports",
         least=LEAST_WAIT,
         share=_of_parts("tokenize"),
         say=_say_tokens,
@@ -340,7 +341,7 @@ RULES: Final[tuple[Rule, ...]] = (
 
 COMPUTE: Final = Rule(
     code="compute-bound",
-    meaning="the run computes; nothing else takes enough of the step to be said",
+    meaning="the run computes; nothing else takes enough of the step to be reported",
     least=0.5,
     share=compute_share,
     say=_say_compute,
@@ -351,4 +352,4 @@ COMPUTE: Final = Rule(
     },
     advise=advice.for_compute,
 )
-"""The rule that holds where no other does."""
+"""Rule that applies where no other does."""

@@ -214,7 +214,7 @@ def test_advice_for_storage_depends_on_the_tier() -> None:
         ),
         ({"wait": (0.0, 0.0), "exchange": 0.5}, {}, "batch.micro_batches_per_step", ("8", "16")),
         (
-            {"delayed": 0.6, "num_cpus": 4, "settings": {"loader.num_threads": 8}},
+            {"delayed": 0.6, "num_cpus": 4, "stages": _BUSY, "settings": {"loader.num_threads": 8}},
             {},
             "loader.num_threads",
             ("8", "3"),
@@ -235,6 +235,25 @@ def test_advice_names_the_setting_and_only_one_that_the_run_has(
     assert bare.code == verdict.code
     assert not _advised(bare)
     assert all(one.gain >= 0 for one in (*verdict.advice, *bare.advice))
+
+
+def test_idle_loader_threads_are_not_blamed_for_busy_processors() -> None:
+    crowded: Arguments = {"delayed": 0.6, "num_cpus": 2, "settings": {"loader.num_threads": 2}}
+    idle, *_ = _verdicts(make_interval(**crowded, stages={"idle": 40.0}))
+    assert idle.code == "cpu-oversubscribed"
+    assert "loader.num_threads" not in _advised(idle)
+    busy, *_ = _verdicts(make_interval(**crowded, stages=_BUSY))
+    assert _advised(busy)["loader.num_threads"] == ("2", "1")
+
+
+def test_one_rank_is_written_in_the_singular() -> None:
+    arguments: Arguments = {"delayed": 0.6, "stages": _BUSY, "settings": {"loader.num_threads": 8}}
+    verdict, *_ = _verdicts(make_interval(**arguments, num_cpus=4))
+    assert "1 rank has 4 processors" in verdict.advice[0].text
+    several, *_ = _verdicts(make_interval(**arguments, num_cpus=4, wait=(0.01, 0.01)))
+    assert "2 ranks share 4 processors" in several.advice[0].text
+    alone, *_ = _verdicts(make_interval(wait=0.0, exchange=0.5))
+    assert "over 1 rank," in alone.text
 
 
 def test_a_transform_in_python_is_not_taken_for_the_trainer() -> None:
