@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from shardflow.monitoring.goodput import GoodputMeter
 from shardflow.monitoring.lines import MetricsLine
-from shardflow.telemetry import STAGES, Interval, Move, RankNumbers, Verdict, metric_name
+from shardflow.telemetry import STAGES, Interval, Move, Verdict, metric_name
 
 MetricKind = Literal["counter", "gauge", "histogram", "info"]
 _SUFFIX: Final = {"": "", "s": "_seconds", "By": "_bytes", "1": "_ratio"}
@@ -63,11 +63,11 @@ def _gauge(name: str, text: str, unit: Literal["", "s", "By", "1"] = "", *labels
 _OVER: Final = "over"
 _RANK: Final = ("rank", "host")
 _ALL: Final = (
-    Metric(name="build", kind="info", text="Version of shardflow that tells this.", labels=("version",)),
+    Metric(name="build", kind="info", text="Version of shardflow that reports this.", labels=("version",)),
     Metric(
         name="run",
         kind="info",
-        text="Where the dataset lies, local or the scheme of its address.",
+        text="Where the dataset is stored: local, or the scheme of its address.",
         labels=("tier",),
     ),
     # The run.
@@ -98,23 +98,23 @@ _ALL: Final = (
     _counter("evaluation.duration", "Time of evaluations.", "s"),
     _gauge("learning_rate", "Learning rate of the last step."),
     _gauge("gradient.norm", "Norm of the gradient before clipping, of the last step that had one."),
-    _gauge("loss_scale", "Loss scale of the last step; 1 but under fp16."),
+    _gauge("loss_scale", "Loss scale of the last step; 1 except under fp16."),
     # Checkpoints.
     _counter("checkpoints", "Checkpoints written."),
     _counter("checkpoint.stall", "Time that training stood still for checkpoints.", "s"),
     _gauge("checkpoint.write", "Time that the last checkpoint took beside the steps.", "s"),
     _gauge("checkpoint.size", "Bytes that rank 0 wrote for the last checkpoint.", "By"),
     _gauge("checkpoint.steps.done", "Steps that the last checkpoint counts."),
-    _gauge("checkpoint.timestamp", "When the last checkpoint stood, since 1970.", "s"),
+    _gauge("checkpoint.timestamp", "When the last checkpoint was complete, since 1970.", "s"),
     # Where the time goes.
     _counter("stage.duration", "Time in a stage, over all ranks and their threads.", "s", "stage", "group"),
     _counter("stage.io", "Bytes that went through a stage, over all ranks.", "By", "stage", "group"),
     _counter("stage.items", "Things that went through a stage, over all ranks.", "", "stage", "group"),
     _counter("tier.io", "Bytes that came from a tier, over all ranks; origin also ahead.", "By", "tier"),
     _counter("tier.items", "Blocks or ranges that came from a tier, over all ranks.", "", "tier"),
-    _counter("cache.events", "What befell the cache, over all ranks.", "", "event"),
+    _counter("cache.events", "Faults and evictions of the cache, over all ranks.", "", "event"),
     _gauge("cache.free", "Least room on a disk of the cache, over the nodes.", "By"),
-    _gauge("loader.ready_batches", "Micro-batches that lie ready when the loop takes one.", "", _OVER),
+    _gauge("loader.ready_batches", "Micro-batches that are ready when the loop takes one.", "", _OVER),
     _gauge("loader.ahead_batches", "Micro-batches that are fetched ahead of the loader.", "", _OVER),
     _gauge("loader.buffered", "Bytes of micro-batches in the loader.", "By", _OVER),
     _gauge("loader.fetching", "Bytes being fetched.", "By", _OVER),
@@ -129,27 +129,13 @@ _ALL: Final = (
     _gauge("node.cpus", "Processors that the processes of a node may use."),
     _gauge("node.memory", "Memory of a node, or of its cgroup.", "By"),
     _gauge("node.memory.available", "Least memory left on a node.", "By"),
-    # What was made of it.
-    _gauge("verdict", "Share of the step that a finding explains; 0 once it holds no more.", "1", "code"),
+    # Conclusions.
+    _gauge("verdict", "Share of the step that a finding explains; 0 once it no longer applies.", "1", "code"),
     _counter("tuner.moves", "What the tuner did.", "", "kind"),
-    _gauge("setting", "Settings that are numbers, as they stand.", "", "name"),
+    _gauge("setting", "Settings that are numbers, as they are now.", "", "name"),
 )
 METRICS: Final[dict[str, Metric]] = {metric.name: metric for metric in _ALL}
 """All metrics by name."""
-
-
-def metric_rows() -> list[tuple[str, str, str, str, str]]:
-    """Return the table of the documentation: names, kind, labels and text of each metric."""
-    return [
-        (
-            metric.prometheus_name,
-            metric_name(metric.name),
-            metric.kind,
-            ", ".join(metric.labels),
-            metric.text,
-        )
-        for metric in METRICS.values()
-    ]
 
 
 _TIERS: Final = ("ram", "disk", "origin")
@@ -162,32 +148,30 @@ _GAUGES: Final = {
     "threads_busy": "loader.threads_busy",
 }
 """Gauges of an interval, and the metrics that they become."""
-_CACHE_EVENTS: Final = (
-    "cache_fault",
-    "cache_poisoned",
-    "cache_unsound",
-    "cache_ram_evicted",
-    "cache_disk_evicted",
-)
+_STEP_TOTALS: Final = {
+    "step.duration": "step_s",
+    "step.data_wait": "data_wait_s",
+    "tokens": "num_tokens",
+    "samples": "num_samples",
+}
+_LAST_STEP: Final = {
+    "run.epoch": "epoch",
+    "run.last_step.timestamp": "time_s",
+    "learning_rate": "learning_rate",
+    "loss_scale": "loss_scale",
+}
+_CHECKPOINT: Final = {
+    "checkpoint.write": "write_s",
+    "checkpoint.size": "num_bytes",
+    "checkpoint.steps.done": "global_step",
+    "checkpoint.timestamp": "time_s",
+}
+"""Metrics, and the keys of lines that they are made of."""
+_CACHE_EVENTS: Final = ("fault", "poisoned", "unsound", "ram_evicted", "disk_evicted")
 _MOST_RANKS: Final = 64
 _MOST_NAMES: Final = 64
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """What a label may be that comes out of a file."""
-_ZERO: Final = (
-    "run.starts",
-    "steps",
-    "steps.lost",
-    "steps.nonfinite",
-    "step.data_wait",
-    "samples",
-    "tokens",
-    "samples.masked",
-    "evaluations",
-    "evaluation.duration",
-    "checkpoints",
-    "checkpoint.stall",
-)
-"""Counters that exist before their first event: what grows from nothing has no rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,8 +196,10 @@ class MetricsMeter:
         self._total_steps = 0
         self._steps_done = 0
         self._verdict_step = -1
-        for name in _ZERO:
-            self._set(name, 0.0)
+        for name, metric in METRICS.items():
+            # Counters exist before their first event: what grows from nothing has no rate.
+            if metric.kind == "counter" and not metric.labels:
+                self._set(name, 0.0)
 
     def add(self, line: MetricsLine) -> None:
         """Take a line; one of an unknown event is left alone."""
@@ -240,7 +226,10 @@ class MetricsMeter:
                 self._count("evaluations", 1)
                 self._count("evaluation.duration", values["evaluation_s"])
             case "checkpoint":
-                self._add_checkpoint(values)
+                self._count("checkpoints", 1)
+                self._count("checkpoint.stall", values["stall_s"])
+                for name, key in _CHECKPOINT.items():
+                    self._set(name, values[key])
 
     def values(self, num_damaged: int = 0) -> Iterator[MetricValues]:
         """Yield all that is known, in the order of `METRICS`.
@@ -249,10 +238,10 @@ class MetricsMeter:
             num_damaged: Lines of the run that were left out.
         """
         self._set("run.lines.damaged", num_damaged)
-        self._tell_step()
-        self._tell_goodput()
+        self._set_progress()
+        self._set_goodput()
         if self._interval is not None:
-            self._tell_interval(self._interval)
+            self._set_interval(self._interval)
         for name, metric in METRICS.items():
             if found := self._values.get(name):
                 buckets = tuple(accumulate(self._buckets)) if metric.kind == "histogram" else ()
@@ -272,33 +261,21 @@ class MetricsMeter:
         self._buckets[bisect_left(STEP_BUCKETS_S, seconds)] += 1
         num_tokens, loss, norm = line["num_tokens"], line.get("loss"), line.get("gradient_norm")
         self._count("steps", 1)
-        self._count("step.duration", seconds)
-        self._count("step.data_wait", line["data_wait_s"])
-        self._count("tokens", num_tokens)
-        self._count("samples", line["num_samples"])
+        for name, key in _STEP_TOTALS.items():
+            self._count(name, line[key])
         if num_tokens and (loss is None or norm is None):
             self._count("steps.nonfinite", 1)
         self._set_known("loss", loss)
         self._set_known("gradient.norm", norm)
 
-    def _tell_step(self) -> None:
+    def _set_progress(self) -> None:
         if self._step is not None:
-            self._set("run.epoch", self._step["epoch"])
-            self._set("run.last_step.timestamp", self._step["time_s"])
-            self._set_known("learning_rate", self._step.get("learning_rate"))
-            self._set_known("loss_scale", self._step.get("loss_scale"))
+            for name, key in _LAST_STEP.items():
+                self._set_known(name, self._step.get(key))
         if self._values["run.starts"][()]:
             self._set("run.steps.done", self._steps_done)
         if self._total_steps:
             self._set("run.steps", self._total_steps)
-
-    def _add_checkpoint(self, line: Mapping[str, Any]) -> None:
-        self._count("checkpoints", 1)
-        self._count("checkpoint.stall", line["stall_s"])
-        self._set("checkpoint.write", line["write_s"])
-        self._set("checkpoint.size", line["num_bytes"])
-        self._set("checkpoint.steps.done", line["global_step"])
-        self._set("checkpoint.timestamp", line["time_s"])
 
     def _add_interval(self, interval: Interval) -> None:
         self._interval = interval
@@ -306,9 +283,9 @@ class MetricsMeter:
         self._count("samples.masked", interval.num_masked)
         self._add_stages(interval)
         for event in _CACHE_EVENTS:
-            self._count("cache.events", interval.events.get(event, 0), event.removeprefix("cache_"))
+            self._count("cache.events", interval.events.get(f"cache_{event}", 0), event)
 
-    def _tell_interval(self, interval: Interval) -> None:
+    def _set_interval(self, interval: Interval) -> None:
         # Of ranks, settings and tiers others may be there than before.
         for name in METRICS:
             if name.startswith("rank.") or name in {"run", "setting"}:
@@ -332,7 +309,7 @@ class MetricsMeter:
         if interval.num_steps and self._total_steps and not interval.is_warm_up:
             left = max(0, self._total_steps - self._steps_done)
             self._set("run.remaining", left * interval.wall_s / interval.num_steps)
-        self._tell_ranks(interval)
+        self._set_ranks(interval)
 
     def _add_stages(self, interval: Interval) -> None:
         for name, stage in STAGES.items():
@@ -340,7 +317,7 @@ class MetricsMeter:
                 self._count("stage.duration", found.seconds, name, stage.group)
                 self._count("stage.io", found.num_bytes, name, stage.group)
                 self._count("stage.items", found.num_items, name, stage.group)
-        # Without a cache all that is read comes from where the dataset lies.
+        # Without a cache all that is read comes from where the dataset is stored.
         has_cache = any(f"cache_{tier}" in interval.stages for tier in _TIERS)
         for tier in _TIERS:
             name = f"cache_{tier}" if has_cache or tier != "origin" else "read"
@@ -348,7 +325,7 @@ class MetricsMeter:
             self._count("tier.io", found.num_bytes, tier)
             self._count("tier.items", found.num_items, tier)
 
-    def _tell_ranks(self, interval: Interval) -> None:
+    def _set_ranks(self, interval: Interval) -> None:
         # The reported ranks may change, so their numbers are gauges, never sums.
         wall_s = interval.wall_s or 1.0
         for rank in interval.ranks[:_MOST_RANKS]:
@@ -360,8 +337,8 @@ class MetricsMeter:
             self._set("rank.cpus_busy", rank.cpu_s / wall_s, *labels)
             self._set("rank.cpu_wait", rank.runnable_s / wall_s, *labels)
             self._set("rank.gil_wait", rank.gil_wait_share, *labels)
-            for kind, num_bytes in _memory_of(rank).items():
-                self._set("rank.memory", num_bytes, *labels, kind)
+            for kind in ("pss", "pinned", "device", "cache_ram", "cache_disk"):
+                self._set("rank.memory", getattr(rank, f"{kind}_bytes"), *labels, kind)
 
     def _add_verdict(self, verdict: Verdict) -> None:
         known = self._values.setdefault("verdict", {})
@@ -378,31 +355,20 @@ class MetricsMeter:
         known = self._values.get(metric, {})
         return bool(_PLAIN.fullmatch(label)) and ((label,) in known or len(known) < _MOST_NAMES)
 
-    def _tell_goodput(self) -> None:
+    def _set_goodput(self) -> None:
         goodput = self._goodput.measured()
         for part in ("useful", "data_wait", "checkpoint", "evaluation", "restart", "lost", "other"):
             self._set("goodput.duration", getattr(goodput, f"{part}_s"), part)
         self._set("goodput", goodput.useful_share)
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
-        if (values := self._values.get(name)) is None:
-            values = self._values[name] = {}
+        values = self._values.setdefault(name, {})
         values[labels] = values.get(labels, 0.0) + max(0.0, amount)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._values.setdefault(name, {})[labels] = float(value)
 
-    def _set_known(self, name: str, value: float | None, *labels: str) -> None:
+    def _set_known(self, name: str, value: float | None) -> None:
         """Set it if it is known and finite; otherwise the last value remains."""
         if value is not None:
-            self._set(name, value, *labels)
-
-
-def _memory_of(rank: RankNumbers) -> dict[str, int]:
-    return {
-        "pss": rank.pss_bytes,
-        "pinned": rank.pinned_bytes,
-        "device": rank.device_bytes,
-        "cache_ram": rank.cache_ram_bytes,
-        "cache_disk": rank.cache_disk_bytes,
-    }
+            self._set(name, value)

@@ -49,11 +49,6 @@ def duration(seconds: float) -> str:
     return f"-{text}" if seconds < 0 else text
 
 
-def counted(number: int, noun: str) -> str:
-    """Render a number of things: ``1 rank``, ``1,024 ranks``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def compact(value: float) -> str:
     """Render a plain number: exactly if it is whole and below 100,000, with three digits otherwise."""
     if value == int(value) and abs(value) < 100_000:

@@ -1,6 +1,6 @@
-"""Sections of the page about a dataset: inputs, de-identification, studies, and the HTML and SVG they share.
+"""Sections of the page about a dataset: inputs, de-identification, studies, and their charts.
 
-`summarise` is the only place that derives statements about de-identification from a manifest. Whoever changes
+`summarize` is the only place that derives statements about de-identification from a manifest. Whoever changes
 how packing treats identifiers must change it too: a page must not promise what did not happen.
 """
 
@@ -18,50 +18,22 @@ from typing import TYPE_CHECKING, Any, Final
 from shardflow.format import Dataset
 from shardflow.format.reasons import FLAGS, REASONS, Reason, remedy_of
 from shardflow.viewing.dataset_facts import HU_START, HU_STEP, HU_STOP, DatasetFacts, Histogram, Thumbnail
+from shardflow.viewing.markup import counted, note, table
 
 if TYPE_CHECKING:
     from shardflow.format import Manifest
 
 
-def section(title: str, body: str) -> str:
-    """A titled card."""
-    return f"<section><h2>{title}</h2>{body}</section>\n"
-
-
-def note(text: str) -> str:
-    """A small remark; ``text`` is HTML."""
-    return f"<p class=note>{text}</p>"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells of HTML; columns whose names begin with # hold numbers."""
-    kinds = [" class=number" if name.startswith("#") else "" for name in columns]
-    head = "".join(
-        f"<th{kind}>{name.removeprefix('#')}</th>" for name, kind in zip(columns, kinds, strict=True)
-    )
-    body = "".join(
-        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>"
-        for row in rows
-    )
-    thead = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
-    return f"<div class=scroll><table>{thead}<tbody>{body}</tbody></table></div>"
-
-
 def share(count: int, total: int) -> str:
-    """A part of a whole in percent."""
+    """Return a part of a whole in percent."""
     if not total or not count:
         return "0 %"
     percent = 100 * count / total
     return "< 0.1 %" if percent < 0.1 else f"{percent:.1f} %"
 
 
-def counted(number: int, noun: str, nouns: str = "") -> str:
-    """A number of things: ``1 report``, ``1,000 reports``."""
-    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
-
-
 def human_size(num_bytes: int) -> str:
-    """A size in the largest unit that leaves a whole part."""
+    """Return a size in the largest unit that leaves a whole part."""
     size = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -157,7 +129,7 @@ class Treatment(StrEnum):
 
     REMOVED = "removed"
     REPLACED = "replaced"
-    GENERALISED = "generalised"
+    GENERALIZED = "generalized"
     KEPT = "kept"
     UNTOUCHED = "stored as is"
     """Nobody looked at it: what identifies a person may be in it."""
@@ -185,7 +157,7 @@ class DeidSummary:
     """Code and meaning of each option of DICOM PS3.15, E.1, that was applied, such as ``("113100", ...)``."""
 
 
-def summarise(
+def summarize(
     manifest: Manifest, *, num_reports: int, kept_keywords: Sequence[str], max_age_years: int
 ) -> DeidSummary | None:
     """Say what packing did; None for a dataset that shardflow did not pack.
@@ -211,7 +183,7 @@ def summarise(
             how="by surrogates that only the holder of the secret key can make again",
         ),
         Statement(
-            treatment=Treatment.GENERALISED,
+            treatment=Treatment.GENERALIZED,
             category="Age, maker, contrast agent",
             how=f"whole years, from {max_age_years} on as one class; one spelling of a known maker; only "
             "whether there was contrast",
@@ -278,7 +250,7 @@ def _reports(num_reports: int, mode: str, counts: Mapping[str, int]) -> Statemen
         )
     places = {name.removeprefix("report_"): n for name, n in counts.items() if name.startswith("report_")}
     return Statement(
-        treatment=Treatment.GENERALISED,
+        treatment=Treatment.GENERALIZED,
         category=f"Text of {counted(num_reports, 'report')}",
         how=f"{sum(places.values()):,} places replaced by their category (mode {mode}): values of the "
         "study's headers and forms such as dates and numbers; what has neither may still be there",

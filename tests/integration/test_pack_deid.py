@@ -12,7 +12,7 @@ from pydicom.dataset import FileDataset
 
 from shardflow.format.codecs import decode_array
 from shardflow.packing import PackSummary
-from shardflow.viewing.page_sections import Treatment, summarise
+from shardflow.viewing.page_sections import Treatment, summarize
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, read_ledger
 
@@ -138,11 +138,11 @@ def test_the_manifest_and_the_page_say_what_was_done(
         "profile_codes": ["113100", "113101", "113105", "113107", "113108"],
         "report_text": "scrub",
     }
-    summary = summarise(manifest, num_reports=1, kept_keywords=(), max_age_years=90)
+    summary = summarize(manifest, num_reports=1, kept_keywords=(), max_age_years=90)
     assert summary is not None
     assert [code for code, _ in summary.option_codes] == manifest.extra["deidentification"]["profile_codes"]
     treatments = {one.category: one.treatment for one in summary.statements}
-    assert treatments["Text of 1 report"] is Treatment.GENERALISED
+    assert treatments["Text of 1 report"] is Treatment.GENERALIZED
     assert treatments["2 images that may show text or a face"] is Treatment.REMOVED
     page = (case.output / "report.html").read_text(encoding="utf-8")
     assert "Clean Descriptors Option" in page

@@ -99,7 +99,7 @@ def test_what_the_page_says(case: PackCase) -> None:
     assert "Zqxreport" not in page
     assert str(case.folder) not in page
     # What was not looked at is said so.
-    assert re.search(r"generalised</td><td>Text of 1 report<", page)
+    assert re.search(r"generalized</td><td>Text of 1 report<", page)
     assert re.search(r"class=alarm>stored as is</b></td><td>Pixels", page)
     assert str(case.key.key_id) in page
 

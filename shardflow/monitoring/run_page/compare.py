@@ -10,10 +10,11 @@ from typing import Final
 
 from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.run_page import page
-from shardflow.monitoring.run_page.page import column, note, section, table
+from shardflow.monitoring.run_page.page import column
 from shardflow.monitoring.run_page.reading import RunNumbers, Summary, mean_of, shown
 from shardflow.monitoring.run_page.svg import Chart, Series, figure
 from shardflow.monitoring.units import show
+from shardflow.viewing.markup import note, section, table
 
 Runs = tuple[RunNumbers, RunNumbers]
 _LETTERS: Final = ("a", "b")
@@ -76,19 +77,19 @@ def render_comparison(runs: Runs) -> str:
             for run, letter in zip(runs, _LETTERS, strict=True)
             if run.num_damaged
         ),
-        section("differences", "What differs", changes + (note(escape(caution)) if caution else "")),
-        section("charts", "Overlaid", drawn and drawn + page.downsampled(runs)),
-        section("stages", "Stages", _stages(runs)),
-        section("goodput", "Goodput", page.goodput({"A": runs[0].goodput, "B": runs[1].goodput})),
-        section("verdicts", "What they were bound by", _verdicts(runs)),
-        section("settings", "Settings that differ", _settings(runs, settings)),
+        section("What differs", changes + (note(escape(caution)) if caution else ""), "differences"),
+        section("Overlaid", drawn and drawn + page.downsampled(runs), "charts"),
+        section("Stages", _stages(runs), "stages"),
+        section("Goodput", page.goodput({"A": runs[0].goodput, "B": runs[1].goodput}), "goodput"),
+        section("What they were bound by", _verdicts(runs), "verdicts"),
+        section("Settings that differ", _settings(runs, settings), "settings"),
     ]
     numbers = {
         "runs": [page.facts(run) for run in runs],
         "differences": [{"key": one.key, "a": one.a, "b": one.b, "change": one.change} for one in found],
         "settings": {name: list(values) for name, values in settings.items()},
     }
-    return page.document(f"Runs {runs[0].name} and {runs[1].name}", "".join(body), charts, numbers)
+    return page.assemble(f"Runs {runs[0].name} and {runs[1].name}", "".join(body), charts, numbers)
 
 
 def _charts(runs: Runs) -> list[Chart]:

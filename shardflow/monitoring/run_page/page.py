@@ -18,9 +18,11 @@ from shardflow.monitoring.goodput import Goodput
 from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.run_page.reading import Mark, RunNumbers, Summary, shown
 from shardflow.monitoring.run_page.svg import Chart, Series, bars, figure, legend
-from shardflow.monitoring.units import compact, counted, duration, show
+from shardflow.monitoring.units import compact, duration, show
 from shardflow.telemetry import STAGES, Advice
 from shardflow.telemetry.intervals import setting_text
+from shardflow.viewing import markup
+from shardflow.viewing.markup import counted, note, section, table
 
 _GOODPUT: Final = (
     ("useful_s", "useful steps", "useful"),
@@ -66,21 +68,21 @@ def render_run_page(run: RunNumbers) -> str:
         f"<header><p class=kind>Training run</p><h1>{escape(run.name)}</h1><p>{span(run)}</p></header>",
         _cards(run),
         _remarks(run),
-        section("verdicts", "What it was bound by", _verdicts(run)),
-        section("timeline", "Timeline", drawn.get("timeline", "") + downsampled([run])),
-        section("learning", "Learning", drawn.get("learning", "")),
-        section("stages", "Stages", drawn.get("stages", "")),
-        section("ranks", "Ranks", _ranks(run) + drawn.get("ranks", "")),
-        section("memory", "Memory", drawn.get("memory", "")),
-        section("goodput", "Goodput", goodput({"time": run.goodput})),
-        section("restarts", "Starts", _restarts(run)),
-        section("tuner", "What the tuner did", _moves(run)),
-        section("settings", "Settings", _settings(run)),
-        section("surroundings", "Where it ran", _environment(run)),
+        section("What it was bound by", _verdicts(run), "verdicts"),
+        section("Timeline", drawn.get("timeline", "") + downsampled([run]), "timeline"),
+        section("Learning", drawn.get("learning", ""), "learning"),
+        section("Stages", drawn.get("stages", ""), "stages"),
+        section("Ranks", _ranks(run) + drawn.get("ranks", ""), "ranks"),
+        section("Memory", drawn.get("memory", ""), "memory"),
+        section("Goodput", goodput({"time": run.goodput}), "goodput"),
+        section("Starts", _restarts(run), "restarts"),
+        section("What the tuner did", _moves(run), "tuner"),
+        section("Settings", _settings(run), "settings"),
+        section("Where it ran", _environment(run), "surroundings"),
     ]
     found = [chart for group in charts.values() for chart in group]
     numbers = {"runs": [facts(run)], "ranks": _rank_shares(run)}
-    return document(f"Run {run.name}", "".join(body), found, numbers)
+    return assemble(f"Run {run.name}", "".join(body), found, numbers)
 
 
 def facts(run: RunNumbers) -> dict[str, Any]:
@@ -452,32 +454,7 @@ def _environment(run: RunNumbers) -> str:
     return table(("", ""), rows, "narrow") if rows else ""
 
 
-def section(key: str, title: str, body: str) -> str:
-    """Return a titled card; nothing for an empty body."""
-    return f'<section id="{key}"><h2>{title}</h2>{body}</section>\n' if body else ""
-
-
-def note(text: str) -> str:
-    """Return a small remark; ``text`` is HTML."""
-    return f"<p class=note>{text}</p>"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: str = "") -> str:
-    """Return a table of HTML cells; columns whose names begin with # hold numbers."""
-    kinds = [" class=number" if name.startswith("#") else "" for name in columns]
-    head, *body = (
-        "".join(f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-        for tag, cells in [
-            ("th", [name.removeprefix("#") for name in columns]),
-            *(("td", row) for row in rows),
-        ]
-    )
-    thead = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
-    lines = "".join(f"<tr>{row}</tr>" for row in body)
-    return f'<div class=scroll><table class="{classes}">{thead}<tbody>{lines}</tbody></table></div>'
-
-
-def document(title: str, body: str, charts: Iterable[Chart], numbers: Mapping[str, Any]) -> str:
+def assemble(title: str, body: str, charts: Iterable[Chart], numbers: Mapping[str, Any]) -> str:
     """Return the whole page: style, script and numbers are inside it, and it may load nothing else.
 
     Args:
@@ -495,17 +472,13 @@ def document(title: str, body: str, charts: Iterable[Chart], numbers: Mapping[st
         f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
         for text in (style, script)
     ]
-    policy = f"default-src 'none'; style-src '{digests[0]}'; script-src '{digests[1]}'"
+    policy = f"style-src '{digests[0]}'; script-src '{digests[1]}'"
     found = {chart.key: chart.to_json() for chart in charts if any(one.has_values for one in chart.series)}
     data = json.dumps({**numbers, "charts": found}, separators=(",", ":"), allow_nan=False)
     # It cannot close the element that contains it.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        f"<main>\n{body}</main>\n<div id=readout hidden></div>\n"
-        f'<script type="application/json" id="numbers">{data}</script>\n'
-        f"<script>{script}</script>\n</body>\n</html>\n"
+    end = (
+        "<div id=readout hidden></div>\n"
+        f'<script type="application/json" id="numbers">{data}</script>\n<script>{script}</script>\n'
     )
+    return markup.document(title, body, style=style, policy=policy, end=end)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shardflow.monitoring.units import counted
 from shardflow.monitoring.verdict import advice
 from shardflow.monitoring.verdict.intervals import PARTS, IntervalSummary
 from shardflow.telemetry import Advice
+from shardflow.viewing.markup import counted
 
 LEAST_WAIT: Final = 0.1
 """Share of the step from which a wait for data is reported."""
@@ -228,7 +228,7 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     Rule(
         code="prefetch-starved",
-        meaning="the loop waits though the loader is quick enough on average: it is at its bound on buffered bytes",
+        meaning="the loop waits though the loader is quick enough on average: it may not work further ahead",
         least=LEAST_WAIT,
         share=_of_parts("prefetch"),
         say=_say_prefetch,

@@ -19,7 +19,7 @@ from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import MetricsServer, RunCollector, parse_address, read_metrics_text
 from shardflow.monitoring.lines import METRICS_FILE, MetricsLine, MetricsTail
-from shardflow.monitoring.meter import METRICS, MetricsMeter, metric_rows
+from shardflow.monitoring.meter import METRICS, MetricsMeter
 from shardflow.telemetry import Interval, RankNumbers
 from tests.run_factory import write_run
 
@@ -261,11 +261,10 @@ def test_addresses() -> None:
 
 
 def test_names_are_those_that_prometheus_wants() -> None:
-    rows = metric_rows()
-    assert len({name for name, *_ in rows}) == len(rows)
-    for name, otel, kind, *_ in rows:
+    names = {metric.prometheus_name: metric.kind for metric in METRICS.values()}
+    assert len(names) == len(METRICS)
+    for name, kind in names.items():
         assert re.fullmatch(r"shardflow(_[a-z]+)+", name)
-        assert otel.startswith("shardflow.")
         assert name.endswith("_total") == (kind == "counter")
 
 
@@ -274,8 +273,7 @@ def test_the_page_names_each_metric_under_its_labels() -> None:
     table = re.findall(r"^\| ([^|]+) \| ((?:`shardflow_\w+`(?:, )?)+) \|$", page, re.MULTILINE)
     found = {name: labels for labels, names in table for name in re.findall(r"\w+", names)}
     expected = {
-        name: ", ".join(f"`{one}`" for one in labels.split(", ") if one)
-        for name, _, _, labels, _ in metric_rows()
+        metric.prometheus_name: ", ".join(f"`{one}`" for one in metric.labels) for metric in METRICS.values()
     }
     assert found == {name: labels or "none" for name, labels in expected.items()}
 

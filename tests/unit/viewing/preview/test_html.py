@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib import resources
 
 import pytest
 
-from shardflow.viewing.page import STYLE
-from shardflow.viewing.page_sections import counted
+import shardflow.viewing
+from shardflow.viewing.markup import counted
 
 pytestmark = pytest.mark.fast
 
@@ -21,8 +22,9 @@ def test_a_number_of_things_is_said_as_people_do(number: int, expected: str) -> 
 
 def test_on_paper_the_page_is_light_and_its_marks_stay() -> None:
     """A browser that prints leaves backgrounds out: white letters on a red mark would be white on white."""
-    paper = STYLE[STYLE.index("@media print") :]
+    style = (resources.files(shardflow.viewing) / "assets" / "page.css").read_text(encoding="utf-8")
+    paper = style[style.index("@media print") :]
     assert "print-color-adjust:exact" in paper
-    assert re.findall(r"@media ([^{]*prefers-color-scheme:dark[^{]*)\{", STYLE) == [
+    assert re.findall(r"@media ([^{]*prefers-color-scheme:dark[^{]*)\{", style) == [
         "screen and (prefers-color-scheme:dark)"
     ]

@@ -1,0 +1,61 @@
+"""HTML shared by the pages about a dataset and about a run: documents, sections, tables, notes.
+
+A page is one file that loads nothing: style and script are inside it, and a content security policy keeps the
+browser from asking for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+
+def document(title: str, body: str, *, style: str, policy: str, end: str = "") -> str:
+    """Return a whole page.
+
+    Args:
+        title: Plain text.
+        body: HTML of its main part.
+        style: CSS.
+        policy: What the browser may load besides nothing, as in Content-Security-Policy.
+        end: HTML after the main part, such as scripts.
+    """
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; {policy}">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"<main>\n{body}</main>\n{end}</body>\n</html>\n"
+    )
+
+
+def section(title: str, body: str, key: str = "") -> str:
+    """Return a titled card, with an ``id`` if one is given; nothing for an empty body."""
+    name = f' id="{key}"' if key else ""
+    return f"<section{name}><h2>{title}</h2>{body}</section>\n" if body else ""
+
+
+def note(text: str) -> str:
+    """Return a small remark; ``text`` is HTML."""
+    return f"<p class=note>{text}</p>"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: str = "") -> str:
+    """Return a table of HTML cells; columns whose names begin with # hold numbers."""
+    kinds = [" class=number" if name.startswith("#") else "" for name in columns]
+    head, *body = (
+        "".join(f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        for tag, cells in [
+            ("th", [name.removeprefix("#") for name in columns]),
+            *(("td", row) for row in rows),
+        ]
+    )
+    thead = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
+    lines = "".join(f"<tr>{row}</tr>" for row in body)
+    marked = f' class="{classes}"' if classes else ""
+    return f"<div class=scroll><table{marked}>{thead}<tbody>{lines}</tbody></table></div>"
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number of things: ``1 rank``, ``1,024 ranks``."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
