@@ -1,4 +1,4 @@
-"""Goodput of a run: where its time went, over all its starts.
+"""Goodput of a run: its wall time by purpose, over all its starts.
 
 Computed from ``metrics.jsonl`` alone, for a running or finished run. Goodput is the share of useful steps, or
 effective training time ratio (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research
@@ -16,7 +16,7 @@ from typing import Any, Final
 from shardflow.monitoring.lines import MetricsLine, MetricsTail
 
 _SECONDS: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
-"""Events that take a run's time, and the key that says how much."""
+"""Events that take a run's time, and the key that holds the seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Goodput:
     data_wait_s: float
     """How long the slowest rank waited for data in steps that count."""
     checkpoint_s: float
-    """How long training stood still for checkpoints that count."""
+    """How long training was paused for checkpoints that count."""
     evaluation_s: float
     """Evaluations that count."""
     restart_s: float
@@ -38,7 +38,7 @@ class Goodput:
     lost_s: float
     """Steps, checkpoints and evaluations that a later start did again."""
     other_s: float
-    """Between these: logs, agreements between ranks, what a loop does beside its steps."""
+    """Everything between these: logging, agreement between ranks, other work of the loop."""
     num_starts: int
     num_steps: int
     """Steps that count."""
@@ -59,7 +59,7 @@ class Goodput:
 
 
 class _Done:
-    """What was measured of one kind and counts so far, in the order of steps; 24 bytes each.
+    """Measurements of one kind that count so far, in the order of steps; 24 bytes each.
 
     Attributes:
         total_s: Of all that counts.
@@ -70,7 +70,7 @@ class _Done:
 
     def __init__(self) -> None:
         self._steps_done = array("q")
-        # Sums up to each, so that neither a look nor a restart adds all up again.
+        # Running sums, so that neither a query nor a restart adds all of them up again.
         self._totals = array("d", [0.0])
         self._wait_totals = array("d", [0.0])
 
@@ -91,7 +91,7 @@ class _Done:
         self._wait_totals.append(self._wait_totals[-1] + wait_s)
 
     def take_after(self, start: int) -> tuple[int, float]:
-        """Remove what a start after so many steps does again; returns how many, and their seconds."""
+        """Remove what a start at a global step repeats; return how many measurements, and their seconds."""
         keep = len(self._steps_done)
         while keep and self._steps_done[keep - 1] > start:
             keep -= 1
@@ -103,7 +103,7 @@ class _Done:
 
 
 class GoodputMeter:
-    """Splits a run's time while its lines come in, in their order."""
+    """Splits a run's time by purpose, line by line in the order of the file."""
 
     def __init__(self) -> None:
         self._done = {kind: _Done() for kind in _SECONDS}
@@ -114,7 +114,7 @@ class GoodputMeter:
         self._is_starting = False
 
     def add(self, line: MetricsLine) -> None:
-        """Take a line; those that say nothing about time are left alone."""
+        """Add the next line; lines without a duration are ignored."""
         kind, values = line.event, line.values
         if kind == "attempt":
             self._start(values["start"], line.time_s)
@@ -144,7 +144,7 @@ class GoodputMeter:
         return Goodput(
             wall_s=wall_s,
             **parts,
-            # A checkpoint of a step may stand inside another interval by some microseconds.
+            # A checkpoint may overlap another measurement by some microseconds.
             other_s=max(0.0, wall_s - sum(parts.values())),
             num_starts=self._num_starts,
             num_steps=len(steps),
@@ -152,7 +152,7 @@ class GoodputMeter:
         )
 
     def _start(self, start: int, at: float) -> None:
-        # Between the end of one start and this line nothing is measured: it is part of the restart.
+        # Nothing is measured between the end of one start and this line: it is part of the restart.
         if not self._num_starts:
             self._began_at = self._last_at = at
         self._num_starts += 1
@@ -164,7 +164,11 @@ class GoodputMeter:
 
 
 def goodput_of(lines: Iterable[MetricsLine]) -> Goodput:
-    """Return how the time of a run was spent, by its lines in their order."""
+    """Return how the time of a run was spent.
+
+    Args:
+        lines: Of the run, in the order of the file.
+    """
     meter = GoodputMeter()
     for line in lines:
         meter.add(line)

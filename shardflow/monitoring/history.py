@@ -1,9 +1,9 @@
 """History of a run: its settings, and the records of its ``metrics.jsonl``.
 
 Each step is kept once, as its latest start measured it; what a later start repeated is dropped, as in
-`shardflow.training.metrics.read_metrics`. A file is read twice, first for the lines of starts, which tell
-what they repeat, so that memory does not grow with the run. Invariant: reading on gives the same records as
-reading again from the start.
+`shardflow.training.metrics.read_metrics`. `RunFile` reads a file twice, first for the lines of starts, which
+determine what is repeated, so that memory does not grow with the run. Invariant: following a file gives the
+same records as reading it again from the start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG_FILE: Final = "resolved_config.toml"
 
 
 def read_settings(run: Path) -> dict[str, object]:
-    """Return the settings of a run by dotted name; none where its folder holds none that can be read."""
+    """Return the settings of a run by dotted name; an empty dict if its folder holds no readable ones."""
     try:
         tables = tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -43,13 +43,11 @@ _KIND: Final = re.compile(rb'"event":\s*"(\w+)"')
 _GLOBAL_STEP: Final = re.compile(rb'"global_step":\s*(\d{1,18})\b')
 _NEVER: Final = 1 << 62
 _BY_NUMBER: Final = ("step", "interval", "verdict", "tune")
-"""Events that are named by the number of a step."""
-
+"""Events whose ``global_step`` is the number of a step."""
 _BY_STEPS_DONE: Final = ("checkpoint", "evaluation")
-"""Events that are named by the number of steps done before them."""
-
+"""Events whose ``global_step`` is the number of steps done before them."""
 _OF_A_START: Final = ("plan", "end")
-"""Events that are about a start, and no step."""
+"""Events that describe a start rather than a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +57,11 @@ class Starts:
     steps: tuple[int, ...]
     """Global step at which each begins."""
     _redone_from: tuple[int, ...] = ()
-    """By start, the first step that a later one does again."""
+    """By start, the first step that a later one repeats."""
 
     @classmethod
     def of(cls, steps: tuple[int, ...]) -> Starts:
-        """Make it of the global steps at which starts begin."""
+        """Derive which steps each start repeats from the global steps at which starts begin."""
         redone_from, lowest = [], _NEVER
         for step in reversed(steps):
             redone_from.append(lowest)
@@ -71,7 +69,7 @@ class Starts:
         return cls(steps, tuple(reversed(redone_from)))
 
     def counts(self, event: str, number: int, start: int) -> bool:
-        """Whether a line counts.
+        """Return whether a line counts: no later start repeats it.
 
         Args:
             event: Its event.
@@ -115,7 +113,7 @@ class RunFile:
                 kind = found[1] if (found := _KIND.search(line, 0, 64)) else b""
                 if kind == b"step" and (number := _GLOBAL_STEP.search(line)):
                     num_steps = int(number[1]) + 1
-                    # Only what leaps ahead is looked at closely: a damaged line must not stretch the run.
+                    # Validate only what leaps ahead, so that no damaged line lengthens the run.
                     if num_steps <= self.num_steps + 1 or parse_line(line) is not None:
                         self.num_steps = max(self.num_steps, num_steps)
                 elif kind == b"attempt" and (start := parse_line(line)) is not None:
@@ -155,7 +153,7 @@ class RunFile:
 
 
 class RunHistory:
-    """What a run has measured so far.
+    """Measurements of a run so far.
 
     Args:
         run: The run folder.
@@ -167,7 +165,7 @@ class RunHistory:
         steps: Lines of steps, as `StepMetrics` has them, with ``time_s``.
         intervals: With the time of each, seconds since 1970.
         verdicts: The same of verdicts.
-        moves: The same of what the tuner did.
+        moves: The same of moves of the tuner.
         checkpoints: Lines of checkpoints.
         evaluations: Lines of evaluations.
         attempts: Lines of starts.
@@ -194,9 +192,9 @@ class RunHistory:
         self._on_line = on_line
 
     def follow(self) -> bool:
-        """Read what was written since the last call; True if there was anything.
+        """Read what was written since the last call; return whether there was anything.
 
-        A line that is not written whole yet waits for the next call; damaged ones are left out.
+        An incomplete last line waits for the next call; damaged ones are left out.
 
         Raises:
             ConfigError: The folder holds no metrics.
@@ -247,14 +245,12 @@ class RunHistory:
 
     def _keep_newest(self, held: list[Any], new: object) -> None:
         held.append(new)
-        # Rarely, so that a step costs no copy of all others; after the same lines the same are held, however
-        # they came.
+        # Rarely, so that a step costs no copy of all others; the same lines leave the same ones held.
         if self._keep and len(held) >= 2 * self._keep:
             del held[: -self._keep]
 
     def _go_back_to(self, start: int) -> None:
-        """Forget what a start at this global step does again."""
-        # A step is named by its number, all else that is a line by the number of steps done before it.
+        """Forget what a start at this global step repeats."""
         self.steps = [line for line in self.steps if line["global_step"] < start]
         for lines in (self.checkpoints, self.evaluations):
             lines[:] = [line for line in lines if line["global_step"] <= start]

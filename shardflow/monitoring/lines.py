@@ -34,7 +34,7 @@ _CONTROLS: Final = dict.fromkeys(
 
 
 class MetricsLine(NamedTuple):
-    """A line that is what its event has."""
+    """A line that matches its event's schema."""
 
     event: str
     time_s: float
@@ -42,15 +42,15 @@ class MetricsLine(NamedTuple):
     values: dict[str, Any]
     """All keys of the line, and those with defaults that it lacks."""
     record: Interval | Verdict | Move | None = None
-    """What ``interval``, ``verdict`` and ``tune`` are the lines of."""
+    """The record of an ``interval``, ``verdict`` or ``tune`` line."""
 
 
 _NEEDED: Final = object()
-"""In place of a default: without the key a line is damaged."""
+"""In place of a default: a line without the key is damaged."""
 
 
 class _Field(NamedTuple):
-    """What a key of a line must be."""
+    """Type and bounds of a key."""
 
     types: tuple[type, ...]
     default: object = _NEEDED
@@ -100,11 +100,11 @@ _RECORDS: Final[Mapping[str, Callable[[Mapping[str, Any]], Interval | Verdict | 
 
 
 def parse_line(line: bytes) -> MetricsLine | None:
-    """Return what a line says, without control characters; None for a damaged one."""
+    """Parse a line, without control characters; return None for a damaged one."""
     try:
-        # Strictly, which json's own way with bytes is not; its other numbers are none of JSON.
+        # Decoded strictly, which json.loads of bytes is not; NaN and Infinity are no JSON.
         record = _JSON.decode(line.decode("utf-8"))
-        # Escaped, or the second half of the controls as they are: rare enough to look only then.
+        # Controls are escaped, or begin with this byte: rare enough to search the texts only then.
         if b"\\u" in line or b"\xc2" in line:
             record = _shown(record)
         return _checked(record) if isinstance(record, dict) else None
@@ -113,7 +113,7 @@ def parse_line(line: bytes) -> MetricsLine | None:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _JSON: Final = json.JSONDecoder(parse_constant=_no_number)
@@ -145,7 +145,7 @@ def _checked(record: dict[str, Any]) -> MetricsLine | None:
 
 
 def _can_be(found: Interval | Verdict | Move) -> bool:
-    """Whether the numbers that others are divided by and counted with are such."""
+    """Return whether the numbers used as divisors and counts are in range."""
     if isinstance(found, Interval) and (
         min(found.num_steps, found.wall_s, found.step_s, found.total_steps) < 0
         or min(found.world_size, found.ranks_per_node, found.num_cpus) < 1
@@ -176,8 +176,7 @@ def check_holds_metrics(run: Path) -> None:
     """
     if not (run / METRICS_FILE).is_file():
         raise ConfigError(
-            f"RUN must be the folder of a training run, which holds {METRICS_FILE}, got another one; correct "
-            "it."
+            f"RUN must be the folder of a training run; this one holds no {METRICS_FILE}. Correct the path."
         )
 
 
@@ -204,7 +203,7 @@ def split_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
         A line without its end, None for a piece of one that is too long; and how many bytes it takes.
 
     Raises:
-        StorageError: The file cannot be read on.
+        StorageError: The file cannot be read.
     """
     rest = b""
     while chunk := _read(file):
@@ -217,7 +216,7 @@ def split_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
 
 
 def damage_note(num_damaged: int) -> str:
-    """Return what to tell a reader about lines that were left out; empty for none."""
+    """Return a sentence about lines that were left out; empty for none."""
     if not num_damaged:
         return ""
     lines = "1 damaged line was" if num_damaged == 1 else f"{num_damaged:,} damaged lines were"
@@ -233,8 +232,8 @@ def _read(file: BinaryIO) -> bytes:
 
 def _unreadable(error: OSError) -> StorageError:
     return StorageError(
-        f"{METRICS_FILE} in RUN must be readable, got {type(error).__name__}; correct its permissions, or "
-        "look at the disk or the network behind it."
+        f"{METRICS_FILE} in RUN cannot be read ({type(error).__name__}); correct its permissions, or check "
+        "the disk or the network behind it."
     )
 
 
@@ -242,7 +241,7 @@ _HEAD_BYTES: Final = 256
 
 
 class MetricsTail:
-    """Reads what was appended since it was read last.
+    """Reads what was appended to a run's measurements since the last read.
 
     Args:
         run: The run folder.
@@ -272,7 +271,7 @@ class MetricsTail:
             file.seek(self._offset)
             for line, num_bytes in split_lines(file):
                 self._offset += num_bytes
-                if line == b"":  # closes off what a kill left
+                if line == b"":  # ends a line that a kill truncated
                     continue
                 found = None if line is None else parse_line(line)
                 if found is None:
@@ -281,12 +280,12 @@ class MetricsTail:
                     yield found
 
     def is_of_another_run(self) -> bool:
-        """Whether the file is no longer the one that was read: a new run was begun in the folder.
+        """Return whether a new run was begun in the folder, so that the file is another one.
 
-        Whoever follows begins anew then, with another tail.
+        Followers must then begin again, with a new tail.
         """
         try:
             with self._path.open("rb") as file:
                 return file.read(len(self._head)) != self._head or file.seek(0, 2) < self._offset
         except OSError:
-            return False  # gone, or not to be seen just now: that tells nothing
+            return False  # missing or unreadable for the moment: that is no evidence

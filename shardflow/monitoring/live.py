@@ -18,7 +18,7 @@ from shardflow.monitoring.lines import MetricsLine, run_name
 from shardflow.telemetry import Interval, Move, Verdict
 
 RunState = Literal["waiting", "starting", "running", "silent", "finished", "stopped"]
-"""``waiting``: nothing is written yet. ``silent``: nothing new came for long: it hangs, or was killed."""
+"""``waiting``: nothing is written yet. ``silent``: no new line for long; the run hangs, or was killed."""
 
 Step = Mapping[str, Any]
 """The line of a step."""
@@ -31,12 +31,12 @@ _SILENT_STEPS: Final = 10
 """A run is silent after so many seconds, and so many of its steps, without a line."""
 _STARTING_S: Final = 900.0
 _SKEW_S: Final = 5.0
-"""Clocks of machines, and folders that they share, lag by less; more is taken off the age of lines."""
+"""Clocks of machines, and folders that they share, lag by less; a larger lag is subtracted from ages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveView:
-    """What is known of a run at an instant."""
+    """State of a run at an instant."""
 
     name: str
     """Of its folder."""
@@ -70,11 +70,11 @@ class LiveView:
     evaluation: Mapping[str, Any] | None = None
     checkpoint: Mapping[str, Any] | None = None
     interval: Interval | None = None
-    """The newest one that is no short rest at the end of a run."""
+    """The newest one, apart from a short last one at the end of a run."""
     verdicts: tuple[Verdict, ...] = ()
     """Of the newest judgement, the most important one first."""
     verdict_since: int = 0
-    """Step at which its first one was found first."""
+    """Step since which the most important one has led."""
     moves: tuple[Move, ...] = ()
     """Of the tuner, the newest one last."""
     goodput: Goodput | None = None
@@ -155,7 +155,7 @@ class LiveRun:
         except ConfigError:  # not there yet, or gone, which may be for a moment only
             return LiveView(name=run_name(self._run), state="waiting", now_s=now_s)
         except StorageError:
-            pass  # what was read last is shown until the file can be read again
+            pass  # show what was read last until the file can be read again
         return self._view(now_s)
 
     def _take(self, line: MetricsLine) -> None:
@@ -229,7 +229,7 @@ class LiveRun:
 
 
 def _newest(recent: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The steps that rates of the moment are made of."""
+    """Return the steps that current rates are computed from."""
     if not recent:
         return ()
     since_s = recent[-1]["time_s"] - _RECENT_S
@@ -240,19 +240,19 @@ def _newest(recent: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def _began_s(points: tuple[Step, ...]) -> float:
-    """When the first of some steps began."""
+    """Return when the first of some steps began."""
     return float(points[0]["time_s"] - points[0]["step_s"])
 
 
 def _pace_s(recent: tuple[Step, ...]) -> float:
-    """Wall time of a step, with what comes between steps; 0 before the first."""
+    """Return the wall time of a step with what comes between steps; 0 before the first."""
     # The first step builds connections, and may compile.
     points = recent[1:] or recent
     return max(0.0, points[-1]["time_s"] - _began_s(points)) / len(points) if points else 0.0
 
 
 def _rates(recent: tuple[Step, ...]) -> tuple[float, float, float]:
-    """Samples, tokens and steps a second."""
+    """Return samples, tokens and steps per second."""
     points = _newest(recent)
     span_s = points[-1]["time_s"] - _began_s(points) if points else 0.0
     if span_s <= 0:
@@ -268,7 +268,7 @@ def _wait_share(points: tuple[Step, ...]) -> float:
 
 
 def _newest_interval(intervals: list[Interval]) -> Interval | None:
-    """The newest interval, or the one before the rest of a run: its loader had nothing left to do."""
+    """Return the newest interval, or the one before a run's short last one, whose loader had run dry."""
     if len(intervals) == 2 and not any(one.is_warm_up for one in intervals):
         before, last = intervals
         if last.step_s < before.step_s / 2 and last.num_steps < before.num_steps:
@@ -277,7 +277,7 @@ def _newest_interval(intervals: list[Interval]) -> Interval | None:
 
 
 def _newest_verdicts(found: list[Verdict]) -> tuple[tuple[Verdict, ...], int]:
-    """The verdicts of the newest step that was judged, and since when its first one has led."""
+    """Return the verdicts of the newest step that was judged, and since when the first one has led."""
     if not found:
         return (), 0
     newest = tuple(one for one in found if one.global_step == found[-1].global_step)

@@ -54,16 +54,16 @@ _PLACES: Final = frozenset(
         "text.tokenizer",
     }
 )
-"""Settings whose value may be a place even where it looks like a word."""
+"""Settings whose value may be a path or an address even if it looks like a word."""
 _NAMES_FILE: Final = "sinks.json"
-"""In the run folder: under which name each service knows the run, so that a restart continues it."""
+"""File in the run folder with the name of the run at each service, so that a restart continues it."""
 
 Scalar = int | float | str | bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """Numbers of one moment of a run."""
+    """Numbers of a run at one moment."""
 
     global_step: int
     time_s: float
@@ -73,14 +73,14 @@ class Record:
 
 
 class Sink(Protocol):
-    """A service that keeps experiments. All calls come from one thread, and are left alone when they hang."""
+    """An experiment tracking service. All calls come from one thread, which is abandoned if they hang."""
 
     def open(self, run: Path, name: str, settings: Mapping[str, Scalar]) -> str:
         """Begin a run, or continue the one known under a name.
 
         Args:
             run: The run folder, where a service that keeps files may keep them.
-            name: What `open` returned at an earlier start of the run; empty at the first.
+            name: Name that `open` returned at an earlier start of the run; empty at the first.
             settings: Of the run, by dotted name.
 
         Returns:
@@ -88,10 +88,10 @@ class Sink(Protocol):
         """
 
     def write(self, records: Sequence[Record]) -> None:
-        """Take numbers, in the order in which they were measured."""
+        """Write numbers, in the order in which they were measured."""
 
     def close(self) -> None:
-        """End."""
+        """End the run."""
 
 
 def require_sinks(names: Iterable[str]) -> None:
@@ -103,16 +103,16 @@ def require_sinks(names: Iterable[str]) -> None:
     for name in names:
         if name not in SINKS:
             known = ", ".join(sorted(SINKS))
-            raise ConfigError(f"monitor.sinks must name some of {known}, got {name!r}; correct it.")
+            raise ConfigError(f"monitor.sinks names the unknown service {name!r}; choose from {known}.")
         if find_spec(SINKS[name]) is None:
             raise ConfigError(
-                f"monitor.sinks needs the package {SINKS[name]} for {name!r}, got an environment without it; "
-                f"install 'shardflow[{name}]', or leave it out."
+                f"monitor.sinks needs the package {SINKS[name]}, which is not installed; install "
+                f"'shardflow[{name}]', or leave {name!r} out."
             )
 
 
 def shareable_settings(run: Path) -> dict[str, Scalar]:
-    """Return a run's settings by dotted name: numbers and single words, none of them a place."""
+    """Return a run's settings by dotted name: numbers and single words, no paths or addresses."""
     settings: dict[str, Scalar] = {}
     for name, value in read_settings(run).items():
         if name in _PLACES:
@@ -166,7 +166,7 @@ def _numbers_of(interval: Interval) -> Iterator[tuple[str, object]]:
 
 
 class SinkFollower:
-    """Hands what a run writes from now on to sinks, until it is closed.
+    """Forwards what a run writes from now on to sinks, until it is closed.
 
     Each sink has a thread of its own: one that fails or hangs costs its own numbers and nobody else's.
 
@@ -187,11 +187,11 @@ class SinkFollower:
 
     @property
     def failed(self) -> list[str]:
-        """Names of the sinks that failed, or had not taken all when this was closed."""
+        """Names of the sinks that failed, or did not finish in time when this was closed."""
         return [feeder.sink_name for feeder in self._feeders if not feeder.is_well]
 
     def close(self, wait_s: float = _CLOSE_S) -> None:
-        """Hand on the rest, and end; sinks that take longer than this, all together, are left alone."""
+        """Forward the rest, and end; sinks that take longer than this, all together, are abandoned."""
         self._ending.set()
         until_s = time.monotonic() + wait_s
         for feeder in self._feeders:
@@ -219,7 +219,7 @@ class _Feeder(threading.Thread):
         self.sink_name, self.is_well = name, True
         self._folder, self._sink = run, sink
         self._names, self._ending, self._poll_s = names, ending, poll_s
-        # Here and not in the thread: what is written after this is handed on.
+        # Opened here rather than in the thread: everything written after this is forwarded.
         self._tail = MetricsTail(run, from_end=True)
 
     def run(self) -> None:
@@ -229,23 +229,23 @@ class _Feeder(threading.Thread):
             )
             self._names.put(self.sink_name, known_as)
             while not self._ending.wait(self._poll_s):
-                self._hand_on()
-            self._hand_on()
+                self._forward()
+            self._forward()
             self._sink.close()
-        # Also what would end a process: whatever a service does, the run continues.
+        # SystemExit too: whatever a service does, the run continues.
         except BaseException as error:  # noqa: BLE001
             # Its text may quote addresses and names of accounts.
             _LOGGER.warning("%s failed (%s) and gets no more numbers", self.sink_name, type(error).__name__)
             self.is_well = False
 
-    def _hand_on(self) -> None:
+    def _forward(self) -> None:
         records = [record for line in self._tail.read() if (record := record_of(line))]
         if records:
             self._sink.write(records)
 
 
 class _Names:
-    """Under which name each service knows the run; kept in its folder."""
+    """Names of the run at the services, kept in its folder."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -269,11 +269,6 @@ def _read_names(run: Path) -> dict[str, str]:
     return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def new_name() -> str:
-    """Return a name that says nothing."""
-    return secrets.token_hex(8)
-
-
 _STEP: Final = "global_step"
 _START_S: Final = 120.0
 
@@ -281,21 +276,21 @@ _START_S: Final = 120.0
 class WandbSink:
     """Writes to W&B.
 
-    The variables of its own library hold: ``WANDB_MODE`` (``offline`` where it is not set), ``WANDB_PROJECT``
-    (``shardflow``), ``WANDB_ENTITY``, ``WANDB_BASE_URL``, ``WANDB_API_KEY``. What it would find out by itself
-    is left out: machine, user, command line, code, console, the state of git.
+    Its library's own variables apply: ``WANDB_MODE`` (by default ``offline``), ``WANDB_PROJECT``
+    (``shardflow``), ``WANDB_ENTITY``, ``WANDB_BASE_URL``, ``WANDB_API_KEY``. Whatever it collects by itself
+    is off: machine, user, command line, code, console, the state of git.
     """
 
     def __init__(self) -> None:
         self._run: Any = None
 
     def open(self, run: Path, name: str, settings: Mapping[str, Scalar]) -> str:
-        """Begin or continue; see `Sink`."""
-        # Read as the library is imported; and it reports its own errors over the network.
+        """Begin or continue a run; see `Sink`."""
+        # Read when the library is imported, which otherwise reports its own errors over the network.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        name = name or new_name()
+        name = name or secrets.token_hex(8)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "shardflow"),
             dir=run,
@@ -313,21 +308,21 @@ class WandbSink:
                 x_disable_machine_info=True,
                 x_disable_meta=True,
                 x_disable_stats=True,
-                # Of a machine that trains: its processors are taken, and nobody waits for this thread.
+                # Processors are busy on a machine that trains, and nothing waits for this thread.
                 x_service_wait=_START_S,
             ),
         )
-        # Steps that a restart does again come a second time, which its own count of steps does not allow.
+        # A restart repeats steps, which its own count of steps does not allow.
         self._run.define_metric("*", step_metric=_STEP)
         return name
 
     def write(self, records: Sequence[Record]) -> None:
-        """Take numbers; see `Sink`."""
+        """Write numbers; see `Sink`."""
         for record in records:
             self._run.log({_STEP: record.global_step, **record.values})
 
     def close(self) -> None:
-        """End, with the process that the library has started."""
+        """End the run, and the process that the library has started."""
         import wandb
 
         self._run.finish()
@@ -343,8 +338,8 @@ _MOST_LETTERS: Final = 500
 class MlflowSink:
     """Writes to MLflow.
 
-    The variables of its own library hold: ``MLFLOW_TRACKING_URI`` (the folder ``mlflow`` of the run where it
-    is not set), ``MLFLOW_EXPERIMENT_NAME`` (``shardflow``), ``MLFLOW_TRACKING_TOKEN``.
+    Its library's own variables apply: ``MLFLOW_TRACKING_URI`` (by default the folder ``mlflow`` of the run),
+    ``MLFLOW_EXPERIMENT_NAME`` (``shardflow``), ``MLFLOW_TRACKING_TOKEN``.
     """
 
     def __init__(self) -> None:
@@ -352,8 +347,8 @@ class MlflowSink:
         self._id = ""
 
     def open(self, run: Path, name: str, settings: Mapping[str, Scalar]) -> str:
-        """Begin or continue; see `Sink`."""
-        # Read as the library is imported; it tells its makers what is used.
+        """Begin or continue a run; see `Sink`."""
+        # Read when the library is imported; it reports usage to its makers.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         address = os.environ.get("MLFLOW_TRACKING_URI", "")
         if not address:
@@ -378,7 +373,7 @@ class MlflowSink:
         return self._id
 
     def write(self, records: Sequence[Record]) -> None:
-        """Take numbers; see `Sink`."""
+        """Write numbers; see `Sink`."""
         from mlflow.entities import Metric
 
         rows = [
@@ -390,7 +385,7 @@ class MlflowSink:
             self._client.log_batch(self._id, metrics=rows[start : start + _MOST_METRICS])
 
     def close(self) -> None:
-        """End."""
+        """End the run."""
         self._client.set_terminated(self._id)
 
 
@@ -411,7 +406,7 @@ def check_outlets(prometheus: str, sinks: Sequence[str]) -> None:
 
 @contextmanager
 def open_outlets(run: Path, prometheus: str, sinks: Sequence[str]) -> Iterator[None]:
-    """Tell others of a run until the block ends; for rank 0.
+    """Export the measurements of a run until the block ends; for rank 0.
 
     Args:
         run: The run folder, in which this start has begun to write.

@@ -1,8 +1,8 @@
-"""Prometheus endpoint of a run: served while it runs, or from its folder by anybody who can read it.
+"""Prometheus endpoint of a run: served by the run itself, or from its folder by anyone who can read it.
 
 Every scrape reads what the run wrote since the last one, in its own thread: the training loop is never
 involved. Only numbers are served, under the names of `shardflow.monitoring.meter`; on a public address
-everybody who reaches it can read them.
+everyone who can connect can read them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def require_prometheus(asked_by: str) -> None:
     """
     if find_spec("prometheus_client") is None:
         raise ConfigError(
-            f"{asked_by} needs the package prometheus-client, got an environment without it; install "
+            f"{asked_by} needs the package prometheus-client, which is not installed; install "
             "'shardflow[prometheus]', or leave it out."
         )
 
@@ -63,11 +63,11 @@ def parse_address(text: str, name: str) -> tuple[str, int]:
 
 
 class RunCollector:
-    """What ``prometheus_client`` collects of a run; register it wherever else metrics are served from.
+    """Collector of a run's metrics for ``prometheus_client``; register it where metrics are served.
 
     Args:
-        run: The run folder. One that holds nothing yet has zeros of what counts; one that is gone, or cannot
-            be read, has no numbers until it is there again; of another run in it the numbers are served.
+        run: The run folder. An empty one gives counters of zero; one that was deleted or became unreadable
+            gives no metrics until it is back; if another run begins in it, that run's metrics follow.
     """
 
     def __init__(self, run: Path) -> None:
@@ -90,11 +90,11 @@ class RunCollector:
                     self._has_read = True
                     self._meter.add(line)
             except (ConfigError, StorageError):
-                # What was read last would look like a running run, zeros like counters that restarted.
-                is_told = not self._has_read
+                # Old values would look like a running run, zeros like counters that were reset.
+                is_reported = not self._has_read
             else:
-                is_told = True
-            found = list(self._meter.values(self._tail.num_damaged)) if is_told else []
+                is_reported = True
+            found = list(self._meter.values(self._tail.num_damaged)) if is_reported else []
         build = MetricValues(metric=METRICS["build"], values={(__version__,): 1.0})
         return iter([_family(one) for one in (build, *found)])
 
@@ -125,7 +125,7 @@ def _family(found: MetricValues) -> Any:
 
 
 def read_metrics_text(run: Path) -> str:
-    """Return what a scrape of a run gets now, as text.
+    """Return the text that a scrape of a run returns now.
 
     Raises:
         ConfigError: The library is missing, or the folder holds no metrics.
@@ -168,7 +168,7 @@ class MetricsServer:
         except OSError as error:
             raise ConfigError(
                 f"{asked_by} must be an address of this machine with a free port, got {error.strerror} "
-                f"({host}, port {port}); choose others."
+                f"({host}, port {port}); choose another address or port."
             ) from None
 
     @property

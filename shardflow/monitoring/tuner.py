@@ -24,7 +24,7 @@ from shardflow.telemetry import Move, MoveKind, TunableLimit
 from shardflow.telemetry.intervals import setting_text
 
 Direction = Literal["more", "less", "other"]
-"""``more`` or ``less`` resources; ``other``: those in another way, or less for the sake of a gain. Only
+"""``more`` or ``less`` resources; ``other``: a different use of them, or less to make steps faster. Only
 ``less`` is kept without a gain."""
 
 Values = Mapping[str, int | str]
@@ -33,21 +33,17 @@ Limits = Mapping[str, TunableLimit]
 _THREADS: Final = "loader.num_threads"
 _EXECUTION: Final = "loader.execution"
 _PREFETCH: Final = "loader.prefetch_bytes"
-_FETCHES: Final = (
-    "cache.read_ahead_threads",
-    "store.max_concurrency",
-    "cache.read_ahead_bytes",
-)
-"""Settings of how many bytes are fetched at once, those that help most often first."""
+_FETCHES: Final = ("cache.read_ahead_threads", "store.max_concurrency", "cache.read_ahead_bytes")
+"""Settings that bound how much is fetched at once, those that help most often first."""
 _SHARES: Final = ("cache.max_bytes", "cache.ram_bytes")
 _MOST_FACTOR: Final = 4.0
-"""Of one move: what a window says holds near the settings that it was measured under."""
+"""Of one move: a window's conclusions hold only near the settings that it was measured under."""
 _HELD_BACK: Final = 0.6
-"""Threads that are busy for less of a wait than this are held back by something else."""
+"""Threads that are busy for a smaller share of their time are held back by something else."""
 _HELD: Final = 0.3
-"""Share of the time that the interpreter must be held for another execution to come first."""
+"""Share of the time that the interpreter must be held for another execution to be tried first."""
 _SOMETIMES_HELD: Final = 0.1
-"""And for one to be tried at all where the loop does not wait."""
+"""Share for another execution to be tried at all if the loop does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +109,10 @@ def grants(window: Window, values: Values, limits: Limits) -> Iterator[Candidate
 
 
 def _leaner(window: Window, values: Values, limits: Limits) -> Iterator[Candidate]:
-    """What can be given back without loss, or with a gain: the model gets what the loader leaves.
+    """Yield resources to give back without loss, or with a gain: the model gets what the loader leaves.
 
     Only threads that make micro-batches take processors from others. A thread that waits for a store costs
-    nothing, and how many it takes is seen in the worst minute of a pass, so these stay.
+    nothing, and how many are needed shows only in the worst minute of a pass, so these stay.
     """
     if window.gil_wait_share > _HELD:
         yield from _other_execution(window, values, limits)
@@ -143,7 +139,7 @@ def _fewer(
 
 
 def _more(name: str, factor: float, values: Values, limits: Limits, why: str) -> Iterator[Candidate]:
-    """A large stride, then half of it in the exponent: where the first is too much, the second may do."""
+    """Yield a large stride, then its square root in case the first is too much."""
     value, limit = _number(values, name), limits.get(name)
     if value is None or limit is None or limit.choices or value >= limit.most:
         return
@@ -178,7 +174,7 @@ def _number(values: Values, name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What is to be set now."""
+    """A setting to apply now."""
 
     setting: str
     value: int | str
@@ -186,33 +182,33 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunerRules:
-    """When something counts as what."""
+    """Thresholds of the tuner."""
 
     settle_steps: int = 200
     """A search ends within so many steps."""
     least_window: int = 6
     """Steps that a rate is measured over, at least."""
     most_window: int = 12
-    """And at most; more than the least are taken while the rate is not sure."""
+    """And at most; a window grows until its rate is certain."""
     skip_steps: int = 3
-    """Steps after a decision that count for nothing: one still has the old settings, as a decision travels in
-    the next exchange, and two are made of what was under way."""
+    """Steps after a decision that are not measured: one still has the old settings, as a decision travels in
+    the next exchange, and two consume what was already under way."""
     start_steps: int = 4
-    """More of them where a loader was started anew: processes begin slowly."""
+    """More of them if the loader is restarted: processes start slowly."""
     sure_error: float = 0.02
-    """A rate is sure when its standard error is below this share of it."""
+    """A rate is certain if its standard error is below this share of it."""
     least_gain: float = 0.03
-    """A change must bring so much, but for one that only takes less."""
+    """Gain that a change must bring, unless it only frees resources."""
     most_loss: float = 0.015
-    """That may cost so much: what cannot be distinguished from noise."""
+    """Loss that freeing resources may cost: indistinguishable from noise."""
     stale_after: int = 3
-    """Tries that brought nothing after which the present settings are measured again: machines drift."""
+    """Tries without gain after which the present settings are measured again: machines drift."""
     waiting: float = 0.03
-    """Share of the steps' time that a loop may wait for data before anything is done about it."""
+    """Share of the steps' time that a loop may wait for data without a search for more."""
     watch_steps: int = 50
     """Steps of a window once settled."""
     fall: float = 0.15
-    """The rate must fall by so much, in two windows one after the other, for another search."""
+    """Fall of the rate, in two consecutive windows, that starts another search."""
 
 
 _Search = Generator[Change | None, StepNumbers, None]
@@ -221,14 +217,20 @@ _Try = Generator[Change | None, StepNumbers, Window | None]
 
 
 class Tuner:
-    """Decides; deterministic in its inputs.
+    """Decides which settings to try and to keep; deterministic in its inputs.
 
     Args:
         values: The settings as they are, by name.
-        limits: What each may be, all caps included; others are never touched.
-        report: Gets what it does.
-        mode: ``observe`` only ever proposes.
-        rules: When something counts as what.
+        limits: Bounds of each, all caps included; other settings are never changed.
+        report: Called with each move.
+        mode: ``observe`` only proposes.
+        rules: Thresholds.
+
+    Attributes:
+        values: The settings as they are.
+        is_settled: Whether the search has ended.
+        num_steps: Steps seen so far.
+        settled_in: Steps that the last search took; None before the first has ended.
     """
 
     def __init__(
@@ -243,9 +245,7 @@ class Tuner:
         self.values = dict(values)
         self.is_settled = False
         self.num_steps = 0
-        """Told so far."""
         self.settled_in: int | None = None
-        """Steps that the last search took."""
         self._limits = dict(limits)
         self._rules = rules or TunerRules()
         self._report = report
@@ -257,15 +257,13 @@ class Tuner:
         next(self._search)
 
     def step(self, numbers: StepNumbers, global_step: int) -> Change | None:
-        """Hear of a step; returns what is to be set before the next one."""
+        """Process a step; return the setting to apply before the next one, if any."""
         self.num_steps += 1
         self._global_step = global_step
         change = self._search.send(numbers)
         if change is not None:
             self.values[change.setting] = change.value
         return change
-
-    # ---- what it does ----------------------------------------------------------------------------
 
     def _tune(self) -> _Search:
         while True:
@@ -276,7 +274,7 @@ class Tuner:
     def _climb(self) -> _Windows:
         """Try one change after the other until none is left, or the steps are used up."""
         rules = self._rules
-        # A try takes four windows at most, each of the least length by then, and what is skipped before them.
+        # A try takes at most four windows of the least length, and the steps skipped before each.
         longest = 4 * (rules.least_window + rules.skip_steps + rules.start_steps)
         began_at = self.num_steps
         self._hurry_at = began_at + rules.settle_steps - longest
@@ -296,7 +294,7 @@ class Tuner:
             elif num_misses % rules.stale_after == 0:
                 window = yield from self._measure(skips=True)
             if window.rate > 1.1 * before:
-                # What was of no use under other settings may be of use now.
+                # Moves that did not help under the old settings may help now.
                 tried = {one for one in tried if one[0] == candidate.setting}
         if num_misses % rules.stale_after:
             window = yield from self._measure(skips=True)
@@ -314,26 +312,28 @@ class Tuner:
         return next((one for one in found if (one.setting, one.value) not in tried), None)
 
     def _try(self, candidate: Candidate, first: Window) -> _Try:
-        """Change, and decide; returns the window under the new value if it stays, None if not."""
+        """Change a setting and decide; return the window under the new value if it stays, None if not."""
         name, old, new = candidate.setting, self.values[candidate.setting], candidate.value
         was, now = setting_text(name, old), setting_text(name, new)
+        change, undo = Change(setting=name, value=new), Change(setting=name, value=old)
+
+        def reverted(before: Window, after: Window, why: str) -> None:
+            self._say("revert", name, new, old, before, after, text=f"{name} stays {was}: {why}")
+
         self._say("try", name, old, new, first, text=f"{name} {was} -> {now}: {candidate.why}")
-        tried = yield from self._measure(Change(setting=name, value=new))
+        tried = yield from self._measure(change)
         if not self._is_better(candidate, tried, first.rate):
-            self._say("revert", name, new, old, first, tried, text=f"{name} stays {was}: no gain")
-            yield Change(setting=name, value=old)
+            reverted(first, tried, "no gain")
+            yield undo
             return None
-        second = yield from self._measure(Change(setting=name, value=old))
+        second = yield from self._measure(undo)
         if not self._is_better(candidate, tried, second.rate):
-            text = f"{name} stays {was}: the machine drifts"
-            self._say("revert", name, new, old, second, tried, text=text)
+            reverted(second, tried, "the machine drifts")
             return None
-        kept = yield from self._measure(Change(setting=name, value=new))
+        kept = yield from self._measure(change)
         if not self._is_better(candidate, kept, min(first.rate, second.rate), certain=False):
-            self._say(
-                "revert", name, new, old, second, kept, text=f"{name} stays {was}: the gain did not last"
-            )
-            yield Change(setting=name, value=old)
+            reverted(second, kept, "the gain did not last")
+            yield undo
             return None
         self._say("keep", name, old, new, second, kept, text=f"{name} is {now}")
         return kept
@@ -345,7 +345,7 @@ class Tuner:
         return tried.rate > rate * (1 + (max(rules.least_gain, tried.error / 2) if certain else 0.0))
 
     def _watch(self, settled: Window) -> _Search:
-        """Return when the rate has fallen for long, and waiting is why."""
+        """Monitor the rate; return once it has fallen for long because of waits for data."""
         rules, num_low, since = self._rules, 0, self.num_steps
         while True:
             window = yield from self._measure(num_steps=rules.watch_steps)
@@ -353,13 +353,13 @@ class Tuner:
             num_low = num_low + 1 if is_low and window.wait_share > settled.wait_share + 0.05 else 0
             if num_low >= 2 and self.num_steps - since >= self._pause:
                 break
-        # A job that never stays settled is left in peace for longer and longer.
+        # Searches of a job that never stays settled become rarer and rarer.
         self._pause *= 2
-        text = f"steps are {1 - window.rate / settled.rate:.0%} slower than when it settled: looking again"
+        text = f"steps are {1 - window.rate / settled.rate:.0%} slower than when it settled: searching again"
         self._say("resume", before=settled, after=window, text=text)
 
     def _observe(self) -> _Search:
-        """Say what it would try, whenever that is something else."""
+        """Propose what it would try, whenever that changes."""
         said: tuple[str, int | str] | None = None
         while True:
             window = yield from self._measure(num_steps=self._rules.watch_steps)
@@ -374,14 +374,12 @@ class Tuner:
             )
             self._say("propose", name, old, new, window, text=text)
 
-    # ---- windows ---------------------------------------------------------------------------------
-
     def _measure(self, change: Change | None = None, *, num_steps: int = 0, skips: bool = False) -> _Windows:
         """Make a change, if any, and measure the steps that follow."""
         rules = self._rules
         steps: list[StepNumbers] = []
         if change is not None or skips or not self.num_steps:
-            # Of the run's first steps as well: they fill what is empty.
+            # The run's first steps are skipped as well: they fill empty buffers.
             is_live = change is None or self._limits[change.setting].is_live
             numbers = yield change
             for _ in range(rules.skip_steps - 1 + (0 if is_live else rules.start_steps)):

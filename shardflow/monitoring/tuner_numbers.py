@@ -1,9 +1,9 @@
 """Inputs and outputs of the tuner: step numbers and their windows, starting values, and ``tuned.toml``.
 
-The rate of a window is the sustainable one: micro-batches that were only taken from buffers, or made from
-bytes fetched long before, do not count. Otherwise a loop that drains its buffers would look as fast as one
-whose loader keeps up. Starting values are sensible for the machine before anything is measured; the settings
-that a tuner found are written as TOML, for people to read and paste.
+The rate of a window is the sustainable one: it excludes micro-batches taken from buffers, or made from bytes
+fetched long before. Otherwise a loop that drains its buffers would look as fast as one whose loader keeps up.
+Starting values suit the machine before anything is measured; the settings that a tuner found are written as
+TOML, for people to read and paste.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _FETCH: Final = tuple(
 _MAKE: Final = tuple(name for name, stage in STAGES.items() if stage.group == "make")
 _MOST_DRAINED: Final = 0.95
 _RESTS: Final = 0.05
-"""Threads that are busy for less have nothing to do, whatever the reason."""
+"""Share of their time below which threads have nothing to do, whatever the reason."""
 _LEAST_MADE: Final = 0.5
-"""Of what is taken: with less nobody knows what threads are needed for."""
+"""Least production, as a share of consumption, from which a need for threads can be estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderTotals:
-    """What a loader has done since it was made; seconds are summed over its threads."""
+    """Work of a loader since it was created; seconds are summed over its threads."""
 
     fetch_s: float = 0.0
     make_s: float = 0.0
     user_s: float = 0.0
     """Of ``make_s``: the user's own transform."""
     origin_s: float = 0.0
-    """Threads that read ahead waited for the store behind the cache."""
+    """Waits of read-ahead threads for the store behind the cache."""
     num_ready: float = 0.0
-    """Micro-batches that are made and not taken."""
+    """Finished micro-batches that the loop has not taken."""
     num_ahead: float = 0.0
-    """Micro-batches that are fetched and not begun."""
+    """Fetched micro-batches that no thread has begun."""
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Mapping[str, float]]) -> LoaderTotals:
@@ -92,17 +92,17 @@ class Window:
     samples_per_s: float
     """At that rate."""
     wait_share: float
-    """Of the steps' time that the loop waits for data, or will once what lies ready is used up."""
+    """Share of the steps' time that the loop waits for data, or will once the buffers are empty."""
     own_s: float
     """Of a step, without waiting."""
     drained: float
-    """Of the micro-batches: those that came out of what was made or fetched before, 0 to 1."""
+    """Share of the micro-batches that were made or fetched before the window, 0 to 1."""
     num_fetching: float
     """Threads of the loader that read, on average; 1.5 of 2 is one and a half."""
     num_making: float
     """Threads of the loader that check, decode, transform."""
     num_needed: float
-    """Threads that are busy when as much is made as is taken; infinite where too little was made to tell."""
+    """Threads that are busy if production equals consumption; infinite if too little was made to tell."""
     user_share: float
     """Of their making: the user's own transform."""
     origin_share: float
@@ -112,7 +112,7 @@ class Window:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether bytes hold the loader up more than what is made of them."""
+        """Whether fetching occupies more threads than making micro-batches."""
         return self.num_fetching > self.num_making
 
     @property
@@ -136,9 +136,9 @@ def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers], num_threa
     fetching_s = max(0.0, after.fetch_s - before.fetch_s)
     making_s = max(0.0, after.make_s - before.make_s)
     num_busy = (fetching_s + making_s) / wall_s
-    # What is made falls short of what is taken by what fewer lie ready, and what is fetched falls short of
-    # that by what fewer lie ahead. A loader whose threads rest makes less than it can: an epoch has no more
-    # to make, or there is less room than before.
+    # Production = consumption minus the fall of the ready micro-batches; fetching falls short of production
+    # by the fall of the fetched ones. A loader with idle threads makes less than it can: the epoch is ending,
+    # or its bound on bytes became smaller.
     taken = [step.num_micro_batches for step in steps]
     num_taken = max(1, sum(taken))
     seen = [before, *(step.loader for step in steps)]
@@ -167,10 +167,10 @@ def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers], num_threa
 
 
 def _fall(seen: Sequence[float], taken: Sequence[int]) -> float:
-    """Return by how much a level falls on the straight line through what was seen of it; 0 where it rises.
+    """Return the fall of a level, by a least-squares line through its observations; 0 if it rises.
 
-    A single look is too high or too low by as much as a window's fall. What falls by more than was taken was
-    dropped: a new epoch's stream begins with nothing.
+    A single observation is off by as much as a window's fall. A level that falls by more than was taken was
+    reset: a new epoch's stream begins empty.
     """
     level, levels = seen[0], [seen[0]]
     for old, new, most in zip(seen, seen[1:], taken, strict=False):
@@ -184,7 +184,7 @@ def _fall(seen: Sequence[float], taken: Sequence[int]) -> float:
 
 
 def _error(seconds: Sequence[float]) -> float:
-    """Standard error of the mean as a share of it."""
+    """Return the standard error of the mean as a share of it."""
     num = len(seconds)
     mean = sum(seconds) / num
     if num < 2 or mean <= 0:
@@ -195,17 +195,17 @@ def _error(seconds: Sequence[float]) -> float:
 
 _MIB: Final = 1 << 20
 _MOST_THREADS: Final = 8
-"""To start with: more are of use for few jobs, and found."""
+"""Threads to start with: few jobs need more, and those search for it."""
 _MOST_PREFETCH: Final = 1024 * _MIB
 _READY: Final = 4
-"""Micro-batches that each thread may have under way or ready: more smooths nothing that a window shows."""
+"""Micro-batches that each thread may have under way or ready: more shows no effect in a window."""
 _SHARE: Final = 1 / 8
-"""Of the free memory for what all loaders of a node keep under way; as much again lies in their pools."""
+"""Share of the free memory for buffered batches of all loaders of a node; their pools take as much again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineFacts:
-    """What there is for the ranks of a node."""
+    """Resources of a node for its ranks."""
 
     num_cpus: float
     """Processors that they may use together, quotas counted."""
@@ -215,7 +215,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """What is read."""
+    """Properties of the data to load."""
 
     micro_batch_bytes: int = 0
     """In the memory of the host; 0 where that is not known."""
@@ -224,7 +224,7 @@ class DataFacts:
 
 
 def default_settings(machine: MachineFacts, ranks_per_node: int, data: DataFacts) -> dict[str, int | str]:
-    """Return settings by name, for what nobody has set.
+    """Return defaults by name, for settings that nobody has set.
 
     A processor stays with each rank's loop; the loader gets the others, up to eight. Text alone is read by
     one thread. A remote store wants more requests than threads, so reading ahead gets sixteen.
@@ -251,7 +251,7 @@ def default_settings(machine: MachineFacts, ranks_per_node: int, data: DataFacts
 TUNED_FILE: Final = "tuned.toml"
 """In the run folder."""
 _MOST_BYTES: Final = 1 << 20
-"""Whatever is longer is another file, a shard say."""
+"""A longer file is something else, such as a shard."""
 
 
 def tuned_text(values: Mapping[str, int | str]) -> str:
@@ -278,21 +278,18 @@ def read_tuned(path: Path) -> dict[str, int | str]:
             tree = tomllib.loads(file.read(_MOST_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"a file of tuned settings must be readable TOML, got {type(error).__name__} ({path.name}); "
-            "correct it, or do without it."
+            f"a file of tuned settings must be readable TOML; {path.name} is not ({type(error).__name__}). "
+            "Correct it, or do without it."
         ) from None
     found: dict[str, int | str] = {}
     for table, entries in tree.items():
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if not isinstance(value, int | str) or isinstance(value, bool):
                 raise ConfigError(
-                    f"tuned settings must be numbers or words, got {table}.{name} of another kind "
-                    f"({path.name}); correct it, or do without it."
+                    f"tuned settings must be numbers or words; {table}.{name} in {path.name} is neither. "
+                    "Correct it, or remove it."
                 )
             found[f"{table}.{name}"] = value
     if not found:
-        raise ConfigError(
-            f"a file of tuned settings must hold some, in tables, got none ({path.name}); correct it, or do "
-            "without it."
-        )
+        raise ConfigError(f"{path.name} holds no tuned settings in tables; correct it, or do without it.")
     return found

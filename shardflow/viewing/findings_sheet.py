@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, decode_array
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
-from shardflow.viewing.planes import Window, edge_letters, pixel_spacing, to_grey, to_size
+from shardflow.viewing.planes import Window, edge_letters, pixel_spacing, to_gray, to_size
 from shardflow.viewing.study import StudyView, read_study, slice_names
 from shardflow.viewing.typeface import (
     FAINT,
@@ -444,7 +444,7 @@ def _draw_tiles(
         x, y = place[0] + number * (_TILE + _GAP), place[1]
         left, upper = x + (_TILE - width) // 2, y + (_TILE - height) // 2
         draw.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), fill="#000000")
-        sheet.paste(Image.fromarray(to_size(to_grey(tile.pixels, window), height, width)), (left, upper))
+        sheet.paste(Image.fromarray(to_size(to_gray(tile.pixels, window), height, width)), (left, upper))
         _draw_outlines(draw, tile, row.series, (left, upper, width, height))
         if tile is best:
             draw.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), outline=_BAR, width=3)

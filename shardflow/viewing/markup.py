@@ -43,15 +43,14 @@ def note(text: str) -> str:
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: str = "") -> str:
     """Return a table of HTML cells; columns whose names begin with # hold numbers."""
     kinds = [" class=number" if name.startswith("#") else "" for name in columns]
-    head, *body = (
-        "".join(f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-        for tag, cells in [
-            ("th", [name.removeprefix("#") for name in columns]),
-            *(("td", row) for row in rows),
-        ]
-    )
-    thead = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
-    lines = "".join(f"<tr>{row}</tr>" for row in body)
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        drawn = (f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        return f"<tr>{''.join(drawn)}</tr>"
+
+    head = line("th", [name.removeprefix("#") for name in columns])
+    thead = f"<thead>{head}</thead>" if any(columns) else ""
+    lines = "".join(line("td", row) for row in rows)
     marked = f' class="{classes}"' if classes else ""
     return f"<div class=scroll><table{marked}>{thead}<tbody>{lines}</tbody></table></div>"
 

@@ -71,9 +71,8 @@ def render_page(
         f"Dataset, version {dataset.manifest_version}" if is_inside else f"Dataset {dataset.dataset_id[:12]}"
     )
     style = resources.files(__package__).joinpath("assets", "page.css").read_text(encoding="utf-8")
-    return document(
-        title, "".join(parts), style=f"\n{style}", policy="style-src 'unsafe-inline'; img-src data:"
-    )
+    policy = "style-src 'unsafe-inline'; img-src data:"
+    return document(title, "".join(parts), style=style, policy=policy)
 
 
 def _head(dataset: Dataset, facts: DatasetFacts, *, is_inside: bool) -> str:

@@ -10,10 +10,9 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from html import escape
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardflow.format import Dataset
 from shardflow.format.reasons import FLAGS, REASONS, Reason, remedy_of
@@ -47,7 +46,7 @@ _PLOT_WIDTH, _PLOT_HEIGHT, _LEFT, _BOTTOM = 940, 240, 52, 28
 
 
 def bars(title: str, labels: Sequence[str], counts: Sequence[int]) -> str:
-    """Draw one horizontal bar a label, with its count; empty bins at both ends are left out."""
+    """Draw one horizontal bar for each label, with its count; empty bins at both ends are left out."""
     filled = [place for place, count in enumerate(counts) if count]
     if not filled:
         return '<p class="none">nothing to show</p>'
@@ -70,13 +69,13 @@ def bars(title: str, labels: Sequence[str], counts: Sequence[int]) -> str:
 
 
 def hounsfield_chart(counts: Sequence[int]) -> str:
-    """Draw the histogram of CT on a logarithmic scale; the first and last count lie outside of its range."""
+    """Draw the histogram of CT on a logarithmic scale; the first and last count are outside of its range."""
     inside = [int(count) for count in counts[1:-1]]
     if not any(inside):
         return '<p class="none">no CT in HU</p>'
     total = sum(inside)
     top = math.ceil(math.log10(max(inside) + 1))
-    # Six decades are enough to see air, fat and metal; below lies noise.
+    # Six decades show air, fat and metal; below is noise.
     floor = max(top - 6, 0)
     plot_height = _PLOT_HEIGHT - _BOTTOM - 8
     plot_width = _PLOT_WIDTH - _LEFT - 8
@@ -132,25 +131,23 @@ class Treatment(StrEnum):
     GENERALIZED = "generalized"
     KEPT = "kept"
     UNTOUCHED = "stored as is"
-    """Nobody looked at it: what identifies a person may be in it."""
+    """Not examined: it may identify a person."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Statement:
+class Statement(NamedTuple):
     """One category and its treatment."""
 
     treatment: Treatment
     category: str
     how: str
     details: tuple[str, ...] = ()
-    """Names to be listed on request, such as attributes."""
+    """Names for a list that can be unfolded, such as attributes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeidSummary:
+class DeidSummary(NamedTuple):
     """De-identification of a dataset."""
 
-    key_id: str | None
+    key_id: str
     """Identifier of the secret key that made the surrogates; not the key."""
     statements: tuple[Statement, ...]
     option_codes: tuple[tuple[str, str], ...] = ()
@@ -160,7 +157,7 @@ class DeidSummary:
 def summarize(
     manifest: Manifest, *, num_reports: int, kept_keywords: Sequence[str], max_age_years: int
 ) -> DeidSummary | None:
-    """Say what packing did; None for a dataset that shardflow did not pack.
+    """Summarize what packing did to identifiers; return None for a dataset that shardflow did not pack.
 
     Args:
         manifest: Of the dataset.
@@ -172,27 +169,27 @@ def summarize(
         return None
     statements = [
         Statement(
-            treatment=Treatment.REMOVED,
-            category="Everything not named below",
-            how="names, addresses, record numbers, dates and times, descriptions, comments, private "
-            "elements, file names: an attribute that is on no list stays behind",
+            Treatment.REMOVED,
+            "Everything not named below",
+            "names, addresses, record numbers, dates and times, descriptions, comments, private elements, "
+            "file names: an attribute that is on no list is not copied",
         ),
         Statement(
-            treatment=Treatment.REPLACED,
-            category="Identifiers of patient, study, series and inputs",
-            how="by surrogates that only the holder of the secret key can make again",
+            Treatment.REPLACED,
+            "Identifiers of patient, study, series and inputs",
+            "by surrogates that only the holder of the secret key can derive again",
         ),
         Statement(
-            treatment=Treatment.GENERALIZED,
-            category="Age, maker, contrast agent",
-            how=f"whole years, from {max_age_years} on as one class; one spelling of a known maker; only "
-            "whether there was contrast",
+            Treatment.GENERALIZED,
+            "Age, maker, contrast agent",
+            f"whole years, from {max_age_years} on as one class; one spelling of a known maker; only whether "
+            "there was contrast",
         ),
         Statement(
-            treatment=Treatment.KEPT,
-            category=f"Sex, and up to {len(kept_keywords)} technical attributes",
-            how="only where the value is a plausible number or a word of a closed list",
-            details=tuple(kept_keywords),
+            Treatment.KEPT,
+            f"Sex, and up to {len(kept_keywords)} technical attributes",
+            "only if the value is a plausible number or a word of a closed list",
+            tuple(kept_keywords),
         ),
     ]
     done: Any = manifest.extra.get("deidentification", {})
@@ -201,61 +198,36 @@ def summarize(
     if num_reports:
         statements.append(_reports(num_reports, str(done.get("report_text", "keep")), counts))
     codes = tuple((code, _OPTIONS.get(code, "")) for code in done.get("profile_codes", ()))
-    return DeidSummary(key_id=manifest.key_id, statements=tuple(statements), option_codes=codes)
+    return DeidSummary(manifest.key_id, tuple(statements), codes)
 
 
 def _pixels(manifest: Manifest, counts: Mapping[str, int]) -> list[Statement]:
-    statements = [
-        Statement(
-            treatment=Treatment.UNTOUCHED,
-            category="Pixels of images that no rule suspects",
-            how="nobody looked for text or faces in them",
-        )
-    ]
+    untouched = "Pixels of images that no rule suspects"
+    statements = [Statement(Treatment.UNTOUCHED, untouched, "not searched for text or faces")]
     reasons: Any = manifest.extra.get("reasons", {})
-    num_held = sum(int(reasons.get(reason, 0)) for reason in _HELD_BACK)
-    if num_held:
-        statements.append(
-            Statement(
-                treatment=Treatment.REMOVED,
-                category=f"{num_held:,} images that may show text or a face",
-                how="quarantined by rules over their headers",
-            )
-        )
-    if counts.get("blackout_slices"):
-        statements.append(
-            Statement(
-                treatment=Treatment.REMOVED,
-                category=f"Boxes in {counts['blackout_slices']:,} slices",
-                how="blanked where the site's rules say that the device writes",
-            )
-        )
-    if counts.get("face_risk_series"):
-        statements.append(
-            Statement(
-                treatment=Treatment.UNTOUCHED,
-                category=f"{counts['face_risk_series']:,} series of heads",
-                how="flagged only: their surface could be rendered as a face",
-            )
-        )
+    if num_held := sum(int(reasons.get(reason, 0)) for reason in _HELD_BACK):
+        what = f"{counted(num_held, 'image')} that may show text or a face"
+        statements.append(Statement(Treatment.REMOVED, what, "quarantined by rules over their headers"))
+    if num_slices := counts.get("blackout_slices"):
+        how = "blanked where the site's rules say that the device writes"
+        statements.append(Statement(Treatment.REMOVED, f"Boxes in {counted(num_slices, 'slice')}", how))
+    if num_series := counts.get("face_risk_series"):
+        how = "flagged only: their surface could be rendered as a face"
+        statements.append(Statement(Treatment.UNTOUCHED, f"{num_series:,} series of heads", how))
     return statements
 
 
 def _reports(num_reports: int, mode: str, counts: Mapping[str, int]) -> Statement:
+    what = f"Text of {counted(num_reports, 'report')}"
     if mode == "keep":
-        return Statement(
-            treatment=Treatment.UNTOUCHED,
-            category=f"Text of {counted(num_reports, 'report')}",
-            how="as it came: names, dates and numbers in it are still there",
-        )
+        return Statement(Treatment.UNTOUCHED, what, "unchanged: names, dates and numbers are still in it")
     places = {name.removeprefix("report_"): n for name, n in counts.items() if name.startswith("report_")}
-    return Statement(
-        treatment=Treatment.GENERALIZED,
-        category=f"Text of {counted(num_reports, 'report')}",
-        how=f"{sum(places.values()):,} places replaced by their category (mode {mode}): values of the "
-        "study's headers and forms such as dates and numbers; what has neither may still be there",
-        details=tuple(f"{name}: {count:,}" for name, count in sorted(places.items())),
+    how = (
+        f"{sum(places.values()):,} places replaced by their category (mode {mode}): values of the study's "
+        "headers, and patterns such as dates and numbers; whatever is neither may still be there"
     )
+    details = tuple(f"{name}: {count:,}" for name, count in sorted(places.items()))
+    return Statement(Treatment.GENERALIZED, what, how, details)
 
 
 _OUTCOMES: Final = ("packed", "skipped", "quarantined")
@@ -275,12 +247,12 @@ def inputs(dataset: Dataset, facts: DatasetFacts) -> str:
         for name, count in counts.items()
     )
     if not total:
-        return "<p class=none>No ledger says what the samples were made of.</p>"
+        return "<p class=none>The dataset has no ledger of its inputs.</p>"
     what = "1 input, with one outcome" if total == 1 else f"{total:,} inputs, each with one outcome"
     return (
         f"<p>{what}.</p><div class=strip>{strip}</div><ul class=legend>{legend}</ul>"
         f"<h3>Quarantined: should have been packed, and could not be</h3>{_quarantined(facts)}"
-        f"<h3>Skipped: were never to be packed</h3>{_skipped(facts)}"
+        f"<h3>Skipped: not meant to be packed</h3>{_skipped(facts)}"
     )
 
 
@@ -293,8 +265,8 @@ def _quarantined(facts: DatasetFacts) -> str:
     if not rows:
         return "<p class=none>Nothing is quarantined.</p>"
     return table(("reason", "kind", "#inputs", "what it means", "what to do"), rows) + note(
-        "The private folder of the job holds <code>inputs-*.jsonl</code>, the way from the surrogates of the "
-        "ledger back to the files."
+        "In the private folder of the job, <code>inputs-*.jsonl</code> maps the surrogates of the ledger "
+        "back to the files."
     )
 
 
@@ -309,7 +281,7 @@ def _skipped(facts: DatasetFacts) -> str:
 
 
 def _of_outcome(facts: DatasetFacts, outcome: str) -> Iterable[tuple[str, str, int]]:
-    """Reasons of an outcome, the most frequent first."""
+    """Return the reasons of an outcome, the most frequent first."""
     found = [(reason, kind, count) for (of, reason, kind), count in facts.reasons.items() if of == outcome]
     return sorted(found, key=lambda item: (-item[2], item))
 
@@ -348,7 +320,7 @@ def _statement(statement: Statement) -> tuple[str, str, str]:
 
 _MAX_ROWS: Final = 12
 _MAX_NAME: Final = 18
-# Flags that are no fault of a stack's geometry, but say how a file was read.
+# Flags about how a file was read, rather than about a stack's geometry.
 _OF_FILES: Final = frozenset(
     {
         "derived",
@@ -373,22 +345,14 @@ def splits(dataset: Dataset, facts: DatasetFacts) -> str:
             (escape(split), f"{numbers['num_samples']:,}", share(numbers["num_samples"], total),
              f"{numbers['num_shards']:,}", human_size(num_bytes), *(f"{of[name]:,}" for name in modalities))
         )  # fmt: skip
-    columns = (
-        "split",
-        "#samples",
-        "#share",
-        "#shards",
-        "#size",
-        *(f"#{escape(name)}" for name in modalities),
-    )
+    named = [f"#{escape(name)}" for name in modalities]
+    columns = ("split", "#samples", "#share", "#shards", "#size", *named)
     return table(columns, rows) + note("Modality is that of the primary series.")
 
 
 def shapes(dataset: Dataset, facts: DatasetFacts) -> str:
     """Show what the studies are, as histograms."""
-    together: Counter[str] = Counter()
-    for counts in facts.modalities.values():
-        together.update(counts)
+    together = sum(facts.modalities.values(), Counter[str]())
     charts = [
         _figure("Modality", _ranked("Modality", together), ""),
         _histogram("Slices of a study", facts.slices),
@@ -443,11 +407,11 @@ def hounsfield(facts: DatasetFacts) -> str:
     elif num_slices > 1:
         slices = f"all {slices}"
     return (
-        f"<p>{total:,} pixels: {slices} of {studies}. The scale is logarithmic. Air lies at -1000, water "
+        f"<p>{total:,} pixels: {slices} of {studies}. The scale is logarithmic. Air is at -1000, water "
         "at 0; padding counts as air.</p>"
         f"<figure class=wide>{hounsfield_chart(facts.hounsfield.tolist())}</figure>"
         + note(
-            f"{below:,} pixels ({share(below, total)}) lie below {HU_START} HU, {above:,} "
+            f"{below:,} pixels ({share(below, total)}) are below {HU_START} HU, {above:,} "
             f"({share(above, total)}) above {HU_STOP} HU."
         )
     )
@@ -462,8 +426,8 @@ def gallery(facts: DatasetFacts, *, remedy: str) -> str:
     """
     is_all_generated = all(one.generated == "GENERATED" for one in facts.thumbnails)
     warning = "" if is_all_generated else (
-        "<p class=warning>Thumbnails are pixels of patients, unless marked GENERATED: keep this page where "
-        f"the dataset may lie. {remedy} leaves them out.</p>"
+        "<p class=warning>Thumbnails are pixels of patients, unless marked GENERATED: keep this page only "
+        f"where the dataset may be stored. {remedy} leaves them out.</p>"
     )  # fmt: skip
     if facts.num_burned_in:
         warning += note(f"{facts.num_burned_in:,} left out: text is burned into their pixels.")

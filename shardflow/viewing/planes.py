@@ -20,10 +20,9 @@ from shardflow.errors import ConfigError, FormatError
 # Positive and negative direction of the axes of LPS: x to the patient's left, y to the back, z to the head.
 _SIDES = (("L", "R"), ("P", "A"), ("H", "F"))
 _OPPOSITE = {"L": "R", "R": "L", "P": "A", "A": "P", "H": "F", "F": "H"}
-# sin 20 degrees: a direction nearer than that to a plane is not worth a second letter.
+# sin 20 degrees: a direction closer to a plane gets no second letter.
 _MIN_SHARE = 0.342
-# Values of 16 bits.
-_MANY = 1 << 16
+_NUM_16_BIT_VALUES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,13 @@ class Window:
         if text in WINDOWS:
             return WINDOWS[text]
         try:
-            centre, width = (float(part) for part in text.split(","))
+            center, width = (float(part) for part in text.split(","))
         except ValueError:
-            centre, width = math.nan, math.nan
-        if not (math.isfinite(centre) and math.isfinite(width) and width > 0):
+            center, width = math.nan, math.nan
+        if not (math.isfinite(center) and math.isfinite(width) and width > 0):
             known = ", ".join(sorted(WINDOWS))
-            raise ConfigError(f"--window must be CENTRE,WIDTH or one of {known}, got {text!r}.")
-        return cls(centre - width / 2, centre + width / 2)
+            raise ConfigError(f"--window must be CENTER,WIDTH or one of {known}, got {text!r}.")
+        return cls(center - width / 2, center + width / 2)
 
     @classmethod
     def of_series(cls, series: Mapping[str, Any]) -> Window | None:
@@ -58,7 +57,7 @@ class Window:
         return cls(float(limits[0]), float(limits[1])) if limits else None
 
     def __str__(self) -> str:
-        return f"centre {(self.low + self.high) / 2:g}, width {self.high - self.low:g}"
+        return f"center {(self.low + self.high) / 2:g}, width {self.high - self.low:g}"
 
 
 WINDOWS: Final[Mapping[str, Window]] = {
@@ -72,7 +71,7 @@ WINDOWS: Final[Mapping[str, Window]] = {
 
 @dataclass(frozen=True, slots=True)
 class EdgeLetters:
-    """Towards which side of the patient each edge of the picture lies; empty where unknown."""
+    """Sides of the patient at the edges of a picture; empty where unknown."""
 
     left: str = ""
     right: str = ""
@@ -80,28 +79,28 @@ class EdgeLetters:
     bottom: str = ""
 
 
-def to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
+def to_gray(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
     """Map a slice to 8 bits.
 
     Args:
-        pixels: ``(rows, columns)`` of any number type, or ``(rows, columns, 3)`` uint8, which stays as it is.
-        window: None takes the slice's own extremes.
+        pixels: ``(rows, columns)`` of any number type, or ``(rows, columns, 3)`` uint8, which is returned.
+        window: None uses the slice's own extremes.
 
     Returns:
-        The same shape, uint8; what is not a number is black.
+        The same shape, uint8; NaN is black.
     """
     if pixels.ndim == 3 and pixels.dtype == np.uint8:
         return pixels
-    if pixels.dtype.kind in "iu" and pixels.dtype.itemsize <= 2 and pixels.size > _MANY:
-        # There are fewer values than pixels: each is mapped once, and the pixels are looked up.
+    if pixels.dtype.kind in "iu" and pixels.dtype.itemsize <= 2 and pixels.size > _NUM_16_BIT_VALUES:
+        # There are fewer values than pixels: map each value once, and look the pixels up.
         code = np.dtype(f"u{pixels.dtype.itemsize}")
         every = np.arange(1 << 8 * code.itemsize, dtype=code).view(pixels.dtype)
         window = window or Window(float(pixels.min()), float(pixels.max()))
-        return np.asarray(_map_to_grey(every, window)[pixels.view(code)])
-    return _map_to_grey(pixels, window)
+        return np.asarray(_map_to_gray(every, window)[pixels.view(code)])
+    return _map_to_gray(pixels, window)
 
 
-def _map_to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
+def _map_to_gray(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
     values = pixels.astype(np.float32)
     finite = np.isfinite(values)
     if window is None:
@@ -113,7 +112,7 @@ def _map_to_grey(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint
 
 
 def to_size(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Resize a picture: averaged where it shrinks, linear where it grows, pixels kept if few."""
+    """Resize a picture: by area if it shrinks, linearly if it grows, to the nearest pixel if it is tiny."""
     rows, columns = pixels.shape[:2]
     if rows >= height and columns >= width:
         method = cv2.INTER_AREA
@@ -132,9 +131,9 @@ def pixel_spacing(series: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def edge_letters(series: Mapping[str, Any]) -> EdgeLetters:
-    """Name the sides of the patient at the edges: from the affine, else from what the source states.
+    """Name the sides of the patient at the edges: from the affine, else from the source's own statement.
 
-    A second letter follows where the edge lies between two sides by more than 20 degrees.
+    A second letter follows if the edge faces between two sides by more than 20 degrees.
     """
     affine = series.get("affine_lps")
     if affine:
@@ -179,7 +178,7 @@ _PARAMETERS: Final = (
     *(cv2.IMWRITE_JPEG_RST_INTERVAL, 0),
     *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444),
 )
-# Pixels of one side may be so much longer than those of the other.
+# Largest ratio of the two pixel spacings that is believed.
 _MAX_STRETCH: Final = 50.0
 _MIN_SIDE: Final = 8
 
@@ -200,12 +199,12 @@ def encode_thumbnail(
     max_side: int,
     may_grow: bool = False,
 ) -> Picture:
-    """Show a slice as it lies in the body: in its display range, with square pixels.
+    """Encode a slice in its true proportions: in its display range, with square pixels.
 
     Args:
         pixels: ``(rows, columns)`` of any number type, or ``(rows, columns, 1 or 3)``, RGB of 8 bits.
-        spacing_mm: Between rows and between columns; None or absurd ones are taken for equal.
-        display_range: What is black and white; None takes the slice's extremes.
+        spacing_mm: Between rows and between columns; None and absurd ones count as equal.
+        display_range: Values shown black and white; None uses the slice's extremes.
         max_side: Longer side in pixels, at most.
         may_grow: Whether a smaller slice is enlarged to it.
 
@@ -222,10 +221,10 @@ def encode_thumbnail(
     scale = scale if may_grow else min(scale, 1.0)
     height, width = (max(round(side * scale), min(_MIN_SIDE, max_side)) for side in (height, width))
     window = Window(float(display_range[0]), float(display_range[1])) if display_range else None
-    grey = to_size(to_grey(pixels, window), height, width)
+    gray = to_size(to_gray(pixels, window), height, width)
     # OpenCV writes colors as blue, green, red.
-    plain = np.ascontiguousarray(grey[..., ::-1] if grey.ndim == 3 else grey)
+    plain = np.ascontiguousarray(gray[..., ::-1] if gray.ndim == 3 else gray)
     ok, encoded = cv2.imencode(".jpg", plain, _PARAMETERS)
     if not ok:
-        raise FormatError("a slice must be a picture of one or three samples a pixel, got another.")
+        raise FormatError("a slice must have one or three samples per pixel to be shown as a picture.")
     return Picture(encoded.tobytes(), width, height)

@@ -16,7 +16,7 @@ from shardflow.viewing.planes import (
     edge_letters,
     pixel_spacing,
     scale_bar_mm,
-    to_grey,
+    to_gray,
     to_size,
 )
 from shardflow.viewing.study import StudyView
@@ -139,7 +139,7 @@ def _facts(view: StudyView, window: Window | None) -> str:
     if spacing:
         each = [*spacing, gap] if gap and amount > 1 else spacing
         parts.append(" x ".join(f"{value:.3g}" for value in each) + " mm")
-    if not _is_colour(view):
+    if not _is_color(view):
         unit = series.get("unit") or "raw"
         parts.append(
             f"window {window} ({unit})" if window else f"each slice from its lowest to its highest ({unit})"
@@ -148,7 +148,7 @@ def _facts(view: StudyView, window: Window | None) -> str:
     return f"{'   |   '.join(parts)}   |   {view.sample_key}"
 
 
-def _is_colour(view: StudyView) -> bool:
+def _is_color(view: StudyView) -> bool:
     return bool(view.slices) and view.slices[0].ndim == 3
 
 
@@ -211,7 +211,7 @@ def _draw_tiles(
     for place, (index, pixels) in enumerate(zip(view.indexes, view.slices, strict=True)):
         x = _MARGIN + (place % grid.columns) * grid.step_x + pad
         y = top + (place // grid.columns) * (grid.height + _GAP)
-        picture = to_size(to_grey(pixels, window), grid.height, grid.width)
+        picture = to_size(to_gray(pixels, window), grid.height, grid.width)
         sheet.paste(Image.fromarray(picture), (x, y))
         text.draw_outlined(draw, (x + 5, y + 2), f"#{index}", "#ffffff")
         if index < len(numbers) and numbers[index] is not None and grid.width >= _SMALL_TILE:

@@ -7,7 +7,7 @@ import { FIRST_GAIN, gainNames, nameOf, recordingsOf, Strip } from "./signals.js
 import { ask, renderDetails, renderInputs, renderSteps } from "./tables.js";
 
 const PAGE_ROWS = 100;
-// Centre and width in Hounsfield units.
+// Center and width in Hounsfield units.
 const CT_WINDOWS = {
   lung: [-600, 1500], mediastinum: [40, 400], abdomen: [50, 400], liver: [60, 160], bone: [400, 1800],
   brain: [40, 80], subdural: [80, 200], stroke: [32, 8],
@@ -232,7 +232,7 @@ byId("stage").addEventListener("wheel", (event) => {
 
 byId("canvas").addEventListener("pointerdown", (event) => {
   const { low, high, shift } = film;
-  const [centre, width] = [(low + high) / 2, high - low];
+  const [center, width] = [(low + high) / 2, high - low];
   const [x, y] = [event.clientX, event.clientY];
   event.target.setPointerCapture(event.pointerId);
   const move = (moved) => {
@@ -242,7 +242,7 @@ byId("canvas").addEventListener("pointerdown", (event) => {
       film.draw();
     } else {
       const per = Math.max(width, 40) / 300;
-      film.setWindow(centre + down * per, Math.max(1, width + right * per));
+      film.setWindow(center + down * per, Math.max(1, width + right * per));
     }
   };
   const end = () => {

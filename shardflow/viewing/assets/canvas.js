@@ -5,7 +5,7 @@ const AHEAD = 12;
 const BEHIND = 4;
 const MOST_REQUESTS = 6;
 const ARRAYS = { uint8: Uint8Array, int16: Int16Array, uint16: Uint16Array, float32: Float32Array };
-const COLOURS = ["#ff5e5e", "#4fc3f7", "#ffd54f", "#81c784", "#ba68c8", "#ff8a65", "#4db6ac", "#f06292"];
+const COLORS = ["#ff5e5e", "#4fc3f7", "#ffd54f", "#81c784", "#ba68c8", "#ff8a65", "#4db6ac", "#f06292"];
 
 export class Film {
   constructor(canvas, onChange) {
@@ -52,9 +52,9 @@ export class Film {
     this.show(this.index);
   }
 
-  setWindow(centre, width) {
-    this.low = centre - width / 2;
-    this.high = centre + width / 2;
+  setWindow(center, width) {
+    this.low = center - width / 2;
+    this.high = center + width / 2;
     this.draw();
   }
 
@@ -197,10 +197,10 @@ export class Film {
   drawRegions(context, fit) {
     context.lineWidth = 1.5 / fit;
     for (const region of this.regionsOn(this.index)) {
-      const colour = COLOURS[region.number % COLOURS.length];
+      const color = COLORS[region.number % COLORS.length];
       const mask = region.mask === null ? null : this.pixels.get(this.key(this.index, region.mask));
-      if (mask) context.drawImage(tinted(mask, colour), 0, 0);
-      context.strokeStyle = colour;
+      if (mask) context.drawImage(tinted(mask, color), 0, 0);
+      context.strokeStyle = color;
       const place = region.slices.get(this.index);
       for (const polygon of place.polygons ?? []) {
         context.beginPath();
@@ -237,11 +237,11 @@ export class Film {
   }
 }
 
-function tinted({ rows, columns, data }, colour) {
+function tinted({ rows, columns, data }, color) {
   const canvas = Object.assign(document.createElement("canvas"), { width: columns, height: rows });
   const context = canvas.getContext("2d");
   const target = context.createImageData(columns, rows);
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
   const most = data.reduce((one, other) => Math.max(one, other), 1);
   for (let at = 0; at < data.length; at++) {
     if (data[at]) target.data.set([red, green, blue, (90 * data[at]) / most], 4 * at);

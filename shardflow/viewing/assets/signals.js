@@ -178,8 +178,8 @@ export class Strip {
     const begin = this.stretch.start / this.shown.rate;
     if (this.shown.isEcg) {
       const perSquare = 5 / this.speed;
-      for (const [every, colour] of [[1, "#f6d8d4"], [5, "#e9aaa3"]]) {
-        pen.strokeStyle = colour;
+      for (const [every, color] of [[1, "#f6d8d4"], [5, "#e9aaa3"]]) {
+        pen.strokeStyle = color;
         pen.lineWidth = every === 1 ? 0.5 : 0.9;
         pen.beginPath();
         const seconds = (every / 5) * perSquare;
@@ -206,7 +206,7 @@ export class Strip {
 
   drawRow(pen, channel, at) {
     const { columns, per, data } = this.stretch;
-    const centre = HEAD + (at + 0.5) * this.rowHeight;
+    const center = HEAD + (at + 0.5) * this.rowHeight;
     const [low, high] = this.scales[at];
     const millivolts = MILLIVOLTS[channel.unit];
     const isOnPaper = this.shown.isEcg && millivolts !== undefined && channel.gain !== null;
@@ -214,16 +214,16 @@ export class Strip {
     const zero = isOnPaper ? this.middles[at] : (low + high) / 2;
     pen.fillStyle = "#1b1f24";
     pen.font = "600 12px system-ui, sans-serif";
-    pen.fillText(channel.label ?? `channel ${at}`, 6, centre + 4, LABEL - 22);
+    pen.fillText(channel.label ?? `channel ${at}`, 6, center + 4, LABEL - 22);
     if (!isOnPaper && this.rowHeight > 34 && Number.isFinite(low)) {
       pen.fillStyle = "#59636e";
       pen.font = "10px system-ui, sans-serif";
       const unit = channel.gain === null ? "stored" : (channel.unit ?? "");
-      pen.fillText(`${short(low)} to ${short(high)} ${unit}`, 6, centre + 17, LABEL - 8);
+      pen.fillText(`${short(low)} to ${short(high)} ${unit}`, 6, center + 17, LABEL - 8);
     }
     pen.strokeStyle = "#10151b";
     pen.lineJoin = "round";
-    if (isOnPaper) this.drawPulse(pen, centre);
+    if (isOnPaper) this.drawPulse(pen, center);
     pen.save();
     pen.beginPath();
     pen.rect(LABEL, HEAD, this.width, this.canvas.clientHeight - HEAD);
@@ -239,9 +239,9 @@ export class Strip {
         continue;
       }
       const x = this.at((this.stretch.start + column * per) / this.shown.rate);
-      if (isDown) pen.lineTo(x, centre - (least - zero) * perUnit);
-      else pen.moveTo(x, centre - (least - zero) * perUnit);
-      if (most > least) pen.lineTo(x, centre - (most - zero) * perUnit);
+      if (isDown) pen.lineTo(x, center - (least - zero) * perUnit);
+      else pen.moveTo(x, center - (least - zero) * perUnit);
+      if (most > least) pen.lineTo(x, center - (most - zero) * perUnit);
       isDown = true;
     }
     pen.stroke();
@@ -249,13 +249,13 @@ export class Strip {
   }
 
   // What one millivolt is: as high as the trace would be, and a fifth of a second long.
-  drawPulse(pen, centre) {
+  drawPulse(pen, center) {
     const [left, right] = [LABEL - 14, LABEL - 14 + Math.min(10, 0.2 * this.speed * this.mm)];
-    const top = centre - this.gain * this.mm;
+    const top = center - this.gain * this.mm;
     pen.lineWidth = 0.9;
     pen.beginPath();
-    pen.moveTo(left - 2, centre);
-    for (const [x, y] of [[left, centre], [left, top], [right, top], [right, centre], [right + 2, centre]]) pen.lineTo(x, y);
+    pen.moveTo(left - 2, center);
+    for (const [x, y] of [[left, center], [left, top], [right, top], [right, center], [right + 2, center]]) pen.lineTo(x, y);
     pen.stroke();
   }
 
