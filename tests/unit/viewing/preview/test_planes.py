@@ -17,7 +17,7 @@ from shardflow.viewing.planes import (
     edge_letters,
     pixel_spacing,
     scale_bar_mm,
-    to_grey,
+    to_gray,
     to_size,
 )
 
@@ -62,11 +62,11 @@ def test_letters_without_an_affine_are_those_of_the_source_or_none() -> None:
 
 def test_window_maps_its_ends_to_black_and_white() -> None:
     pixels = np.array([[-2000, -160, 40, 240, 3000]], np.int16)
-    assert to_grey(pixels, WINDOWS["soft"]).tolist() == [[0, 0, 128, 255, 255]]
-    assert to_grey(np.array([[np.nan, 1.0, 3.0]], np.float32), None).tolist() == [[0, 0, 255]]
-    assert to_grey(np.full((1, 2), 7, np.int16), None).tolist() == [[0, 0]]
+    assert to_gray(pixels, WINDOWS["soft"]).tolist() == [[0, 0, 128, 255, 255]]
+    assert to_gray(np.array([[np.nan, 1.0, 3.0]], np.float32), None).tolist() == [[0, 0, 255]]
+    assert to_gray(np.full((1, 2), 7, np.int16), None).tolist() == [[0, 0]]
     colour = np.full((2, 2, 3), 9, np.uint8)
-    assert to_grey(colour, Window(0, 1)) is colour
+    assert to_gray(colour, Window(0, 1)) is colour
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.uint8])
@@ -76,8 +76,8 @@ def test_large_slices_are_mapped_as_small_ones(dtype: type[np.integer[Any]], win
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     large = np.random.default_rng(0).integers(least, most + 1, (300, 256)).astype(dtype)
     large[0, :2] = least, most
-    lines = [to_grey(line, window or Window(least, most)) for line in large[:, None]]
-    assert np.array_equal(to_grey(large, window), np.concatenate(lines))
+    lines = [to_gray(line, window or Window(least, most)) for line in large[:, None]]
+    assert np.array_equal(to_gray(large, window), np.concatenate(lines))
 
 
 def test_window_is_parsed_or_refused() -> None:
