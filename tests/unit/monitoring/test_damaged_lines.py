@@ -221,7 +221,7 @@ def test_a_line_without_end_takes_no_memory_without_end(run: Path) -> None:
 def test_what_cannot_be_read_is_a_sentence(
     read: Callable[[Path], object], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl, got another one"):
+    with pytest.raises(ConfigError, match=r"holds no metrics\.jsonl"):
         read(run / "not there")
     if read is read_metrics_text:  # a scrape has no numbers then
         return
