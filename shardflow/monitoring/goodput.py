@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from shardflow.monitoring.lines import MetricsLine, MetricsTail
 
-_SECONDS: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
+SECONDS: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
 """Events that take a run's time, and the key that holds the seconds."""
 
 
@@ -47,6 +47,11 @@ class Goodput:
     def share(self, part: str) -> float:
         """Return a part, such as ``lost_s``, of ``wall_s``; 0 for a run without time."""
         return min(1.0, getattr(self, part) / self.wall_s) if self.wall_s else 0.0
+
+    @property
+    def steps_s(self) -> float:
+        """Time of the steps that count, waits for data included."""
+        return self.useful_s + self.data_wait_s
 
     @property
     def useful_share(self) -> float:
@@ -106,7 +111,7 @@ class GoodputMeter:
     """Splits a run's time by purpose, line by line in the order of the file."""
 
     def __init__(self) -> None:
-        self._done = {kind: _Done() for kind in _SECONDS}
+        self._done = {kind: _Done() for kind in SECONDS}
         self._lost_s = 0.0
         self._num_lost_steps = 0
         self._began_at = self._last_at = self._restart_s = 0.0
@@ -118,8 +123,8 @@ class GoodputMeter:
         kind, values = line.event, line.values
         if kind == "attempt":
             self._start(values["start"], line.time_s)
-        elif kind in _SECONDS and self._num_starts:
-            seconds = float(values[_SECONDS[kind]])
+        elif kind in SECONDS and self._num_starts:
+            seconds = float(values[SECONDS[kind]])
             if self._is_starting:
                 self._restart_s += max(0.0, line.time_s - seconds - self._last_at)
                 self._is_starting = False

@@ -187,6 +187,15 @@ class RunHistory:
         self.end: dict[str, Any] | None = None
         self.num_planned_steps = 0
         self.last_event_s = 0.0
+        self._held: dict[str, list[Any]] = {
+            "step": self.steps,
+            "interval": self.intervals,
+            "verdict": self.verdicts,
+            "tune": self.moves,
+            "checkpoint": self.checkpoints,
+            "evaluation": self.evaluations,
+            "attempt": self.attempts,
+        }
         self._tail = MetricsTail(run)
         self._keep = keep
         self._on_line = on_line
@@ -220,43 +229,28 @@ class RunHistory:
 
     def _add(self, line: MetricsLine) -> None:
         self.last_event_s = max(self.last_event_s, line.time_s)
-        match line.record:
-            case Interval():
-                self._keep_newest(self.intervals, (line.time_s, line.record))
-            case Verdict():
-                self._keep_newest(self.verdicts, (line.time_s, line.record))
-            case Move():
-                self._keep_newest(self.moves, (line.time_s, line.record))
-        match line.event:
-            case "attempt":
-                self._go_back_to(line.values["start"])
-                self._keep_newest(self.attempts, line.values)
-                self.end = None
-            case "plan":
-                self.num_planned_steps = line.values["num_steps"]
-            case "end":
-                self.end = dict(line.values)
-            case "step":
-                self._keep_newest(self.steps, line.values)
-            case "checkpoint":
-                self._keep_newest(self.checkpoints, line.values)
-            case "evaluation":
-                self._keep_newest(self.evaluations, line.values)
-
-    def _keep_newest(self, held: list[Any], new: object) -> None:
-        held.append(new)
+        if line.event == "attempt":
+            self._go_back_to(line.values["start"])
+            self.end = None
+        elif line.event == "plan":
+            self.num_planned_steps = line.values["num_steps"]
+        elif line.event == "end":
+            self.end = dict(line.values)
+        held = self._held.get(line.event)
+        if held is None:
+            return
+        held.append(line.values if line.record is None else (line.time_s, line.record))
         # Rarely, so that a step costs no copy of all others; the same lines leave the same ones held.
         if self._keep and len(held) >= 2 * self._keep:
             del held[: -self._keep]
 
     def _go_back_to(self, start: int) -> None:
         """Forget what a start at this global step repeats."""
-        self.steps = [line for line in self.steps if line["global_step"] < start]
-        for lines in (self.checkpoints, self.evaluations):
-            lines[:] = [line for line in lines if line["global_step"] <= start]
-        records: list[list[tuple[float, Any]]] = [self.intervals, self.verdicts, self.moves]
-        for held in records:
-            held[:] = [one for one in held if one[1].global_step < start]
+        self.steps[:] = [line for line in self.steps if line["global_step"] < start]
+        for event in _BY_STEPS_DONE:
+            self._held[event][:] = [line for line in self._held[event] if line["global_step"] <= start]
+        for event in ("interval", "verdict", "tune"):
+            self._held[event][:] = [one for one in self._held[event] if one[1].global_step < start]
 
 
 def read_history(run: Path) -> RunHistory:

@@ -35,24 +35,18 @@ __all__ = [
     "render_study",
 ]
 _MODULES: Final = {
-    "WINDOWS": "planes",
-    "Bounds": "dataset_facts",
-    "DatasetFacts": "dataset_facts",
-    "FindingsView": "findings_sheet",
-    "StudyView": "study",
-    "Viewer": "server",
-    "Window": "planes",
-    "find_row": "study",
-    "gather": "dataset_facts",
-    "read_findings": "findings_sheet",
-    "read_study": "study",
-    "render_findings": "findings_sheet",
-    "render_page": "page",
-    "render_study": "sheet",
+    "dataset_facts": ("Bounds", "DatasetFacts", "gather"),
+    "findings_sheet": ("FindingsView", "read_findings", "render_findings"),
+    "page": ("render_page",),
+    "planes": ("WINDOWS", "Window"),
+    "server": ("Viewer",),
+    "sheet": ("render_study",),
+    "study": ("StudyView", "find_row", "read_study"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

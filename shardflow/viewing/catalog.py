@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.format import Dataset
 from shardflow.processes import join_all, wait_for_at_exit
-from shardflow.viewing.study import find_row
+from shardflow.viewing.study import find_row, place_of
 
 CONTENT_FIELD: Final = "report.json"
 _CLOSE_S: Final = 5.0
@@ -31,16 +30,16 @@ class Query:
     text: str = ""
     """A sample key or its beginning, or a row such as ``train:12``."""
     concept: str = ""
-    """A finding that the report speaks of."""
+    """A finding that the report names."""
     assertion: str = ""
     """Assertion of that finding, such as ``present``."""
 
 
 class Catalog:
-    """The studies of a dataset, and what is known of their reports so far.
+    """The studies of a dataset, searchable; findings as far as reports were read.
 
-    Reports are read in a thread, once somebody asks for findings; until it is done the answers say how far
-    it is.
+    A thread reads the reports, from the first query for findings on; until it is done, answers report its
+    progress.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -51,19 +50,18 @@ class Catalog:
         self._num_read = 0
         self._is_closed = threading.Event()
         self._reader: threading.Thread | None = None
-        # Reading keeps this alive: what ends it so is the exit of the process.
+        # The thread keeps this object alive, so this runs at the exit of the process.
         weakref.finalize(self, self._is_closed.set)
 
     def close(self) -> None:
-        """Stop reading reports; a store that hangs is waited for a while only."""
+        """Stop reading reports; wait for a store that hangs for 5 s at most."""
         self._is_closed.set()
         if self._reader is not None:
             join_all([self._reader], _CLOSE_S)
 
     def describe(self, row: int) -> dict[str, Any]:
-        """Return what a list shows of a sample."""
+        """Return the entry of a sample in a list."""
         samples = self._dataset.samples
-        split, rows = next(item for item in self._dataset.splits.items() if row in item[1])
         numbers = {
             name: int(samples.gather(name, row))
             for name in ("num_series", "num_slices", "rows", "columns", "text_bytes")
@@ -71,13 +69,13 @@ class Catalog:
         return {
             "row": row,
             "key": samples.sample_key(row),
-            "place": f"{split}:{row - rows.start}",
+            "place": place_of(self._dataset, row),
             "modality": samples.modality(row),
             **numbers,
         }
 
     def find(self, query: Query, start: int, count: int) -> dict[str, Any]:
-        """Return ``total``, the samples from ``start``, and how many reports were looked at (``num_read``).
+        """Return ``total``, the samples from ``start``, and how many reports were searched (``num_read``).
 
         Raises:
             ConfigError: There is no such split.
@@ -90,10 +88,10 @@ class Catalog:
         }
 
     def findings(self) -> dict[str, Any]:
-        """Return how many samples each finding has, by assertion, as far as reports were read."""
+        """Return the number of samples of each finding by assertion, as far as reports were read."""
         self._begin_reading()
         with self._lock:
-            counts = Counter({names: len(rows) for names, rows in self._findings.items()})
+            counts = {names: len(rows) for names, rows in self._findings.items()}
             num_read = self._num_read
         return {
             "num_read": num_read,
@@ -112,7 +110,7 @@ class Catalog:
         if query.split:
             wanted = self._dataset.splits.get(query.split)
             if wanted is None:
-                raise ConfigError("split must be one of the dataset, got another one.")
+                raise ConfigError("the dataset has no such split.")
             rows = np.arange(wanted.start, wanted.stop)
         if query.modality:
             known = samples.modalities
@@ -136,12 +134,13 @@ class Catalog:
     def _rows_of(self, concept: str, assertion: str) -> NDArray[np.int64]:
         self._begin_reading()
         with self._lock:
-            found = [
-                rows
+            found = {
+                row
                 for (name, how), rows in self._findings.items()
                 if concept in ("", name) and assertion in ("", how)
-            ]
-        return np.unique(np.concatenate([np.array(rows, np.int64) for rows in found])) if found else _NO_ROWS
+                for row in rows
+            }
+        return np.array(sorted(found), np.int64)
 
     def _begin_reading(self) -> None:
         with self._lock:
@@ -167,7 +166,4 @@ class Catalog:
                 for entity in content["entities"]:
                     yield str(entity["concept"]), str(entity["assertion"])
         except (ShardflowError, ValueError, KeyError, TypeError):
-            return  # a damaged field is shown where the study is looked at
-
-
-_NO_ROWS: Final = np.zeros(0, np.int64)
+            return  # a damaged field is reported when the study is displayed

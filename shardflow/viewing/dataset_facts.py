@@ -27,7 +27,7 @@ from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, thumbnail_field
 from shardflow.seeds import derive
 from shardflow.storage import ByteRange
 from shardflow.viewing.planes import Picture, encode_thumbnail, pixel_spacing
-from shardflow.viewing.study import choose_slices, generated_mark, made_by_synth, slice_names
+from shardflow.viewing.study import choose_slices, generated_mark, made_by_synth, place_of, slice_names
 
 if TYPE_CHECKING:
     from shardflow.format.samples import SamplesTable
@@ -37,7 +37,7 @@ HU_START, HU_STOP, HU_STEP = -1100, 3100, 20
 
 
 class Histogram:
-    """Counts of values between edges; what lies below the first bin counts there, above in the last.
+    """Counts of values between edges; values below the first bin count there, above in the last.
 
     Args:
         edges: Lower edge of every bin, ascending.
@@ -97,14 +97,14 @@ def count_hounsfield(pixels: NDArray[Any]) -> NDArray[np.int64]:
     """Count the pixels of a slice in HU.
 
     Args:
-        pixels: Of any shape and number type; what is not a number is left out.
+        pixels: Of any shape and number type; NaN and infinities are left out.
 
     Returns:
         As `hounsfield_bins`.
     """
     values = pixels.ravel()
     if values.dtype == np.int16:
-        # Values are counted first, and the counts of each bin, which lie together, added up then.
+        # Count values first, then add up the counts of each bin, which are adjacent.
         counts = np.roll(np.bincount(values.view(np.uint16), minlength=1 << 16), 1 << 15)
         starts = np.arange(HU_START, HU_STOP + 1, HU_STEP) + (1 << 15)
         return np.add.reduceat(counts, [0, *starts]).astype(np.int64)
@@ -151,7 +151,7 @@ def key_hashes(keys: NDArray[Any]) -> NDArray[np.uint64]:
     hashes = np.full(len(keys), derive(0, "page-sample"), np.uint64)
     for place in range(num_words):
         word = words[:, place].astype(np.uint64)
-        # What is past a key's end changes nothing, so that a wider column hashes alike.
+        # Padding past a key's end changes nothing, so that a wider column hashes alike.
         hashes = np.where(word == 0, hashes, _mix(hashes ^ word))
     return hashes
 
@@ -200,7 +200,7 @@ class StudyFacts:
 
 @dataclass(kw_only=True, slots=True)
 class DatasetFacts:
-    """Everything the page shows, but for what stands in the manifest."""
+    """Everything the page shows that is not in the manifest."""
 
     modalities: dict[str, Counter[str]] = field(default_factory=dict)
     """Modality of the primary series by split."""
@@ -213,31 +213,31 @@ class DatasetFacts:
     num_reports: int = 0
 
     num_described: int = 0
-    """Studies that the following counts are of; all of them, or those that `choice` chose."""
+    """Studies behind the following counts; all of them, or a choice by the hash of their keys."""
     num_not_described: int = 0
     """Of these, the ones whose ``study.json`` is missing or describes no study."""
     num_generated: int = 0
     body_parts: Counter[str] = field(default_factory=Counter)
     flags: Counter[str] = field(default_factory=Counter)
-    """Series by what is odd about them."""
+    """Series by their flags."""
     num_series: int = 0
     num_missing: int = 0
     """Slices that are missing from regular grids."""
     num_clipped: int = 0
     """Pixels that did not fit their dtype."""
     num_padding: int = 0
-    """Pixels that the source calls padding."""
+    """Pixels marked as padding by the source."""
     spacing: Histogram = field(default_factory=lambda: Histogram.between(_SPACINGS_MM, " mm"))
     gap: Histogram = field(default_factory=lambda: Histogram.between(_GAPS_MM, " mm"))
 
     hounsfield: NDArray[np.int64] = field(default_factory=hounsfield_bins)
     num_ct_slices: int = 0
-    """Slices of the CT series that were looked at."""
+    """Slices of the CT series of the histogram."""
     num_ct_slices_counted: int = 0
     num_ct_studies_counted: int = 0
     thumbnails: list[Thumbnail] = field(default_factory=list)
     num_burned_in: int = 0
-    """Thumbnails left out, because the source says that text is burned into the pixels."""
+    """Thumbnails left out because the source marks text burned into the pixels."""
 
     def add(self, study: StudyFacts) -> None:
         """Add a study."""
@@ -275,13 +275,13 @@ class DatasetFacts:
 
 
 def _count_of(series: dict[str, Any], name: str) -> int:
-    """Return a count, or 0 where a dataset of others has none."""
+    """Return a count, or 0 if another writer left it out."""
     value = series.get(name)
     return value if isinstance(value, int) else 0
 
 
 def _count_name(counter: Counter[str], name: str) -> None:
-    """Count a name; a dataset of others may hold any number of different ones."""
+    """Count a name; datasets of other writers may hold any number of different ones."""
     counter[name if name in counter or len(counter) < _CATEGORIES else _OTHER] += 1
 
 
@@ -295,7 +295,7 @@ def _read_facts(dataset: Dataset, scope: _Scope, row: int) -> StudyFacts:
     """Read the parts of a study that are in scope, checked.
 
     Raises:
-        FormatError: Bytes are not what the index says, or a slice is no picture.
+        FormatError: Bytes do not match the index, or a slice is no picture.
         StorageError: Reading failed.
     """
     _, fields = dataset.sample_fields(row)
@@ -348,9 +348,8 @@ def _thumbnail(
     if not names:
         return None
     picture = _packed_thumbnail(dataset, row, fields) or _make_thumbnail(dataset, row, series, names)
-    split, rows = next(item for item in dataset.splits.items() if row in item[1])
     return Thumbnail(
-        place=f"{split}:{row - rows.start}",
+        place=place_of(dataset, row),
         modality=str(series.get("modality") or ""),
         num_slices=len(names),
         picture=picture,
@@ -359,7 +358,7 @@ def _thumbnail(
 
 
 def _packed_thumbnail(dataset: Dataset, row: int, fields: list[FieldLocation]) -> Picture | None:
-    """Take the thumbnail that stands beside the slices, unless it is much larger than the page shows it."""
+    """Return the thumbnail stored beside the slices, unless its size is far from the page's."""
     name = thumbnail_field(0)
     if all(field.name != name for field in fields):
         return None
@@ -381,7 +380,7 @@ def _make_thumbnail(dataset: Dataset, row: int, series: dict[str, Any], names: l
 # Studies handed to the threads at once: a bound on memory.
 _STUDIES_AT_ONCE: Final = 256
 _LEDGER_BYTES_AT_ONCE: Final = 4 << 20
-# Canonical JSON sorts its keys, so that the three stand in one order, with nothing but the hash between them.
+# Canonical JSON sorts its keys, so the three are in one order, with nothing but the hash between them.
 _REASON: Final = re.compile(
     rb'"kind":"([a-z0-9_]+)","outcome":"([a-z]+)","prev":"[0-9a-f]{64}","reason":"([A-Z0-9_]+)"'
 )
@@ -394,7 +393,7 @@ class Bounds:
     num_studies: int = 20_000
     """Descriptions."""
     num_ct_slices: int = 256
-    """Slices that the histogram of CT counts, dealt evenly to as many studies."""
+    """Slices that the histogram of CT counts, spread evenly over as many studies."""
 
 
 def gather(
@@ -417,7 +416,7 @@ def gather(
         progress: Called with the number of studies done and of all that are read.
 
     Raises:
-        FormatError: Bytes of the dataset are not what its manifest says.
+        FormatError: Bytes of the dataset do not match its manifest.
         StorageError: Reading failed.
     """
     facts = DatasetFacts()
@@ -485,7 +484,7 @@ class _Scope:
 
 
 def _count_samples(dataset: Dataset, facts: DatasetFacts) -> None:
-    """Count what the samples table says."""
+    """Add the counts of the samples table."""
     samples = dataset.samples
     for split, rows in dataset.splits.items():
         numbers = np.bincount(

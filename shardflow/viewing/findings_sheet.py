@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.format import Dataset, decode_array
+from shardflow.format import Dataset
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
 from shardflow.viewing.planes import Window, edge_letters, pixel_spacing, to_gray, to_size
-from shardflow.viewing.study import StudyView, read_study, slice_names
+from shardflow.viewing.study import StudyView, decode_slice, read_study, slice_names
 from shardflow.viewing.typeface import (
     FAINT,
     INK,
@@ -68,7 +67,7 @@ class FindingTile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FindingRow:
-    """A finding and where it is thought to be best seen."""
+    """A finding and the slices that show it best."""
 
     entity: int
     series: dict[str, Any]
@@ -81,7 +80,7 @@ class FindingRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FindingsView:
-    """A report with its findings, as far as it is to be looked at."""
+    """A report with the findings to display."""
 
     study: StudyView
     text: str
@@ -94,7 +93,7 @@ class FindingsView:
     """Finding to the reason why no slice shows it."""
     threshold: float
     is_stored: bool
-    """Whether the dataset holds the alignment; else it was made for the picture, with the default rules."""
+    """Whether the dataset holds the alignment; if not, it was computed here with the default rules."""
 
 
 def read_findings(dataset: Dataset, row: int, *, num_findings: int = 8) -> FindingsView:
@@ -113,9 +112,7 @@ def read_findings(dataset: Dataset, row: int, *, num_findings: int = 8) -> Findi
     fields = dataset.sample_fields(row)[1]
     present = {one.name for one in fields}
     if view.report is None:
-        raise ConfigError(
-            "--findings must be given for a sample with a report, got one without; leave it out."
-        )
+        raise ConfigError("--findings needs a sample with a report; this one has none. Leave the option out.")
     wanted = present & {STUDY_FIELD, REPORT_FIELD, _REPORT, _ALIGNMENT, _ANNOTATIONS}
     payloads = dataset.read_fields(row, wanted)
     text = payloads[REPORT_FIELD].decode("utf-8", errors="replace")
@@ -168,26 +165,23 @@ def _tiles(
     names: Sequence[str],
     annotations: Mapping[str, Any] | None,
 ) -> tuple[FindingTile, ...]:
-    """Read the best slice and one towards either end of what the finding reaches."""
+    """Read the best slice, and the first and last one of the finding."""
     weights = dict(zip(entry["slices"], entry["weights"], strict=True))
     best = min(weights, key=lambda place: (-weights[place], place))
     reach = {entry["slices"][0], best, entry["slices"][-1]}
     places = sorted(reach, key=lambda place: (place != best, place))[:_MAX_TILES]
     payloads = dataset.read_fields(row, {names[place] for place in places})
     numbers = series.get("instance_numbers") or []
-    tiles = []
-    for place in sorted(places):
-        pixels = decode_array(names[place].rpartition(".")[2], payloads[names[place]])
-        tiles.append(
-            FindingTile(
-                index=place,
-                number=numbers[place] if place < len(numbers) else None,
-                weight=weights[place],
-                pixels=pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else np.asarray(pixels),
-                outlines=_outlines(annotations, entry["series"], place),
-            )
+    return tuple(
+        FindingTile(
+            index=place,
+            number=numbers[place] if place < len(numbers) else None,
+            weight=weights[place],
+            pixels=decode_slice(names[place], payloads[names[place]]),
+            outlines=_outlines(annotations, entry["series"], place),
         )
-    return tuple(tiles)
+        for place in sorted(places)
+    )
 
 
 def _outlines(annotations: Mapping[str, Any] | None, series: int, place: int) -> tuple[Outline, ...]:
@@ -222,8 +216,8 @@ def _read_here(
         if error.name != "ahocorasick":
             raise
         raise ConfigError(
-            "--findings must have pyahocorasick for a dataset that holds no alignment, got none; install the "
-            "extra: pip install 'shardflow[pack]'."
+            "--findings needs pyahocorasick for a dataset that holds no alignment; install the extra: pip "
+            "install 'shardflow[pack]'."
         ) from None
     report = ReportReader().read(text).to_json()
     return report, align(study, report, annotations, AlignmentRules(), text=text)
@@ -234,7 +228,7 @@ def _parse(payload: bytes) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(payload)
     except ValueError:
         raise FormatError(
-            "the fields of a sample that end in .json must hold JSON, got others; verify the dataset."
+            "a field of the sample that ends in .json holds no JSON; verify the dataset."
         ) from None
     return found
 
@@ -267,8 +261,8 @@ _CHANGES: Final[Mapping[str, str]] = {
 }
 
 _EXPLAINED: Final = (
-    "Bar: confidence, the tick is the threshold. Blue frame: the slice thought best; beside it the ends of "
-    "what the finding reaches. Yellow: regions marked in the dataset."
+    "Bar: confidence; the tick is the threshold. Blue frame: the best slice, beside the first and last slice "
+    "of the finding. Yellow: regions marked in the dataset."
 )
 
 
@@ -277,8 +271,8 @@ def render_findings(view: FindingsView, *, window: Window | None = None, font: P
 
     Args:
         view: From `read_findings`.
-        window: What is black and white, in the series' unit; each series' ``display_range`` by default.
-        font: A font file for the text, asked before those of the system.
+        window: Values shown black and white, in the series' unit; each series' ``display_range`` by default.
+        font: A font file for the text, preferred to those of the system.
 
     Returns:
         A PNG file. The same study and fonts give the same bytes.
@@ -369,7 +363,7 @@ def _draw_facts(
     body: Typeface,
     small: Typeface,
 ) -> None:
-    """Write beside the slices what is shown, how sure, and why."""
+    """Write the finding, its confidence and the reasons beside the slices."""
     x, y = place
     entity, entry = view.report["entities"][row.entity], row.entry
     tag(draw, small, (x, y + 4), number, Mark(entity["span"], entity["assertion"]).style.line)
@@ -402,16 +396,13 @@ def _draw_facts(
 
 def _reasons(row: FindingRow) -> list[str]:
     entry = row.entry
-    lines, told = [], set()
-    for one in entry["evidence"]:
-        if one["rule"] not in told:
-            told.add(one["rule"])
-            lines.append(f"{one['rule']} {one['confidence']:.2f}: {_RULES[one['rule']]}")
+    first = {one["rule"]: one["confidence"] for one in reversed(entry["evidence"])}
+    rules = dict.fromkeys(one["rule"] for one in entry["evidence"])
+    lines = [f"{rule} {first[rule]:.2f}: {_RULES[rule]}" for rule in rules]
     marks = {mark for one in entry["evidence"] for mark in one.get("modifiers", ())}
     lines += [f"- {_CHANGES.get(mark, mark)}" for mark in sorted(marks | set(entry.get("modifiers", ())))]
     if row.num_entries > 1:
-        others = row.num_entries - 1
-        lines.append(f"and in {others} more series")
+        lines.append(f"and in {row.num_entries - 1} more series")
     return lines
 
 
@@ -483,7 +474,7 @@ def _draw_outlines(
                 draw.line([*drawn, drawn[0]], fill=_OUTLINE, width=2)
         if outline.polygons:
             continue
-        # A little around it, so that what is marked stays visible.
+        # With a small margin, so that the region stays visible.
         box = (left + x0 * across - 3, upper + y0 * down - 3, left + x1 * across + 2, upper + y1 * down + 2)
         draw.rectangle(box, outline=_OUTLINE, width=2)
 
@@ -491,14 +482,12 @@ def _draw_outlines(
 def _draw_footer(
     draw: ImageDraw, view: FindingsView, cut: int, small: Typeface, place: tuple[int, int]
 ) -> None:
-    words = [_EXPLAINED]
     notes = []
     if cut:
         notes.append(f"{cut} more lines of the report")
     if view.num_left_out:
         notes.append(f"{view.num_left_out} more findings with slices")
     if not view.is_stored:
-        notes.append("the dataset holds no alignment: made for this picture with the default rules")
-    words += ["; ".join(notes)] if notes else []
-    for number, line in enumerate(words):
+        notes.append("the dataset holds no alignment: computed for this picture with the default rules")
+    for number, line in enumerate([_EXPLAINED, *(["; ".join(notes)] if notes else [])]):
         small.draw(draw, (place[0], place[1] + number * small.line_height), line, fill=FAINT)

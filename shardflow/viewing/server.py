@@ -52,7 +52,7 @@ _NUMBER: Final = r"(\d{1,12})"
 
 
 class NoSuchPage(Exception):  # noqa: N818 - an answer, not a fault
-    """No page has this address; handled inside this package."""
+    """Signal that no page has this address; handled inside this package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ class Routes:
 
         Raises:
             NoSuchPage: No page has this path.
-            ConfigError: A value cannot be used.
+            ConfigError: A value is invalid.
             ShardflowError: The data cannot be read.
         """
         name = "index.html" if path == "/" else path.removeprefix("/")
@@ -185,7 +185,7 @@ def _natural(values: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-        raise ConfigError(f"{name} must be a natural number, got another value.")
+        raise ConfigError(f"{name} must be a natural number.")
     return int(text)
 
 
@@ -214,22 +214,21 @@ _CLOSE_S: Final = 5.0
 class Viewer:
     """A server for one dataset, in a thread of its own.
 
-    On a loopback address every process of the machine may ask, and nobody else: a request whose ``Host`` is
-    another name is refused, so that no web page can reach it by a name of its own (DNS rebinding). On any
-    other address a token is needed, made here and part of `url`.
+    A loopback address serves the processes of this machine only: a request whose ``Host`` is another name is
+    refused, so that no web page can reach the server by a name of its own (DNS rebinding). Any other address
+    requires a token, which is generated here and part of `url`.
 
     Args:
-        dataset: What to show.
+        dataset: The dataset to show.
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
 
     Raises:
-        ConfigError: The address or the port cannot be listened on.
+        ConfigError: The server cannot listen on the address or the port.
 
     Example:
         >>> import urllib.request
         >>> from shardflow.format import Dataset
-    from shardflow.processes import join_all, wait_for_at_exit
         >>> with Viewer(Dataset.open("my-dataset")) as viewer:  # doctest: +SKIP
         ...     urllib.request.urlopen(viewer.url).status
         200
@@ -243,8 +242,8 @@ class Viewer:
             self._server = _Server(host, port, self._routes, self._token, is_local=self._is_local)
         except OSError as error:
             raise ConfigError(
-                f"the address to listen on must be this machine's and the port free, got {error.strerror} "
-                f"({host}, port {port}); choose others."
+                f"cannot listen on {host}, port {port} ({error.strerror}): the address must be one of this "
+                "machine, and the port free. Choose another address or port."
             ) from None
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="shardflow-view-server", daemon=True
@@ -253,13 +252,13 @@ class Viewer:
 
     @property
     def url(self) -> str:
-        """Address of the page, with the token where one is needed."""
+        """Address of the page, with the token if one is required."""
         host, port = self._server.server_address[:2]
         shown = f"[{host!s}]" if ":" in str(host) else str(host)
         return f"http://{shown}:{port}/" + (f"?token={self._token}" if self._token else "")
 
     def close(self) -> None:
-        """Stop listening; requests under way end first; those that take over 5 s are left alone."""
+        """Stop listening; wait up to 5 s for requests under way."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -298,7 +297,7 @@ class _Server(ThreadingHTTPServer):
                 if not self._waiting:  # all of them are being answered
                     self.shutdown_request(request)
                     return
-                # Browsers open a closed connection again; whoever sends a request slowly loses it.
+                # Browsers reopen closed connections; only clients that send a request slowly lose it.
                 _shut_down(self._waiting.pop(next(iter(self._waiting))), socket.SHUT_RDWR)
             self._waiting[thread] = request
         wait_for_at_exit(thread).start()
@@ -384,7 +383,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, answer, with_cookie="token" in values)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Say nothing: requests name studies."""
+        """Log nothing: requests name studies."""
 
     def _may_ask(self, values: dict[str, str]) -> bool:
         if self.server.is_local:
@@ -420,7 +419,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
             self.wfile.flush()
         except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # who scrolls fast takes requests back
+            self.close_connection = True  # a browser that scrolls fast cancels requests
 
 
 def _is_loopback(host: str) -> bool:

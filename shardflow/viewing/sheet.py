@@ -1,4 +1,4 @@
-"""Picture of one study: slices on the left, the report on the right, a line about both above.
+"""Picture of one study: slices on the left, the report on the right, a title and facts above.
 
 Needs Pillow (the extra ``pack``).
 """
@@ -45,7 +45,7 @@ class _Grid(NamedTuple):
     width: int
     height: int
     step_x: int
-    """From a tile's left edge to the next one's: a narrow picture stands apart, so that its letters fit."""
+    """From a tile's left edge to the next one's: narrow pictures are spaced so that their letters fit."""
 
 
 def render_study(view: StudyView, *, window: Window | None = None, font: Path | None = None) -> bytes:
@@ -53,8 +53,8 @@ def render_study(view: StudyView, *, window: Window | None = None, font: Path | 
 
     Args:
         view: From `read_study`.
-        window: What is black and white, in the series' unit; the series' ``display_range`` by default.
-        font: A font file for the text, asked before those of the system.
+        window: Values shown black and white, in the series' unit; the series' ``display_range`` by default.
+        font: A font file for the text, preferred to those of the system.
 
     Returns:
         A PNG file. The same study and fonts give the same bytes.
@@ -167,14 +167,14 @@ def _footer(view: StudyView, body: Typeface) -> list[str]:
     if letters != EdgeLetters():
         lines.append(
             "Sides of the patient: R right, L left, A front, P back, H head, F feet.   "
-            "#: place in the series, from 0; image: the source's number."
+            "#: index in the series, from 0; image: the source's number."
         )
     else:
-        lines.append("The source does not say how the patient lies; no sides are marked.")
+        lines.append("The source does not state the patient's orientation; no sides are marked.")
     if body.missing:
         lines.append(
             f"{len(body.missing)} different characters of the report are in no font here and show as boxes; "
-            "name one with --font."
+            "give one with --font."
         )
     return lines
 
@@ -237,7 +237,7 @@ def _draw_letters(draw: ImageDraw, text: Typeface, letters: EdgeLetters, x: int,
 
 
 def _draw_scale(draw: ImageDraw, text: Typeface, width_mm: float, x: int, y: int, grid: _Grid) -> None:
-    """A bar in the lower left corner, its length above it."""
+    """Draw a bar in the lower left corner, its length above it."""
     length_mm = scale_bar_mm(width_mm)
     length = round(grid.width * length_mm / width_mm)
     left, bottom = x + 8, y + grid.height - 9

@@ -1,7 +1,4 @@
-"""One study as JSON, raw pixels, masks and waveform envelopes for the viewer.
-
-Inputs of the ledger, and samples of one training step, as JSON for the viewer.
-"""
+"""Data of the viewer: studies as JSON, pixels, masks, waveforms; inputs of the ledger; samples of a step."""
 
 from __future__ import annotations
 
@@ -29,16 +26,16 @@ from shardflow.viewing.study import generated_mark, made_by_synth, slice_names
 _FIELD: Final = "waveforms.json"
 _MAX_COLUMNS: Final = 8192
 MAX_BYTES: Final = 512 << 20
-"""Of an array that is drawn: it is one field, which is read whole."""
+"""Largest array that is drawn: it is one field, which is read whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawArray:
-    """An array as the browser takes it: little-endian, row by row."""
+    """An array for the browser: little-endian, row by row."""
 
     data: bytes
     facts: Mapping[str, int | str]
-    """Shape and kind by the names of HTTP headers."""
+    """Shape and dtype, by names of HTTP headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ class Signals:
     def excerpt(
         self, row: int, recording: int, group: int, *, start: int, count: int, columns: int
     ) -> RawArray:
-        """Return lowest and highest values of an array, condensed to columns.
+        """Return the lowest and highest values of a recording, condensed to columns.
 
         The data are ``(channels, columns, 2)`` float32 in the channel's unit (as stored where it is not
         calibrated), NaN where there is no sample.
@@ -91,7 +88,7 @@ class Signals:
         return RawArray(data.tobytes(), facts)
 
     def _read(self, row: int, name: str) -> _Held:
-        # Serialized: two threads mostly want the same recording.
+        # Serialized: concurrent requests mostly want the same recording.
         with self._lock:
             held = self._held
             if held is not None and (held.row, held.name) == (row, name):
@@ -99,17 +96,17 @@ class Signals:
             _, fields = self._dataset.sample_fields(row)
             sizes = {field.name: field.num_bytes for field in fields}
             if name not in sizes or _FIELD not in sizes:
-                raise ConfigError("a recording must be one of the study, got another one.")
+                raise ConfigError("the study has no such recording.")
             if sizes[name] > MAX_BYTES:
                 raise ConfigError(
-                    f"a recording must have at most {MAX_BYTES >> 20} MiB to be drawn, got "
-                    f"{sizes[name] >> 20} MiB; read it from Python."
+                    f"recordings of at most {MAX_BYTES >> 20} MiB can be drawn; this one has "
+                    f"{sizes[name] >> 20} MiB. Read it from Python."
                 )
             read = self._dataset.read_fields(row, [name, _FIELD])
             samples = decode_array("npy", read[name])
             channels = _channels(read[_FIELD], name)
             if samples.ndim != 2 or len(channels) != len(samples):
-                raise FormatError(f"waveforms.json must describe each channel of {name}, got another number.")
+                raise FormatError(f"waveforms.json does not describe each channel of {name}.")
             self._held = held = _Held(row, name, samples, channels)
             return held
 
@@ -119,13 +116,13 @@ def _channels(description: bytes, name: str) -> Sequence[Mapping[str, Any]]:
         arrays = [one for each in json.loads(description)["recordings"] for one in each["arrays"]]
         return [dict(channel) for one in arrays if one["field"] == name for channel in one["channels"]]
     except (ValueError, KeyError, TypeError):
-        raise FormatError("waveforms.json must describe recordings, got something else.") from None
+        raise FormatError("waveforms.json describes no recordings.") from None
 
 
 def _reached(
     stored: NDArray[np.integer[Any]], channel: Mapping[str, Any], starts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return lowest and highest value of each column, ``(columns, 2)``."""
+    """Return the lowest and highest value of each column, ``(columns, 2)``."""
     invalid = channel.get("invalid_value")
     missing = None if invalid is None else stored == invalid
     if missing is None or not missing.any():
@@ -137,7 +134,7 @@ def _reached(
     gain = channel.get("gain")
     if gain is not None:
         ends = ends * float(gain) + float(channel.get("offset") or 0.0)
-    return np.sort(ends, axis=1)  # a negative gain turns them around; NaN stay, as both are
+    return np.sort(ends, axis=1)  # a negative gain swaps them; NaN come in pairs
 
 
 _JSON_FIELDS: Final = {
@@ -161,7 +158,7 @@ class _Open:
 
 
 class Studies:
-    """Reads studies; keeps the field places of the last few, so that a slice is one small read."""
+    """Reads studies; keeps the field locations of the last few, so that a slice is one small read."""
 
     def __init__(self, dataset: Dataset, catalog: Catalog) -> None:
         self._dataset = dataset
@@ -170,7 +167,7 @@ class Studies:
         self._open: OrderedDict[int, _Open] = OrderedDict()
 
     def describe(self, row: int) -> dict[str, Any]:
-        """Return all that is known of a sample but its pixels.
+        """Return everything about a sample except its pixels.
 
         Raises:
             ConfigError: There is no such row.
@@ -206,19 +203,19 @@ class Studies:
         """
         names = self._opened(row).slices.get(series, [])
         if not 0 <= index < len(names):
-            raise ConfigError(f"a slice must be one of {len(names)} of the series, got number {index}.")
+            raise ConfigError(f"the series has {len(names)} slices; there is no slice {index}.")
         return _pixels(self._decoded(row, names[index]))
 
     def mask(self, row: int, series: int, number: int, index: int) -> RawArray:
         """Return the mask of a region on one slice: uint8, 0 to 255 for fractions, or 0 and 1.
 
         Raises:
-            ConfigError: The region has nothing on that slice.
+            ConfigError: The region has no mask on that slice.
             ShardflowError: It is damaged.
         """
         name = self._opened(row).masks.get((series, number, index))
         if name is None:
-            raise ConfigError("a mask must be one of the study, got another one.")
+            raise ConfigError("the study has no such mask.")
         return _pixels(self._decoded(row, name))
 
     def document(self, row: int, number: int) -> str:
@@ -232,13 +229,15 @@ class Studies:
         name = f"document.{number:03d}.txt"
         _, fields = self._dataset.sample_fields(row)
         if all(field.name != name for field in fields):
-            raise ConfigError("a document must be one of the study, got another one.")
+            raise ConfigError("the study has no such document.")
         return self._dataset.read_fields(row, [name])[name].decode("utf-8", errors="replace")
 
     def check_row(self, row: int) -> None:
-        """Raise ConfigError where there is no such row."""
+        """Raise ConfigError if there is no such row."""
         if not 0 <= row < self._dataset.samples.num_samples:
-            raise ConfigError(f"a row must be below {self._dataset.samples.num_samples}, got {row}.")
+            raise ConfigError(
+                f"the dataset has {self._dataset.samples.num_samples} rows; there is no row {row}."
+            )
 
     def _opened(self, row: int) -> _Open:
         self.check_row(row)
@@ -304,7 +303,7 @@ def _pixels(array: NDArray[Any]) -> RawArray:
 
 
 _MAX_BYTES: Final = 1 << 28
-"""A ledger of a million inputs; larger ones are for tools."""
+"""A ledger of a million inputs."""
 
 
 class Inputs:
@@ -316,14 +315,16 @@ class Inputs:
     def summary(self) -> list[dict[str, Any]]:
         """Return counts by kind, outcome and reason, the most frequent first."""
         if self._corpus is not None:
-            return self._corpus_summary(self._corpus)
-        counts = Counter((line["kind"], line["outcome"], line["reason"]) for line in self._lines)
-        return [
-            {"kind": kind, "outcome": outcome, "reason": reason, "num_inputs": number}
-            for (kind, outcome, reason), number in sorted(
-                counts.items(), key=lambda item: (-item[1], str(item[0]))
+            lines = self._corpus
+            classes = dict(zip(lines.names, lines.outcomes, strict=True))
+            return _summary(
+                {
+                    ("line", classes[name], _reason(classes[name], name)): n
+                    for name, n in lines.reasons().items()
+                }
             )
-        ]
+        counts = Counter((line["kind"], line["outcome"], line["reason"]) for line in self._lines)
+        return _summary(counts)
 
     def find(self, outcome: str, reason: str, start: int, count: int) -> dict[str, Any]:
         """Return inputs with an outcome and a reason, empty strings for any, by the ledger's order."""
@@ -348,20 +349,6 @@ class Inputs:
             return None
         return LineOutcomes(Table(self._dataset.store.map(entry.path), name=entry.path))
 
-    @staticmethod
-    def _corpus_summary(lines: LineOutcomes) -> list[dict[str, Any]]:
-        classes = dict(zip(lines.names, lines.outcomes, strict=True))
-        counts = sorted(lines.reasons().items(), key=lambda item: (-item[1], item[0]))
-        return [
-            {
-                "kind": "line",
-                "outcome": classes[name],
-                "reason": None if classes[name] == "packed" else name,
-                "num_inputs": number,
-            }
-            for name, number in counts
-        ]
-
     @cached_property
     def _lines(self) -> list[dict[str, Any]]:
         entry = self._dataset.manifest.ledger
@@ -369,11 +356,25 @@ class Inputs:
             return []
         if entry.num_bytes > _MAX_BYTES:
             raise ConfigError(
-                f"the ledger must have at most {_MAX_BYTES} bytes to be shown, got {entry.num_bytes}; "
-                "read ledger.jsonl with a tool for tables."
+                f"ledgers of at most {_MAX_BYTES} bytes can be shown; this one has {entry.num_bytes}. Read "
+                "ledger.jsonl with a tool for tables."
             )
         data = self._dataset.store.read(entry.path)
         return [line for line in map(json.loads, data.splitlines()) if "input" in line]
+
+
+def _summary(counts: Mapping[tuple[str, str, str | None], int]) -> list[dict[str, Any]]:
+    """Return counts by kind, outcome and reason as JSON, the most frequent first."""
+    return [
+        {"kind": kind, "outcome": outcome, "reason": reason, "num_inputs": number}
+        for (kind, outcome, reason), number in sorted(
+            counts.items(), key=lambda item: (-item[1], str(item[0]))
+        )
+    ]
+
+
+def _reason(outcome: str, name: str) -> str | None:
+    return None if outcome == "packed" else name
 
 
 def _lines_of_corpus(
@@ -401,7 +402,7 @@ def _lines_of_corpus(
                     "input": f"{file}:{place + 1}",
                     "kind": "line",
                     "outcome": kind,
-                    "reason": None if kind == "packed" else name,
+                    "reason": _reason(kind, name),
                     "sample_key": None,
                 }
             )
@@ -427,7 +428,7 @@ def step_samples(
     """
     rows = dataset.splits.get(split)
     if rows is None:
-        raise ConfigError("split must be one of the dataset, got another one.")
+        raise ConfigError("the dataset has no such split.")
     spec = BatchSpec(micro_batch_size=micro_batch_size, micro_batches_per_step=micro_batches_per_step)
     plan = EpochPlan(rows, spec, seed=seed, epoch=epoch)
     found, weights = plan.step(step)

@@ -1,4 +1,4 @@
-"""One study read for display: its description, its report, and some slices of one series."""
+"""One study for display: its description, its report, and some slices of one series."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardflow.format.codecs import CODECS
 from shardflow.format.keys import REPORT_FIELD, SAMPLE_KEY_PATTERN, STUDY_FIELD, parse_slice_field
 
 _ROW = re.compile(r"([a-z0-9]{1,32}):(\d{1,12})", re.ASCII)
-# How the first lines of reports begin that shardflow's own generators write.
+# Beginnings of the first lines of reports that shardflow's own generators write.
 _MARKS = (
     (re.compile(r"\s*SYNTHETIC\b", re.IGNORECASE), "GENERATED"),
     (re.compile(r"\s*generated text\b", re.IGNORECASE), "GENERATED TEXT"),
@@ -27,7 +27,7 @@ _SYNTH_MAKER = "SYNTHETIC"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyView:
-    """A study, as far as it is to be looked at."""
+    """The parts of a study to display."""
 
     sample_key: str
     place: str
@@ -66,7 +66,7 @@ def find_row(dataset: Dataset, key: str) -> int:
         rows = dataset.splits.get(split)
         if rows is None:
             known = ", ".join(sorted(dataset.splits)) or "none"
-            raise ConfigError(f"KEY must name a split that holds samples ({known}), got {split!r}.")
+            raise ConfigError(f"KEY names the split {split!r}, which has no samples; choose from: {known}.")
         if number >= len(rows):
             raise ConfigError(f"KEY must be a row of {split}, 0 to {len(rows) - 1}, got {number}.")
         return rows[number]
@@ -75,12 +75,18 @@ def find_row(dataset: Dataset, key: str) -> int:
             return dataset.samples.find(key)
         except FormatError:
             pass
-    # The text is not repeated: what is taken for a key may be an identifier of the source.
+    # The text is not repeated: it may be an identifier of the source.
     raise ConfigError("KEY must be a sample key of the dataset, or a row such as train:0, got neither.")
 
 
+def place_of(dataset: Dataset, row: int) -> str:
+    """Return the split of a row of the samples table and the row in it, such as ``train:12``."""
+    split, rows = next(item for item in dataset.splits.items() if row in item[1])
+    return f"{split}:{row - rows.start}"
+
+
 def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int = 12) -> StudyView:
-    """Read a study for looking at; holds one decoded series' chosen slices.
+    """Read a study for display; only the chosen slices of one series are decoded.
 
     Args:
         dataset: The dataset.
@@ -100,8 +106,8 @@ def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int =
     all_series = study["series"]
     if not all_series:
         raise ConfigError(
-            "KEY must name a sample with images, got one of text alone; name another one, or read it with: "
-            "shardflow view."
+            "KEY names a sample of text alone, but this picture needs images; choose another one, or read it "
+            "with: shardflow view."
         )
     if series >= len(all_series):
         raise ConfigError(f"--series must be below {len(all_series)} in this study, got {series}.")
@@ -109,16 +115,15 @@ def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int =
     indexes = choose_slices(len(names), num_slices)
     payloads = dataset.read_fields(row, [names[index] for index in indexes])
     report = texts[REPORT_FIELD].decode("utf-8", errors="replace") if REPORT_FIELD in texts else None
-    split, rows = next(item for item in dataset.splits.items() if row in item[1])
     return StudyView(
         sample_key=dataset.samples.sample_key(row),
-        place=f"{split}:{row - rows.start}",
+        place=place_of(dataset, row),
         patient=study.get("patient") or {},
         series=all_series[series],
         series_number=series,
         num_series=len(all_series),
         report=report,
-        slices=tuple(_decode(names[index], payloads) for index in indexes),
+        slices=tuple(decode_slice(names[index], payloads[names[index]]) for index in indexes),
         indexes=indexes,
         generated=made_by_synth(all_series) or generated_mark(report),
     )
@@ -143,19 +148,20 @@ def choose_slices(num_slices: int, num_wanted: int) -> tuple[int, ...]:
 
 
 def generated_mark(report: str | None) -> str:
-    """Say what a sample itself calls generated, from the first line of its report; empty if nothing."""
+    """Return the label of generated text, from the first line of a report; empty if there is none."""
     first = (report or "").lstrip().split("\n", 1)[0]
     return next((mark for pattern, mark in _MARKS if pattern.match(first)), "")
 
 
 def made_by_synth(series: Sequence[Mapping[str, Any]]) -> str:
-    """Say whether images are generated, from the maker that `shardflow synth` names; empty if not."""
+    """Return the label of generated images, from the manufacturer that `shardflow synth` writes, or empty."""
     makers = {(one.get("technical") or {}).get("manufacturer") for one in series}
     return "GENERATED" if _SYNTH_MAKER in makers else ""
 
 
-def _decode(name: str, payloads: dict[str, bytes]) -> NDArray[Any]:
-    pixels = decode_array(name.rpartition(".")[2], payloads[name])
+def decode_slice(name: str, payload: bytes) -> NDArray[Any]:
+    """Decode the field of a slice: ``(rows, columns)``, or ``(rows, columns, 3)`` of colors."""
+    pixels = decode_array(name.rpartition(".")[2], payload)
     return pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else np.asarray(pixels)
 
 
@@ -167,6 +173,6 @@ def _parse_study(payload: bytes, row: int) -> dict[str, Any]:
         usable = False
     if not usable:
         raise FormatError(
-            f"study.json must describe a study (docs/format.md, section 4), got others (samples row {row})."
+            f"study.json of samples row {row} does not describe a study (docs/format.md, section 4)."
         )
     return study

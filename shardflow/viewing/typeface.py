@@ -21,7 +21,7 @@ from shardflow.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-# Where systems keep fonts of many scripts. None of them is needed: Pillow's own covers Latin scripts.
+# Usual locations of fonts of many scripts. All are optional: Pillow's own font covers Latin scripts.
 _SYSTEM_FONTS = (
     "/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf",
     "/usr/share/fonts/dejavu-sans-fonts/DejaVuSans.ttf",
@@ -39,7 +39,7 @@ _HEADER, _MENTION, _ALARM = "#0a3069", "#57606a", "#c4320a"
 
 
 def require_pillow() -> None:
-    """Say which extra is missing.
+    """Check that Pillow is installed.
 
     Raises:
         ConfigError: Pillow is not installed.
@@ -48,7 +48,7 @@ def require_pillow() -> None:
         import PIL.ImageFont  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "drawing text must have Pillow, got none; install the extra: pip install 'shardflow[pack]'."
+            "drawing text needs Pillow; install the extra: pip install 'shardflow[pack]'."
         ) from None
 
 
@@ -77,7 +77,7 @@ class Typeface:
 
     Args:
         size: Height of a line's letters in pixels.
-        font: A font file that is asked first, or None.
+        font: A font file that is preferred to those of the system, or None.
 
     Raises:
         ConfigError: The font file cannot be read, or Pillow is missing.
@@ -98,7 +98,7 @@ class Typeface:
         try:
             _load(self._fonts[0], self.size)
         except OSError:
-            raise ConfigError("--font must be a TrueType or OpenType file, got another one.") from None
+            raise ConfigError("--font must be a readable TrueType or OpenType file.") from None
 
     @property
     def line_height(self) -> int:
@@ -110,7 +110,7 @@ class Typeface:
         return sum(float(_load(path, self.size).getlength(run)) for path, run in self._runs(text))
 
     def draw(self, draw: ImageDraw, place: tuple[float, float], text: str, **style: Any) -> None:
-        """Draw a line whose upper left corner lies at a place ``(x, y)``."""
+        """Draw a line with its upper left corner at ``(x, y)``."""
         x, y = place
         for path, run in self._runs(text):
             font = _load(path, self.size)
@@ -122,7 +122,7 @@ class Typeface:
         self.draw(draw, place, text, fill=color, stroke_width=2, stroke_fill="#000000")
 
     def draw_badge(self, draw: ImageDraw, text: str, *, right: int, top: int) -> None:
-        """Draw white text on a box of the color of warnings."""
+        """Draw white text on a box in the color of warnings."""
         left = right - self.width(text) - 28
         draw.rounded_rectangle((left, top, right, top + self.line_height + 10), radius=8, fill=_ALARM)
         self.draw(draw, (left + 14, top + 7), text, fill="#ffffff")
@@ -223,7 +223,7 @@ class _Style(NamedTuple):
     stroke: _Stroke
 
 
-# Okabe and Ito's colors, which people of any color vision tell apart, with tints of them.
+# Okabe and Ito's colors, which people of any color vision can distinguish, with tints of them.
 ASSERTIONS: Final[Mapping[str, _Style]] = {
     "present": _Style("#cfe6f7", "#0072b2", _dashes(1, 0)),
     "uncertain": _Style("#fce9c4", "#b87400", _dashes(9, 6)),
@@ -236,7 +236,7 @@ ASSERTIONS: Final[Mapping[str, _Style]] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of text and where it begins in the report."""
+    """A line of text and its offset in the report."""
 
     start: int
     text: str
@@ -249,7 +249,7 @@ class Mark:
     span: tuple[int, int]
     assertion: str
     number: int | None = None
-    """Of the finding's slices beside the report; None where there are none."""
+    """Number of the finding's slices beside the report; None if there are none."""
 
     @property
     def style(self) -> _Style:
@@ -258,7 +258,7 @@ class Mark:
 
 
 def lay_out(text: str, face: Typeface, width: float) -> list[Line]:
-    """Break a text into lines of at most a width in pixels, each with its place."""
+    """Break a text into lines of at most a width in pixels, each with its offset."""
     lines: list[Line] = []
     start, line, used = 0, "", 0.0
     for match in _PIECE.finditer(text):
@@ -290,7 +290,7 @@ def draw_lines(
     headers: Sequence[tuple[int, int]],
     mentions: Sequence[tuple[int, int]],
 ) -> None:
-    """Draw lines from a place ``(x, y)`` down; spans are characters of the report."""
+    """Draw lines downward from ``(x, y)``; spans are character offsets in the report."""
     x, y = place
     for line in lines:
         for span in mentions:
@@ -305,13 +305,13 @@ def draw_lines(
             for left, right in _within(face, line, mark.span, x):
                 mark.style.stroke(draw, left, right, y + face.size + 5, mark.style.line)
                 if mark.number is not None and mark.span[1] <= line.start + len(line.text):
-                    # Raised behind the last word, where it hides no letter.
+                    # Raised after the last word, where it hides no letter.
                     tag(draw, small, (right - 2, y - 9), mark.number, mark.style.line)
         y += face.line_height
 
 
 def tag(draw: ImageDraw, face: Typeface, place: tuple[float, float], number: int, color: str) -> None:
-    """Draw the number of a finding in a disc whose upper left corner lies at a place."""
+    """Draw the number of a finding in a disc with its upper left corner at ``(x, y)``."""
     words = str(number)
     size = face.size + 3
     x, y = place
@@ -320,7 +320,7 @@ def tag(draw: ImageDraw, face: Typeface, place: tuple[float, float], number: int
 
 
 def draw_legend(draw: ImageDraw, face: Typeface, place: tuple[int, int], width: int) -> int:
-    """Draw what the marks mean; return the height."""
+    """Draw the legend of the marks; return its height in pixels."""
     x, y = place
     for name, style in ASSERTIONS.items():
         wide = face.width(name)

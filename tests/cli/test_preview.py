@@ -117,7 +117,7 @@ def test_a_sample_of_text_alone_is_said_to_be_one(call: Call, tmp_path: Path) ->
     make_dataset(tmp_path / "texts", num_samples=2, slices=0)
     called = call("preview", tmp_path / "texts", "train:0", "-o", tmp_path / "x.png")
     assert called.code == 2
-    assert "KEY must name a sample with images" in called.err
+    assert "KEY names a sample of text alone" in called.err
 
 
 def test_only_a_png_is_written(call: Call, dataset: Path, tmp_path: Path) -> None:

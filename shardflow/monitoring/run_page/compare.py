@@ -130,11 +130,11 @@ def _pss(row: Summary) -> float | None:
 def _differences(runs: Runs) -> list[_Difference]:
     """Return the numbers that people compare, without those that neither run has."""
 
-    def step_s(run: RunNumbers) -> float:
-        return run.goodput.useful_s + run.goodput.data_wait_s
+    def samples_per_s(run: RunNumbers) -> float | None:
+        return run.total_samples / run.goodput.steps_s if run.goodput.steps_s else None
 
-    def ratio(part: float, whole: float) -> float | None:
-        return part / whole if whole else None
+    def wait_share(run: RunNumbers) -> float | None:
+        return run.goodput.data_wait_s / run.goodput.steps_s if run.goodput.steps_s else None
 
     def middle(run: RunNumbers) -> float | None:
         values = [value for value in run.steps["step_s_median"] if value is not None]
@@ -146,21 +146,9 @@ def _differences(runs: Runs) -> list[_Difference]:
     rows: list[tuple[str, str, str, Callable[[RunNumbers], float | None], int]] = [
         ("num_steps", "steps that count", "", lambda run: run.goodput.num_steps, 0),
         ("wall_s", "time, all starts", "s", lambda run: run.goodput.wall_s or None, 0),
-        (
-            "samples_per_s",
-            "samples a second, in steps",
-            "",
-            lambda run: ratio(run.total_samples, step_s(run)),
-            1,
-        ),
+        ("samples_per_s", "samples per second, in steps", "", samples_per_s, 1),
         ("step_s", "time of a step, median", "s", middle, -1),
-        (
-            "wait_share",
-            "step time that waits for data",
-            "share",
-            lambda run: ratio(run.goodput.data_wait_s, step_s(run)),
-            -1,
-        ),
+        ("wait_share", "step time that waits for data", "share", wait_share, -1),
         ("useful_share", "useful (goodput)", "share", lambda run: run.goodput.useful_share, 1),
         ("checkpoint_s", "paused for checkpoints", "s", lambda run: run.goodput.checkpoint_s, -1),
         ("lost_s", "work done again", "s", lambda run: run.goodput.lost_s, -1),
@@ -174,15 +162,11 @@ def _differences(runs: Runs) -> list[_Difference]:
         rows.append(
             ("loss", name, "nats", lambda run: _loss_in(run, first, last), 0 if _loss_caution(runs) else -1)
         )
-    found = [
-        (key, name, unit, [value(run) if run.num_steps else None for run in runs], better)
-        for key, name, unit, value, better in rows
-    ]
-    return [
-        _Difference(key, name, unit, a, b, better)
-        for key, name, unit, (a, b), better in found
-        if a is not None or b is not None
-    ]
+    found = []
+    for key, name, unit, value, better in rows:
+        a, b = (value(run) if run.num_steps else None for run in runs)
+        found.append(_Difference(key, name, unit, a, b, better))
+    return [one for one in found if one.a is not None or one.b is not None]
 
 
 def _loss_window(runs: Runs) -> tuple[int, int] | None:
@@ -202,13 +186,8 @@ def _loss_window(runs: Runs) -> tuple[int, int] | None:
 
 def _loss_in(run: RunNumbers, first: int, last: int) -> float | None:
     rows = zip(run.steps["first"], run.steps["last"], run.steps["loss_mean"], strict=True)
-    return mean_of(
-        [
-            loss
-            for begin, end, loss in rows
-            if loss is not None and (end or 0) >= first and (begin or 0) <= last
-        ]
-    )
+    inside = (loss for begin, end, loss in rows if (end or 0) >= first and (begin or 0) <= last)
+    return mean_of([loss for loss in inside if loss is not None])
 
 
 def _loss_caution(runs: Runs) -> str:
@@ -230,8 +209,8 @@ def _loss_caution(runs: Runs) -> str:
     if not causes:
         return ""
     return (
-        f"Losses at the same step compare little here: {', and '.join(causes)}. A run whose rate has decayed "
-        "further has a lower loss for that alone; compare runs of one schedule, or both at their ends."
+        f"Losses at the same step are hardly comparable here: {', and '.join(causes)}. A run whose rate has "
+        "decayed further has a lower loss for that alone; compare runs of one schedule, or both at their ends."
     )
 
 
@@ -273,16 +252,12 @@ def _different_settings(runs: Runs) -> dict[str, tuple[str, str]]:
 
     A setting that only one run has is an empty text in the other one.
     """
-    a, b = (
-        {
-            **run.settings,
-            **{
-                f"{name} (at the end)": shown(value)
-                for name, value in (run.latest.settings if run.latest else {}).items()
-            },
-        }
-        for run in runs
-    )
+
+    def at_the_end(run: RunNumbers) -> dict[str, str]:
+        tunables = run.latest.settings if run.latest else {}
+        return run.settings | {f"{name} (at the end)": shown(value) for name, value in tunables.items()}
+
+    a, b = map(at_the_end, runs)
     # What only one run recorded is no difference between them.
     names = a.keys() | b.keys() if runs[0].settings and runs[1].settings else a.keys() & b.keys()
     return {name: (a.get(name, ""), b.get(name, "")) for name in sorted(names) if a.get(name) != b.get(name)}
@@ -292,4 +267,4 @@ def _settings(runs: Runs, different: Mapping[str, tuple[str, str]]) -> str:
     rows = [(f"<code>{escape(name)}</code>", escape(a), escape(b)) for name, (a, b) in different.items()]
     if rows:
         return table(("setting", "A", "B"), rows) + note("Paths and addresses are cut to their last part.")
-    return note("None, as far as the run folders tell.") if any(run.settings for run in runs) else ""
+    return note("None that the run folders record.") if any(run.settings for run in runs) else ""

@@ -130,7 +130,7 @@ def evaluations(run: RunNumbers, label: str, color: str) -> Series:
 
 
 def ready_batches(run: RunNumbers, label: str, color: str) -> Series:
-    """Return how far the loader is ahead, with its envelope."""
+    """Return the micro-batches ready in the loader, with their envelope."""
     found = [row.ready or (None, None, None) for row in run.summaries]
     means = [
         None if total is None else total / max(1, row.num_steps)
@@ -225,7 +225,7 @@ def bytes_per_s(row: Summary, stage: str) -> float | None:
 
 
 def _spread(run: RunNumbers) -> Chart:
-    """Return how far apart the ranks are."""
+    """Return the chart of differences between ranks."""
     series = []
     for name, label, color in _RANK_PARTS:
         found = [
@@ -274,13 +274,13 @@ def downsampled(runs: Sequence[RunNumbers]) -> str:
 
 def _cards(run: RunNumbers) -> str:
     good = run.goodput
-    steps_s = good.useful_s + good.data_wait_s
+    steps_s = good.steps_s
     losses = [loss for loss in run.steps["loss_median"] if loss is not None]
     total = f" of {run.num_planned_steps:,}" if run.num_planned_steps else ""
     values = [
         (f"{run.num_steps:,}", f"steps{total}"),
         (duration(run.wall_s), "since the first start"),
-        (show(good.num_steps / steps_s if steps_s else None), "steps a second, in steps"),
+        (show(good.num_steps / steps_s if steps_s else None), "steps per second, in steps"),
         (show(good.data_wait_s / steps_s if steps_s else None, "share"), "of step time waits for data"),
         (show(good.useful_share if good.wall_s else None, "share"), "useful (goodput)"),
         (show(losses[-1] if losses else None), "loss, last"),
@@ -302,7 +302,7 @@ def _remarks(run: RunNumbers) -> str:
 
 
 def _verdicts(run: RunNumbers) -> str:
-    """Return what the run was bound by, when, and what to do."""
+    """Return the verdicts: which, when, and what to do."""
     if not run.verdicts:
         return ""
     codes = sorted(one.code for one in run.verdicts)
@@ -369,7 +369,7 @@ def _part_bars(
 
 
 def goodput(runs: Mapping[str, Goodput]) -> str:
-    """Return where the time of runs went: a bar and two columns for each."""
+    """Return the goodput of runs: a bar and two columns for each."""
     runs = {name: good for name, good in runs.items() if good.wall_s}
     shares = {name: [good.share(key) for key, _, _ in _GOODPUT] for name, good in runs.items()}
     rows = []
@@ -455,19 +455,19 @@ def _environment(run: RunNumbers) -> str:
 
 
 def assemble(title: str, body: str, charts: Iterable[Chart], numbers: Mapping[str, Any]) -> str:
-    """Return the whole page: style, script and numbers are inside it, and it may load nothing else.
+    """Return the whole page, with style, script and numbers inside it.
 
     Args:
         title: Plain text.
         body: HTML.
-        charts: What the script reads out.
+        charts: Charts whose values the script shows.
         numbers: More numbers, for tools that read the page; plain JSON values.
     """
     style, script = (
         resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js")
     )
-    # The browser itself keeps the page from asking for anything, and from running what is not in it.
+    # The browser itself prevents requests, and any script but this one.
     digests = [
         f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
         for text in (style, script)
@@ -475,7 +475,7 @@ def assemble(title: str, body: str, charts: Iterable[Chart], numbers: Mapping[st
     policy = f"style-src '{digests[0]}'; script-src '{digests[1]}'"
     found = {chart.key: chart.to_json() for chart in charts if any(one.has_values for one in chart.series)}
     data = json.dumps({**numbers, "charts": found}, separators=(",", ":"), allow_nan=False)
-    # It cannot close the element that contains it.
+    # The data cannot close the element that contains them.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     end = (
         "<div id=readout hidden></div>\n"

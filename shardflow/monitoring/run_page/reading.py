@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from shardflow.monitoring.goodput import Goodput, GoodputMeter
+from shardflow.monitoring.goodput import SECONDS, Goodput, GoodputMeter
 from shardflow.monitoring.history import RunFile, read_settings
 from shardflow.monitoring.lines import MetricsLine, run_name
 from shardflow.monitoring.units import duration, show
 from shardflow.monitoring.verdict.intervals import Settings
 from shardflow.monitoring.verdict.judging import WINDOW, judge
-from shardflow.telemetry import Interval, Move, Verdict
+from shardflow.telemetry import Interval, Move, RankNumbers, Verdict
 
 MOST_POINTS: Final = 1200
 """Groups of steps: more than a page is wide."""
@@ -35,7 +35,6 @@ _MOST_RESTARTS: Final = 200
 _MOST_CODES: Final = 40
 _MOST_JUDGED: Final = 2000
 _ENVELOPES: Final = ("step_s", "data_wait_s", "loss", "gradient_norm")
-_MEASURED_S: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
 _SECRET: Final = re.compile(r"secret|password|credential|access_key|authorization", re.IGNORECASE)
 _MOST_CHARACTERS: Final = 200
 
@@ -109,9 +108,10 @@ class RankSums:
     cache_ram_bytes: int = 0
     cache_disk_bytes: int = 0
 
-    def add(self, other: Any) -> None:
-        """Add the same rank of another interval or group."""
+    def add(self, other: RankNumbers | RankSums, step_s: float) -> None:
+        """Add the same rank of another interval or group, and the time of its steps."""
         self.host = other.host
+        self.step_s += step_s
         for name in ("data_wait_s", "compute_s", "exchange_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("pss_bytes", "pinned_bytes", "device_bytes", "cache_ram_bytes", "cache_disk_bytes"):
@@ -147,10 +147,8 @@ class Summary:
         self.num_steps += interval.num_steps
         self.wall_s += interval.wall_s
         self.rank_wall_s += interval.wall_s * interval.world_size
-        if interval.available_bytes:
-            self.available_bytes = min(
-                self.available_bytes or interval.available_bytes, interval.available_bytes
-            )
+        if available := interval.available_bytes:
+            self.available_bytes = min(self.available_bytes or available, available)
         for name, stage in interval.stages.items():
             self.stage_s[name] = self.stage_s.get(name, 0.0) + stage.seconds
             self.stage_bytes[name] = self.stage_bytes.get(name, 0) + stage.num_bytes
@@ -159,9 +157,7 @@ class Summary:
             total += gauge.mean * interval.num_steps
             self.ready = (total, min(least, gauge.least), max(most, gauge.most))
         for rank in interval.ranks:
-            sums = self.ranks.setdefault(rank.rank, RankSums())
-            sums.add(rank)
-            sums.step_s += interval.step_s
+            self.ranks.setdefault(rank.rank, RankSums()).add(rank, interval.step_s)
 
 
 class Summaries:
@@ -195,9 +191,7 @@ class Summaries:
         slowest = sorted(ranks, key=lambda rank: -(ranks[rank].compute_s + ranks[rank].data_wait_s))
         self.rows[-1].ranks = {rank: ranks[rank] for rank in sorted(slowest[:MOST_RANKS])}
         for rank, sums in self.rows[-1].ranks.items():
-            whole = self.ranks.setdefault(rank, RankSums())
-            whole.add(sums)
-            whole.step_s += sums.step_s
+            self.ranks.setdefault(rank, RankSums()).add(sums, sums.step_s)
 
 
 @dataclass(slots=True)
@@ -221,9 +215,9 @@ class Restart:
     num_lost_steps: int
     """Steps of the start before it that were done again."""
     died_s: float
-    """When the start before it measured last."""
+    """Time of the last measurement of the start before it."""
     began_s: float | None = None
-    """When its own first step began; None if it measured none."""
+    """Beginning of its own first step; None if it measured none."""
 
 
 @dataclass(slots=True)
@@ -250,7 +244,7 @@ class VerdictSpan:
 
 @dataclass(kw_only=True, slots=True)
 class RunNumbers:
-    """Everything that the pages show of a run."""
+    """Data of a run for the pages."""
 
     name: str
     """Last part of the folder's path."""
@@ -270,7 +264,7 @@ class RunNumbers:
     num_planned_steps: int = 0
     """Of the whole run; 0 if not known."""
     outcome: str = ""
-    """How the newest start ended, ``finished`` or ``stopped``; empty while it runs, or after a kill."""
+    """End of the newest start, ``finished`` or ``stopped``; empty while it runs, or after a kill."""
     latest: Interval | None = None
     """The newest interval."""
     evaluations: dict[int, tuple[int, float | None]] = field(default_factory=dict)
@@ -317,7 +311,7 @@ def read_run(run: Path) -> RunNumbers:
 
 
 class _Reader:
-    """Takes the lines of a run in order."""
+    """Condenses the lines of a run, added in order."""
 
     def __init__(self, name: str, num_steps: int, judge_every: int, config: Settings) -> None:
         self._judge_every = judge_every
@@ -359,7 +353,7 @@ class _Reader:
                 run.outcome = event["outcome"]
             case "step" | "checkpoint" | "evaluation":
                 if run.restarts and run.restarts[-1].began_s is None:
-                    began_s = time_s - event[_MEASURED_S[kind]]
+                    began_s = time_s - event[SECONDS[kind]]
                     run.restarts[-1].began_s = max(began_s, run.restarts[-1].died_s)
                 self._died_s = max(self._died_s, time_s)
                 if kind == "step":
@@ -412,14 +406,14 @@ class _Reader:
                     run.tunables = {name: str(value) for name, value in record.settings.items()}
                 run.latest = record
                 run.num_planned_steps = record.total_steps or run.num_planned_steps
-                self._judge_ourselves(record)
-            case Verdict():
                 self._judge(record)
+            case Verdict():
+                self._add_verdict(record)
             case Move():
                 run.num_moves += 1
                 self._moves.append(record)
 
-    def _judge_ourselves(self, interval: Interval) -> None:
+    def _judge(self, interval: Interval) -> None:
         """Derive verdicts for a run that wrote none."""
         self._newest.append(interval)
         self._num_intervals += 1
@@ -427,9 +421,9 @@ class _Reader:
             self.run.is_judged_here = True
             self._before = judge(list(self._newest), config=self._config, before=self._before)
             for verdict in self._before:
-                self._judge(verdict)
+                self._add_verdict(verdict)
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _add_verdict(self, verdict: Verdict) -> None:
         code = verdict.code if verdict.code in self._totals or len(self._totals) < _MOST_CODES else "others"
         total = self._totals.setdefault(code, VerdictTotal(code, verdict.global_step))
         total.number += 1
@@ -470,7 +464,7 @@ def mean_of(values: Sequence[float]) -> float | None:
 
 
 def shown(value: object) -> str:
-    """Return a setting as it may be shown: a path or an address is cut to its last part."""
+    """Render a setting for a page that may be shared: a path or an address is cut to its last part."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -484,7 +478,7 @@ def shown(value: object) -> str:
 
 
 def _shown_settings(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield settings without secrets and paths; those of tables in lists by number."""
+    """Yield settings without secrets and paths; tables in lists are named by number."""
     for name, value in settings.items():
         if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
             value = {str(place): one for place, one in enumerate(value)}

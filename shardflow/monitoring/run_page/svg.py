@@ -38,7 +38,7 @@ class Series:
     color: str
     """A class of the style sheet."""
     steps: Sequence[float]
-    """Steps done, of each value; in a stack a value holds since the one before."""
+    """Steps done at each value; in a stack a value applies since the one before."""
     values: Values
     least: Values | None = None
     """With ``most``: the envelope around the values."""
@@ -51,7 +51,7 @@ class Series:
         return any(value is not None for value in self.values)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the page's read-out needs."""
+        """Return the values that the page's script shows."""
         columns = {"steps": self.steps, "values": self.values, "least": self.least, "most": self.most}
         found = {name: rounded(values) for name, values in columns.items() if values is not None}
         return {"label": self.label, "color": self.color, **found}
@@ -75,7 +75,7 @@ class Chart:
     marks: Sequence[Mark] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the page's read-out needs."""
+        """Return the values that the page's script shows."""
         return {"unit": self.unit, "series": [one.to_json() for one in self.series]}
 
 
@@ -118,7 +118,7 @@ def figure(chart: Chart, end: float) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """List colors and what they mean, each pair once."""
+    """List colors and their meanings, each pair once."""
     items = "".join(
         f'<li><i class="{color}"></i>{escape(label)}</li>' for color, label in dict.fromkeys(entries)
     )
@@ -146,7 +146,7 @@ def bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]
 
 
 def ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    """Return round numbers from low to high, at most so many and one."""
+    """Return round numbers from low to high, at most ``most + 1``."""
     if not high > low:
         return [low]
     wanted = (high - low) / most
@@ -190,7 +190,7 @@ class _Scale:
         return f"{LEFT + PLOT_WIDTH * step / self._end:.1f}".removesuffix(".0")
 
     def y(self, value: float) -> str:
-        # What is outside is drawn at the border.
+        # Values outside are drawn at the border.
         share = min(1.0, max(0.0, (value - self._low) / self._span))
         return f"{TOP + self._height * (1 - share):.1f}".removesuffix(".0")
 

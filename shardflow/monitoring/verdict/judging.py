@@ -21,7 +21,7 @@ WINDOW: Final = 6
 """Intervals that are judged together, the newest."""
 _LEAST_STEPS: Final = 3
 _LEAST_S: Final = 15.0
-"""One long step says as much as a few short ones."""
+"""One long step is as conclusive as a few short ones."""
 _KEPT_AT: Final = 0.8
 """Share of a rule's threshold at which it still holds, if it held before."""
 _AHEAD: Final = 1.2
@@ -42,12 +42,12 @@ def newest(intervals: Sequence[Interval]) -> list[Interval]:
 def judge(
     intervals: Sequence[Interval], *, config: Settings | None = None, before: Sequence[Verdict] = ()
 ) -> list[Verdict]:
-    """Say what the newest intervals were bound by.
+    """Judge what the newest intervals were bound by.
 
     Args:
         intervals: Of one run, in order; all of them, or at least the newest `WINDOW` and one.
         config: Settings that the intervals do not name, by dotted name: advice names only what the run has.
-        before: What was said last, see above.
+        before: The last verdicts, for hysteresis.
 
     Returns:
         The most important first; one at least, but none before enough was measured.
@@ -62,16 +62,16 @@ def judge(
     found.sort(key=lambda one: -one[1] * (_AHEAD if one[0].code == first else 1.0))
     computing = COMPUTE.share(summary)
     if not found or computing >= COMPUTE.least:
-        # Computing is what the run is for: it comes first only where there is nothing to mend.
+        # Computing is the purpose of the run: it comes first only if no other rule applies.
         found.append((COMPUTE, computing))
     return [_verdict(rule, share, summary) for rule, share in found]
 
 
 def judge_each(intervals: Iterable[Interval], *, config: Settings | None = None) -> Iterator[list[Verdict]]:
-    """Judge a run from its start, interval after interval, as it would have been judged under way.
+    """Judge a run from its start, interval by interval, as it would have been judged while running.
 
     Yields:
-        What `judge` says after each interval, from the first one on after which it says something.
+        The verdicts after each interval, from the first one that gives any.
     """
     held: deque[Interval] = deque(maxlen=WINDOW + 1)
     before: list[Verdict] = []
@@ -83,7 +83,7 @@ def judge_each(intervals: Iterable[Interval], *, config: Settings | None = None)
 
 
 def judge_all(intervals: Iterable[Interval], *, config: Settings | None = None) -> list[list[Verdict]]:
-    """Return all that `judge_each` says."""
+    """Return all verdicts of `judge_each`."""
     return list(judge_each(intervals, config=config))
 
 
@@ -96,7 +96,7 @@ def _verdict(rule: Rule, share: float, summary: IntervalSummary) -> Verdict:
     return Verdict(
         global_step=summary.global_step,
         code=rule.code,
-        text=rule.say(summary, share),
+        text=rule.sentence(summary, share),
         share=round(share, 3),
         evidence={name: round(float(value), 4) for name, value in rule.evidence(summary).items()},
         advice=tuple(rule.advise(summary)),
@@ -108,21 +108,21 @@ _LOGGER = logging.getLogger(__name__)
 _NEEDED: Final = 2
 """Intervals in a row that a new first verdict must hold for."""
 _WRITTEN_EVERY: Final = 12
-"""Intervals after which an unchanged verdict is written again, with the numbers of now."""
+"""Intervals after which an unchanged verdict is written again, with its current numbers."""
 _QUIET_S: Final = 60.0
-"""Least time between two log lines; what changes in between is written only."""
+"""Least time between two log lines; changes in between are only written."""
 
 
 class VerdictReporter:
-    """Listens to intervals, on rank 0.
+    """Judges the intervals of a run while it runs, on rank 0.
 
     Args:
-        write: Gets each verdict to write, as the event ``"verdict"``.
+        write: Called with each verdict to write, as the event ``"verdict"``.
         config: Settings of the run by dotted name, see `judge`.
         clock: Seconds that only grow.
 
     Attributes:
-        verdicts: What holds now, the most important first.
+        verdicts: The current verdicts, the most important first.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class VerdictReporter:
         self._intervals: deque[Interval] = deque(maxlen=WINDOW)
         self._num_differing = 0
         self._num_since_written = 0
-        self._said = ""
-        self._said_s = -_QUIET_S
+        self._logged = ""
+        self._logged_s = -_QUIET_S
 
     def measured(self, interval: Interval) -> None:
-        """Take the next interval."""
+        """Judge the next interval."""
         self._intervals.append(interval)
         found = judge(tuple(self._intervals), config=self._config, before=self.verdicts)
         if not found:
@@ -160,11 +160,11 @@ class VerdictReporter:
             self._num_since_written = 0
             for verdict in found:
                 self._write(verdict)
-        self._say(found[0])
+        self._log(found[0])
 
-    def _say(self, verdict: Verdict) -> None:
+    def _log(self, verdict: Verdict) -> None:
         now_s = self._clock()
-        if verdict.code == self._said or now_s - self._said_s < _QUIET_S:
+        if verdict.code == self._logged or now_s - self._logged_s < _QUIET_S:
             return
-        self._said, self._said_s = verdict.code, now_s
+        self._logged, self._logged_s = verdict.code, now_s
         _LOGGER.info("%s", " ".join([verdict.text, *(one.text for one in verdict.advice[:1])]))

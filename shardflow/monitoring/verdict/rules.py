@@ -45,7 +45,7 @@ class Rule:
     """Threshold of ``share``."""
     share: Callable[[IntervalSummary], float]
     """Of the step's time."""
-    say: Callable[[IntervalSummary, float], str]
+    sentence: Callable[[IntervalSummary, float], str]
     """The sentence, from the summary and the share."""
     evidence: Callable[[IntervalSummary], Mapping[str, float]]
     advise: Callable[[IntervalSummary], list[Advice]]
@@ -101,7 +101,7 @@ def _loader_evidence(part: str) -> Callable[[IntervalSummary], Mapping[str, floa
     return evidence
 
 
-def _say_storage(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_storage(summary: IntervalSummary, share: float) -> str:
     place = "the local disk" if summary.tier == "local" else summary.tier
     return (
         f"Storage-bound: {share:.0%} of the step waits for reads from {place}; the loader's threads spend "
@@ -110,7 +110,7 @@ def _say_storage(summary: IntervalSummary, share: float) -> str:
     )
 
 
-def _say_decode(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_decode(summary: IntervalSummary, share: float) -> str:
     return (
         f"Decode-bound: {share:.0%} of the step waits for slices to be decoded; the loader's threads spend "
         f"{_of_threads(summary, 'decode'):.0%} of their work on it, and {summary.cpus_free:.1f} of "
@@ -118,7 +118,7 @@ def _say_decode(summary: IntervalSummary, share: float) -> str:
     )
 
 
-def _say_transform(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_transform(summary: IntervalSummary, share: float) -> str:
     own, user = summary.seconds.get("transform", 0.0), summary.seconds.get("user_transform", 0.0)
     what = "the user's transform" if user > own else "slices to be resized and placed"
     return (
@@ -127,14 +127,14 @@ def _say_transform(summary: IntervalSummary, share: float) -> str:
     )
 
 
-def _say_prefetch(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_prefetch(summary: IntervalSummary, share: float) -> str:
     return (
         f"Starved by too little prefetch: {share:.0%} of the step waits for micro-batches, while the "
         f"loader's threads are idle {summary.idle_threads:.0%} of their time, at the bound on buffered bytes."
     )
 
 
-def _say_transfer(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_transfer(summary: IntervalSummary, share: float) -> str:
     copied = max(summary.num_bytes.get("copy", 0.0), summary.num_bytes.get("pin", 0.0))
     return (
         f"Transfer-bound: {share:.0%} of the step waits for copies to the device, "
@@ -142,18 +142,18 @@ def _say_transfer(summary: IntervalSummary, share: float) -> str:
     )
 
 
-def _say_tokens(_: IntervalSummary, share: float) -> str:
+def _sentence_of_tokens(_: IntervalSummary, share: float) -> str:
     return f"Tokenize-bound: the loop spends {share:.0%} of the step on tokenizing reports."
 
 
-def _say_exchange(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_exchange(summary: IntervalSummary, share: float) -> str:
     return (
         f"Exchange-bound: {share:.0%} of the step waits for gradients to be exchanged over "
         f"{counted(summary.world_size, 'rank')}, though none is late."
     )
 
 
-def _say_straggler(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_straggler(summary: IntervalSummary, share: float) -> str:
     slow, typical = summary.slow, summary.typical
     host = f" on host {slow.host}" if slow.host else ""
     if summary.is_slow_by_waiting:
@@ -163,14 +163,14 @@ def _say_straggler(summary: IntervalSummary, share: float) -> str:
     return f"Straggler: all wait for rank {slow.rank}{host}, {share:.0%} of the step: it {what}."
 
 
-def _say_trainer(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_trainer(summary: IntervalSummary, share: float) -> str:
     return (
         f"Trainer busy: {share:.0%} of the step goes to Python of the trainer that holds the interpreter, "
         f"which any other thread waits for {summary.gil_wait:.0%} of the time."
     )
 
 
-def _say_delay(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_delay(summary: IntervalSummary, share: float) -> str:
     return (
         f"CPU oversubscribed: {share:.0%} of the step is lost because threads that could run have no "
         f"processor, {summary.delayed_threads:.0%} of their time; the run uses {summary.cpus_used:.1f} of "
@@ -178,7 +178,7 @@ def _say_delay(summary: IntervalSummary, share: float) -> str:
     )
 
 
-def _say_memory(summary: IntervalSummary, _: float) -> str:
+def _sentence_of_memory(summary: IntervalSummary, _: float) -> str:
     free = summary.available_bytes / summary.memory_bytes
     return (
         f"Memory pressure: {free:.1%} of the node's {summary.memory_bytes / 1024**3:.1f} GiB are free; the "
@@ -186,11 +186,11 @@ def _say_memory(summary: IntervalSummary, _: float) -> str:
     )
 
 
-def _say_paused(_: IntervalSummary, share: float) -> str:
+def _sentence_of_paused(_: IntervalSummary, share: float) -> str:
     return f"Checkpoint-bound: training is paused for checkpoints and evaluations {share:.0%} of the time."
 
 
-def _say_compute(summary: IntervalSummary, share: float) -> str:
+def _sentence_of_compute(summary: IntervalSummary, share: float) -> str:
     if share >= _HEALTHY:
         return f"Compute-bound: no finding, the run computes {share:.0%} of the time."
     others = {"waits for data": summary.wait, "exchanges gradients": summary.exchange}
@@ -204,7 +204,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="the loop waits for bytes",
         least=LEAST_WAIT,
         share=_of_parts("storage"),
-        say=_say_storage,
+        sentence=_sentence_of_storage,
         evidence=_loader_evidence("storage"),
         advise=advice.for_storage,
     ),
@@ -213,7 +213,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="the loop waits for slices to be decoded",
         least=LEAST_WAIT,
         share=_of_parts("decode"),
-        say=_say_decode,
+        sentence=_sentence_of_decode,
         evidence=_loader_evidence("decode"),
         advise=advice.for_decode,
     ),
@@ -222,7 +222,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="the loop waits for slices to be resized, or for the user's transform",
         least=LEAST_WAIT,
         share=_of_parts("transform"),
-        say=_say_transform,
+        sentence=_sentence_of_transform,
         evidence=_loader_evidence("transform"),
         advise=advice.for_transform,
     ),
@@ -231,7 +231,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="the loop waits though the loader is quick enough on average: it may not work further ahead",
         least=LEAST_WAIT,
         share=_of_parts("prefetch"),
-        say=_say_prefetch,
+        sentence=_sentence_of_prefetch,
         evidence=lambda summary: {
             "data_wait_share": summary.wait,
             "idle_threads": summary.idle_threads,
@@ -245,7 +245,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="the device waits for copies of micro-batches",
         least=LEAST_WAIT,
         share=_of_parts("transfer"),
-        say=_say_transfer,
+        sentence=_sentence_of_transfer,
         evidence=lambda summary: {
             "data_wait_share": summary.wait,
             "copy_mib_per_s": _rate(summary, "copy") / _MIB,
@@ -258,7 +258,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="the loop itself tokenizes reports",
         least=LEAST_WAIT,
         share=_of_parts("tokenize"),
-        say=_say_tokens,
+        sentence=_sentence_of_tokens,
         evidence=lambda summary: {"tokenize_s_per_step": summary.seconds.get("tokenize", 0.0)},
         advise=advice.for_tokens,
     ),
@@ -267,7 +267,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="all ranks wait for gradients, and none of them is late",
         least=LEAST_EXCHANGE,
         share=lambda summary: summary.exchange,
-        say=_say_exchange,
+        sentence=_sentence_of_exchange,
         evidence=lambda summary: {
             "exchange_share": summary.exchange,
             "skew_share": summary.skew,
@@ -280,7 +280,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="all ranks wait for one, which computes or waits for data longer",
         least=LEAST_SKEW,
         share=lambda summary: summary.skew,
-        say=_say_straggler,
+        sentence=_sentence_of_straggler,
         evidence=lambda summary: {
             "rank": summary.slow.rank,
             "compute_share": summary.slow.compute,
@@ -295,7 +295,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="Python of the trainer holds the interpreter",
         least=LEAST_TRAINER,
         share=lambda summary: summary.trainer,
-        say=_say_trainer,
+        sentence=_sentence_of_trainer,
         evidence=lambda summary: {"gil_wait_share": summary.gil_wait, "data_wait_share": summary.wait},
         advise=advice.for_trainer,
     ),
@@ -304,7 +304,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="threads that could run have no processor",
         least=LEAST_DELAY,
         share=lambda summary: summary.delay,
-        say=_say_delay,
+        sentence=_sentence_of_delay,
         evidence=lambda summary: {
             "delayed_threads": summary.delayed_threads,
             "cpus_used": summary.cpus_used,
@@ -317,7 +317,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="training is paused for checkpoints or evaluations",
         least=LEAST_PAUSED,
         share=lambda summary: summary.paused,
-        say=_say_paused,
+        sentence=_sentence_of_paused,
         evidence=lambda summary: {
             "checkpoint_s_per_step": summary.seconds.get("checkpoint", 0.0),
             "evaluate_s_per_step": summary.seconds.get("evaluate", 0.0),
@@ -329,7 +329,7 @@ RULES: Final[tuple[Rule, ...]] = (
         meaning="hardly any memory of the node is free",
         least=LEAST_MEMORY,
         share=_memory_share,
-        say=_say_memory,
+        sentence=_sentence_of_memory,
         evidence=lambda summary: {
             "available_gib": summary.available_bytes / 1024**3,
             "memory_gib": summary.memory_bytes / 1024**3,
@@ -344,7 +344,7 @@ COMPUTE: Final = Rule(
     meaning="the run computes; nothing else takes enough of the step to be reported",
     least=0.5,
     share=compute_share,
-    say=_say_compute,
+    sentence=_sentence_of_compute,
     evidence=lambda summary: {
         "compute_share": compute_share(summary),
         "data_wait_share": summary.wait,

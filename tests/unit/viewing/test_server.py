@@ -329,7 +329,7 @@ def test_inputs_of_a_corpus_are_its_lines(tmp_path: Path) -> None:
 def test_a_description_that_is_none_is_a_sentence(description: bytes) -> None:
     from shardflow.viewing.studies import _channels
 
-    with pytest.raises(FormatError, match="must describe recordings"):
+    with pytest.raises(FormatError, match="describes no recordings"):
         _channels(description, "w000.g00.npy")
 
 
