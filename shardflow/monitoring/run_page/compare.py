@@ -210,7 +210,7 @@ def _loss_caution(runs: Runs) -> str:
         return ""
     return (
         f"Losses at the same step are hardly comparable here: {', and '.join(causes)}. A run whose rate has "
-        "decayed further has a lower loss for that alone; compare runs of one schedule, or both at their ends."
+        "decayed further has a lower loss for that alone; compare runs of one schedule, or both at their end."
     )
 
 

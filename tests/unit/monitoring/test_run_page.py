@@ -280,7 +280,7 @@ def test_comparison_says_what_differs(tmp_path: Path) -> None:
     assert [(one["color"], len(one["values"])) for one in overlaid] == [("a", 60), ("b", 90)]
     assert "storage-bound" in page
     assert "compute-bound" in page
-    assert "compare little" not in page
+    assert "hardly comparable" not in page
 
 
 def _learn(folder: Path, *, planned: int, num_steps: int, loss: float, rate: float) -> RunNumbers:
@@ -305,11 +305,11 @@ def test_losses_of_other_schedules_are_compared_with_a_warning(tmp_path: Path) -
     assert not re.search(r'class="(better|worse)">\+100', page)
     same = _learn(tmp_path / "same", planned=60, num_steps=40, loss=2.0, rate=1e-3)
     page = render_comparison((short, same))
-    assert "compare little" not in page
+    assert "hardly comparable" not in page
     assert 'class="worse">+100.0 %' in page
     faster = _learn(tmp_path / "faster", planned=60, num_steps=40, loss=2.0, rate=2e-3)
     page = render_comparison((short, faster))
-    assert "compare little here: at step 39 their learning rates" in page
+    assert "hardly comparable here: at step 39 their learning rates" in page
 
 
 def test_losses_of_a_short_and_a_long_run_are_of_the_same_steps(tmp_path: Path) -> None:
