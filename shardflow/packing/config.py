@@ -251,5 +251,10 @@ class PackConfig:
         }
 
     def content_digest(self) -> str:
-        """Return the SHA-256 of `content`: the ``config_digest`` of the manifest."""
-        return hashlib.sha256(canonical_json(self.content())).hexdigest()
+        """Return the digest of `content`: the ``config_digest`` of the manifest."""
+        return content_digest(self.content())
+
+
+def content_digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of settings that decide content."""
+    return hashlib.sha256(canonical_json(content)).hexdigest()

@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -120,9 +121,7 @@ class HeaderRow:
     def instance_digest(self) -> int:
         """Return 64 bits of the SOP Instance UID, to recognize copies; 0 if it is missing."""
         uid = self.sop_instance_uid if self.header is None else self.header.sop_instance_uid
-        # A layout may name an image by its path, which need not be UTF-8.
-        encoded = uid.encode("utf-8", "surrogatepass")
-        return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little") if uid else 0
+        return digest64(uid)
 
     def digest(self) -> int:
         """Return 64 bits of the row's content, equal for a file that was moved or renumbered.
@@ -141,7 +140,7 @@ class HeaderRow:
         if content["header"] is not None:
             for name in ("file_index", *_LINKING):
                 del content["header"][name]
-        return int.from_bytes(hashlib.sha256(_encode(content)).digest()[:8], "little")
+        return digest_bytes(_encode(content))
 
 
 def store_rows(path: Path, digest: str, rows: Sequence[HeaderRow]) -> list[tuple[int, int]]:
@@ -156,13 +155,8 @@ def store_rows(path: Path, digest: str, rows: Sequence[HeaderRow]) -> list[tuple
         Offset and number of bytes of each row in the file.
     """
     lines = [_encode(row.to_json()) + b"\n" for row in rows]
-    places: list[tuple[int, int]] = []
-    offset = len(digest) + 1
-    for line in lines:
-        places.append((offset, len(line)))
-        offset += len(line)
     write_plainly(path, b"".join([digest.encode(), b"\n", *lines, _END]))
-    return places
+    return _places(len(digest) + 1, lines)
 
 
 def load_rows(path: Path, digest: str) -> tuple[list[HeaderRow], list[tuple[int, int]]] | None:
@@ -175,14 +169,16 @@ def load_rows(path: Path, digest: str) -> tuple[list[HeaderRow], list[tuple[int,
     if data[:start] != digest.encode() + b"\n" or not data.endswith(b"\n" + _END):
         return None
     lines = data[start : -len(_END)].splitlines(keepends=True)
-    places: list[tuple[int, int]] = []
-    for line in lines:
-        places.append((start, len(line)))
-        start += len(line)
     try:
-        return [HeaderRow.from_json(json.loads(line)) for line in lines], places
+        return [HeaderRow.from_json(json.loads(line)) for line in lines], _places(start, lines)
     except (ValueError, KeyError, TypeError, ShardflowError):
         return None
+
+
+def _places(start: int, lines: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return offset and number of bytes of each line, the first of which begins at ``start``."""
+    sizes = [len(line) for line in lines]
+    return list(zip(accumulate(sizes, initial=start), sizes, strict=False))
 
 
 def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
@@ -225,8 +221,13 @@ _DAY_S: Final = 86_400
 
 def digest64(text: str) -> int:
     """Return 64 bits of an identifier, which the job keeps in its place; 0 for none."""
-    encoded = text.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little") if text else 0
+    # A layout may name an image by its path, which need not be UTF-8.
+    return digest_bytes(text.encode("utf-8", "surrogatepass")) if text else 0
+
+
+def digest_bytes(data: bytes) -> int:
+    """Return the first 64 bits of a SHA-256."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
 def image_facts(row: HeaderRow) -> StudyFacts:

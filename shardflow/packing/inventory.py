@@ -352,6 +352,29 @@ def _code_of_attachment(reason: str | None) -> int:
     return reason_code(Reason.ATTACHMENT_WITHOUT_STUDY)
 
 
+def of_inputs(by_study: NDArray[np.bool_], study: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return the mask of the inputs of chosen studies, ``(n,)``.
+
+    Args:
+        by_study: ``(num_studies,)`` mask.
+        study: ``(n,)`` study of each input, or `NO_STUDY`.
+    """
+    # NO_STUDY is -1 and selects the appended False.
+    return np.append(by_study, np.False_)[study]
+
+
+def of_studies(study: NDArray[np.int32], num_studies: int) -> NDArray[np.bool_]:
+    """Return the mask of the studies that any of the given inputs belongs to, ``(num_studies,)``.
+
+    Args:
+        study: Study of each input, or `NO_STUDY`.
+        num_studies: Number of studies.
+    """
+    chosen = np.zeros(num_studies, np.bool_)
+    chosen[study[study != NO_STUDY]] = True
+    return chosen
+
+
 def count_reasons(*columns: NDArray[np.uint8]) -> dict[str, int]:
     """Count inputs by reason, without those that have none."""
     reasons: dict[str, int] = {}

@@ -261,12 +261,13 @@ class Execution:
             run.uploader.wait()
         manifest = publish(
             run.workspace,
-            run.config,
+            run.config.content(),
             plan,
             ingested,
             settled,
             run.progress,
             key_id=self.key.key_id,
+            num_threads=run.config.execution.resolved_num_processes,
             base=self.base,
             uploader=run.uploader,
         )
@@ -296,13 +297,12 @@ class Execution:
         num_inputs = sum(int((table.reason != CARRIED).sum()) for table in tables)
         # Most of what was quarantined may be quarantined again, which is no sign of a broken mount.
         max_share = 1.0 if run.mode == "retry" else run.config.policy.max_quarantined_share
-        uploader = run.uploader
         return StudyPass(
-            self.engine,
-            self.plan,
-            ingested.files,
-            ingested.reports,
-            run.workspace,
+            engine=self.engine,
+            plan=self.plan,
+            files=ingested.files,
+            reports=ingested.reports,
+            workspace=run.workspace,
             crash_log=self.crash_log,
             basis=fragment_basis(
                 run.config.content(),
@@ -315,8 +315,7 @@ class Execution:
             progress=run.progress,
             shards=own_shards(self.plan, run.workspace.array_task),
             trusts_sizes=run.is_merge,
-            on_shard=None if uploader is None else uploader.add_shard,
-            is_sent=None if uploader is None else uploader.has_shard,
+            uploader=run.uploader,
         )
 
 

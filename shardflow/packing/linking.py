@@ -13,7 +13,6 @@ name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import defaultdict
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from shardflow.errors import StorageError
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.writer import naming_os_errors
-from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, resolve
+from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, digest_bytes, resolve
 from shardflow.packing.inventory import (
     NO_STUDY,
     PACKED,
@@ -258,11 +257,11 @@ def link_reports(
                         study,
                         offset,
                         len(text),
-                        _digest(bytes([reason]) + text),
+                        digest_bytes(bytes([reason]) + text),
                         _identity(study_key, record, text),
                         record.place,
                         len(people),
-                        _digest(people) if people else 0,
+                        digest_bytes(people) if people else 0,
                     )
                 )
                 file.write(text + people)
@@ -320,13 +319,9 @@ def _encode_people(record: ReportRecord | BrokenReport) -> bytes:
     return json.dumps(record.people, sort_keys=True).encode("ascii")
 
 
-def _digest(data: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
-
-
 def _identity(study_key: str, record: ReportRecord | BrokenReport, text: bytes) -> int:
     problem = record.reason if isinstance(record, BrokenReport) else ""
-    return _digest(f"{study_key}/{problem}/".encode("ascii") + text)
+    return digest_bytes(f"{study_key}/{problem}/".encode("ascii") + text)
 
 
 def _reason(record: ReportRecord | BrokenReport, study: int, *, is_text: bool) -> int:
@@ -394,8 +389,8 @@ class _Appending:
             file.write(text + people)
         table.num_bytes[final] = len(text)
         table.people_num_bytes[final] = len(people)
-        table.people_digest[final] = _digest(people) if people else 0
-        table.digest[final] = _digest(bytes([UNDECIDED]) + text)
+        table.people_digest[final] = digest_bytes(people) if people else 0
+        table.digest[final] = digest_bytes(bytes([UNDECIDED]) + text)
 
     def _people(self, parts: Sequence[int]) -> bytes:
         """Merge the people that the documents of several reports name."""
@@ -480,7 +475,7 @@ def _parts(
                 row,
                 study,
                 key.surrogate("input-part", f"{name}/{sample_key}"),
-                _digest(text),
+                digest_bytes(text),
                 replace(files.attachments[row], items=tuple(items)),
             )
         )

@@ -13,6 +13,7 @@ from shardflow.errors import ShardflowError
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
 from shardflow.format.samples import SampleEntry, SampleFacts
 from shardflow.format.writer import package_versions
+from shardflow.packing.config import PageConfig, content_digest
 from shardflow.packing.engines.base import decode
 from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code
 from shardflow.packing.studies.assembly import load_record
@@ -22,7 +23,6 @@ from shardflow.packing.versions.base import sample_entries, shard_number
 from shardflow.packing.versions.files import NewVersion, ledger_columns, merge_samples, write_version
 
 if TYPE_CHECKING:
-    from shardflow.packing.config import PackConfig
     from shardflow.packing.inventory import FileTable
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.plan import PackPlan
@@ -120,31 +120,44 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
 
 def publish(
     workspace: Workspace,
-    config: PackConfig,
+    content: Mapping[str, Any],
     plan: PackPlan,
     ingested: Ingested,
     settled: Settled,
     progress: Progress,
     *,
     key_id: str,
+    num_threads: int,
     base: Base | None = None,
     uploader: Uploader | None = None,
 ) -> Manifest:
     """Write the first version of a dataset, or the one after ``base``.
+
+    Args:
+        workspace: The folders.
+        content: Settings that decide content, see `shardflow.packing.config.PackConfig.content`.
+        plan: The packed plan.
+        ingested: Its inputs.
+        settled: Their outcomes.
+        progress: Receives the phases.
+        key_id: Of the secret key.
+        num_threads: Number of threads that read for the page.
+        base: The previous version.
+        uploader: Locates shards that are not in the output folder.
 
     Raises:
         StorageError: A file cannot be written.
     """
     shards, samples = settled.shards, list(settled.samples)
     extra: dict[str, Any] = {
-        "config": config.content(),
-        "deidentification": _deidentification(config, settled, base),
+        "config": content,
+        "deidentification": _deidentification(content["deid"], settled, base),
         "plan_digest": plan.digest,
-        "variants": config.variants.content(),
+        "variants": content["variants"],
     }
     if base is not None:
         former = base.manifest.shards
-        kept = sample_entries(base.samples, {number: number for number in range(len(former))})
+        kept = sample_entries(base.samples)
         shards, samples = merge_samples([(former, kept), (shards, samples)])
         extra = {**base.extra, **extra, "next_shards": _next_shards(base, settled)}
     new = NewVersion(
@@ -154,27 +167,27 @@ def publish(
         samples=samples,
         ledger=ledger_columns(ingested, base),
         created_with=created_with(),
-        config_digest=config.content_digest(),
+        config_digest=content_digest(content),
         key_id=key_id,
-        page=config.page,
-        num_threads=config.execution.resolved_num_processes,
+        page=PageConfig(**content["page"]),
+        num_threads=num_threads,
         extra=extra,
         studies=settled.studies if base is None else None,
     )
     return write_version(workspace.output, new, progress, uploader)
 
 
-def _deidentification(config: PackConfig, settled: Settled, base: Base | None) -> dict[str, Any]:
+def _deidentification(deid: Mapping[str, Any], settled: Settled, base: Base | None) -> dict[str, Any]:
     """Describe the de-identification of all samples, including those packed before."""
     former = {} if base is None else base.extra.get("deidentification", {})
     counts = Counter(former.get("counts", {}))
     counts.update(settled.tallies)
-    codes = profile_codes(config.deid, has_blackout=counts["blackout_slices"] > 0)
+    codes = profile_codes(deid["dates"], has_blackout=counts["blackout_slices"] > 0)
     return {
         "counts": dict(sorted((name, count) for name, count in counts.items() if count)),
-        "dates": "REMOVED" if config.deid.dates == "remove" else "MODIFIED",
+        "dates": "REMOVED" if deid["dates"] == "remove" else "MODIFIED",
         "profile_codes": codes,
-        "report_text": config.deid.report_text,
+        "report_text": deid["report_text"],
     }
 
 

@@ -11,7 +11,7 @@ import hashlib
 import heapq
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +44,13 @@ if TYPE_CHECKING:
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
+    from shardflow.packing.upload import Uploader
     from shardflow.packing.workspace import ArrayTask, Workspace
+
+
+_FRAGMENT_VERSION: Final = 3
+"""Incremented whenever fragments of equal inputs and settings change."""
+_MAX_ASSEMBLIES: Final = 3
 
 
 def assign_shards(plan: PackPlan, count: int) -> list[int]:
@@ -62,10 +68,10 @@ def assign_shards(plan: PackPlan, count: int) -> list[int]:
     return owners
 
 
-def own_shards(plan: PackPlan, array_task: ArrayTask | None) -> list[int] | None:
-    """Return the shards of an array task; None, for all, if there is none."""
+def own_shards(plan: PackPlan, array_task: ArrayTask | None) -> list[int]:
+    """Return the numbers of the shards of an array task; all of them if there is none."""
     if array_task is None:
-        return None
+        return list(range(len(plan.shards)))
     return [
         number
         for number, owner in enumerate(assign_shards(plan, array_task.count))
@@ -108,9 +114,6 @@ def count_studies(workspace: Workspace, plan: PackPlan, shards: Sequence[int]) -
     return counts
 
 
-_FRAGMENT_VERSION: Final = 3
-
-
 class StudyTasks:
     """Factory of study tasks.
 
@@ -146,14 +149,13 @@ class StudyTasks:
             else:
                 images.append(StudyFile(position=position, row=row))
         report = self._reports.report_of.get(study)
-        siblings = self._siblings.files_with(study) if self._has_text(study) else []
         return StudyTask(
             sample_key=table.studies.keys[study],
             task_digest=self.digest(study, recorded_reason),
             files=tuple(images),
             attachments=tuple(attachments),
             report=None if report is None else self._reports.place_of(report),
-            siblings=tuple(map(self._row, siblings)),
+            siblings=tuple(map(self._row, self._siblings_of(study))),
         )
 
     def digest(self, study: int, recorded_reason: str | None) -> str:
@@ -165,8 +167,6 @@ class StudyTasks:
         """
         files = self._files.files_of(study)
         digest, people = self._reports.digests_of(self._reports.report_of.get(study))
-        siblings = self._siblings.files_with(study) if self._has_text(study) else []
-        attached = self._attached(study)
         return digest_of_facts(
             [
                 _FRAGMENT_VERSION,
@@ -178,8 +178,8 @@ class StudyTasks:
                 digest,
                 people,
                 recorded_reason,
-                self._siblings.facts(siblings),
-                attached,
+                self._siblings.facts(self._siblings_of(study)),
+                self._attached(study),
             ]
         )
 
@@ -194,17 +194,15 @@ class StudyTasks:
         found = [known[file] for file in self._files.files_of(study).tolist() if file in known]
         return [[one.kind, one.version, list(one.items)] for one in found]
 
-    def _has_text(self, study: int) -> bool:
-        """Return whether a study has texts that are searched for people."""
-        return study in self._reports.report_of or bool(self._attached(study))
+    def _siblings_of(self, study: int) -> list[int]:
+        """Return the files of sibling studies to read; none for a study without texts."""
+        has_text = study in self._reports.report_of or bool(self._attached(study))
+        return self._siblings.files_with(study) if has_text else []
 
 
 def digest_of_facts(facts: Any) -> str:
     """Return the SHA-256 of JSON."""
     return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode("ascii")).hexdigest()
-
-
-_MAX_ASSEMBLIES: Final = 3
 
 
 class QuarantineLimitError(Exception):
@@ -219,58 +217,33 @@ class _OpenShard:
     num_assemblies: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class StudyPass:
-    """Packs the studies of a plan into its shards.
+    """Packs the studies of a plan into its shards."""
 
-    Args:
-        engine: The packing processes.
-        plan: The plan.
-        files: The inventory.
-        reports: The reports.
-        workspace: The folders.
-        crash_log: Crashes of earlier runs.
-        basis: Digest of all that every fragment depends on: settings, versions, key.
-        max_quarantined: Number of quarantined inputs above which the job stops.
-        task_timeout_s: Time for one task.
-        progress: Receives every finished study.
-        shards: Numbers of the shards to pack; None for all.
-        trusts_sizes: Accept existing shards by their sizes, without reading them back.
-        on_shard: Called with the record of every packed shard.
-        is_sent: Returns whether a shard, given its record, was uploaded and removed locally.
-    """
+    engine: Engine
+    plan: PackPlan
+    files: FileTable
+    reports: ReportTable
+    workspace: Workspace
+    crash_log: CrashLog
+    """Crashes of earlier runs."""
+    basis: str
+    """Digest of all that every fragment depends on: settings, versions, key."""
+    max_quarantined: int
+    """Number of quarantined inputs above which the job stops."""
+    task_timeout_s: float
+    progress: Progress
+    """Receives every finished study."""
+    shards: Sequence[int]
+    """Numbers of the shards to pack."""
+    trusts_sizes: bool = False
+    """Accept existing shards by their sizes, without reading them back."""
+    uploader: Uploader | None = None
+    """Uploads packed shards; None without an address."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        plan: PackPlan,
-        files: FileTable,
-        reports: ReportTable,
-        workspace: Workspace,
-        *,
-        crash_log: CrashLog,
-        basis: str,
-        max_quarantined: int,
-        task_timeout_s: float,
-        progress: Progress,
-        shards: Sequence[int] | None = None,
-        trusts_sizes: bool = False,
-        on_shard: Callable[[Mapping[str, Any]], None] | None = None,
-        is_sent: Callable[[Mapping[str, Any]], bool] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._plan = plan
-        self._files = files
-        self._reports = reports
-        self._workspace = workspace
-        self._crash_log = crash_log
-        self._tasks = StudyTasks(files, reports, basis)
-        self._max_quarantined = max_quarantined
-        self._timeout_s = task_timeout_s
-        self._progress = progress
-        self._trusts_sizes = trusts_sizes
-        self._on_shard = on_shard
-        self._is_sent = is_sent
-        self.shards = list(range(len(plan.shards)) if shards is None else shards)
+    def __post_init__(self) -> None:
+        self._tasks = StudyTasks(self.files, self.reports, self.basis)
         self._to_open = deque(opening_order({number: self._largest(number) for number in self.shards}))
         self._ready: deque[Task] = deque()
         self._open: dict[int, _OpenShard] = {}
@@ -278,8 +251,8 @@ class StudyPass:
         self._troubled: dict[int, int | None] = {}
         """Studies that failed once, with the attachment (a row of the files) that was being converted."""
         self._exceptions: dict[int, StudyOutcome] = {}
-        self._is_counted = np.zeros(len(files.studies), np.bool_)
-        self.num_quarantined = 0
+        self._is_counted = np.zeros(len(self.files.studies), np.bool_)
+        self._num_quarantined = 0
         self._recall_conversions()
 
     def run(self, num_quarantined: int) -> None:
@@ -293,14 +266,14 @@ class StudyPass:
             StorageError: Something cannot be written or read back.
             ShardflowError: Processes cannot start.
         """
-        self._progress.phase("studies", sum(len(self._plan.shards[number].studies) for number in self.shards))
+        self.progress.phase("studies", sum(len(self.plan.shards[number].studies) for number in self.shards))
         self._count_quarantined(num_quarantined)
         self._drain()
         while self._troubled:
             troubled, self._troubled = self._troubled, {}
             for study in sorted(troubled, key=self._key):
                 self._retry_alone(study, troubled[study])
-            self._engine.restart()
+            self.engine.restart()
             self._drain()
 
     def missing(self) -> list[int]:
@@ -308,11 +281,11 @@ class StudyPass:
         found = []
         for number in self.shards:
             task = self._shard_task(number)
-            record = load_record(self._workspace.records, task.name)
+            record = load_record(self.workspace.records, task.name)
             if (
                 record is None
                 or record["digest"] != task.digest
-                or not (self._is_uploaded(record) or has_sizes(self._workspace.output, record))
+                or not (self._is_uploaded(record) or has_sizes(self.workspace.output, record))
             ):
                 found.append(number)
         return found
@@ -320,21 +293,21 @@ class StudyPass:
     def decide_exceptions(self) -> None:
         """Set the known reasons of files, when the job stops early."""
         for study, outcome in self._exceptions.items():
-            files = self._files.files_of(study)
-            undecided = self._files.reason[files] == UNDECIDED
+            files = self.files.files_of(study)
+            undecided = self.files.reason[files] == UNDECIDED
             for position, file in enumerate(files.tolist()):
                 reason = outcome.instances.get(position, outcome.reason)
                 if undecided[position] and reason is not None:
-                    self._files.reason[file] = reason_code(reason)
+                    self.files.reason[file] = reason_code(reason)
 
     def _drain(self) -> None:
         """Keep every process busy until no task is left that can run beside others."""
         while True:
-            while self._engine.has_idle and (task := self._next_task()) is not None:
-                self._engine.submit(task)
-            if not self._engine.num_running:
+            while self.engine.has_idle and (task := self._next_task()) is not None:
+                self.engine.submit(task)
+            if not self.engine.num_running:
                 return
-            self._take(self._engine.wait())
+            self._take(self.engine.wait())
 
     def _next_task(self) -> Task | None:
         while not self._ready and self._to_open:
@@ -343,17 +316,17 @@ class StudyPass:
 
     def _open_shard(self, number: int, *, may_exist: bool) -> None:
         """Create the tasks of a shard: a check of an existing one, or its studies."""
-        shard = self._plan.shards[number]
+        shard = self.plan.shards[number]
         self._open[number] = _OpenShard(number, set(shard.studies))
         for study in shard.studies:
             self._shard_of[study] = number
-        record = load_record(self._workspace.records, shard.name) if may_exist else None
+        record = load_record(self.workspace.records, shard.name) if may_exist else None
         if record is not None:
             digest = self._shard_task(number).digest
             if record["digest"] == digest and self._is_uploaded(record):
                 self._take_check(number, is_whole=True)
                 return
-            check = CheckTask(name=shard.name, digest=digest, trusts_sizes=self._trusts_sizes)
+            check = CheckTask(name=shard.name, digest=digest, trusts_sizes=self.trusts_sizes)
             self._ready.append(self._task("check", check, number))
             return
         sizes = {study: self._study_bytes(study) for study in shard.studies}
@@ -361,14 +334,14 @@ class StudyPass:
             self._submit_study(study)
 
     def _is_uploaded(self, record: Mapping[str, Any]) -> bool:
-        return self._is_sent is not None and self._is_sent(record)
+        return self.uploader is not None and self.uploader.has_shard(record)
 
     def _submit_study(self, study: int) -> None:
         reason = self._recorded_reason(study)
         if reason is not None:
             self._give_up(study, reason)
-            return
-        self._ready.append(self._study_task(study))
+        else:
+            self._ready.append(self._study_task(study))
 
     def _take(self, done: TaskDone) -> None:
         if done.failure == "storage":
@@ -385,8 +358,8 @@ class StudyPass:
                 self._take_shard(done)
 
     def _take_check(self, number: int, *, is_whole: bool) -> None:
-        shard = self._plan.shards[number]
-        record = load_record(self._workspace.records, shard.name) if is_whole else None
+        shard = self.plan.shards[number]
+        record = load_record(self.workspace.records, shard.name) if is_whole else None
         if record is None:
             self._open_shard(number, may_exist=False)
             return
@@ -406,34 +379,30 @@ class StudyPass:
         if shard.num_assemblies >= _MAX_ASSEMBLIES:
             problem = f"{done.failure}, {done.detail}" if missing is None else "missing fragments"
             raise ShardflowError(
-                f"{self._plan.shards[number].name} could not be assembled in {_MAX_ASSEMBLIES} tries: "
+                f"{self.plan.shards[number].name} could not be assembled in {_MAX_ASSEMBLIES} tries: "
                 f"{problem}; check the disk and run the job again to resume it."
             )
         if missing is None:
             self._ready.appendleft(done.task)
             return
-        for study in self._plan.shards[number].studies:
+        for study in self.plan.shards[number].studies:
             if self._key(study) in missing:
                 shard.waiting.add(study)
                 self._submit_study(study)
 
     def _close_shard(self, number: int) -> None:
         del self._open[number]
-        if self._on_shard is not None:
-            record = load_record(self._workspace.records, self._plan.shards[number].name)
+        if self.uploader is not None:
+            record = load_record(self.workspace.records, self.plan.shards[number].name)
             if record is not None:
-                self._on_shard(record)
+                self.uploader.add_shard(record)
 
     def _finish_study(self, study: int, outcome: StudyOutcome) -> None:
         self._count_outcome(study, outcome)
-        self._close_study(study)
-
-    def _close_study(self, study: int) -> None:
         shard = self._open[self._shard_of[study]]
         shard.waiting.discard(study)
-        if shard.waiting:
-            return
-        self._ready.appendleft(self._task("shard", self._shard_task(shard.number), shard.number))
+        if not shard.waiting:
+            self._ready.appendleft(self._task("shard", self._shard_task(shard.number), shard.number))
 
     def _retry_alone(self, study: int, culprit: int | None) -> None:
         """Retry a study alone on the machine.
@@ -443,9 +412,9 @@ class StudyPass:
         """
         seen = {culprit}
         while True:
-            self._engine.restart(1)
-            self._engine.submit(self._study_task(study))
-            done = self._engine.wait()
+            self.engine.restart(1)
+            self.engine.submit(self._study_task(study))
+            done = self.engine.wait()
             if done.failure == "storage":
                 raise StorageError(done.detail)
             if done.failure is None or done.result is not None:
@@ -456,49 +425,49 @@ class StudyPass:
                 continue
             reason = reason_of_failure(done.failure)
             if culprit is None:
-                self._progress.note(f"sample {self._key(study)} is quarantined: {reason} ({done.detail})")
-                self._crash_log.add(self._key(study), self._study_bytes(study), reason)
+                self.progress.note(f"sample {self._key(study)} is quarantined: {reason} ({done.detail})")
+                self.crash_log.add(self._key(study), self._study_bytes(study), reason)
                 self._give_up(study, reason)
                 return
-            self._progress.note(
+            self.progress.note(
                 f"an attachment of sample {self._key(study)} is quarantined: {reason} ({done.detail})"
             )
-            self._crash_log.add(*self._conversion(culprit), reason)
-            self._files.reason[culprit] = reason_code(reason)
+            self.crash_log.add(*self._conversion(culprit), reason)
+            self.files.reason[culprit] = reason_code(reason)
             self._count_quarantined(1)
         if done.result is not None:
             self._finish_study(study, decode(StudyDone, done.result).outcome)
 
     def _attachment_under_way(self, study: int) -> int | None:
         """Return the row of the attachment whose conversion failed; None if the study itself failed."""
-        mark = AttachmentMark(self._workspace.fragments, self._key(study), self._task_digest(study))
-        position, files = mark.read(), self._files.files_of(study)
+        mark = AttachmentMark(self.workspace.fragments, self._key(study), self._task_digest(study))
+        position, files = mark.read(), self.files.files_of(study)
         if position is None or not 0 <= position < len(files):
             return None
         file = int(files[position])
-        return file if file in self._files.attachments else None
+        return file if file in self.files.attachments else None
 
     def _recall_conversions(self) -> None:
         """Leave out attachments whose conversion is in the crash log."""
-        if not len(self._crash_log):
+        if not len(self.crash_log):
             return
-        planned = {study for number in self.shards for study in self._plan.shards[number].studies}
-        for file in sorted(self._files.attachments):
-            if int(self._files.study[file]) in planned and self._files.reason[file] == UNDECIDED:
-                reason = self._crash_log.find(*self._conversion(file))
+        planned = {study for number in self.shards for study in self.plan.shards[number].studies}
+        for file in sorted(self.files.attachments):
+            if int(self.files.study[file]) in planned and self.files.reason[file] == UNDECIDED:
+                reason = self.crash_log.find(*self._conversion(file))
                 if reason is not None:
-                    self._files.reason[file] = reason_code(reason)
+                    self.files.reason[file] = reason_code(reason)
 
     def _conversion(self, file: int) -> tuple[str, int]:
         """Return name and size of an attachment's conversion in the crash log."""
-        name = conversion_of(self._files.surrogate[file].decode("ascii"))
-        return name, int(self._files.decoded_bytes[file])
+        name = conversion_of(self.files.surrogate[file].decode("ascii"))
+        return name, int(self.files.decoded_bytes[file])
 
     def _give_up(self, study: int, reason: str) -> None:
         """Write a fragment without members for a study that crashes its process."""
         key = self._key(study)
-        path = fragment_path(self._workspace.fragments, key)
-        outcome = StudyOutcome(outcome=Outcome.QUARANTINED, reason=str(reason), instances={})
+        path = fragment_path(self.workspace.fragments, key)
+        outcome = StudyOutcome(outcome=Outcome.QUARANTINED, reason=str(reason))
         with FragmentWriter(path, sample_key=key, task_digest=self._task_digest(study)) as writer:
             writer.commit(outcome, None)
         self._finish_study(study, outcome)
@@ -507,7 +476,7 @@ class StudyPass:
         if self._is_counted[study]:
             return
         self._is_counted[study] = True
-        self._progress.advance()
+        self.progress.advance()
         if outcome.reason is not None or outcome.instances:
             self._exceptions[study] = outcome
         own = [
@@ -516,13 +485,13 @@ class StudyPass:
         ]
         shared = self._num_undecided(study) - len(own)
         if outcome.outcome == Outcome.QUARANTINED and outcome.reason not in HELD_BACK:
-            self._count_quarantined(sum(own) + shared + (study in self._reports.report_of))
+            self._count_quarantined(sum(own) + shared + (study in self.reports.report_of))
         else:
             self._count_quarantined(sum(own))
 
     def _count_quarantined(self, count: int) -> None:
-        self.num_quarantined += count
-        self.check_limit(self.num_quarantined)
+        self._num_quarantined += count
+        self.check_limit(self._num_quarantined)
 
     def check_limit(self, num_quarantined: int) -> None:
         """Stop the job where too many inputs are quarantined.
@@ -530,14 +499,14 @@ class StudyPass:
         Raises:
             QuarantineLimitError: There are more than the settings allow.
         """
-        if num_quarantined > self._max_quarantined:
+        if num_quarantined > self.max_quarantined:
             raise QuarantineLimitError
 
     def _study_task(self, study: int) -> Task:
         return self._task("study", self._tasks.make(study, self._recorded_reason(study)), study)
 
     def _shard_task(self, number: int) -> ShardTask:
-        shard = self._plan.shards[number]
+        shard = self.plan.shards[number]
         members = [(self._key(study), self._task_digest(study)) for study in shard.studies]
         fragments = tuple(FragmentName(sample_key=key, task_digest=digest) for key, digest in members)
         return ShardTask(name=shard.name, digest=digest_of_facts([shard.name, members]), fragments=fragments)
@@ -546,21 +515,21 @@ class StudyPass:
         return self._tasks.digest(study, self._recorded_reason(study))
 
     def _recorded_reason(self, study: int) -> str | None:
-        if not len(self._crash_log):
+        if not len(self.crash_log):
             return None
-        return self._crash_log.find(self._key(study), self._study_bytes(study))
+        return self.crash_log.find(self._key(study), self._study_bytes(study))
 
     def _task(self, kind: str, payload: StudyTask | ShardTask | CheckTask, handle: int) -> Task:
-        return Task(kind=kind, payload=payload, timeout_s=self._timeout_s, handle=handle)
+        return Task(kind=kind, payload=payload, timeout_s=self.task_timeout_s, handle=handle)
 
     def _key(self, study: int) -> str:
-        return self._files.studies.keys[study]
+        return self.files.studies.keys[study]
 
     def _study_bytes(self, study: int) -> int:
-        return int(self._files.decoded_bytes[self._files.files_of(study)].sum())
+        return int(self.files.decoded_bytes[self.files.files_of(study)].sum())
 
     def _largest(self, number: int) -> int:
-        return max(map(self._study_bytes, self._plan.shards[number].studies), default=0)
+        return max(map(self._study_bytes, self.plan.shards[number].studies), default=0)
 
     def _num_undecided(self, study: int) -> int:
-        return int((self._files.reason[self._files.files_of(study)] == UNDECIDED).sum())
+        return int((self.files.reason[self.files.files_of(study)] == UNDECIDED).sum())

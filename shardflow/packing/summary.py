@@ -17,15 +17,8 @@ Status: TypeAlias = Literal[
     "packed", "already_packed", "nothing_new", "planned", "quarantine_limit", "task_done", "tasks_missing"
 ]
 
-_EXIT_CODES: Final[Mapping[Status, int]] = {
-    "packed": 0,
-    "already_packed": 0,
-    "nothing_new": 0,
-    "planned": 0,
-    "quarantine_limit": 3,
-    "task_done": 0,
-    "tasks_missing": 4,
-}
+_EXIT_CODES: Final[Mapping[Status, int]] = {"quarantine_limit": 3, "tasks_missing": 4}
+"""Exit codes other than 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +87,7 @@ class PackSummary:
     @property
     def exit_code(self) -> int:
         """Exit code of the job: 0 done, 3 quarantine over its limit, 4 tasks are missing."""
-        return _EXIT_CODES[self.status]
+        return _EXIT_CODES.get(self.status, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON; the command's last line."""

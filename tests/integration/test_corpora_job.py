@@ -368,7 +368,7 @@ def test_the_table_of_samples_is_the_one_that_is_encoded_at_once(case: CorpusCas
     case.pack()
     dataset = Dataset.open(case.output)
     shards = dataset.manifest.shards
-    entries = sample_entries(dataset.samples, {number: number for number in range(len(shards))})
+    entries = sample_entries(dataset.samples)
     encoded = SamplesTable.encode(entries, shard_splits=[shard.split for shard in shards])
     assert encoded == (case.output / dataset.manifest.samples.path).read_bytes()
     assert np.array_equal(dataset.samples.column("text_bytes") > 0, np.ones(300, bool))

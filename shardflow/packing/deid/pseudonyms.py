@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -163,7 +162,7 @@ _MAX_SHIFT_DAYS: Final = 365
 _MAX_SHIFT_WEEKS: Final = 52
 _DATE: Final = re.compile(r"(\d{4})[.-]?(\d{2})[.-]?(\d{2})")
 _FIRST_YEAR: Final = 1900
-_SAID_WITHIN_DAYS: Final = 3653
+_MAX_REPORT_DAYS: Final = 3653
 """Distance from the study up to which a date of a report is kept; dates far away are birth dates."""
 _MAX_PAST_DAYS: Final = 89 * 365
 """Distance from the study up to which a record's day is kept: an age of 90 years and more identifies."""
@@ -218,21 +217,17 @@ class StudyDates:
         distance = (day - self.study_date).days
         return {"day_offset": distance} if distance > -_MAX_PAST_DAYS else {}
 
-    def say(self) -> Callable[[date], str | None]:
-        """Return how a date of the report is written, for `shardflow.packing.deid.report_text.scrub`."""
-
-        def said(day: date) -> str | None:
-            if self.mode == "remove" or self.study_date is None:
-                return None
-            distance = (day - self.study_date).days
-            if abs(distance) > _SAID_WITHIN_DAYS:
-                return None
-            if self.mode == "days":
-                return f"DATE{distance:+d}"
-            shifted = self._shift(day)
-            return None if shifted is None else f"DATE {shifted.isoformat()}"
-
-        return said
+    def placeholder(self, day: date) -> str | None:
+        """Return what replaces a date of a report; None if nothing of the date may be told."""
+        if self.mode == "remove" or self.study_date is None:
+            return None
+        distance = (day - self.study_date).days
+        if abs(distance) > _MAX_REPORT_DAYS:
+            return None
+        if self.mode == "days":
+            return f"DATE{distance:+d}"
+        shifted = self._shift(day)
+        return None if shifted is None else f"DATE {shifted.isoformat()}"
 
     def _shift(self, day: date) -> date | None:
         """Move a date by the patient's own number of days; None where that leaves the calendar."""

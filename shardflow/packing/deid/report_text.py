@@ -50,7 +50,7 @@ def scrub(
     *,
     mode: ReportTextMode,
     order: DateOrder = "unknown",
-    say_date: Callable[[date], str | None] = lambda _: None,
+    date_placeholder: Callable[[date], str | None] = lambda _: None,
 ) -> ScrubbedText:
     """Replace what identifies a person.
 
@@ -59,8 +59,8 @@ def scrub(
         known: Values of the study's headers.
         mode: How much is taken out.
         order: How the source writes 03/04/2019.
-        say_date: What stands inside the brackets for a single day, such as its distance from the study; None
-            takes the day out.
+        date_placeholder: Returns what replaces a single day inside the brackets, such as its distance from
+            the study; None removes the day.
 
     Example:
         >>> scrub("Seen by Dr. Okafor on 2019-03-14.", KnownValues(()), mode="scrub").text
@@ -86,7 +86,7 @@ def scrub(
     position = 0
     for span in merge(spans, text):
         is_birth = any(start < span.end and span.start < end for start, end in births)
-        said = None if span.day is None or is_birth else say_date(span.day)
+        said = None if span.day is None or is_birth else date_placeholder(span.day)
         parts += [text[position : span.start], f"[{span.category}]" if said is None else f"[{said}]"]
         counts[span.category.lower()] += 1
         position = span.end

@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
-from shardflow.packing.deid.report_text import ScrubbedText, scrub
+from shardflow.packing.deid.report_text import ReportTextMode, ScrubbedText, scrub
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.pixels import DecodedSlice
@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 
     from shardflow.format.dataset import Dataset
     from shardflow.packing.deid.pixel_rules import Blackout, PixelRules, PixelVerdict
-    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.deid.pseudonyms import DatesMode, SecretKey
     from shardflow.packing.settings import DeidConfig
 
+Attributes: TypeAlias = Mapping[str, Sequence[str | int | float]]
+"""Values by DICOM keyword."""
+
 _STUDY_DATE: Final = "StudyDate"
+_BLACKOUT: Final = "blackout_slices"
 _MIN_FACE_FRAMES: Final = 12
 """Number of slices from which a surface can be rendered."""
 
@@ -54,10 +58,10 @@ class PrivacyRules:
     pixels: PixelRules
 
 
-def profile_codes(settings: DeidConfig, *, has_blackout: bool = False) -> list[str]:
+def profile_codes(dates: DatesMode, *, has_blackout: bool) -> list[str]:
     """Return the codes of DICOM PS3.16 CID 7050 for the profile and its options, sorted."""
     codes = {_BASIC, _CLEAN_DESCRIPTORS, _PATIENT_CHARACTERISTICS}
-    if settings.dates != "remove":
+    if dates != "remove":
         codes.add(_MODIFIED_DATES)
     if has_blackout:
         codes.add(_CLEAN_PIXELS)
@@ -127,7 +131,7 @@ class StudyPrivacy:
         blackout = self._blackout(header)
         if blackout is None:
             return decoded
-        self._tallies["blackout_slices"] += 1
+        self._tallies[_BLACKOUT] += 1
         outside = np.ones(decoded.pixels.shape[:2], bool)
         for top, left, bottom, right in blackout.boxes:
             outside[top:bottom, left:right] = False
@@ -138,8 +142,7 @@ class StudyPrivacy:
 
     def series_facts(self, header: InstanceHeader) -> dict[str, Any]:
         """Return the de-identification object of a series for ``study.json``."""
-        verdict = self._group_of[header.file_index].verdict
-        blackout = None if verdict is None else verdict.blackout
+        verdict, blackout = self._group_of[header.file_index].verdict, self._blackout(header)
         has_face = self.has_face_risk(header)
         self._tallies["face_risk_series"] += has_face
         return {
@@ -164,32 +167,28 @@ class StudyPrivacy:
         settings = self._rules.settings
         if settings.report_text == "keep":
             return text, {}
-        known = KnownValues([*people, {"PatientID": (self._patient_id,)}])
-        done: ScrubbedText = scrub(
-            text.decode("utf-8"),
-            known,
-            mode=settings.report_text,
-            order=settings.date_order,
-            say_date=self._dates().say(),
-        )
+        done = self._scrub(text.decode("utf-8"), people, settings.report_text)
         for category, count in done.counts.items():
             self._tallies[f"report_{category}"] += count
         return done.text.encode("utf-8"), done.counts
 
-    def scrub_text(self, text: str, people: Iterable[Mapping[str, Sequence[str | int | float]]]) -> str:
+    def scrub_text(self, text: str, people: Iterable[Attributes]) -> str:
         """Return the scrubbed text of an attachment.
 
         ``report_text = "keep"`` declares reports de-identified, not attachments, so these are always
         scrubbed.
         """
-        settings = self._rules.settings
+        mode = self._rules.settings.report_text
+        return self._scrub(text, people, "scrub" if mode == "keep" else mode).text
+
+    def _scrub(self, text: str, people: Iterable[Attributes], mode: ReportTextMode) -> ScrubbedText:
         return scrub(
             text,
             KnownValues([*people, {"PatientID": (self._patient_id,)}]),
-            mode="scrub" if settings.report_text == "keep" else settings.report_text,
-            order=settings.date_order,
-            say_date=self._dates().say(),
-        ).text
+            mode=mode,
+            order=self._rules.settings.date_order,
+            date_placeholder=self._dates().placeholder,
+        )
 
     def when(self, day: date) -> dict[str, Any]:
         """Return what a record of the study may tell about a day."""
@@ -212,10 +211,10 @@ class StudyPrivacy:
     def facts(self, report_counts: Mapping[str, int]) -> dict[str, Any]:
         """Return the de-identification object of ``study.json``."""
         settings = self._rules.settings
-        has_blackout = self._tallies["blackout_slices"] > 0
+        has_blackout = self._tallies[_BLACKOUT] > 0
         return {
             "dates": "REMOVED" if settings.dates == "remove" else "MODIFIED",
-            "profile_codes": profile_codes(settings, has_blackout=has_blackout),
+            "profile_codes": profile_codes(settings.dates, has_blackout=has_blackout),
             "report_text": {"mode": settings.report_text, "replaced": dict(report_counts)},
         }
 
@@ -297,9 +296,6 @@ def _header_values(header: InstanceHeader) -> dict[str, tuple[str, ...]]:
         "Columns": (str(image.columns),),
         "PhotometricInterpretation": (image.photometric_interpretation,),
     }
-
-
-_BLACKOUT: Final = "blackout_slices"
 
 
 def counts_without(recorded: Mapping[str, Any], dataset: Dataset, rows: Iterable[int]) -> dict[str, Any]:

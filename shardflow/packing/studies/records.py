@@ -125,64 +125,49 @@ def stored_series(number: int, stack: Stack, facts: Mapping[str, Any]) -> Stored
     )
 
 
+@dataclass(frozen=True, slots=True)
 class ContextMaker:
-    """Factory of the context in which an attachment of a study is converted.
+    """Factory of the context in which an attachment of a study is converted."""
 
-    Args:
-        sample_key: Of the study.
-        headers: Of its images, not empty.
-        series: The stored series.
-        privacy: Of the study.
-        people: Reads the people that headers name; called once, for the first text.
-    """
-
-    def __init__(
-        self,
-        sample_key: str,
-        headers: Sequence[InstanceHeader],
-        series: Sequence[StoredSeries],
-        privacy: StudyPrivacy,
-        people: Callable[[], Sequence[Mapping[str, AttributeValue]]],
-    ) -> None:
-        self._sample_key = sample_key
-        self._headers = headers
-        self._series = series
-        self._privacy = privacy
-        self._people = people
-        self._started = self._start()
+    sample_key: str
+    headers: Sequence[InstanceHeader]
+    """Headers of the study's images, not empty."""
+    series: Sequence[StoredSeries]
+    privacy: StudyPrivacy
+    people: Callable[[], Sequence[Mapping[str, AttributeValue]]]
+    """Reads the people that headers name; called for the first text."""
 
     def __call__(self, counts: Mapping[tuple[str, str], int]) -> StudyContext:
         """Return the context of the next attachment."""
-        first = self._headers[0]
+        first = self.headers[0]
         return StudyContext(
-            sample_key=self._sample_key,
+            sample_key=self.sample_key,
             study_uid=first.study_instance_uid,
             patient_id=first.patient_id,
-            series=tuple(self._series),
-            surrogate=self._privacy.surrogate,
+            series=tuple(self.series),
+            surrogate=self.privacy.surrogate,
             scrub=self._scrub,
-            when=lambda moment: self._privacy.when(moment.date()),
+            when=lambda moment: self.privacy.when(moment.date()),
             seconds_from_study=self._seconds,
             counts=dict(counts),
         )
 
     def _scrub(self, text: str, people: Mapping[str, Sequence[str]]) -> str:
-        return self._privacy.scrub_text(text, [*self._people(), people])
+        return self.privacy.scrub_text(text, [*self.people(), people])
 
     def _seconds(self, moment: datetime) -> float | None:
-        if self._started is None or self._privacy.removes_dates:
-            return None
-        return (moment.replace(tzinfo=None) - self._started).total_seconds()
+        start = None if self.privacy.removes_dates else self._start()
+        return None if start is None else (moment.replace(tzinfo=None) - start).total_seconds()
 
     def _start(self) -> datetime | None:
         """Return the earliest time of the study, from the headers of its first day."""
-        day = self._privacy.study_date
+        day = self.privacy.study_date
         if day is None:
             return None
         text = day.strftime("%Y%m%d")
         times = [
             seconds_of_day(one.study_time)
-            for one in self._headers
+            for one in self.headers
             if one.study_date.replace(".", "").replace("-", "") == text
         ]
         seconds = min((one for one in times if one is not None), default=None)

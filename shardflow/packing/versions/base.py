@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -282,32 +282,21 @@ def shard_number(shard: ShardEntry) -> int:
     return int(number)
 
 
-def sample_entries(samples: SamplesTable, shard_numbers: Mapping[int, int]) -> Iterator[SampleEntry]:
-    """Read back the rows of a samples table.
-
-    Args:
-        samples: The table.
-        shard_numbers: New position of each kept shard, by its position in the table.
-    """
+def sample_entries(samples: SamplesTable) -> Iterator[SampleEntry]:
+    """Read back the rows of a samples table."""
     names = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
-    columns: Sequence[list[Any]] = [_plain(samples.column(name)) for name in names]
+    columns: list[list[Any]] = [np.asarray(samples.column(name)).tolist() for name in names]
     for key, shard, row, offset, num_bytes, *facts, modality in zip(*columns, strict=True):
-        if shard in shard_numbers:
-            yield SampleEntry(
-                sample_key=key.decode("ascii"),
-                shard=shard_numbers[shard],
-                row_in_shard=row,
-                offset_bytes=offset,
-                num_bytes=num_bytes,
-                facts=SampleFacts(
-                    **dict(zip(FACT_COLUMNS, facts, strict=True)), modality=samples.modalities[modality]
-                ),
-            )
-
-
-def _plain(column: NDArray[Any]) -> list[Any]:
-    values: list[Any] = np.asarray(column).tolist()
-    return values
+        yield SampleEntry(
+            sample_key=key.decode("ascii"),
+            shard=shard,
+            row_in_shard=row,
+            offset_bytes=offset,
+            num_bytes=num_bytes,
+            facts=SampleFacts(
+                **dict(zip(FACT_COLUMNS, facts, strict=True)), modality=samples.modalities[modality]
+            ),
+        )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

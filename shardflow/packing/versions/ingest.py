@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from shardflow.format.reasons import Reason
-from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable
+from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable, of_inputs, of_studies
 from shardflow.packing.linking import ReportTable, link_reports
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.versions.scope import (
     NEW,
     GrowMode,
     Scope,
-    make_scope,
+    ScopeMaker,
     quarantined_rows,
     recognize_files,
     recognize_reports,
@@ -168,7 +168,7 @@ class Ingest:
                 # They are only read for their siblings, and not decided, whatever they hold now.
                 of_siblings = slice(len(found) - len(siblings), len(found))
                 found_files.row[of_siblings], found_files.replaced[of_siblings] = siblings, NEW
-            scope = make_scope(mode, base, files, reports, found_files, found_reports)
+            scope = ScopeMaker(mode, base, files, reports, found_files, found_reports).make()
             # A study is packed completely or not at all: read its other files at their recorded paths.
             if len(scope.missing):
                 found += _recall(known, scope.missing.tolist(), inputs)
@@ -215,18 +215,15 @@ def clear_crash_log(base: Base, crash_log: CrashLog, workspace: Workspace) -> No
     write_plainly(workspace.retry_mark, mark)
 
 
-def _files_to_retry(base: Base) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _files_to_retry(base: Base) -> NDArray[np.bool_]:
     """Return the mask of known files to read again: quarantined ones, and all files of their studies."""
     known = base.known
     wanted = quarantined_rows(known)
     packed, removed = base.packed_keys(), base.removed_studies
     may_open = np.array([key not in packed and key not in removed for key in known.keys], np.bool_)
-    inside = known.study != NO_STUDY
-    is_open = np.zeros(len(known.keys), np.bool_)
-    studies = known.study[wanted & inside]
-    is_open[studies] = may_open[studies]
-    wanted[inside] = is_open[known.study[inside]]
-    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = wanted & ~known.is_report
+    is_open = of_studies(known.study[wanted], len(known.keys)) & may_open
+    without_study = wanted & (known.study == NO_STUDY)
+    chosen: NDArray[np.bool_] = (of_inputs(is_open, known.study) | without_study) & ~known.is_report
     return chosen
 
 

@@ -31,7 +31,7 @@ from shardflow.format.samples import SampleEntry
 from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
 from shardflow.format.writer import write_file
 from shardflow.packing.deid.pseudonyms import SecretKey
-from shardflow.packing.inventory import NO_STUDY, reason_code
+from shardflow.packing.inventory import of_inputs, reason_code
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.studies.privacy import counts_without
 from shardflow.packing.versions.base import sample_entries
@@ -42,6 +42,8 @@ from shardflow.storage.local import fsync_directory, write_atomic
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from shardflow.packing.progress import Progress
     from shardflow.packing.versions.base import Base
@@ -169,11 +171,7 @@ def _resolve(base: Base, key: SecretKey, withdrawn: Withdrawn) -> tuple[_Removed
 
 def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Manifest:
     workspace, base, manifest = newest.workspace, newest.base, newest.base.manifest
-    kept = [
-        entry
-        for entry in sample_entries(base.samples, {n: n for n in range(len(manifest.shards))})
-        if entry.sample_key not in removed.studies
-    ]
+    kept = [entry for entry in sample_entries(base.samples) if entry.sample_key not in removed.studies]
     if not kept:
         raise ConfigError(
             "a dataset must keep at least one sample, got a removal of all; delete the dataset's folder and "
@@ -213,13 +211,9 @@ def _count_removed(shards: tuple[ShardEntry, ...], kept: list[SampleEntry]) -> l
     ]
 
 
-def _is_removed(base: Base, removed: _Removed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    known = base.known
-    by_study = np.array([key in removed.studies for key in known.keys], np.bool_)
-    inside = known.study != NO_STUDY
-    chosen = np.zeros(len(known), np.bool_)
-    chosen[inside] = by_study[known.study[inside]]
-    return chosen
+def _is_removed(base: Base, removed: _Removed) -> NDArray[np.bool_]:
+    by_study = np.array([key in removed.studies for key in base.known.keys], np.bool_)
+    return of_inputs(by_study, base.known.study)
 
 
 def _forget(base: Base, removed: _Removed) -> Iterator[bytes]:
@@ -299,8 +293,7 @@ def _write_compacted(newest: NewestVersion, progress: Progress) -> Manifest:
     base, uploader = newest.base, newest.uploader
     dataset = Dataset(LocalStore(newest.workspace.output), base.manifest)
     entries: dict[int, list[SampleEntry]] = {}
-    numbers = {number: number for number in range(len(base.manifest.shards))}
-    for entry in sample_entries(base.samples, numbers):
+    for entry in sample_entries(base.samples):
         entries.setdefault(entry.shard, []).append(entry)
     next_shards = base.next_shards
     progress.phase("shards", sum(bool(shard.num_removed) for shard in base.manifest.shards))

@@ -23,6 +23,8 @@ from shardflow.packing.inventory import (
     NO_STUDY,
     PACKED,
     UNDECIDED,
+    of_inputs,
+    of_studies,
     reason_code,
     reason_name,
 )
@@ -170,22 +172,18 @@ def quarantined_rows(known: KnownInputs) -> NDArray[np.bool_]:
     return np.isin(known.reason, codes)
 
 
-def make_scope(
-    mode: GrowMode,
-    base: Base,
-    files: FileTable,
-    reports: ReportTable,
-    found_files: Recognized,
-    found_reports: Recognized,
-) -> Scope:
-    """Compute the scope of a job, and mark everything else in the tables as `CARRIED`.
+class ScopeMaker:
+    """Computes the scope of a job, and marks everything else in its tables as `CARRIED`.
 
-    The studies of ``base`` are the first ones of ``files.studies``.
+    Args:
+        mode: What the job makes.
+        base: The previous version; its studies are the first ones of ``files.studies``.
+        files: The found files.
+        reports: The found reports.
+        found_files: Known inputs among the files.
+        found_reports: Known inputs among the reports.
     """
-    return _Scoping(mode, base, files, reports, found_files, found_reports).run()
 
-
-class _Scoping:
     def __init__(
         self,
         mode: GrowMode,
@@ -211,7 +209,8 @@ class _Scoping:
         )
         self._is_open = np.zeros(len(studies), np.bool_)
 
-    def run(self) -> Scope:
+    def make(self) -> Scope:
+        """Return the scope."""
         self._keep_studies()
         self._open_studies()
         self._mark_files()
@@ -226,9 +225,7 @@ class _Scoping:
             num_new += int((decided & (found.row == NEW)).sum())
             for rows in (found.row[decided], found.replaced[decided]):
                 is_decided[rows[rows != -1]] = True
-        inside = self._known.study != NO_STUDY
-        of_open = np.zeros(len(self._known), np.bool_)
-        of_open[inside] = self._is_open[self._known.study[inside]]
+        of_open = of_inputs(self._is_open, self._known.study)
         is_missing = of_open & ~self._known.is_report & ~is_found & ~is_decided
         return Scope(
             study_reason=self._study_reasons(of_open & self._known.is_report),
@@ -247,17 +244,16 @@ class _Scoping:
 
     def _open_studies(self) -> None:
         """Find the studies to pack."""
-        touched = np.zeros(len(self._is_open), np.bool_)
         if self._is_append:
-            for table, found in ((self._files, self._found_files), (self._reports, self._found_reports)):
-                studies = table.study[found.row == NEW]
-                touched[studies[studies != NO_STUDY]] = True
+            pairs = ((self._files, self._found_files), (self._reports, self._found_reports))
+            touched = [table.study[found.row == NEW] for table, found in pairs]
         else:
-            studies = self._known.study[quarantined_rows(self._known)]
-            touched[studies[studies != NO_STUDY]] = True
-            studies = self._files.study[self._unplaced()]
-            touched[studies[studies != NO_STUDY]] = True
-        self._is_open = touched & ~self._is_packed & ~self._is_removed
+            touched = [
+                self._known.study[quarantined_rows(self._known)],
+                self._files.study[self._unplaced()],
+            ]
+        is_touched = of_studies(np.concatenate(touched), len(self._is_open))
+        self._is_open = is_touched & ~self._is_packed & ~self._is_removed
 
     def _unplaced(self) -> NDArray[np.bool_]:
         """Return the mask of files whose study the dataset does not know: new and unreadable ones."""
@@ -269,12 +265,11 @@ class _Scoping:
     def _mark_files(self) -> None:
         reason, study = self._files.reason, self._files.study
         fresh = self._found_files.row == NEW if self._is_append else self._unplaced()
-        inside = study != NO_STUDY
         is_open, is_packed, is_removed = self._of_studies(study)
         reason[~fresh & ~is_open] = CARRIED
         reason[self._left_alone(is_packed)] = CARRIED
-        reason[fresh & inside & is_packed & (reason == UNDECIDED)] = reason_code(Reason.STUDY_ALREADY_PACKED)
-        reason[fresh & inside & is_removed] = reason_code(Reason.CONSENT_WITHDRAWN)
+        reason[fresh & is_packed & (reason == UNDECIDED)] = reason_code(Reason.STUDY_ALREADY_PACKED)
+        reason[fresh & is_removed] = reason_code(Reason.CONSENT_WITHDRAWN)
 
     def _left_alone(self, is_packed: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return the mask of attachments that are not decided.
@@ -309,17 +304,15 @@ class _Scoping:
         self, study: NDArray[np.int32]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return masks of inputs whose study is to be packed, is packed, and was removed."""
-        inside = study != NO_STUDY
-        columns = [np.zeros(len(study), np.bool_) for _ in range(3)]
-        for column, by_study in zip(columns, (self._is_open, self._is_packed, self._is_removed), strict=True):
-            column[inside] = by_study[study[inside]]
-        return columns[0], columns[1], columns[2]
+        return (
+            of_inputs(self._is_open, study),
+            of_inputs(self._is_packed, study),
+            of_inputs(self._is_removed, study),
+        )
 
     def _study_reasons(self, knows_report: NDArray[np.bool_]) -> NDArray[np.uint8]:
         reasons = np.where(self._is_open, UNDECIDED, CARRIED).astype(np.uint8)
-        has_report = np.zeros(len(reasons), np.bool_)
-        has_report[self._reports.study[self._reports.study != NO_STUDY]] = True
-        lost = np.zeros(len(reasons), np.bool_)
-        lost[self._known.study[knows_report]] = True
+        has_report = of_studies(self._reports.study, len(reasons))
+        lost = of_studies(self._known.study[knows_report], len(reasons))
         reasons[self._is_open & lost & ~has_report] = reason_code(Reason.STUDY_INCOMPLETE)
         return reasons

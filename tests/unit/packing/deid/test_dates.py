@@ -44,7 +44,7 @@ def test_a_date_that_shifts_out_of_the_calendar_is_not_said() -> None:
     early = _dates(date(1900, 1, 1), "shift")
     assert early.facts() == {"mode": "shift", "study_date": None}
     assert early.when(date(1900, 1, 1)) == {}
-    assert early.say()(date(1900, 1, 1)) is None
+    assert early.placeholder(date(1900, 1, 1)) is None
     assert parse_date("18991231") is None
     assert parse_date("19000101") == date(1900, 1, 1)
 
@@ -65,14 +65,14 @@ def test_the_origin_of_a_patient_never_changes() -> None:
 
 
 def test_dates_of_a_report_are_distances() -> None:
-    say = _dates(date(2019, 3, 14)).say()
-    assert say(date(2019, 3, 14)) == "DATE+0"
-    assert say(date(2018, 3, 14)) == "DATE-365"
-    assert say(date(1953, 6, 7)) is None, "a birth date is an age in days"
-    shifted = _dates(date(2019, 3, 14), "shift").say()(date(2019, 3, 20))
+    placeholder = _dates(date(2019, 3, 14)).placeholder
+    assert placeholder(date(2019, 3, 14)) == "DATE+0"
+    assert placeholder(date(2018, 3, 14)) == "DATE-365"
+    assert placeholder(date(1953, 6, 7)) is None, "a birth date is an age in days"
+    shifted = _dates(date(2019, 3, 14), "shift").placeholder(date(2019, 3, 20))
     assert shifted == "DATE 2018-10-28"
-    assert _dates(date(2019, 3, 14), "remove").say()(date(2019, 3, 14)) is None
-    assert _dates(None).say()(date(2019, 3, 14)) is None
+    assert _dates(date(2019, 3, 14), "remove").placeholder(date(2019, 3, 14)) is None
+    assert _dates(None).placeholder(date(2019, 3, 14)) is None
 
 
 def test_a_study_without_a_date_says_none() -> None:

@@ -43,7 +43,7 @@ def _say(day: date) -> str:
 
 
 def _scrub(text: str, mode: str = "scrub") -> str:
-    return scrub(text, _KNOWN, mode=mode, order="mdy", say_date=_say).text  # type: ignore[arg-type]
+    return scrub(text, _KNOWN, mode=mode, order="mdy", date_placeholder=_say).text  # type: ignore[arg-type]
 
 
 def _sentences() -> list[tuple[str, str]]:
@@ -116,7 +116,7 @@ def test_short_values_do_not_mask_measurements() -> None:
 def test_patients_who_are_numbered_by_name_are_known_by_it() -> None:
     known = KnownValues([{"PatientID": ("ZYXOWSKI_Thandiwe",), "OtherPatientIDs": ("CT-CHEST",)}])
     text = "Ms. Zyxowski was seen; Thandiwe Zyxowsky agreed. The chest CT is normal."
-    done = scrub(text, known, mode="scrub", order="mdy", say_date=_say)
+    done = scrub(text, known, mode="scrub", order="mdy", date_placeholder=_say)
     assert done.text == "Ms. [NAME] was seen; [NAME] agreed. The chest CT is normal."
 
 
@@ -146,7 +146,7 @@ def test_dates_are_found_in_the_languages_of_layouts(text: str, expected: str) -
 )
 def test_a_telephone_number_is_known_with_and_without_its_country(text: str) -> None:
     known = KnownValues([{"PatientTelephoneNumbers": ("+34 612 345 678",)}])
-    done = scrub(f"Aviso {text}, nodule 345 HU", known, mode="scrub", order="mdy", say_date=_say).text
+    done = scrub(f"Aviso {text}, nodule 345 HU", known, mode="scrub", order="mdy", date_placeholder=_say).text
     assert not re.search(r"612|678", done)
     assert done.endswith(", nodule 345 HU")
 
@@ -158,7 +158,7 @@ def test_names_in_scripts_without_capitals_are_known() -> None:
         "\u60a3\u8005\u5c71\u7530\u592a\u90ce\u69d8, \u5c71\u7530 \u592a\u90ce, YAMADA Tarou; "
         "\u3084\u307e\u3060\u3055\u3093. CT \u80f8\u90e8"
     )
-    done = scrub(text, known, mode="scrub", order="mdy", say_date=_say).text
+    done = scrub(text, known, mode="scrub", order="mdy", date_placeholder=_say).text
     assert done == ("\u60a3\u8005[NAME]\u69d8, [NAME]; [NAME]\u3055\u3093. CT \u80f8\u90e8")
 
 
@@ -196,7 +196,7 @@ def test_a_birth_date_is_never_said_relative_to_the_study() -> None:
     ("order", "said"), [("mdy", "[DATE-16]"), ("dmy", "[DATE+14]"), ("unknown", "[DATE]")]
 )
 def test_a_date_of_two_readings_is_removed_unless_the_order_is_known(order: str, said: str) -> None:
-    done = scrub("On 03/04/2019.", _KNOWN, mode="scrub", order=order, say_date=_say)  # type: ignore[arg-type]
+    done = scrub("On 03/04/2019.", _KNOWN, mode="scrub", order=order, date_placeholder=_say)  # type: ignore[arg-type]
     assert done.text == f"On {said}."
 
 
