@@ -130,20 +130,19 @@ class PackRun:
 
     def ingest(self, engine: Engine, key: SecretKey, crash_log: CrashLog) -> Ingest:
         """Return the ingestion of the inputs, which uses the packing processes."""
-        timeout_s = self.config.execution.task_timeout_s
         inputs = self.config.inputs
 
         def read(files: Sequence[DiscoveredFile], studies: StudyTable) -> FileTable:
             headers = HeaderPass(
-                engine,
-                files,
-                self.layout,
-                key,
-                crash_log,
-                timeout_s,
-                self.progress,
-                self.workspace.array_task,
-                len(inputs.dicom),
+                engine=engine,
+                files=files,
+                layout=self.layout,
+                key=key,
+                crash_log=crash_log,
+                task_timeout_s=self.config.execution.task_timeout_s,
+                progress=self.progress,
+                num_image_roots=len(inputs.dicom),
+                array_task=self.workspace.array_task,
             )
             table = headers.run(studies)
             link_attachments(table, files, key, 3600 * self.config.attachments.window_hours)

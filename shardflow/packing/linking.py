@@ -18,6 +18,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -60,7 +61,6 @@ class StudyFinder:
         self._studies = studies
         self._key = key
         self._copies = copies
-        self._by_order: dict[tuple[str, int], list[int]] | None = None
 
     def find(
         self, record: ReportRecord | BrokenReport
@@ -85,8 +85,6 @@ class StudyFinder:
 
     def _with_order(self, record: ReportRecord) -> list[int]:
         """Return the studies of the first accession number that matches any of the patient's."""
-        if self._by_order is None:
-            self._by_order = self._read_orders()
         patients = [self._key.surrogate("patient", patient.strip()) for patient in record.patient_ids]
         for accession in record.accessions:
             digest = digest64(accession.strip())
@@ -95,7 +93,9 @@ class StudyFinder:
                 return sorted(found)
         return []
 
-    def _read_orders(self) -> dict[tuple[str, int], list[int]]:
+    @cached_property
+    def _by_order(self) -> dict[tuple[str, int], list[int]]:
+        """Numbers of studies by patient and digest of the accession number."""
         orders: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for number, (patient, facts) in enumerate(
             zip(self._studies.patients, self._studies.facts, strict=True)
@@ -107,7 +107,7 @@ class StudyFinder:
 
 SeveralReports: TypeAlias = Literal["append", "quarantine"]
 
-_STANDING: Final[tuple[ReportRole, ...]] = ("corrected", "final", "preliminary")
+_MAIN_ROLES: Final[tuple[ReportRole, ...]] = ("corrected", "final", "preliminary")
 """Roles of reports, one of which becomes the study's report; earlier ones take precedence."""
 _HARMLESS: Final = frozenset(
     {UNDECIDED, reason_code(Reason.EMPTY_REPORT), reason_code(Reason.REPORT_WITHDRAWN)}
@@ -354,12 +354,12 @@ class _Appending:
         Raises:
             StorageError: The texts cannot be read or written.
         """
-        by_role = {role: self._without_copies(group, role) for role in (*_STANDING, "addendum")}
-        first = next((role for role in _STANDING if by_role[role]), None)
+        by_role = {role: self._without_copies(group, role) for role in (*_MAIN_ROLES, "addendum")}
+        first = next((role for role in _MAIN_ROLES if by_role[role]), None)
         if first is None or len(by_role[first]) != 1:
             return None
         bodies = by_role[first]
-        for role in _STANDING[_STANDING.index(first) + 1 :]:
+        for role in _MAIN_ROLES[_MAIN_ROLES.index(first) + 1 :]:
             self._table.reason[by_role[role]] = reason_code(Reason.SUPERSEDED_REPORT)
         if by_role["addendum"]:
             self._write(bodies[0], [bodies[0], *by_role["addendum"]])

@@ -78,7 +78,7 @@ class AttachmentFinder:
         Returns:
             The attachment; a reason if its kind is known but it cannot be used; None for a file of no kind.
         """
-        kind = self._recognise(path)
+        kind = self._recognize(path)
         if kind is None:
             return None
         try:
@@ -94,7 +94,7 @@ class AttachmentFinder:
             return Reason.ATTACHMENT_UNREADABLE.value
         return AttachmentRow(kind.name, kind.version, content, items)
 
-    def _recognise(self, path: Path) -> AttachmentKind | None:
+    def _recognize(self, path: Path) -> AttachmentKind | None:
         kinds = self.kinds()
         if not kinds:
             return None
@@ -318,7 +318,7 @@ def batch_name(file: int) -> str:
     return f"batch-{file // BATCH_FILES:07d}.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeaderPass:
     """The job's side of the header pass, which survives files that crash their process."""
 
@@ -329,10 +329,10 @@ class HeaderPass:
     crash_log: CrashLog
     task_timeout_s: float
     progress: Progress
+    num_image_roots: int
+    """Number of input folders with images; the others hold attachments alone, which no layout places."""
     array_task: ArrayTask | None = None
     """The array task that this is; None for a whole job."""
-    num_image_roots: int | None = None
-    """Number of input folders with images; the others hold attachments alone, which no layout places."""
 
     def run(self, studies: StudyTable | None = None) -> FileTable:
         """Build the inventory of all files.
@@ -399,7 +399,7 @@ class HeaderPass:
 
     def _place(self, file: DiscoveredFile) -> tuple[Reason | str | None, Placement | None]:
         """Ask the layout; its reason takes precedence over that of an unreadable file."""
-        if self.num_image_roots is not None and file.root_index >= self.num_image_roots:
+        if file.root_index >= self.num_image_roots:
             return self._known_reason(file), None
         placed = self.layout.place(file)
         if isinstance(placed, Reason):

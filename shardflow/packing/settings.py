@@ -44,15 +44,10 @@ class AttachmentsConfig:
                 )
 
     def content(self) -> dict[str, Any] | None:
-        """Return what decides the dataset's bytes; None where nothing is set."""
+        """Return what decides the dataset's bytes; None at the defaults."""
         if self == AttachmentsConfig():
             return None
-        return {
-            "enabled": self.enabled,
-            "leave_out": sorted(self.leave_out),
-            "max_bytes": self.max_bytes,
-            "window_hours": self.window_hours,
-        }
+        return {**asdict(self), "leave_out": sorted(self.leave_out)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +70,7 @@ class ReportsConfig:
         check_fields(self)
 
     def content(self) -> dict[str, Any] | None:
-        """Return what decides the dataset's bytes; None where nothing is set.
+        """Return what decides the dataset's bytes; None at the defaults.
 
         Raises:
             ConfigError: A table cannot be read.
@@ -83,9 +78,8 @@ class ReportsConfig:
         if self == ReportsConfig():
             return None
         return {
-            "align": self.align,
+            **asdict(self),
             "anatomy": [digest_of(path) for path in self.anatomy],
-            "extract": self.extract,
             "extractors": sorted(self.extractors),
             "findings": [digest_of(path) for path in self.findings],
         }
@@ -151,7 +145,7 @@ class DeidConfig:
         """Return all pixel rules.
 
         Raises:
-            ConfigError: The site's own are not as they must be, or ``accept`` names one that is none.
+            ConfigError: The site's own rules are invalid, or ``accept`` names a rule that does not exist.
         """
         rules = load_rules(*self.rules_text())
         rules.check_names(self.accept)
@@ -159,16 +153,10 @@ class DeidConfig:
 
     def content(self) -> dict[str, Any]:
         """Return what decides bytes, as JSON."""
-        return {
-            "accept": sorted(self.accept),
-            "date_order": self.date_order,
-            "dates": self.dates,
-            "face_risk": self.face_risk,
-            "report_text": self.report_text,
-            "rules_sha256": self.rules().digest,
-            "shift_keeps_weekday": self.shift_keeps_weekday,
-            "trust_declared_clean": self.trust_declared_clean,
-        }
+        content = {**asdict(self), "accept": sorted(self.accept), "rules_sha256": self.rules().digest}
+        del content["rules_file"]
+        # Sorted: fragments depend on a digest of this very text.
+        return dict(sorted(content.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,24 +167,24 @@ class PoolConfig:
     """
 
     num_variants: Annotated[int, Bounds(0, 99)] = 0
-    """Variants of each study, all slices of one alike. Each takes the bytes of the slices once more."""
+    """Variants of each study, equal for all its slices. Each takes as many bytes as the slices."""
     rotate_deg: Annotated[float, Bounds(0.0, 180.0)] = 10.0
-    """Turned by up to this, either way."""
+    """Maximum rotation, in either direction."""
     zoom: Annotated[float, Bounds(0.0, 1.0)] = 0.1
-    """Enlarged by up to this share, so that a crop fills the frame."""
+    """Maximum enlargement as a share, so that a crop fills the frame."""
     shift: Annotated[float, Bounds(0.0, 1.0)] = 0.05
-    """Moved by up to this share of width and height."""
+    """Maximum translation as a share of width and height."""
     intensity: Annotated[float, Bounds(0.0, 1.0)] = 0.0
-    """Gain, offset and gamma changed by up to this share inside the display range, which cuts the rest; never
-    where intensities are measurements."""
+    """Maximum change of gain, offset and gamma as a share, inside the display range, which clips the rest;
+    never applied where intensities are measurements."""
     elastic: Annotated[float, Bounds(0.0, 0.05)] = 0.01
-    """Bent by up to this share of width and height."""
+    """Maximum elastic deformation as a share of width and height."""
     mirror: Annotated[float, Bounds(0.0, 1.0)] = 0.0
-    """Probability of left and right exchanged; never where report or annotations name a side."""
+    """Probability of a left-right mirror image; never applied if report or annotations name a side."""
     flip: Annotated[float, Bounds(0.0, 1.0)] = 0.0
-    """Probability of top and bottom exchanged, where a modality has no top."""
+    """Probability of a top-bottom flip, for modalities without a fixed top."""
     seed: int = 0
-    """Another seed draws other variants."""
+    """Seed of the drawn numbers."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -216,11 +204,11 @@ class VariantsConfig:
         check_fields(self)
 
     def content(self) -> dict[str, Any]:
-        """Return the settings as JSON without fractions; those of a pool only where there is one."""
-        said: dict[str, Any] = {"thumbnail_px": self.thumbnail_px, "small_px": self.small_px}
+        """Return the settings as JSON without fractions; those of augmentation only if it is enabled."""
+        content: dict[str, Any] = {"thumbnail_px": self.thumbnail_px, "small_px": self.small_px}
         if self.augment.num_variants:
             pool = asdict(self.augment)
-            said["augment"] = {
+            content["augment"] = {
                 name: repr(value) if isinstance(value, float) else value for name, value in pool.items()
             }
-        return said
+        return content

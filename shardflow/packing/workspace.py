@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
     from shardflow.packing.engines.base import Failure
 
+_REASONS: Final[dict[Failure, Reason]] = {
+    "failed": Reason.WORKER_FAILED,
+    "killed": Reason.WORKER_KILLED,
+    "out_of_memory": Reason.WORKER_OUT_OF_MEMORY,
+    "timeout": Reason.WORKER_TIMEOUT,
+}
+_CONVERSION: Final = "/convert"
+_CRASH_LOGS: Final = "resource_outcomes*.jsonl"
 _MAX_TASKS: Final = 100_000
 _WORK: Final = ".work"
 _LOCK_TRIES: Final = 100
@@ -368,16 +376,6 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-_REASONS: Final[dict[Failure, Reason]] = {
-    "failed": Reason.WORKER_FAILED,
-    "killed": Reason.WORKER_KILLED,
-    "out_of_memory": Reason.WORKER_OUT_OF_MEMORY,
-    "timeout": Reason.WORKER_TIMEOUT,
-}
-_CONVERSION: Final = "/convert"
-_PATTERN: Final = "resource_outcomes*.jsonl"
-
-
 def reason_of_failure(failure: Failure) -> Reason:
     """Return the ledger's reason for a failed task."""
     return _REASONS[failure]
@@ -453,4 +451,4 @@ class CrashLog:
 
     def _paths(self) -> list[Path]:
         own = [self._path] if self._path.exists() else []
-        return [*own, *(path for path in sorted(self._path.parent.glob(_PATTERN)) if path != self._path)]
+        return [*own, *(path for path in sorted(self._path.parent.glob(_CRASH_LOGS)) if path != self._path)]

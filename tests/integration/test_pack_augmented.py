@@ -17,7 +17,7 @@ from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity
 from shardflow.format import Dataset, decode_array
 from shardflow.format.keys import parse_slice_field, parse_variant_field, variant_field
 from shardflow.loading import ImageView, Loader, LoaderConfig, World
-from shardflow.packing.studies.variants import speaks_of_sides
+from shardflow.packing.studies.variants import study_names_a_side
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, LocalStore
 from tests.dicom_factory import make_study
@@ -109,10 +109,10 @@ def test_only_what_the_modality_allows_is_made(case: PackCase) -> None:
 
 
 def test_sides_are_found_in_reports_documents_and_annotations() -> None:
-    assert not speaks_of_sides([b"Normal.", b""], {"annotations": {"rois": [{"laterality": None}]}})
-    assert speaks_of_sides([b"", b"Effusion on the RIGHT."], {})
-    assert speaks_of_sides([b""], {"annotations": {"rois": [{"laterality": "L"}]}})
-    assert speaks_of_sides([b""], {"annotations": {"rois": [{"laterality": None, "label": "left lung"}]}})
+    assert not study_names_a_side([b"Normal.", b""], {"annotations": {"rois": [{"laterality": None}]}})
+    assert study_names_a_side([b"", b"Effusion on the RIGHT."], {})
+    assert study_names_a_side([b""], {"annotations": {"rois": [{"laterality": "L"}]}})
+    assert study_names_a_side([b""], {"annotations": {"rois": [{"laterality": None, "label": "left lung"}]}})
 
 
 def test_variants_are_the_slices_turned_and_count_as_nothing(case: PackCase) -> None:

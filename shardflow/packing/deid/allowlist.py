@@ -2,7 +2,7 @@
 
 Two gates, both fail closed: an attribute is published only if its keyword is listed here, and only with a
 value of the listed kind: a number within plausible bounds, or a word of a closed vocabulary. A name typed
-into the field for the body part, or a date into the one for the weight, is no such value. Free text is never
+into the field for the body part is rejected, and so is a date in the one for the weight. Free text is never
 published. Values come from `shardflow.packing.sources.dicom.attributes.read_attributes`.
 
 Source: DICOM PS3.3 (defined terms of each attribute), PS3.16 annex L (body parts) and CID 4010 (mammography
@@ -35,21 +35,19 @@ ANODES = _of("TUNGSTEN MOLYBDENUM RHODIUM")
 RESCALE_TYPES = _of("HU HU_MOD OD US MGML PCT Z_EFF ED EDW")
 UNITS = _of(
     "CNTS NONE CM2 CM2ML PCNT CPS BQML MGMINML UMOLMINML MLMING MLG 1CM UMOLML PROPCNTS PROPCPS MLMINML"
+    " MLML GML STDDEV"
 )
-UNITS = UNITS | _of("MLML GML STDDEV")
 SCANNING_SEQUENCES = _of("SE IR GR EP RM")
 SEQUENCE_VARIANTS = _of("SK MTC SS TRSS SP MP OSP NONE")
 
 VIEWS = _of(
     "AP PA LL RL RLD LLD RLO LLO LATERAL LAT OBLIQUE AXIAL SUPINE PRONE ERECT DECUBITUS LORDOTIC SWIMMERS"
+    " CC MLO ML LM LMO XCCL XCCM FB SIO ISO CV AT RCC LCC RMLO LMLO SUNRISE TANGENTIAL"
 )
-VIEWS = VIEWS | _of("CC MLO ML LM LMO XCCL XCCM FB SIO ISO CV AT RCC LCC RMLO LMLO SUNRISE TANGENTIAL")
 
 IMAGE_TYPES = _of(
     "ORIGINAL DERIVED PRIMARY SECONDARY AXIAL LOCALIZER SAGITTAL CORONAL OBLIQUE MPR MIP MINIP AVERAGE"
-)
-IMAGE_TYPES = IMAGE_TYPES | _of(
-    "M P R I MAGNITUDE PHASE REAL IMAGINARY NORM DIS2D DIS3D ND FM FFE SE IR M_FFE M_SE M_IR P_FFE"
+    " M P R I MAGNITUDE PHASE REAL IMAGINARY NORM DIS2D DIS3D ND FM FFE SE IR M_FFE M_SE M_IR P_FFE"
     " PHASE_MAP ADC TRACEW FA DIFFUSION MOSAIC MFSPLIT PROJECTION IMAGE SUBTRACTION DYNAMIC STATIC GATED"
     " WHOLE_BODY TOMO RECON_TOMO EMISSION TRANSMISSION VOLUME VOLREN NONE OTHER MIXED RESAMPLED"
     " REFORMATTED POST_PROCESSED SINGLE_PLANE BIPLANE DIXON WATER FAT IN_PHASE OUT_PHASE OPP_PHASE T1 T2"
@@ -105,7 +103,7 @@ MANUFACTURERS: tuple[tuple[str, str], ...] = (
     ("GENERAL ELECTRIC", "GE"),
     ("SYNTHETIC", "SYNTHETIC"),  # what `shardflow synth` calls itself
 )
-"""Word to look for, and the one spelling that leaves."""
+"""Word to search for, and the spelling that is published."""
 
 KERNEL_PATTERN = (
     r"[A-Z][a-z]?\d{2}[a-z]{0,2}"  # Siemens: B30f, Br40d, Hr36s
@@ -113,14 +111,14 @@ KERNEL_PATTERN = (
     r"|[A-Z]{1,2}"  # Philips: B, C, YA
     r"|STANDARD|STND|SOFT|BONE|BONEPLUS|BONE\+|LUNG|DETAIL|EDGE|CHST|ULTRA|SHARP|SMOOTH|BODY|HEAD"
 )
-"""Convolution kernels of the large makers."""
+"""Convolution kernels of the large manufacturers."""
 
 
 MAX_AGE_YEARS = 90
 """Ages above 89 form one class (45 CFR 164.514(b)(2)(i)(C))."""
 
 MAX_ORDINAL = 99_999
-"""Largest series or instance number that leaves: five digits hold no date and hardly a record number."""
+"""Largest published series or instance number: five digits hold no date and hardly a record number."""
 
 Values = Sequence[str | int | float]
 Allowed = str | float | int | list[str] | list[float]
@@ -132,7 +130,7 @@ _AGE_UNITS_A_YEAR = {"D": 365.25, "W": 52.18, "M": 12.0, "Y": 1.0}
 
 
 def _numbers(low: float, high: float) -> Rule:
-    """Finite numbers within bounds; one number or a list."""
+    """Return a rule for finite numbers within bounds: one number or a list."""
 
     def rule(values: Values) -> Allowed | None:
         if not 0 < len(values) <= _MAX_VALUES:
@@ -148,7 +146,7 @@ def _numbers(low: float, high: float) -> Rule:
 
 
 def _words(vocabulary: frozenset[str]) -> Rule:
-    """One word of a vocabulary, upper-cased."""
+    """Return a rule for one word of a vocabulary, in upper case."""
 
     def rule(values: Values) -> Allowed | None:
         word = str(values[0]).strip().upper() if len(values) == 1 else ""
@@ -158,7 +156,7 @@ def _words(vocabulary: frozenset[str]) -> Rule:
 
 
 def _word_list(vocabulary: frozenset[str]) -> Rule:
-    """The words that belong to a vocabulary, in their order; the others are left out."""
+    """Return a rule that keeps the words of a vocabulary, in their order."""
 
     def rule(values: Values) -> Allowed | None:
         kept = [
@@ -172,7 +170,7 @@ def _word_list(vocabulary: frozenset[str]) -> Rule:
 
 
 def _pattern(expression: str) -> Rule:
-    """One value that matches as a whole."""
+    """Return a rule for one value that matches an expression as a whole."""
     compiled = re.compile(expression)
 
     def rule(values: Values) -> Allowed | None:
@@ -183,7 +181,7 @@ def _pattern(expression: str) -> Rule:
 
 
 def _manufacturer(values: Values) -> Allowed | None:
-    """A known maker under one spelling."""
+    """Return the spelling of a known manufacturer."""
     text = str(values[0]).upper() if values else ""
     return next((name for word, name in MANUFACTURERS if word in text), None)
 
@@ -251,12 +249,12 @@ _RULES: dict[str, Rule] = {
     "XRayTubeCurrent": _numbers(0, 1_000_000),
 }
 _PRESENCE = {"ContrastBolusAgent": "has_contrast"}
-"""Free text of which only the presence leaves."""
+"""Free text of which only the presence is published."""
 _SPELLINGS = {"CTDIvol": "ctdi_vol"}
 _PATIENT = ("PatientAge", "PatientSex")
 
 KEYWORDS: tuple[str, ...] = tuple(sorted({*_RULES, *_PRESENCE, *_PATIENT}))
-"""DICOM keywords worth reading; hand them to `shardflow.packing.sources.dicom.attributes.read_attributes`."""
+"""DICOM keywords to read with `shardflow.packing.sources.dicom.attributes.read_attributes`."""
 
 
 def allow_technical(attributes: Mapping[str, Values]) -> dict[str, Allowed | bool]:
@@ -282,7 +280,7 @@ def allow_technical(attributes: Mapping[str, Values]) -> dict[str, Allowed | boo
 
 
 def allow_ordinal(number: int | None) -> int | None:
-    """Series or instance number, unless it is larger than counting explains.
+    """Return a series or instance number; None if it is too large to be a count.
 
     Example:
         >>> allow_ordinal(301), allow_ordinal(20231105)
@@ -292,7 +290,7 @@ def allow_ordinal(number: int | None) -> int | None:
 
 
 def allow_patient(attributes: Mapping[str, Values]) -> dict[str, str | int | None]:
-    """Patient characteristics that may leave.
+    """Return the patient characteristics that may be published.
 
     Returns:
         ``{"age_years": whole years, at most 90, or None, "sex": "F", "M", "O" or None}``.
@@ -308,7 +306,7 @@ def allow_patient(attributes: Mapping[str, Values]) -> dict[str, str | int | Non
 
 
 def _snake_case(keyword: str) -> str:
-    """Keyword in snake case; a run of capitals stays one word.
+    """Return a keyword in snake case; a run of capitals stays one word.
 
     Example:
         >>> _snake_case("MRAcquisitionType"), _snake_case("KVP"), _snake_case("CTDIvol")

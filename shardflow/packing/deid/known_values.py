@@ -1,7 +1,7 @@
-"""Known values: finds in a report what the patient's headers say about people.
+"""Finder of known values: occurrences in a report of what headers record about people.
 
 The surest way to find a name in a text is to know it. The values are read when the study is packed, stay in
-the memory of that process, and are written nowhere.
+the memory of that process, and are never written.
 
 Masking names that are also words (*White*, *May*, *Stone*) wherever they occur would shred the text: such a
 name counts only beside another part of the same name, after a title, or with a capital in the middle of a
@@ -19,9 +19,9 @@ from rapidfuzz.distance import OSA
 from rapidfuzz.fuzz import ratio
 
 from shardflow.packing.deid.lexicon import Lexicon, fold, lexicon
-from shardflow.packing.deid.text_patterns import Category, Span
+from shardflow.packing.deid.text_patterns import MONTHS, Category, Span
 
-# All attributes of VR PN (PS3.6), wherever they stand.
+# All attributes of VR PN (PS3.6), at any nesting level.
 _NAMES: Final = tuple(
     """
     ConsultingPhysicianName ContentCreatorName CurrentObserverTrial DistributionName DocumentAuthorTrial
@@ -60,7 +60,7 @@ _BIRTH_DATE: Final = "PatientBirthDate"
 IDENTIFYING_KEYWORDS: Final[tuple[str, ...]] = tuple(
     sorted({*_NAMES, *_IDS, *_PLACES, *_PHONES, _BIRTH_DATE})
 )
-"""Attributes whose values are looked for; none of them ever leaves."""
+"""Attributes whose values are searched for; none of them is ever published."""
 
 _MIN_RATIO: Final = 90.0
 _WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
@@ -90,31 +90,31 @@ _TRANSCRIPTION: Final = str.maketrans(
 )
 """Transcriptions of letters that a keyboard lacks: Mueller for a name with u umlaut."""
 _MAX_ABBREVIATION: Final = 2
-"""Letters of what is rather *CT* than a part of a name, in a field for numbers."""
+"""Longest word of a patient identifier that is taken for an abbreviation such as *CT*, not for a name."""
 _LOCAL_DIGITS: Final = 7
-"""Digits of a telephone number that people say without country and area."""
+"""Digits of a telephone number without country and area code."""
 _MAX_VALUES: Final = 256
-"""Values of one kind that are looked for; a study names a handful of people."""
+"""Maximum number of values of one kind; a study names a handful of people."""
 
 
 class _Expression(NamedTuple):
     """Pattern of one value in a text."""
 
     pattern: str
-    """Regular expression; empty for a value that is not looked for."""
+    """Regular expression; empty for a value that is not searched for."""
     needle: str
-    """What is left of every match without its signs: nothing but its letters and digits, in their order; or
-    a part of that."""
+    """Letters and digits that every match contains in this order once its other characters are removed; a
+    quick test of whether the pattern can match at all."""
 
 
 _NOTHING: Final = _Expression("", "")
 
 
 class KnownValues:
-    """The identifying values around one study, ready to be looked for in any number of texts."""
+    """Identifying values around one study, compiled to be searched for in any number of texts."""
 
     def __init__(self, attributes: Iterable[Mapping[str, Sequence[str | int | float]]]) -> None:
-        """Take values by DICOM keyword, one mapping for each file that was read."""
+        """Collect values by DICOM keyword, from one mapping for each file that was read."""
         found: dict[str, set[str]] = {}
         for mapping in attributes:
             for keyword, values in mapping.items():
@@ -148,7 +148,7 @@ class KnownValues:
         self._birth = list(itertools.chain.from_iterable(map(_date_expressions, of(_BIRTH_DATE))))
 
     def find(self, text: str) -> Iterator[Span]:
-        """Find the places of a value, also in another case, spacing or punctuation, or misspelled."""
+        """Find occurrences of the values, also in another case, spacing or punctuation, or misspelled."""
         yield from self._find_people(text)
         squeezed = _SIGNS.sub("", text).lower() if text.isascii() else None
         for expressions, category in (
@@ -178,34 +178,31 @@ class KnownValues:
                 yield Span(start=start, end=end, category=Category.NAME)
             elif word in self._places:
                 yield Span(start=start, end=end, category=Category.PLACE)
-            if number + 1 < len(words):
-                beside = words[number + 1]
-                is_pair = any(
-                    {word, bare[number + 1]} <= person and word != bare[number + 1] for person in self._people
-                )
-                if is_pair and _BETWEEN_PARTS.fullmatch(text, end, beside[0]):
-                    yield Span(start=start, end=beside[1], category=Category.NAME)
-            if number + 2 < len(words) and len(bare[number + 1]) == 1:
-                third = words[number + 2]
-                if any(
-                    {word, bare[number + 2]} <= person for person in self._people
-                ) and _BETWEEN_PARTS.fullmatch(text, end, third[0]):
-                    yield Span(start=start, end=third[1], category=Category.NAME)
+            for distance in (1, 2):
+                # An initial may separate two parts of a name.
+                if number + distance < len(words) and (distance == 1 or len(bare[number + 1]) == 1):
+                    pair, (pair_start, pair_end, _) = (
+                        {word, bare[number + distance]},
+                        words[number + distance],
+                    )
+                    is_pair = distance == 2 or len(pair) == 2
+                    is_person = is_pair and any(pair <= person for person in self._people)
+                    if is_person and _BETWEEN_PARTS.fullmatch(text, end, pair_start):
+                        yield Span(start=start, end=pair_end, category=Category.NAME)
 
     def _is_misspelled(self, word: str) -> bool:
-        """Whether a word is one of the longer names but for a letter or two."""
+        """Return whether a word differs from one of the longer names by a letter or two."""
         if len(word) < 5 or self._lexicon.is_known(word):
             return False
-        for part in self._fuzzy:
-            if abs(len(part) - len(word)) <= 2 and (
-                ratio(part, word) >= _MIN_RATIO
-                or (len(part) >= 6 and OSA.distance(part, word, score_cutoff=1) <= 1)
-            ):
-                return True
-        return False
+        return any(
+            ratio(part, word) >= _MIN_RATIO
+            or (len(part) >= 6 and OSA.distance(part, word, score_cutoff=1) <= 1)
+            for part in self._fuzzy
+            if abs(len(part) - len(word)) <= 2
+        )
 
     def _is_name_here(self, text: str, start: int, end: int) -> bool:
-        """Whether a name that is also a word, or is very short, is a name at this place."""
+        """Return whether a word that may be a name, or is very short, is a name in this context."""
         before = text[max(0, start - 40) : start]
         word = text[start:end]
         if not word[0].isupper() or _TERM.match(text, start):
@@ -220,7 +217,7 @@ class KnownValues:
         return not is_shouted and not _SENTENCE_START.search(before)
 
     def _place_words(self, values: Iterable[str]) -> frozenset[str]:
-        """Words of places that mean nothing else."""
+        """Return the words of places that have no other meaning."""
         words = {fold(word) for value in values for word in _WORD.findall(value)}
         return frozenset(word for word in words if len(word) >= 4 and not self._lexicon.is_known(word)) - {
             "hospital",
@@ -228,7 +225,7 @@ class KnownValues:
         }
 
     def _phrase(self, value: str) -> _Expression:
-        """A place as a whole; a single common word, such as a department's, is none."""
+        """Return the expression of a whole place; none for a single common word, such as a department's."""
         words = re.findall(r"[^\W_]+", value)
         folded = [fold(word) for word in words]
         if len("".join(folded)) < 4 or all(word.isdigit() for word in folded):
@@ -242,7 +239,7 @@ class KnownValues:
 
 
 def _name_parts(name: str) -> list[str]:
-    """The parts of a person name, folded, without titles and particles."""
+    """Return the parts of a person name, folded, without titles and particles."""
     written = re.split(r"[\^=\s,./\\_()-]+", name)
     transcribed = [part.lower().translate(_TRANSCRIPTION) for part in written]
     parts = [fold(part).strip("'") for part in dict.fromkeys([*written, *transcribed])]
@@ -250,7 +247,7 @@ def _name_parts(name: str) -> list[str]:
 
 
 def _id_expression(value: str) -> _Expression:
-    """An identifier with its characters apart by at most two signs, leading zeros or none."""
+    """Return the expression of an identifier: up to two signs between characters, any leading zeros."""
     characters = re.sub(r"[\W_]+", "", value)
     if len(characters) < 4 or not any(map(str.isdigit, characters)):
         return _NOTHING
@@ -261,7 +258,7 @@ def _id_expression(value: str) -> _Expression:
 
 
 def _phone_expression(value: str) -> _Expression:
-    """A telephone number with its country and area, or with as much of them as somebody wrote."""
+    """Return the expression of a telephone number, with all, part or none of its country and area code."""
     digits = re.sub(r"\D+", "", value)
     if len(digits) < 6:
         return _NOTHING
@@ -273,7 +270,7 @@ def _phone_expression(value: str) -> _Expression:
 
 
 def _script_expressions(name: str) -> list[_Expression]:
-    """A name in a script without capitals or spaces, whole and in its parts of two signs and more."""
+    """Return expressions of a name in a script without case: whole, and its parts of two or more characters."""
     expressions = []
     for group in name.split("="):
         parts = [part for part in re.split(r"[\^\s]+", group) if part]
@@ -283,29 +280,13 @@ def _script_expressions(name: str) -> list[_Expression]:
     return [each for each in expressions if len(each.needle) > 1]
 
 
-_MONTHS: Final = [
-    "january",
-    "february",
-    "march",
-    "april",
-    "may",
-    "june",
-    "july",
-    "august",
-    "september",
-    "october",
-    "november",
-    "december",
-]
-
-
 def _date_expressions(value: str) -> list[_Expression]:
-    """One day as people write it."""
+    """Return expressions of the ways in which people write a day."""
     digits = value.replace("-", "").replace(".", "")
     if not re.fullmatch(r"\d{8}", digits) or not 1 <= int(digits[4:6]) <= 12:
         return []
     year, month, day = digits[:4], int(digits[4:6]), int(digits[6:])
-    name = _MONTHS[month - 1]
+    name = MONTHS[month - 1]
     word = rf"(?:{name}|{name[:3]}\.?{'|sept' if month == 9 else ''})"
     years, separator = rf"(?:{year}|'?{year[2:]})", r"\s?[-/. ]\s?"
     nth = rf"0?{day}(?:st|nd|rd|th)?"
@@ -323,12 +304,12 @@ def _date_expressions(value: str) -> list[_Expression]:
 
 
 def _alternatives(expressions: Iterable[_Expression], squeezed: str | None) -> re.Pattern[str] | None:
-    """Compile what may match; most values are not in a text, and to compile them takes longer than to look.
+    """Compile the expressions that may match; compiling one takes longer than finding that it cannot.
 
     Args:
-        expressions: What to look for.
-        squeezed: The text in lower case without its signs, where it is ASCII; else None, and all are taken:
-            letters of other scripts may be equal to others but for their case.
+        expressions: Candidates.
+        squeezed: The text in lower case without its signs if it is ASCII; else None, which keeps all
+            expressions: outside ASCII, case folding may equate other letters.
     """
     kept = [
         expression.pattern
@@ -340,7 +321,7 @@ def _alternatives(expressions: Iterable[_Expression], squeezed: str | None) -> r
 
 
 def _is_measure(text: str, match: re.Match[str]) -> bool:
-    """Whether a short number is part of a measurement."""
+    """Return whether a short number is part of a measurement."""
     return bool(_UNIT.match(text, match.end())) or text[max(0, match.start() - 1) : match.start()] in {
         ".",
         "x",

@@ -1,8 +1,8 @@
-"""Word lists of reports: tell words from names.
+"""Word lists that distinguish words of reports from names.
 
 ``words.txt`` holds two kinds of words: common ones (*white*, *may*, *stone*, also when they are somebody's
 name) and eponyms (*Baker* cyst), names that refer to nobody present. ``words_english.txt`` holds many more
-that are nobody's name; only the strict mode lets them pass, since what is no name here may be one in another
+that are nobody's name; only the strict mode accepts them, because a word here may be a name in another
 country.
 """
 
@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Final, NamedTuple
 
-# No -er and no -y: Mayer and Hilly would be words then.
+# Without -er and -y, which would turn Mayer and Hilly into words.
 _SUFFIXES: Final = ("'s", "s", "es", "ed", "d", "ing", "ly", "ally", "ness", "ment")
 _AFFIXED: Final = re.compile(
     r"(?:hyper|hypo|peri|post|pre|sub|supra|infra|inter|intra|retro|para|micro|macro|non|un|re|multi|neuro"
@@ -22,7 +22,7 @@ _AFFIXED: Final = re.compile(
     r"|[a-z]{3,}(?:itis|ectomy|ectasis|ectasia|osis|oses|oma|omas|omata|pathy|pathic|graphy|graphic|gram|grams"
     r"|plasty|scopy|stomy|otomy|emia|uria|megaly|lithiasis|algia|plegia|ation|ations|ational|ography)"
 )
-"""Medical words that no list has all of; asked only about words in lower case."""
+"""Forms of medical words, which no list covers completely; applied only to words in lower case."""
 
 
 class Lexicon(NamedTuple):
@@ -33,7 +33,7 @@ class Lexicon(NamedTuple):
     english: frozenset[str]
 
     def is_common(self, word: str) -> bool:
-        """Whether a folded word, or what is left of it without an ending, is a common one.
+        """Return whether a folded word, with or without an ending, is a common one.
 
         Example:
             >>> lexicon().is_common("nodules"), lexicon().is_common("okafor")
@@ -42,11 +42,11 @@ class Lexicon(NamedTuple):
         return word in self.common or any(stem in self.common for stem in _stems(word))
 
     def is_known(self, word: str) -> bool:
-        """Whether a folded word is a common one or an eponym."""
+        """Return whether a folded word is a common one or an eponym."""
         return self.is_common(word) or word.removesuffix("'s") in self.eponyms
 
     def may_pass(self, word: str) -> bool:
-        """Whether a folded word may pass the strict mode, however it is capitalised.
+        """Return whether the strict mode keeps a folded word, however it is capitalized.
 
         Example:
             >>> lexicon().may_pass("hospitalized"), lexicon().may_pass("okafor")
@@ -55,12 +55,12 @@ class Lexicon(NamedTuple):
         return self.is_known(word) or word in self.english
 
     def is_medical(self, word: str) -> bool:
-        """Whether a word in lower case is built like a medical one."""
+        """Return whether a word in lower case has the form of a medical one."""
         return _AFFIXED.fullmatch(word) is not None
 
 
 def fold(word: str) -> str:
-    """Lower case without accents, so that one spelling stands for all.
+    """Return a word in lower case without accents, so that one spelling represents all.
 
     Example:
         >>> fold("Müller"), fold("GROẞ")
@@ -76,7 +76,7 @@ def fold(word: str) -> str:
 
 @cache
 def lexicon() -> Lexicon:
-    """Load the lists that are shipped."""
+    """Load the shipped lists."""
     common, _, eponyms = _read("words.txt").partition("# Eponyms")
     return Lexicon(_words(common), _words(eponyms.partition("\n")[2]), _words(_read("words_english.txt")))
 

@@ -1,4 +1,4 @@
-"""Rules that find images which may show text or a face, from a table over header values that sites extend.
+"""Pixel rules: a table over header values that finds images which may show text or a face; sites extend it.
 
 An absent attribute proves nothing: a file that does not declare burned-in text may have some, so the kinds of
 images that often have it are suspect. Pixels are not examined; docs/deidentification.md describes what that
@@ -45,25 +45,25 @@ class _Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blackout:
-    """Boxes to blank in the images of one device."""
+    """Boxes to black out in the images of one device."""
 
     name: str
     boxes: tuple[Box, ...]
     clears: frozenset[str]
-    """Rules that it answers."""
+    """Rules whose suspicion it resolves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelVerdict:
-    """Verdict of the rules on a group of like images."""
+    """Verdict of the rules on a group of similar images."""
 
     held_back: tuple[str, ...]
-    """Names of the rules that keep the images out; none: they may be packed."""
+    """Names of the rules that hold the images back; none if they may be packed."""
     accepted: tuple[str, ...]
     """Names of the rules that matched and were accepted by the settings."""
     blackout: Blackout | None
     face: tuple[str, ...]
-    """Names of the rules that see a head."""
+    """Names of the rules that detect a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PixelRules:
     faces: tuple[_Rule, ...]
     blackouts: tuple[tuple[_Rule, Blackout], ...]
     digest: str
-    """SHA-256 of the table and what was added to it."""
+    """SHA-256 of the shipped table and the added ones."""
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -87,14 +87,14 @@ class PixelRules:
         """Judge a group of images by their header values.
 
         Args:
-            values: DICOM keyword to values, of all that rules ask for.
-            accept: Names of rules that keep nothing out.
+            values: Values by DICOM keyword, for all `keywords`.
+            accept: Names of rules that hold nothing back.
             trusts_no: Whether a declared ``BurnedInAnnotation = NO`` clears a suspicion.
         """
         blackout = next((boxes for rule, boxes in self.blackouts if rule.matches(values)), None)
         matched = [rule for rule in self.burned_in if rule.matches(values)]
-        said = {str(value).upper() for value in values.get("BurnedInAnnotation", ())}
-        if trusts_no and said == {"NO"}:
+        declared = {str(value).upper() for value in values.get("BurnedInAnnotation", ())}
+        if trusts_no and declared == {"NO"}:
             matched = [rule for rule in matched if rule.verdict == "dirty"]
         if blackout is not None:
             matched = [rule for rule in matched if rule.name not in blackout.clears]
@@ -107,7 +107,7 @@ class PixelRules:
         )
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Check that names are those of rules.
+        """Check that every name is that of a rule.
 
         Raises:
             ConfigError: One is not.
@@ -116,18 +116,13 @@ class PixelRules:
         for name in names:
             if name not in known:
                 raise ConfigError(
-                    f"deid.accept must name rules for burned-in text, got {name!r}; "
-                    f"known are {', '.join(sorted(known))}."
+                    f"deid.accept names {name!r}, which is no rule for burned-in text; choose among "
+                    f"{', '.join(sorted(known))}."
                 )
 
 
-def shipped_rules() -> str:
-    """Return the text of the table that is shipped."""
-    return (files("shardflow.packing.deid") / "pixel_rules.toml").read_text(encoding="ascii")
-
-
 def load_rules(*added: str) -> PixelRules:
-    """Read the shipped table and what a site adds to it.
+    """Read the shipped table and the tables that a site adds to it.
 
     Args:
         added: Texts of further tables (TOML).
@@ -135,7 +130,8 @@ def load_rules(*added: str) -> PixelRules:
     Raises:
         ConfigError: A table is not as the shipped one describes it.
     """
-    texts = [shipped_rules(), *added]
+    shipped = (files("shardflow.packing.deid") / "pixel_rules.toml").read_text(encoding="ascii")
+    texts = [shipped, *added]
     tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in _TABLES}
     for text in texts:
         for name, entries in _parse(text).items():
@@ -157,7 +153,7 @@ def _parse(text: str) -> dict[str, list[Mapping[str, Any]]]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the pixel rules must be TOML, got an error: {error}; correct the file.") from None
+        raise ConfigError(f"the pixel rules are not valid TOML: {error}; correct the file.") from None
     for name, entries in tables.items():
         if name not in _TABLES or not isinstance(entries, list):
             raise ConfigError(
@@ -228,4 +224,4 @@ def _has_all(conditions: Sequence[tuple[str, re.Pattern[str]]], values: Values) 
 
 
 def _problem(name: str, expected: str) -> ConfigError:
-    return ConfigError(f"a pixel rule must have {expected}, got something else ({name}); correct it.")
+    return ConfigError(f"a pixel rule must have {expected}, but {name} has not; correct it.")

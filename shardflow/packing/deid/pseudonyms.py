@@ -1,12 +1,12 @@
 """Keyed surrogates of identifiers, and dates relative to a keyed origin per patient.
 
-A surrogate is a keyed hash, so every process of every run agrees on it and shares nothing but the key; nobody
-without the key can enumerate patient numbers until one fits. docs/adr/0020-surrogates.md explains why
+A surrogate is a keyed hash, so that all processes of all runs agree on it and share only the key; without the
+key nobody can find an identifier by trying all patient numbers. docs/adr/0020-surrogates.md explains why
 this is not a random table, and what that costs.
 
-The studies of a patient keep their distances in days, and the calendar is gone. The origin depends on nothing
-but the key and the patient identifier, so a study that is added years later gets its place, and no written
-sample becomes wrong (docs/adr/0020-surrogates.md).
+The studies of a patient keep their distances in days, without calendar dates. The origin depends only on the
+key and the patient identifier, so that a study that is added years later fits in, and no written sample has
+to change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardflow.errors import ConfigError, StorageError
 from shardflow.storage import write_atomic
 
 MIN_KEY_BYTES = 32
-"""Shortest key that is taken: as long as the hash."""
+"""Minimum length of the key: that of the hash."""
 
 SURROGATE_LENGTH = 26
 """Characters of a surrogate: 128 bits in base32."""
@@ -50,7 +50,7 @@ class SecretKey:
     __slots__ = ("_key", "key_id")
 
     def __init__(self, key: bytes) -> None:
-        """Take the raw key.
+        """Create a key from its bytes.
 
         Raises:
             ConfigError: The key is shorter than `MIN_KEY_BYTES`.
@@ -106,10 +106,10 @@ class SecretKey:
         return cls.load(path)
 
     def surrogate(self, kind: str, value: str) -> str:
-        """Stand-in for an identifier.
+        """Return the surrogate of an identifier.
 
         Args:
-            kind: What the value is, such as ``"study"``; equal values of different kinds get unrelated
+            kind: Kind of identifier, such as ``"study"``; equal values of different kinds get unrelated
                 surrogates.
             value: The identifier.
 
@@ -121,7 +121,7 @@ class SecretKey:
         return "".join([_PAIRS[bits >> shift & 1023] for shift in _SHIFTS])
 
     def bucket(self, kind: str, value: str, modulus: int) -> int:
-        """Place a value into one of ``modulus`` buckets, for ever the same one.
+        """Assign a value to one of ``modulus`` buckets, always the same one.
 
         Returns:
             An integer in ``[0, modulus)``; the bias is below ``modulus / 2**64``.
@@ -132,7 +132,7 @@ class SecretKey:
 
     def _digest(self, kind: str, value: str) -> bytes:
         if "\0" in kind:
-            raise ConfigError("kind must not hold a zero byte; it separates kind and value.")
+            raise ConfigError("kind must not contain a zero byte, which separates kind and value.")
         message = kind.encode() + b"\0" + value.encode("utf-8", "surrogatepass")
         return hmac.digest(self._key, message, "sha256")
 
@@ -169,7 +169,7 @@ _MAX_PAST_DAYS: Final = 89 * 365
 
 
 def parse_date(value: str) -> date | None:
-    """Read a DICOM date; None where it is partial, impossible or before 1900.
+    """Parse a DICOM date; None if it is partial, impossible or before 1900.
 
     Example:
         >>> parse_date("20190314"), parse_date("201903"), parse_date("20190230")
@@ -230,7 +230,7 @@ class StudyDates:
         return None if shifted is None else f"DATE {shifted.isoformat()}"
 
     def _shift(self, day: date) -> date | None:
-        """Move a date by the patient's own number of days; None where that leaves the calendar."""
+        """Move a date by the number of days of the patient; None if the result is before 1900."""
         if self.keeps_weekday:
             days = 7 * (1 + self.key.bucket("date-shift-weeks", self.patient_id, _MAX_SHIFT_WEEKS))
         else:

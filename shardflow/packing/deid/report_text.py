@@ -1,8 +1,8 @@
-"""De-identification of report texts: replaces what identifies a person by its category, such as ``[NAME]``.
+"""Scrubber of report texts: replaces identifying text by its category, such as ``[NAME]``.
 
 Three layers search the original text: values of this study's headers (`known_values`), forms such as phone
 numbers and dates (`text_patterns`), and in the strict mode every word that is on no list (`lexicon`). An
-identifier of a form that no pattern describes is missed: docs/deidentification.md says what is not promised.
+identifier of a form that no pattern describes is missed; docs/deidentification.md lists the limits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardflow.packing.deid.text_patterns import (
 )
 
 ReportTextMode: TypeAlias = Literal["scrub", "strict", "keep"]
-"""``scrub``: known values and patterns. ``strict``: unknown words too. ``keep``: the text stays
-as it came."""
+"""``scrub``: known values and patterns. ``strict``: unknown words too. ``keep``: the text is
+not changed."""
 
 _WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
 _YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|cm|ml|hu|mg))", re.IGNORECASE)
@@ -37,11 +37,11 @@ _YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScrubbedText:
-    """A text that may leave."""
+    """A text that may be published."""
 
     text: str
     counts: dict[str, int]
-    """Places that were replaced, by category in lower case; sorted."""
+    """Number of replacements by category in lower case; sorted."""
 
 
 def scrub(
@@ -52,12 +52,12 @@ def scrub(
     order: DateOrder = "unknown",
     date_placeholder: Callable[[date], str | None] = lambda _: None,
 ) -> ScrubbedText:
-    """Replace what identifies a person.
+    """Replace text that identifies a person.
 
     Args:
         text: Of a report.
         known: Values of the study's headers.
-        mode: How much is taken out.
+        mode: How much is replaced.
         order: How the source writes 03/04/2019.
         date_placeholder: Returns what replaces a single day inside the brackets, such as its distance from
             the study; None removes the day.
@@ -86,8 +86,8 @@ def scrub(
     position = 0
     for span in merge(spans, text):
         is_birth = any(start < span.end and span.start < end for start, end in births)
-        said = None if span.day is None or is_birth else date_placeholder(span.day)
-        parts += [text[position : span.start], f"[{span.category}]" if said is None else f"[{said}]"]
+        placeholder = None if span.day is None or is_birth else date_placeholder(span.day)
+        parts += [text[position : span.start], f"[{placeholder or span.category}]"]
         counts[span.category.lower()] += 1
         position = span.end
     parts.append(text[position:])
@@ -95,7 +95,7 @@ def scrub(
 
 
 def _unknown_words(text: str) -> Iterator[Span]:
-    """Words that are on no list, and years."""
+    """Yield words that are on no list, and years."""
     known = lexicon()
     for match in _WORD.finditer(text):
         word = fold(match[0])

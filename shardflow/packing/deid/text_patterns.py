@@ -1,8 +1,8 @@
 """Patterns of identifying text: numbers, addresses, names after a title, dates and times.
 
-Patterns know no values; `known_values` does. Each of them leaves alone what reports are full of: sizes,
-series and image numbers, levels, sequences, isotopes. A date without a year looks like a fraction, a level or
-a count (*12/15 nodes*, *L4/5*, *image 3/14*): it is a date only if the words around it say so. The clock
+Patterns use no known values; `known_values` does. Each one ignores what reports are full of: sizes, series
+and image numbers, levels, sequences, isotopes. A date without a year looks like a fraction, a level or
+a count (*12/15 nodes*, *L4/5*, *image 3/14*): it is a date only if the words around it imply one. The clock
 positions of radiology (*at the 3:00 position*) are not times. A year by itself stays.
 """
 
@@ -33,7 +33,7 @@ class Category(StrEnum):
     TIME = "TIME"
     URL = "URL"
     WORD = "WORD"
-    """No known word: masked in the strict mode alone."""
+    """Unknown word: masked only in the strict mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +48,10 @@ class Span:
 
 
 def merge(spans: Iterable[Span], text: str) -> list[Span]:
-    """Return spans in order that overlap nowhere and cover what the given ones cover.
+    """Return sorted spans that do not overlap and cover what the given ones cover.
 
     Names (and unknown words) with nothing but a space or a comma between them become one. Of
-    overlapping spans the longest gives its category; a day survives only in a span that stands alone.
+    overlapping spans the longest determines the category; a day is kept only in a span without overlaps.
     """
     merged: list[Span] = []
     for span in sorted(spans, key=lambda one: (one.start, -one.end)):
@@ -203,7 +203,7 @@ _NO_NAME: Final = re.compile(
 
 
 def find_patterns(text: str) -> Iterator[Span]:
-    """Find what its form gives away."""
+    """Find identifying text by its form: addresses, numbers with a label, names after a title."""
     has_digits = any(map(str.isdigit, text))
     if "@" in text:
         yield from _spans(_EMAIL, text, Category.EMAIL)
@@ -219,7 +219,7 @@ def find_patterns(text: str) -> Iterator[Span]:
 
 
 def find_numbers(text: str) -> Iterator[Span]:
-    """Find long numbers and codes that nothing names; a date may look like one."""
+    """Find long numbers and codes without a label; a date may look like one."""
     yield from _spans(_LONG_NUMBER, text, Category.ID)
     for match in _CODE.finditer(text):
         token = match[0].rstrip("-")
@@ -230,7 +230,7 @@ def find_numbers(text: str) -> Iterator[Span]:
 
 
 def _spans(pattern: re.Pattern[str], text: str, category: Category, *groups: str) -> Iterator[Span]:
-    """Spans of a pattern: of the group that matched, or of the whole."""
+    """Yield the span of each match: of the given group that matched, or of the whole match."""
     for match in pattern.finditer(text):
         group: int | str = next((name for name in groups if match[name] is not None), 0)
         yield Span(start=match.start(group), end=match.end(group), category=category)
@@ -270,7 +270,7 @@ def _people(text: str) -> Iterator[Span]:
 
 
 def _trimmed(name: str, start: int, *, keep_one: bool) -> Iterator[Span]:
-    """The part of a run of capitalised words that can be a name: common words before and behind are none."""
+    """Yield the part of a run of capitalized words that can be a name, without common words around it."""
     known = lexicon()
     words = list(re.finditer(r"[^\W\d_]+(?:['-][^\W\d_]+)*", name))
     is_word = [
@@ -279,7 +279,7 @@ def _trimmed(name: str, start: int, *, keep_one: bool) -> Iterator[Span]:
         for word in words
     ]
     if keep_one:
-        # What stands before a degree is a name, be it a word too: only what leads to it is taken off.
+        # Text before a degree is a name even if it is also a word: only leading words are removed.
         while len(words) > 1 and (_LEAD.fullmatch(fold(words[0][0])) or words[0][0].endswith("ed")):
             del words[0], is_word[0]
     else:
@@ -292,7 +292,7 @@ def _trimmed(name: str, start: int, *, keep_one: bool) -> Iterator[Span]:
 
 
 def _is_prose(line: str) -> bool:
-    """Whether what follows a label is a sentence about the body rather than a name."""
+    """Return whether the text after a label is a sentence about the body rather than a name."""
     words = re.findall(r"[^\W\d_]+", line)
     known = lexicon()
     return len(words) >= 2 and all(known.is_common(fold(word)) for word in words)
@@ -301,7 +301,10 @@ def _is_prose(line: str) -> bool:
 DateOrder: TypeAlias = Literal["unknown", "mdy", "dmy"]
 """Order of day and month in 03/04/2019; if unknown, such a date is removed, because its day is ambiguous."""
 
-_MONTHS: Final = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+MONTHS: Final = """
+    january february march april may june july august september october november december
+    """.split()  # noqa: SIM905
+_MONTH_NUMBERS: Final = {month[:3]: number for number, month in enumerate(MONTHS, start=1)}
 _MONTH: Final = (
     r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|"
     r"oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b\.?"
@@ -382,7 +385,7 @@ _BARE_TIME: Final = re.compile(
 
 
 def find_dates(text: str, order: DateOrder) -> Iterator[Span]:
-    """Find dates; one that names a single day carries it."""
+    """Find dates; the span of one that names a single day holds the day."""
     for match in _NUMERIC.finditer(text):
         span = _numeric(match, order)
         if span is not None:
@@ -397,10 +400,10 @@ def find_dates(text: str, order: DateOrder) -> Iterator[Span]:
             continue
         day = None
         if number is not None and (year := match["y1"] or match["y2"]) is not None:
-            day = _day(_full_year(year), _MONTHS.index(month[:3].lower()) + 1, int(number))
+            day = _day(_full_year(year), _MONTH_NUMBERS[month[:3].lower()], int(number))
         yield Span(start=match.start(), end=match.end(), category=Category.DATE, day=day)
-    # No day goes with them: a birth date is known in its English forms, and is never told as a distance.
-    # To look for words is much faster than to look for what may stand around them.
+    # Without a day: a birth date is only known in its English forms, and must never become a distance.
+    # Searching for the bare words first is much faster than searching for them in context.
     lowered = text.lower()
     is_abroad = any(month in lowered for month in _MONTHS_ABROAD)
     for match in _WRITTEN_ABROAD.finditer(text) if is_abroad else ():
@@ -429,7 +432,7 @@ def find_times(text: str) -> Iterator[Span]:
 
 
 def _numeric(match: re.Match[str], order: DateOrder) -> Span | None:
-    """Three numbers that are a date, or None where they are something else."""
+    """Return the span of three numbers that form a date; None if they are something else."""
 
     def span(day: date | None) -> Span:
         return Span(start=match.start(), end=match.end(), category=Category.DATE, day=day)
@@ -452,7 +455,7 @@ def _numeric(match: re.Match[str], order: DateOrder) -> Span | None:
 
 
 def _full_year(text: str) -> int:
-    """Two digits mean the hundred years up to 2039."""
+    """Return the year in four digits; two digits refer to the hundred years up to 2039."""
     number = int(text.lstrip("'"))
     return number if number > 99 else number + (2000 if number < 40 else 1900)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -90,7 +91,6 @@ class ReportParser:
 
     def __init__(self, setup: ReadingSetup) -> None:
         self._setup = setup
-        self._reader: ReportReader | None = None
 
     def check(self) -> None:
         """Build the reader, to check the settings.
@@ -98,7 +98,7 @@ class ReportParser:
         Raises:
             ConfigError: A table or an extractor cannot be used.
         """
-        self._reader = self._make_reader()
+        self._reader  # noqa: B018 - built by its first use
 
     def read(self, text: str) -> dict[str, Any]:
         """Return the object of ``report.json``.
@@ -106,8 +106,6 @@ class ReportParser:
         Args:
             text: The report as it is stored.
         """
-        if self._reader is None:
-            self._reader = self._make_reader()
         return {"format_version": REPORT_JSON_VERSION, **self._reader.read(text).to_json()}
 
     def align(
@@ -133,7 +131,8 @@ class ReportParser:
         rules = AlignmentRules(**self._setup.alignment)
         return align({"series": series}, report, annotations, rules, text=text)
 
-    def _make_reader(self) -> ReportReader:
+    @cached_property
+    def _reader(self) -> ReportReader:
         from shardflow.reports import ReportReader, load_extractors, load_lexicon
 
         setup = self._setup

@@ -7,7 +7,6 @@ number of clipped values) go into ``study.json``, which sorts behind all slices.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -58,7 +57,7 @@ from shardflow.packing.studies.records import (
     stored_series,
 )
 from shardflow.packing.studies.tasks import StudyDone
-from shardflow.packing.studies.variants import SeriesVariants, draw_variants, speaks_of_sides
+from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
 
 if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
@@ -240,7 +239,7 @@ class StudyMembers:
         self._left_out.update(rejected)
         (study,) = grouping.studies
         for pair in study.copies:
-            bad.update(self._check_copy(dataclasses.replace(study, copies=(pair,))))
+            bad.update(self._check_copy(replace(study, copies=(pair,))))
             self._left_out[pair.copy.file_index] = Reason.DUPLICATE_INSTANCE.value
         if bad:
             raise _BadInstanceError(bad)
@@ -281,7 +280,7 @@ class StudyMembers:
             if aligned is not None:
                 contents["alignment"] = aligned
         texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
-        self._has_sides = speaks_of_sides([report or b"", *texts], contents)
+        self._has_sides = study_names_a_side([report or b"", *texts], contents)
         for name, content in contents.items():
             self.writer.hold(f"{name}.json", encode_json(content))
 

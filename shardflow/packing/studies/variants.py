@@ -135,7 +135,7 @@ def scale_affine(affine: Matrix, row_factor: float, column_factor: float) -> Mat
     ]
 
 
-def speaks_of_sides(texts: Iterable[bytes], contents: Mapping[str, Mapping[str, Any]]) -> bool:
+def study_names_a_side(texts: Iterable[bytes], contents: Mapping[str, Mapping[str, Any]]) -> bool:
     """Return whether any text or annotation of a study would be wrong for mirrored images.
 
     Args:
@@ -159,7 +159,7 @@ def draw_variants(
         config: Settings of the augmentation.
         modality: Of the series.
         sample_key: Of the study; seeds all numbers.
-        has_sides: Result of `speaks_of_sides`.
+        has_sides: Result of `study_names_a_side`.
     """
     if modality not in ALLOWED:
         return ()

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from shardflow.packing.upload import Uploader
     from shardflow.packing.versions.ingest import Ingested
     from shardflow.packing.workspace import Workspace
-    from shardflow.storage import ByteStore
 
 _ROWS_AT_ONCE: Final = 1024
 """Rows of a ledger that are written together."""
@@ -124,7 +123,7 @@ def is_unchanged(base: Base, ingested: Ingested) -> bool:
 
 
 def write_ledger(output: Path, path: str, columns: LedgerColumns) -> LedgerEntry:
-    """Write a ledger, some lines at a time: its size never shows in memory.
+    """Write a ledger a few lines at a time, in constant memory.
 
     Raises:
         StorageError: It cannot be written.
@@ -210,41 +209,14 @@ def page_path(version: int) -> str:
     return "report.html" if version == 1 else f"report-{version:06d}.html"
 
 
-def add_page(
-    output: Path,
-    config: PageConfig,
-    manifest: Manifest,
-    progress: Progress,
-    *,
-    num_threads: int,
-    store: ByteStore | None = None,
-) -> Manifest:
-    """Write the page of a dataset whose other files exist, unless the settings leave it out.
-
-    Args:
-        output: Folder of the dataset.
-        config: Settings of the page.
-        manifest: The manifest, not yet written.
-        progress: Receives the phase ``page``.
-        num_threads: Number of reading threads.
-        store: Store of the dataset, if part of it is not in its folder.
-
-    Returns:
-        The manifest with the page.
-
-    Raises:
-        FormatError: The dataset is damaged.
-        StorageError: The page cannot be written.
-    """
-    if not config.enabled:
-        return manifest
-    progress.phase("page", 0)
-    dataset = Dataset(store or LocalStore(output), manifest)
+def _add_page(output: Path, new: NewVersion, manifest: Manifest, uploader: Uploader | None) -> Manifest:
+    """Write the page of a version whose other files exist; return the manifest with the page."""
+    dataset = Dataset(LocalStore(output) if uploader is None else uploader.store(manifest), manifest)
     facts = gather(
         dataset,
-        num_thumbnails=config.num_thumbnails,
+        num_thumbnails=new.page.num_thumbnails,
         bounds=Bounds(),
-        num_threads=min(num_threads, _MAX_THREADS),
+        num_threads=min(new.num_threads, _MAX_THREADS),
     )
     page = render_page(
         dataset, facts, kept_keywords=KEYWORDS, max_age_years=MAX_AGE_YEARS, is_inside=True
@@ -359,6 +331,7 @@ def write_version(
 
     Raises:
         AlreadyExistsError: This version exists.
+        FormatError: A shard is damaged.
         StorageError: A file cannot be written.
     """
     progress.phase("samples", 0)
@@ -383,15 +356,10 @@ def write_version(
             "studies": dict(new.studies) if new.studies is not None else _count_studies(new),
         },
     )
+    if new.page.enabled:
+        progress.phase("page", 0)
+        manifest = _add_page(output, new, manifest, uploader)
     store = LocalStore(output)
-    manifest = add_page(
-        output,
-        new.page,
-        manifest,
-        progress,
-        num_threads=new.num_threads,
-        store=None if uploader is None else uploader.store(manifest),
-    )
     remove_strangers(output, [*(load(store, number) for number in versions(store)), manifest])
     progress.phase("manifest", 0)
     commit(store, manifest)
