@@ -270,7 +270,7 @@ def _phone_expression(value: str) -> _Expression:
 
 
 def _script_expressions(name: str) -> list[_Expression]:
-    """Return expressions of a name in a script without case: whole, and its parts of two or more characters."""
+    """Return expressions of a name in a script without case: whole, and its parts of several characters."""
     expressions = []
     for group in name.split("="):
         parts = [part for part in re.split(r"[\^\s]+", group) if part]
