@@ -17,93 +17,31 @@ from functools import cache
 from typing import Any, Final, Literal, Protocol, Self
 
 _MOST: Final = 1e18
-"""Numbers beyond it are nothing that was measured, and do not fit where numbers are kept."""
-_MOST_WHOLE: Final = 10**18
+"""Largest number accepted: nothing measured is larger, and consumers store 64-bit numbers."""
+_MOST_INTEGER: Final = 10**18
 MoveKind = Literal["propose", "try", "keep", "revert", "settle", "resume"]
-"""``propose``: only observing, nothing was changed. ``resume``: settled before, and looking again."""
+"""``propose``: observing only, nothing was changed. ``resume``: settled before, now searching again."""
 _MIB: Final = 1 << 20
 
 
-def number_of(value: object) -> float:
-    """Return a number of JSON.
-
-    Raises:
-        ValueError: It is none, or none that can have been measured.
-    """
-    if type(value) not in (int, float) or not -_MOST <= value <= _MOST:  # type: ignore[operator]
-        raise ValueError("a number must be measured")
-    return value  # type: ignore[return-value]
-
-
-def mapping_of(value: object) -> Mapping[str, Any]:
-    """Return an object of JSON.
-
-    Raises:
-        TypeError: It is none.
-    """
-    if not isinstance(value, Mapping):
-        raise TypeError("an object must be one")
-    return value
-
-
-def _whole(value: object) -> int:
-    # Of whole numbers there are most, and a file may hold millions of them.
-    return value if type(value) is int and -_MOST_WHOLE <= value <= _MOST_WHOLE else int(number_of(value))
-
-
-def _truth(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError("a truth value must be one")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a text must be one")
-    return value
-
-
-def _setting(value: object) -> int | float | str:
-    return value if isinstance(value, str | bool) else number_of(value)
-
-
-_READERS: Final[Mapping[str, Callable[[object], object]]] = {
-    "float": number_of,
-    "int": _whole,
-    "bool": _truth,
-    "str": _text,
-}
-"""By the type of a field, as it is written here."""
-
-
-@cache
-def _readers(kind: type) -> Mapping[str, Callable[[object], object]]:
-    return {one.name: _READERS[str(one.type)] for one in fields(kind) if one.type in _READERS}
-
-
-def _plain(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that are numbers, texts and truth values."""
-    readers, found = _readers(kind), {}
-    for name, item in mapping_of(value).items():
-        read = readers.get(name)
-        if read is not None and item is not None:
-            found[name] = read(item)
-    return found
-
-
-class _FromJson:
-    """Reads a frozen dataclass of plain values from a JSON object."""
+class _JsonRecord:
+    """A frozen dataclass that is written to and read from a JSON object."""
 
     __slots__ = ()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the record of a JSON object, see `to_json`.
+        """Read what `to_json` wrote; unknown keys are ignored, missing and null ones get their defaults.
 
         Raises:
-            TypeError, ValueError: A field is missing, or of another kind.
+            TypeError, ValueError: A field without a default is missing, or a value has the wrong type.
         """
-        return cls(**_plain(cls, value))
+        readers, found = _readers(cls), {}
+        for name, item in _mapping(value).items():
+            read = readers.get(name)
+            if read is not None and item is not None:
+                found[name] = read(item)
+        return cls(**found)
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
@@ -111,23 +49,23 @@ class _FromJson:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageNumbers(_FromJson):
-    """What all ranks did in a stage."""
+class StageNumbers(_JsonRecord):
+    """Totals of a stage over all ranks."""
 
     seconds: float = 0.0
     """Summed over ranks and their threads."""
     num_bytes: int = 0
     num_items: int = 0
     most_seconds: float = 0.0
-    """Of the rank that spent most there."""
+    """Of the rank that spent the most time there."""
     most_rank: int = 0
     least_seconds: float = 0.0
-    """Of the rank that spent least there."""
+    """Of the rank that spent the least time there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GaugeNumbers(_FromJson):
-    """Something that goes up and down, over the ranks and the interval."""
+class GaugeNumbers(_JsonRecord):
+    """Mean and extremes of a gauge, over the ranks and the interval."""
 
     mean: float = 0.0
     least: float = 0.0
@@ -135,8 +73,8 @@ class GaugeNumbers(_FromJson):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankNumbers(_FromJson):
-    """One rank's part of an interval; seconds are wall time of its loop unless said otherwise."""
+class RankNumbers(_JsonRecord):
+    """One rank's part of an interval; seconds are wall time of its loop unless stated otherwise."""
 
     rank: int
     host: str = ""
@@ -144,40 +82,40 @@ class RankNumbers(_FromJson):
     compute_s: float = 0.0
     """Forward and backward, up to its own last gradient."""
     exchange_s: float = 0.0
-    """Waiting for others' gradients: least on the rank that all others wait for."""
+    """Waiting for other ranks' gradients: shortest on the rank that all others wait for."""
     optimizer_s: float = 0.0
     cpu_s: float = 0.0
-    """Processor time of the process and its loader processes, all threads."""
+    """CPU time of the process and its loader processes, all threads."""
     runnable_s: float = 0.0
-    """Time that its threads could have run and had no processor; 0 where the kernel does not tell."""
+    """Time that its threads were runnable but had no processor; 0 if the kernel does not report it."""
     gil_wait_share: float = 0.0
-    """Share of the time that a thread which wants the interpreter waits for it, 0 to 1."""
+    """Share of the time that a thread which needs the GIL waits for it, 0 to 1."""
     pss_bytes: int = 0
-    """Memory of the process and its loader processes, shared pages counted once over all who share."""
+    """Proportional set size of the process and its loader processes: a shared page counts by its share."""
     pinned_bytes: int = 0
     device_bytes: int = 0
-    """Most memory of the device held at once; 0 on CPUs."""
+    """Peak memory of the device; 0 on CPUs."""
     cache_ram_bytes: int = 0
     cache_disk_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A stretch of steps. Written by rank 0 as the event ``"interval"``."""
+class Interval(_JsonRecord):
+    """Measurements of consecutive steps. Written by rank 0 as the event ``"interval"``."""
 
     global_step: int
-    """Last step of the stretch."""
+    """Last step of the interval."""
     num_steps: int
     epoch: int = 0
     is_warm_up: bool = False
-    """Of the first step of a start, which builds connections and may compile: nothing to judge a run by."""
+    """Whether this is the first step of a start, which builds connections and may compile; not judged."""
     wall_s: float = 0.0
-    """On rank 0, since the end of the interval before: steps, checkpoints, evaluations."""
+    """On rank 0, since the end of the previous interval: steps, checkpoints, evaluations."""
     step_s: float = 0.0
-    """Sum over its steps of the slowest rank's time, as in the lines of steps."""
+    """Sum over its steps of the slowest rank's time, as in the step events."""
     slowest_wait_s: float = 0.0
-    """Sum over its steps of the wait for data of the rank that waited longest, as in the lines of steps; more
-    than any rank waited in all where ranks wait in turn."""
+    """Sum over its steps of the longest wait for data of any rank, as in the step events; more than any one
+    rank waited in total if ranks wait in turn."""
     num_samples: float = 0.0
     num_tokens: float = 0.0
     world_size: int = 1
@@ -185,85 +123,55 @@ class Interval:
     stages: Mapping[str, StageNumbers] = field(default_factory=dict)
     """By name, see `shardflow.telemetry.counters.STAGES`."""
     gauges: Mapping[str, GaugeNumbers] = field(default_factory=dict)
-    """``ready_batches`` and ``buffered_bytes`` (seen when the loop takes one), ``ahead_batches`` (those
-    fetched ahead of the loader, seen as it comes to one), ``fetching_bytes``, ``pinned_regions``,
-    ``threads_busy`` (threads of the loader at work, as a mean)."""
+    """``ready_batches`` and ``buffered_bytes`` (sampled when the loop takes a batch), ``ahead_batches``
+    (prefetched into the cache, sampled when the loader reaches one), ``fetching_bytes``, ``pinned_regions``,
+    ``threads_busy`` (mean number of busy loader threads)."""
     ranks: tuple[RankNumbers, ...] = ()
-    """All of them up to 64; of more, the 64 with the largest ``compute_s + data_wait_s``, by rank."""
+    """All ranks, up to 64; of more, the 64 with the largest ``compute_s + data_wait_s``, by rank."""
     settings: Mapping[str, int | float | str] = field(default_factory=dict)
-    """The tunables as they stood at the end: ``loader.execution``, ``loader.num_threads``,
+    """The tunables at the end of the interval: ``loader.execution``, ``loader.num_threads``,
     ``loader.prefetch_bytes``, ``cache.read_ahead_bytes``, ..."""
     num_cpus: int = 1
-    """Processors that the processes of a node may use, quotas counted."""
+    """Processors that the processes of a node may use, including quotas."""
     memory_bytes: int = 0
-    """Of the node, or of its cgroup."""
+    """Memory of the node, or of its cgroup."""
     available_bytes: int = 0
-    """Least over the nodes at the end."""
+    """Minimum over the nodes at the end of the interval."""
     tier: str = "local"
-    """Where the dataset lies: ``local``, or the scheme of its address."""
+    """Where the dataset is stored: ``local``, or the scheme of its URL."""
     total_steps: int = 0
-    """Steps of the whole run; 0 where it is not known."""
+    """Steps of the whole run; 0 if unknown."""
     num_masked: int = 0
-    """Slots whose sample could not be read, and which were masked, over all ranks."""
+    """Slots masked because their sample could not be read, over all ranks."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """How often something happened that takes no time worth a stage, over all ranks: ``cache_fault``,
+    """Counts of events too short to be a stage, over all ranks: ``cache_fault``,
     ``cache_poisoned``, ``cache_unsound``, ``cache_ram_evicted``, ``cache_disk_evicted``."""
     cache_free_bytes: int = -1
-    """Least room, over the nodes, on the disk of the cache's folder; -1 without such a folder."""
+    """Minimum over the nodes of the free space on the disk of the cache folder; -1 without one."""
 
     def stage(self, name: str) -> StageNumbers:
         """Return a stage's numbers; zeros for one that did not run."""
         return self.stages.get(name) or StageNumbers()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of the line, without ``event``, ``time_s`` and ``attempt``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the interval of a line, see `to_json`.
-
-        Raises:
-            TypeError, ValueError: A field is missing, or of another kind.
-        """
-        found = _plain(cls, value)
-        for name, read in _PARTS.items():
-            held = mapping_of(value.get(name) or {})
-            found[name] = {key: read(one) for key, one in held.items() if one is not None}
-        ranks = value.get("ranks") or ()
-        if not isinstance(ranks, list | tuple):
-            raise TypeError("ranks must be a list")
-        found["ranks"] = tuple(map(RankNumbers.from_json, ranks))
-        return cls(**found)
-
-
-_PARTS: Final[Mapping[str, Callable[[Any], object]]] = {
-    "stages": StageNumbers.from_json,
-    "gauges": GaugeNumbers.from_json,
-    "settings": _setting,
-    "events": _whole,
-}
-"""Fields of an interval that hold something by its name."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
-    """One thing to do."""
+class Advice(_JsonRecord):
+    """One recommended action."""
 
     text: str
     """A sentence for a person; names the setting, the old and the new value where there is one."""
     setting: str = ""
-    """As in the configuration, ``loader.num_threads``; empty where it is no setting of ours."""
+    """As in the configuration, ``loader.num_threads``; empty if it is not a setting of shardflow."""
     old: str = ""
     new: str = ""
     gain: float = 0.0
-    """Expected rate of steps over the present one, less 1: 0.25 is a quarter faster. An estimate from the
-    shares of the step, not a promise."""
+    """Expected step rate over the current one, minus 1: 0.25 is a quarter faster. Estimated from the shares
+    of the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What a stretch of steps was bound by. Written as the event ``"verdict"``."""
+class Verdict(_JsonRecord):
+    """What limited the speed of an interval. Written as the event ``"verdict"``."""
 
     global_step: int
     code: str
@@ -275,33 +183,10 @@ class Verdict:
     evidence: Mapping[str, float] = field(default_factory=dict)
     advice: tuple[Advice, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of the line."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the verdict of a line.
-
-        Raises:
-            TypeError, ValueError: A field is missing, or of another kind.
-        """
-        evidence, advice = mapping_of(value.get("evidence") or {}), value.get("advice") or ()
-        if not isinstance(advice, list | tuple):
-            raise TypeError("advice must be a list")
-        return cls(
-            global_step=_step_of(value),
-            code=_text_of(value, "code"),
-            text=_text_of(value, "text"),
-            share=float(number_of(value.get("share") or 0.0)),
-            evidence={str(name): float(number_of(one)) for name, one in evidence.items() if one is not None},
-            advice=tuple(_advice_of(mapping_of(one)) for one in advice),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
-    """What the tuner did. Written as the event ``"tune"``."""
+class Move(_JsonRecord):
+    """An action of the tuner. Written as the event ``"tune"``."""
 
     global_step: int
     kind: MoveKind
@@ -310,87 +195,125 @@ class Move:
     old: str = ""
     new: str = ""
     rate_before: float = 0.0
-    """Samples a second before the move."""
+    """Samples per second before the move."""
     rate_after: float = 0.0
-    """And after it; 0 while it is not known."""
+    """Samples per second after the move; 0 while unknown."""
     text: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of the line."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the move of a line.
-
-        Raises:
-            TypeError, ValueError: A field is missing, or of another kind.
-        """
-        names = ("setting", "old", "new", "text")
-        return cls(
-            global_step=_step_of(value),
-            kind=_text_of(value, "kind"),  # type: ignore[arg-type]
-            rate_before=float(number_of(value.get("rate_before") or 0.0)),
-            rate_after=float(number_of(value.get("rate_after") or 0.0)),
-            **{name: _text_of(value, name, "") for name in names},
-        )
+# ---- reading JSON --------------------------------------------------------------------------------
 
 
-def _advice_of(value: Mapping[str, Any]) -> Advice:
-    return Advice(
-        text=_text_of(value, "text"),
-        **{name: _text_of(value, name, "") for name in ("setting", "old", "new")},
-        gain=float(number_of(value.get("gain") or 0.0)),
-    )
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not -_MOST <= value <= _MOST:  # type: ignore[operator]
+        raise ValueError("expected a finite number")
+    return value  # type: ignore[return-value]
 
 
-def _step_of(value: Mapping[str, Any]) -> int:
-    return int(number_of(value.get("global_step")))
+def _integer(value: object) -> int:
+    # The fast path: most values are integers, and a file may hold millions of them.
+    return value if type(value) is int and -_MOST_INTEGER <= value <= _MOST_INTEGER else int(_number(value))
 
 
-def _text_of(value: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    found = value.get(name, default)
-    if not isinstance(found, str):
-        raise TypeError("a text must be one")
-    return found
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("expected true or false")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("expected text")
+    return value
+
+
+def _setting(value: object) -> int | float | str:
+    return value if isinstance(value, str | bool) else _number(value)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("expected an object")
+    return value
+
+
+def _by_name(read: Callable[[Any], object]) -> Callable[[object], object]:
+    """Return a reader of objects that hold something by its name."""
+    return lambda value: {name: read(item) for name, item in _mapping(value).items() if item is not None}
+
+
+def _each(read: Callable[[Any], object]) -> Callable[[object], object]:
+    """Return a reader of lists."""
+
+    def read_all(value: object) -> object:
+        if not isinstance(value, list | tuple):
+            raise TypeError("expected a list")
+        return tuple(map(read, value))
+
+    return read_all
+
+
+_READERS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "float": _number,
+    "int": _integer,
+    "bool": _boolean,
+    "str": _text,
+    "MoveKind": _text,
+    "Mapping[str, float]": _by_name(_number),
+    "Mapping[str, int]": _by_name(_integer),
+    "Mapping[str, int | float | str]": _by_name(_setting),
+    "Mapping[str, StageNumbers]": _by_name(StageNumbers.from_json),
+    "Mapping[str, GaugeNumbers]": _by_name(GaugeNumbers.from_json),
+    "tuple[RankNumbers, ...]": _each(RankNumbers.from_json),
+    "tuple[Advice, ...]": _each(Advice.from_json),
+}
+"""Readers by the annotation of a field, as it is written in this module."""
+
+
+@cache
+def _readers(kind: type) -> Mapping[str, Callable[[Any], object]]:
+    return {one.name: _READERS[str(one.type)] for one in fields(kind)}
+
+
+# ---- tunables ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunableLimit:
-    """What a setting may be on this machine, with the other settings as they are."""
+    """Allowed values of a setting on this machine, given the current values of the others."""
 
     least: int = 0
     most: int = 0
-    """At least ``least``; both are 0 for a setting of words."""
+    """At least ``least``; both are 0 for a setting with choices."""
     choices: tuple[str, ...] = ()
-    """The words of a setting of words; empty for a number."""
+    """Allowed words; empty for a number."""
     is_live: bool = True
-    """Whether a change acts on what runs; otherwise from the next boundary of steps or iterations on."""
+    """Whether a change takes effect at once; otherwise at the next step or iteration."""
 
 
 class Tunables(Protocol):
     """Settings by name, as in the configuration: ``loader.num_threads``, ``cache.ram_bytes``, ..."""
 
     def values(self) -> dict[str, int | str]:
-        """Return all settings that can be changed here, as they were set last."""
+        """Return the current value of every tunable."""
 
     def limits(self) -> dict[str, TunableLimit]:
-        """Return what each of them may be now; what is missing cannot be changed here."""
+        """Return the current limits of each tunable; a missing one cannot be changed here."""
 
     def set(self, name: str, value: int | str) -> None:
-        """Change one. Safe from any thread.
+        """Change a tunable. Safe from any thread.
 
         Raises:
-            ConfigError: There is no such setting here, or the value is outside its limits; nothing changes.
+            ConfigError: There is no such tunable, or the value is outside its limits; nothing changes.
         """
 
 
 def size_text(num_bytes: int) -> str:
-    """Write a size as a configuration may hold it, to the next MiB from 1 MiB on."""
+    """Format a size as in a configuration file, rounded up to MiB from 1 MiB on."""
     return f"{math.ceil(num_bytes / _MIB)}MiB" if num_bytes >= _MIB else f"{num_bytes}"
 
 
 def setting_text(name: str, value: int | str) -> str:
-    """Write the value of a setting for people; sizes as in a configuration."""
+    """Format the value of a setting for people; sizes as in a configuration file."""
     text = str(value)
     return size_text(int(text)) if name.endswith("_bytes") and text.isascii() and text.isdigit() else text
