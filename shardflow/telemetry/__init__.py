@@ -1,7 +1,7 @@
 """Telemetry: seconds, bytes and items per stage, and the interval records made from them.
 
-Only the numbers live here. Exporters and live views read snapshots, `shardflow.monitoring` judges the
-records, and nothing here knows how a stage does its work.
+Holds the numbers only: exporters and live views read snapshots, and `shardflow.monitoring` judges the
+records.
 """
 
 from __future__ import annotations

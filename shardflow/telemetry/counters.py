@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 StageGroup = Literal["fetch", "make", "device", "step", "idle"]
-"""``fetch``: bytes come to the process. ``make``: threads make micro-batches of them. ``device``: these go to
-where the model computes. ``step``: the trainer's loop. ``idle``: somebody waits for somebody else."""
+"""``fetch``: reading bytes into the process. ``make``: threads building micro-batches from them. ``device``:
+transfer to the device of the model. ``step``: the training loop. ``idle``: waiting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One stage."""
+    """A stage of the pipeline or of the training loop."""
 
     group: StageGroup
     text: str
-    """What happens there, for a person."""
+    """Description for people."""
     is_part_of: str = ""
-    """The stage whose seconds hold this one's too; empty for none."""
+    """The stage whose seconds include this one's; empty for none."""
 
 
 STAGES: Final[dict[str, Stage]] = {
@@ -69,12 +69,12 @@ STAGES: Final[dict[str, Stage]] = {
     "starved": Stage(group="idle", text="waits for a loader that had nothing ready"),
     "idle": Stage(group="idle", text="threads of the loader have nothing to do"),
 }
-"""All stages, in the order of a sample's way. Seconds of the groups ``fetch`` and ``make`` are summed over
+"""All stages, in the order a sample passes them. Seconds of the groups ``fetch`` and ``make`` are summed over
 threads."""
 
 
 def metric_name(name: str) -> str:
-    """Return the OpenTelemetry name of a metric of ours: dots, no unit in the name, one namespace.
+    """Return the OpenTelemetry name of a metric: dots, no unit in the name, one namespace.
 
     Example:
         >>> metric_name("stage.duration")
@@ -85,10 +85,7 @@ def metric_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTotals:
-    """What a stage did since its counters were made.
-
-    Seconds are summed over threads: two threads that decode for one second make two.
-    """
+    """Totals of a stage; seconds are summed over threads."""
 
     seconds: float = 0.0
     num_bytes: int = 0
@@ -97,7 +94,7 @@ class StageTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GaugeTotals:
-    """What a gauge showed in a window; totals of several processes are merged with `StageCounters.merge`."""
+    """Values of a gauge in a window; those of other processes are merged with `StageCounters.merge`."""
 
     last: float
     least: float
@@ -105,7 +102,17 @@ class GaugeTotals:
     weighted: float
     """Sum of value times weight."""
     weight: float
-    """Sum of the weights: looks, or seconds where values were kept for different times."""
+    """Sum of the weights: the number of observations, or seconds if values lasted for different times."""
+
+    def followed_by(self, later: GaugeTotals) -> GaugeTotals:
+        """Return the totals of both."""
+        return GaugeTotals(
+            last=later.last,
+            least=min(self.least, later.least),
+            most=max(self.most, later.most),
+            weighted=self.weighted + later.weighted,
+            weight=self.weight + later.weight,
+        )
 
 
 class StageCounters:
@@ -121,11 +128,11 @@ class StageCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stages: dict[str, list[float]] = {}
-        self._gauges: dict[str, list[float]] = {}
+        self._gauges: dict[str, GaugeTotals] = {}
         self._windows: weakref.WeakSet[CountersWindow] = weakref.WeakSet()
 
     def add(self, stage: str, seconds: float = 0.0, num_bytes: int = 0, num_items: int = 0) -> None:
-        """Add to a stage's totals; a new name makes a new stage."""
+        """Add to a stage's totals; a new name creates a stage."""
         with self._lock:
             totals = self._stages.get(stage)
             if totals is None:
@@ -139,26 +146,25 @@ class StageCounters:
         return StageTimer(self, stage, num_bytes, num_items)
 
     def observe(self, gauge: str, value: float, weight: float = 1.0) -> None:
-        """Record the present value of something that goes up and down.
+        """Record the current value of a gauge.
 
         Args:
             gauge: Its name.
-            value: What it shows.
-            weight: How much the value counts in the mean: the seconds that it stood, where they differ.
+            value: Its value.
+            weight: Weight of the value in the mean: the seconds that it lasted, if they differ.
         """
         self.merge(
             gauge, GaugeTotals(last=value, least=value, most=value, weighted=value * weight, weight=weight)
         )
 
     def merge(self, gauge: str, seen: GaugeTotals) -> None:
-        """Record what a gauge of another process showed for some time."""
+        """Record the totals of a gauge of another process."""
         with self._lock:
-            _merge(self._gauges, gauge, seen)
-            for window in self._windows:
-                _merge(window.gauges, gauge, seen)
+            for gauges in (self._gauges, *(window.gauges for window in self._windows)):
+                gauges[gauge] = gauges[gauge].followed_by(seen) if gauge in gauges else seen
 
     def window(self) -> CountersWindow:
-        """Open a view of what is counted from now on; it ends when nobody holds it."""
+        """Open a view of everything counted from now on; it ends with its last reference."""
         window = CountersWindow(self)
         with self._lock:
             window.before = {name: tuple(totals) for name, totals in self._stages.items()}
@@ -166,7 +172,7 @@ class StageCounters:
         return window
 
     def take(self, window: CountersWindow) -> tuple[dict[str, StageTotals], dict[str, GaugeTotals]]:
-        """Return what was counted since a window's last look, see `CountersWindow.take`."""
+        """Return everything counted since the last call for a window; see `CountersWindow.take`."""
         with self._lock:
             now = {name: tuple(totals) for name, totals in self._stages.items()}
             gauges, window.gauges = window.gauges, {}
@@ -180,10 +186,7 @@ class StageCounters:
                 stages[name] = StageTotals(
                     seconds=seconds, num_bytes=int(num_bytes), num_items=int(num_items)
                 )
-        return stages, {
-            name: GaugeTotals(last=one[0], least=one[1], most=one[2], weighted=one[3], weight=one[4])
-            for name, one in gauges.items()
-        }
+        return stages, gauges
 
     def totals(self, stage: str) -> StageTotals:
         """Return a stage's totals; zeros for a stage that never ran."""
@@ -192,7 +195,7 @@ class StageCounters:
         return StageTotals(seconds=seconds, num_bytes=int(num_bytes), num_items=int(num_items))
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """Return all totals and gauges at one instant, ready for JSON.
+        """Return all totals and gauges at one instant, as JSON values.
 
         Returns:
             Per stage ``{"seconds", "num_bytes", "num_items"}``; per gauge ``{"last", "least", "most",
@@ -204,18 +207,23 @@ class StageCounters:
                 for name, totals in self._stages.items()
             }
             gauges = {
-                name: {"last": seen[0], "least": seen[1], "most": seen[2], "mean": _mean(seen)}
+                name: {
+                    "last": seen.last,
+                    "least": seen.least,
+                    "most": seen.most,
+                    "mean": seen.weighted / seen.weight if seen.weight else seen.last,
+                }
                 for name, seen in self._gauges.items()
             }
         return {**stages, **gauges}
 
 
 class CountersWindow:
-    """What counters counted since somebody's last look; any number of them see all that is counted.
+    """View of everything counted since its last use; each of several views sees all of it.
 
     Attributes:
-        before: Totals at the last look; the counters' own.
-        gauges: What gauges showed since; the counters' own.
+        before: Stage totals at the last `take`; written by the counters.
+        gauges: Gauges since the last `take`; written by the counters.
     """
 
     __slots__ = ("__weakref__", "_counters", "before", "gauges")
@@ -223,19 +231,15 @@ class CountersWindow:
     def __init__(self, counters: StageCounters) -> None:
         self._counters = counters
         self.before: Mapping[str, tuple[float, ...]] = {}
-        self.gauges: dict[str, list[float]] = {}
+        self.gauges: dict[str, GaugeTotals] = {}
 
     def take(self) -> tuple[dict[str, StageTotals], dict[str, GaugeTotals]]:
-        """Return stages and gauges since the last look, and begin anew.
-
-        Returns:
-            Both by name, without those of which nothing was counted.
-        """
+        """Return stages and gauges since the last call, by name, without those that counted nothing."""
         return self._counters.take(self)
 
 
 class StageTimer:
-    """The time of a ``with`` block, added to a stage when the block ends."""
+    """Context manager that adds the time of its block to a stage."""
 
     __slots__ = ("_counters", "_num_bytes", "_num_items", "_stage", "_start")
 
@@ -253,19 +257,3 @@ class StageTimer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._counters.add(self._stage, time.perf_counter() - self._start, self._num_bytes, self._num_items)
-
-
-def _merge(gauges: dict[str, list[float]], name: str, new: GaugeTotals) -> None:
-    seen = gauges.get(name)
-    if seen is None:
-        gauges[name] = [new.last, new.least, new.most, new.weighted, new.weight]
-        return
-    seen[0] = new.last
-    seen[1] = min(seen[1], new.least)
-    seen[2] = max(seen[2], new.most)
-    seen[3] += new.weighted
-    seen[4] += new.weight
-
-
-def _mean(seen: list[float]) -> float:
-    return seen[3] / seen[4] if seen[4] else seen[0]

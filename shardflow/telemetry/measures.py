@@ -1,9 +1,7 @@
-"""One rank's numbers of an interval as a row, and the interval that the rows of all ranks make.
+"""Interval measurement: each rank's numbers as a row of floats, and the interval record made from all rows.
 
-A row is a list of floats in a fixed order, so that ranks exchange it in one small gather, whatever ran where.
-Owns that order. Who gathers (a process group, or nobody in a run of one process) is the caller's business.
-
-Intervals of one process whose loop is not ours: what its loader counts, and the stages that it names.
+The order of a row is fixed here, so ranks exchange it in one small all-gather, which the caller performs.
+`IntervalRecorder` measures a training loop of the user's own in a single process.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ GAUGES: Final = (
     "pinned_regions",
     "threads_busy",
 )
-"""What goes up and down, see `Interval.gauges`."""
+"""Gauges of a row, see `Interval.gauges`."""
 _STAGES: Final = tuple(STAGES)
 _MEMORY: Final = ("pinned_bytes", "device_bytes", "cache_ram_bytes", "cache_disk_bytes")
 _EVENTS: Final = (
@@ -45,19 +43,19 @@ _FIRST_GAUGE: Final = 3 * len(_STAGES)
 _FIRST_FACT: Final = _FIRST_GAUGE + 4 * len(GAUGES)
 _MOST_RANKS: Final = 64
 _DIGITS: Final = 6
-"""Of seconds and shares in a line: microseconds are enough, and many ranks make long lines."""
+"""Decimal places of seconds and shares: microseconds are enough, and many ranks make long lines."""
 
 
 class RankMeasures:
     """Collects a rank's row of each interval.
 
     Args:
-        counters: What its loader and its loop count.
-        children: Process ids of loader processes.
-        every_s: Length of an interval, about.
-        memory: Bytes by name, of those that `RankNumbers` has (``pinned_bytes``, ``device_bytes``,
-            ``cache_ram_bytes``, ``cache_disk_bytes``), and ``cache_free_bytes``.
-        num_masked: How many slots were masked so far.
+        counters: Counters of the loader and of the loop.
+        children: Returns the process ids of loader processes.
+        every_s: Approximate length of an interval.
+        memory: Returns bytes by name, those of `RankNumbers` (``pinned_bytes``, ``device_bytes``,
+            ``cache_ram_bytes``, ``cache_disk_bytes``) and ``cache_free_bytes``.
+        num_masked: Returns the number of slots masked so far.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class RankMeasures:
         self._probe = ProcessProbe(children, every_s=every_s)
 
     def take(self) -> list[float]:
-        """Return the row of what happened since the last call, see `interval_of`."""
+        """Return the row of the time since the last call, for `interval_of`."""
         stages, gauges = self._window.take()
         facts, memory = self._probe.take(), self._memory()
         row: list[float] = []
@@ -94,17 +92,17 @@ class RankMeasures:
         return row
 
     def close(self) -> None:
-        """End the thread that watches the process."""
+        """Stop the thread that monitors the process."""
         self._probe.close()
 
 
 def interval_of(rows: Sequence[Sequence[float]], *, hosts: Sequence[str], **fields: Any) -> Interval:
-    """Make an interval of the rows of all ranks.
+    """Make an interval from the rows of all ranks.
 
     Args:
         rows: By rank.
-        hosts: Name of each rank's machine.
-        fields: Further fields of `Interval`: steps, sums, settings.
+        hosts: Host name of each rank.
+        fields: Other fields of `Interval`: steps, sums, settings.
     """
     ranks = [_rank_numbers(rank, row, hosts[rank]) for rank, row in enumerate(rows)]
     if len(ranks) > _MOST_RANKS:
@@ -137,7 +135,7 @@ def interval_of(rows: Sequence[Sequence[float]], *, hosts: Sequence[str], **fiel
 
 
 def _stage_numbers(by_rank: Sequence[Sequence[float]]) -> StageNumbers | None:
-    """Return what all ranks did in a stage; None where none of them did anything."""
+    """Return the totals of a stage over all ranks; None if no rank ran it."""
     if not any(map(any, by_rank)):
         return None
     seconds = [one[0] for one in by_rank]
@@ -153,7 +151,7 @@ def _stage_numbers(by_rank: Sequence[Sequence[float]]) -> StageNumbers | None:
 
 
 def _gauge_numbers(by_rank: Sequence[Sequence[float]]) -> GaugeNumbers | None:
-    """Return what a gauge showed on all ranks; None where nobody looked."""
+    """Return a gauge over all ranks; None if no rank observed it."""
     seen = [one for one in by_rank if one[1] > 0]
     if not seen:
         return None
@@ -189,27 +187,27 @@ def _fact(row: Sequence[float], name: str) -> float:
 
 
 class IntervalListener(Protocol):
-    """Whoever wants a run's intervals as they are measured."""
+    """Consumer of a run's intervals as they are measured."""
 
     def measured(self, interval: Interval) -> None:
-        """Take the newest interval; called on rank 0, between two steps: be quick."""
+        """Receive the newest interval; called on rank 0 between two steps, so it must be quick."""
 
 
 class IntervalRecorder:
-    """Measures the loop of one process.
+    """Interval measurement for a training loop of one process.
 
-    What the loader does is counted by itself; the loop says what it is at with `stage` and where a step ends
-    with `step`. The time that the loop waits for the loader is its data wait.
+    The loader counts its own stages; the loop marks its stages with `stage` and the end of each step with
+    `step`. The time that the loop waits for the loader is its data wait.
 
     Args:
-        counters: The loader's, ``loader.counters``.
-        listeners: Get each interval.
-        interval_s: An interval ends with the first step after so many seconds. The first step of all is an
-            interval of its own, see `Interval.is_warm_up`.
+        counters: ``loader.counters``.
+        listeners: Receive each interval.
+        interval_s: An interval ends with the first step after this many seconds. The first step of the loop
+            is an interval of its own, see `Interval.is_warm_up`.
         children: Returns the process ids of the loader's processes, ``lambda: loader.process_ids``.
-        settings: Returns the settings to note in each interval, by name.
+        settings: Returns the settings to record in each interval, by name.
         memory: Returns bytes by name, see `RankMeasures`.
-        clock: Seconds, never going back.
+        clock: Monotonic clock in seconds.
 
     Raises:
         ConfigError: ``interval_s`` is not above 0.
@@ -239,7 +237,9 @@ class IntervalRecorder:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if interval_s <= 0:
-            raise ConfigError(f"interval_s must be above 0, got {interval_s:g}; give some seconds.")
+            raise ConfigError(
+                f"interval_s must be above 0 seconds, got {interval_s:g}; set it to 5, for example."
+            )
         self.listeners = list(listeners)
         self._counters = counters
         self._interval_s = interval_s
@@ -256,18 +256,17 @@ class IntervalRecorder:
     def stage(self, name: str) -> StageTimer:
         """Return a context manager that counts the time of its block.
 
-        On a GPU it measures what the loop does there, not what the device does, unless the block waits for
-        the device.
+        On a GPU it measures the host's time, not the device's, unless the block waits for the device.
 
         Raises:
             ConfigError: There is no such stage.
         """
         if name not in STAGES:
-            raise ConfigError(f"a stage must be one of {', '.join(STAGES)}, got {name!r}; correct it.")
+            raise ConfigError(f"the stage must be one of {', '.join(STAGES)}, got {name!r}.")
         return self._counters.timed(name)
 
     def step(self, *, num_samples: float = 0.0, num_tokens: float = 0.0, epoch: int = 0) -> Interval | None:
-        """Say that a step has ended; returns the interval that ended with it, if any."""
+        """Record the end of a step, and return the interval that ended with it, if any."""
         self._num_steps_done += 1
         self._num_steps += 1
         self._num_samples += num_samples
@@ -278,7 +277,7 @@ class IntervalRecorder:
         return self._end(epoch, is_warm_up=is_first)
 
     def close(self) -> None:
-        """End the thread that watches the process."""
+        """Stop the thread that monitors the process."""
         self._measures.close()
 
     def __enter__(self) -> IntervalRecorder:

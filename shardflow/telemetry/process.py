@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Final
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
-_LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
-_USES: Final = (
+_MEMORY_FILES: Final = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -30,19 +29,19 @@ _USES: Final = (
         "total_inactive_file",
     ),
 )
-"""Of cgroup v2 and of v1: limit, use, and what of the use the kernel gives up when asked."""
+"""Of cgroup v2 and v1: limit, usage, and the file and key of the part of the usage that is reclaimable."""
 _PROC: Final = Path("/proc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PERIOD_S: Final = 0.02
 _HELD_S: Final = 1e-3
-"""A wait for the interpreter that is longer found it held; a shorter one is the timer's."""
-_LOOKS: Final = 5
-"""Looks at processor times for one call of `take`."""
+"""A longer wait after a sleep means that the GIL was held; a shorter one is timer inaccuracy."""
+_UPDATES_PER_INTERVAL: Final = 5
+"""Updates of CPU times per call of `take`."""
 _JOIN_S: Final = 5.0
 
 
 def num_processors() -> float:
-    """Return the processors that this process may use: of its affinity, and of its cgroup's quota."""
+    """Return the processors that this process may use, by its affinity and its cgroup's quota."""
     try:
         processors = float(len(os.sched_getaffinity(0)))
     except AttributeError:  # not on this system
@@ -58,23 +57,23 @@ def num_processors() -> float:
 
 @cache
 def machine_bytes() -> int:
-    """Return the memory that processes of this machine may fill: of the machine, or its cgroup if less."""
+    """Return the memory of the machine in bytes, or of its cgroup if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _LIMITS:
-        text = _read(_CGROUP / path)
-        if text.isdigit():  # "max" is none; cgroup v1 writes about 2^63 for none
+    for limit, *_ in _MEMORY_FILES:
+        text = _read(_CGROUP / limit)
+        if text.isdigit():  # no limit is "max", in cgroup v1 about 2^63
             total = min(total, int(text))
     return total
 
 
-def available_bytes(*, proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
-    """Return the memory that can be filled before somebody is killed or swapped out.
+def available_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """Return the memory that can be allocated before the kernel kills or swaps.
 
-    That of the machine, or what is left of the cgroup's if less; pages of files that the kernel can drop
-    count as free. All of the machine's where the kernel does not tell.
+    The available memory of the machine, or the rest of its cgroup if less; reclaimable file pages count as
+    available. All memory of the machine if the kernel does not report it.
     """
     free = _number_of(_read(proc / "meminfo"), "MemAvailable:") * 1024 or machine_bytes()
-    for limit, use, stat, name in _USES:
+    for limit, use, stat, name in _MEMORY_FILES:
         most, now = _read(cgroup / limit), _read(cgroup / use)
         if most.isdigit() and now.isdigit() and int(most) < 1 << 60:
             droppable = _number_of(_read(cgroup / stat), name)
@@ -83,7 +82,7 @@ def available_bytes(*, proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> in
 
 
 def _number_of(text: str, name: str) -> int:
-    """Return the number behind a name at the start of a line; 0 where there is none."""
+    """Return the number after a name at the start of a line; 0 if there is none."""
     for line in text.splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdigit():
@@ -92,39 +91,37 @@ def _number_of(text: str, name: str) -> int:
 
 
 def _read(path: Path) -> str:
+    """Return the text of a kernel file; empty if it does not exist or its process has ended."""
     try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
         return ""
 
 
 def processor_s(pid: int, *, proc: Path = _PROC) -> float:
-    """Return the processor time of a process so far, all threads, in seconds."""
-    text = _read_process(proc / str(pid) / "stat")
-    # The name of the program comes second, in brackets, and may hold anything.
+    """Return the CPU time of a process so far, all threads, in seconds."""
+    text = _read(proc / str(pid) / "stat")
+    # The second field, the program name in parentheses, may contain anything.
     fields = text.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S if len(fields) > 12 else 0.0
 
 
 def pss_bytes(pid: int, *, proc: Path = _PROC) -> int:
-    """Return the memory of a process, in which each shared page counts by its share.
+    """Return the proportional set size of a process, in bytes.
 
-    The kernel walks the process's page tables for it, milliseconds for one of many gigabytes.
+    The kernel walks the page tables for it, which takes milliseconds for a process of many gigabytes.
     """
-    for line in _read_process(proc / str(pid) / "smaps_rollup").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return _number_of(_read(proc / str(pid) / "smaps_rollup"), "Pss:") * 1024
 
 
 class ProcessTimes:
-    """Processor time of processes, and how long their threads could have run and had no processor.
+    """CPU time of processes, and the time that their threads were runnable but had no processor.
 
     Args:
-        proc: Where the kernel tells it.
+        proc: The proc file system.
 
     Attributes:
-        run_s: Seconds of processor time over all calls of `look`.
+        run_s: Seconds of CPU time over all calls of `update`.
         delay_s: Seconds of waiting for a processor.
     """
 
@@ -135,10 +132,10 @@ class ProcessTimes:
         self._ran: dict[int, float] = {}
         self._waited: dict[tuple[int, str], float] = {}
 
-    def look(self, pids: Iterable[int]) -> None:
-        """Add what came since the last look; the first one of a process adds all its life.
+    def update(self, pids: Iterable[int]) -> None:
+        """Add the time since the last call, for a new process since its start.
 
-        Of a thread that has ended since, what it waited last is lost.
+        The last waits of a thread that has ended in the meantime are lost.
         """
         ran: dict[int, float] = {}
         waited: dict[tuple[int, str], float] = {}
@@ -156,37 +153,30 @@ class ProcessTimes:
         except OSError:
             return
         for task in tasks:
-            # Time on a processor, time waiting for one, both in nanoseconds, and how often it got one.
-            fields = _read_process(folder / task / "schedstat").split()
+            # Nanoseconds running, nanoseconds runnable but waiting, and the number of time slices.
+            fields = _read(folder / task / "schedstat").split()
             if len(fields) == 3:
                 yield task, int(fields[1]) / 1e9
 
 
-def _read_process(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessFacts:
-    """What a process and its loader processes took in a stretch of time, see `RankNumbers`."""
+    """Resource usage of a process and its loader processes over some time; see `RankNumbers`."""
 
     cpu_s: float = 0.0
     runnable_s: float = 0.0
     gil_wait_share: float = 0.0
     pss_bytes: int = 0
     available_bytes: int = 0
-    """Of the machine or its cgroup."""
+    """Available memory of the machine or its cgroup."""
 
 
 class ProcessProbe:
-    """Watches this process and those that load for it, from the first moment to `close`.
+    """Monitor of this process and its loader processes, from its creation to `close`.
 
     Args:
-        children: Returns the process ids of others that belong to this one.
-        every_s: How often `take` is called, about: memory is read as often, times five times.
+        children: Returns the process ids of the loader processes.
+        every_s: Approximate time between calls of `take`: memory is read once in it, CPU times five times.
     """
 
     def __init__(self, children: Callable[[], Sequence[int]] | None = None, *, every_s: float = 5.0) -> None:
@@ -198,9 +188,9 @@ class ProcessProbe:
         self._pss_bytes = 0
         self._available_bytes = available_bytes()
         self._times = ProcessTimes()
-        self._times.look(self._pids())
+        self._times.update(self._pids())
         now = time.monotonic()
-        # When, and how much processor time and waiting for a processor until then.
+        # Time of the last update, and CPU time and waiting for a processor until then.
         self._seen = self._used = (now, self._times.run_s, self._times.delay_s)
         self._rates = (0.0, 0.0)
         self._taken_at = now
@@ -209,10 +199,10 @@ class ProcessProbe:
         self._thread.start()
 
     def take(self) -> ProcessFacts:
-        """Return what was taken since the last call.
+        """Return the resource usage since the last call.
 
-        No file is read for it: times are those of the looks that the thread took meanwhile, brought to the
-        length of the stretch, and memory is as it was seen last.
+        Reads no file: CPU times are the rates between the thread's updates times the length of the interval,
+        and memory is the latest reading.
         """
         now = time.monotonic()
         with self._lock:
@@ -232,7 +222,7 @@ class ProcessProbe:
             )
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._is_closed = True
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
@@ -246,8 +236,8 @@ class ProcessProbe:
             while not self._is_closed:
                 now = time.monotonic()
                 if now >= times_at:
-                    times_at = now + self._every_s / _LOOKS
-                    self._look()
+                    times_at = now + self._every_s / _UPDATES_PER_INTERVAL
+                    self._update()
                     if now >= memory_at:
                         memory_at = now + self._every_s
                         self._pss_bytes = sum(map(pss_bytes, self._pids()))
@@ -255,19 +245,19 @@ class ProcessProbe:
                     delay.since()
                 self._probe(delay)
 
-    def _look(self) -> None:
-        self._times.look(self._pids())
+    def _update(self) -> None:
+        self._times.update(self._pids())
         with self._lock:
             self._seen = (time.monotonic(), self._times.run_s, self._times.delay_s)
 
     def _probe(self, delay: _OwnDelay) -> None:
-        """Sleep, and see for how long others kept the interpreter when it was wanted again.
+        """Sleep, and measure how long other threads held the GIL afterwards.
 
-        Whether it is held at the end of a sleep says so of the sleep, on average; so each probe counts for
-        its sleep and its wait, as held or as free.
+        On average, the GIL is held during a sleep as often as at its end, so each probe counts its whole
+        duration as held or as free.
         """
         began = time.perf_counter()
-        # Not a wait for an event: that one needs a lock and the interpreter twice.
+        # Not an event wait, which takes a lock and the GIL twice.
         time.sleep(_PERIOD_S)
         probed_s = time.perf_counter() - began
         waited_s = probed_s - _PERIOD_S - delay.since()
@@ -278,7 +268,7 @@ class ProcessProbe:
 
 
 class _OwnDelay:
-    """How long the calling thread could have run and had no processor."""
+    """Time that the calling thread was runnable but had no processor."""
 
     def __init__(self) -> None:
         self._file = -1
@@ -297,7 +287,7 @@ class _OwnDelay:
             os.close(self._file)
 
     def since(self) -> float:
-        """Return the seconds since the last call; 0 where the kernel does not tell."""
+        """Return the seconds since the last call; 0 if the kernel does not report them."""
         if self._file < 0:
             return 0.0
         fields = os.pread(self._file, 64, 0).split()
@@ -307,6 +297,6 @@ class _OwnDelay:
 
 
 def _has_gil() -> bool:
-    """Whether this interpreter runs one thread at a time."""
-    asked: Callable[[], bool] | None = getattr(sys, "_is_gil_enabled", None)
-    return asked is None or asked()
+    """Return whether this interpreter runs one thread at a time."""
+    is_enabled: Callable[[], bool] | None = getattr(sys, "_is_gil_enabled", None)
+    return is_enabled is None or is_enabled()

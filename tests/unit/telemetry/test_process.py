@@ -51,23 +51,23 @@ def test_memory_is_the_proportional_one(tmp_path: Path) -> None:
 def test_a_look_adds_what_came_since_the_last_one(tmp_path: Path) -> None:
     times = ProcessTimes(proc=tmp_path)
     write_process(tmp_path, 7, ticks=_TICKS, delays_ns={7: 1_000_000_000, 8: 500_000_000})
-    times.look([7])
+    times.update([7])
     assert (times.run_s, times.delay_s) == (2.0, 1.5)
     # One thread goes on, one has ended, one is new; so is a process.
     write_process(tmp_path, 7, ticks=2 * _TICKS, delays_ns={7: 1_250_000_000, 9: 250_000_000})
     for file in (tmp_path / "7" / "task" / "8").iterdir():
         file.unlink()
     write_process(tmp_path, 11, ticks=_TICKS, delays_ns={11: 1_000_000_000})
-    times.look([7, 11])
+    times.update([7, 11])
     assert (times.run_s, times.delay_s) == (2.0 + 2.0 + 2.0, 1.5 + 0.5 + 1.0)
-    times.look([7, 11, 12])
+    times.update([7, 11, 12])
     assert (times.run_s, times.delay_s) == (6.0, 3.0)
 
 
 def test_our_own_process_can_be_read() -> None:
     sum(range(3_000_000))
     times = ProcessTimes()
-    times.look([os.getpid()])
+    times.update([os.getpid()])
     assert times.run_s > 0
     assert pss_bytes(os.getpid()) > 1 << 20
 
