@@ -312,12 +312,12 @@ def _column(
         "efficiency": _percent(summary.efficiency),
         "nodes": f"{found.num_nodes:,}",
         "lanes": "-" if lanes is None else f"{lanes.lanes:,}",
-        "pooled": "-" if lanes is None else _percent(lanes.pooled_share),
+        "pooled": "-" if lanes is None else _percent(lanes.remainder_share),
         "shards": f"{found.num_shards:,}",
         "shards open": f"{found.num_shards if lanes is None else lanes.num_shards_open:,}",
         "shards a node reads": "-" if found.shards_per_node is None else f"{found.shards_per_node:,.1f}",
         "bytes a node reads": human_bytes(round(found.bytes_per_node)),
-        "shuffle, 1 is full": _ratio(found.neighbour_spread),
+        "shuffle, 1 is full": _ratio(found.neighbor_spread),
         **mixed,
     }
 

@@ -1,4 +1,4 @@
-"""Sampling: epoch plans in pure integers, which state before step 0 which samples make which step.
+"""Sampling: epoch plans in pure integers, which fix the samples of every step before step 0.
 
 Covers the order of an epoch, micro-batches, steps, rank schedules and positions; touches no byte, file,
 clock or process. The samples of step k depend on dataset, seed, epoch and batch spec only, never on the

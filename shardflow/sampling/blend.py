@@ -13,14 +13,13 @@ components' samples tables one after another and is what the plan returns.
 `ComponentState` is what a loader state keeps of a component: enough to reopen it, and to name one that
 changed.
 
-Lanes of a blend: the draws of all components in one sequence, cut into equal parts.
+`BlendLanes` cuts the draws of all components, in one sequence, into equal lanes. The sequence holds one
+component after the other, each as long as its draws of an epoch, so a lane covers part of one component, or
+the end of one and the start of the next. The samples of a lane are the same in every epoch. Lanes with
+neighboring numbers are far apart in the sequence: any few of them contain all components in about their
+shares, and since steps take from lanes in turn, so does every step.
 
-The sequence holds one component after the other, each as long as its draws of an epoch, so a lane covers
-part of one component, or the end of one and the start of the next. The samples of a lane are the same in
-every epoch. Lanes with neighboring numbers are far apart in the sequence: any few of them contain all
-components in about their shares, and since steps take from lanes in turn, so does every step.
-
-A part walks its own samples pass after pass, in chunks, like the lane of a single dataset. In an epoch it
+A part reads its own samples pass after pass, in chunks, like the lane of a single dataset. In an epoch it
 gives its share of the component's draws, whole chunks except for the first and last. So a node reads the
 same shards in every epoch, and only 0.3 of the shards of a component that is repeated 0.3 times.
 """
@@ -41,36 +40,35 @@ import numpy.typing as npt
 from shardflow.errors import PlanError, StateError
 from shardflow.sampling.lanes import LaneMap, LaneWalk, Recent, Weigh, weight_of
 from shardflow.sampling.layout import ChosenColumn, EvenOffsets, Rows, SampleLayout, nth_rows
-from shardflow.sampling.permutation import Permutation, shuffled, sums
+from shardflow.sampling.permutation import Int64Array, Permutation, golden_words, shuffled, sums
 from shardflow.seeds import derive
 
 MAX_COMPONENTS = 10
-"""Most components of a blend; a state must stay below 1 KB."""
+"""Most components of a blend, so that a loader state stays below 1 KB."""
 
 DIGEST_LENGTH = 8
-"""Hexadecimal digits of a component's digest that a state keeps, to name what changed; that nothing changed
-is told by the blend's own digest, which is kept whole."""
+"""Hexadecimal digits of a component's digest in a state, which name the component that changed; whether one
+changed is decided by the full digest of the blend."""
 
 _TEXT = re.compile(rf"(\d{{1,18}}):([0-9a-f]{{{DIGEST_LENGTH}}})")
-Int64Array = npt.NDArray[np.int64]
 _TIME_BITS = 31
 BLEND_SPLIT = "blend"
-"""What a state says in place of a split: the components name theirs, in the blend's digest."""
+"""Split name in the state of a blend, whose components have splits of their own."""
 _BLEND_VERSION = 1
 _KEPT_PASSES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentState:
-    """One component, at its position in the blend."""
+    """Version and digest of one component, at its position in the blend."""
 
     manifest_version: int
     """A resume opens this version of the component's dataset, not the newest."""
     digest: str
-    """First digits of the digest over dataset, split, subset and draws."""
+    """First digits of the digest of dataset, split, subset and draws."""
 
     def to_json(self) -> str:
-        """Return the component as a text such as ``"3:01234567"``."""
+        """Return the component as text such as ``"3:01234567"``."""
         return f"{self.manifest_version}:{self.digest}"
 
 
@@ -78,20 +76,20 @@ def components_from_json(value: object) -> tuple[ComponentState, ...]:
     """Read the components of a state.
 
     Raises:
-        StateError: No list of such texts, or more than `MAX_COMPONENTS`.
+        StateError: The value is no list of such texts, or holds more than `MAX_COMPONENTS`.
     """
     texts = value if isinstance(value, list) else [None]
     found = [_TEXT.fullmatch(text) if isinstance(text, str) else None for text in texts]
     if len(found) > MAX_COMPONENTS or not all(found):
         raise StateError(
-            f"components must be a list of at most {MAX_COMPONENTS} texts of version and digest, got another "
-            f"value (loader state); pass what state_dict() returned, unchanged."
+            f"components must be a list of at most {MAX_COMPONENTS} texts of version and digest (state); "
+            f"pass what state_dict() returned, unchanged."
         )
     return tuple(ComponentState(int(match[1]), match[2]) for match in found if match)
 
 
 def check_components(own: Sequence[ComponentState], expected: Sequence[ComponentState]) -> None:
-    """Refuse a state whose blend has other components than the run's; the first that differs is named.
+    """Compare the components of a state with the run's; the error names the first that differs.
 
     Raises:
         StateError: They differ.
@@ -111,15 +109,12 @@ def check_components(own: Sequence[ComponentState], expected: Sequence[Component
 
 
 def draws_by_repeat(num_samples: int, repeat: float) -> int:
-    """Return how often a component is drawn from in an epoch: ``num_samples * repeat``, halves up."""
+    """Return the draws of a component in an epoch: ``num_samples * repeat``, rounded half up."""
     return int(num_samples * Fraction(repr(repeat)) + Fraction(1, 2))
 
 
 def draws_by_weight(weights: Sequence[float], num_draws: int) -> list[int]:
-    """Return whole numbers in proportion to weights that add up to ``num_draws``, by the largest remainder.
-
-    Of equal remainders the earlier one is larger.
-    """
+    """Apportion ``num_draws`` to weights by the largest remainder; of equal remainders, the earlier wins."""
     exact = [Fraction(repr(weight)) for weight in weights]
     quotas = [weight * num_draws / sum(exact) for weight in exact]
     counts = [int(quota) for quota in quotas]
@@ -134,14 +129,14 @@ def split_draws(sizes: Int64Array, num_draws: int) -> Int64Array:
     """Split the first draws of a pass among the parts of a component, ``(K,)`` int64.
 
     Sample j of a part of n samples is due at time ``((2 j + 1) << 31) // n``; a pass draws in the order of
-    time, equal times in the order of the parts. So no part is ever far ahead of its
-    share, what a part has given never shrinks as draws are added, and a whole pass gives every sample once.
+    time, equal times in the order of the parts. So no part is ever far ahead of its share, the draws of a
+    part never shrink as draws are added, and a whole pass draws every sample once.
 
     Args:
         sizes: ``(K,)`` int64, samples of each part, below 2**29.
         num_draws: 0 to ``sizes.sum()``.
     """
-    low, high = 0, 1 << (_TIME_BITS + 1)  # all that is due before `low` is at most num_draws
+    low, high = 0, 1 << (_TIME_BITS + 1)  # invariant: at most num_draws are due before `low`
     while high - low > 1:
         middle = (low + high) // 2
         if int(_due_before(sizes, middle).sum()) <= num_draws:
@@ -165,7 +160,7 @@ def _due_before(sizes: Int64Array, time: int) -> Int64Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlendComponent:
-    """Some samples of a dataset, and how often an epoch draws from them."""
+    """Samples of a dataset, and the number of draws from them in an epoch."""
 
     dataset_id: str
     manifest_version: int
@@ -181,11 +176,11 @@ class BlendComponent:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of what decides the component's samples and draws."""
-        return _digest(self.to_json())
+        """SHA-256 of everything that decides the component's samples and draws."""
+        return json_digest(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the digest covers."""
+        """Return the contents of the digest."""
         return {
             "dataset_id": self.dataset_id,
             "split": self.split,
@@ -203,8 +198,8 @@ class Blend:
     Attributes:
         components: The components.
         num_draws: Samples of an epoch.
-        num_samples: Different samples of all components; one that two components have counts twice.
-        digest: Identity of the blend: datasets and rows, never paths.
+        num_samples: Distinct samples of each component, added up.
+        digest: Identity of the blend: datasets and rows, without paths.
 
     Raises:
         PlanError: There are too many components, or one has no samples or no draws.
@@ -228,7 +223,7 @@ class Blend:
         self._draws = sums([component.count for component in components])
         self.num_samples, self.num_draws = int(self._starts[-1]), int(self._draws[-1])
         parts = [component.to_json() for component in components]
-        self.digest = _digest({"blend_version": _BLEND_VERSION, "components": parts})
+        self.digest = json_digest({"blend_version": _BLEND_VERSION, "components": parts})
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the blended rows of all samples, component by component."""
@@ -236,7 +231,7 @@ class Blend:
             yield from (row + base for row in component.rows)
 
     def states(self) -> tuple[ComponentState, ...]:
-        """Return what a loader state says of the components."""
+        """Return the components for a loader state."""
         return tuple(
             ComponentState(component.manifest_version, component.digest[:DIGEST_LENGTH])
             for component in self.components
@@ -261,7 +256,7 @@ class Blend:
         return rows
 
     def locate_draws(self, draws: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the component of draws of an epoch, and their places among its draws."""
+        """Return the component of each draw of an epoch, and its place among the component's draws."""
         found = np.searchsorted(self._draws, draws, side="right") - 1
         return found, draws - self._draws[found]
 
@@ -310,20 +305,17 @@ class BlendOrder:
         return self._passes.get((component, number), lambda: Permutation(size, key))
 
 
-def _digest(value: object) -> str:
+def json_digest(value: object) -> str:
+    """Return the SHA-256 of the canonical JSON of a value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
-_WORD = 2**64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlendLayout(SampleLayout):
-    """Where the samples of a blend lie, by their numbers."""
+    """Layout of the samples of a blend, by their numbers."""
 
     parts: tuple[SampleLayout, ...]
-    """The layout of each component, as if it were alone."""
+    """The layout of each component by itself."""
     counts: tuple[int, ...]
     """Draws of each component in an epoch."""
 
@@ -361,12 +353,12 @@ def blend_layout(blend: Blend, parts: Sequence[SampleLayout]) -> BlendLayout:
 
 
 class _JoinedColumn:
-    """A fact of all components, asked for by the number of a sample."""
+    """A fact of all components, indexed by the number of a sample."""
 
     __slots__ = ("_columns", "_starts", "dtype", "ndim", "shape")
 
     def __init__(self, starts: list[int], parts: Sequence[SampleLayout], name: str) -> None:
-        # A split's layout asks for rows of the table, a subset's for numbers from 0.
+        # The layout of a split is indexed by rows of the table, that of a subset by numbers from 0.
         self._columns = [ChosenColumn(part.facts[name], part.population) for part in parts]
         self._starts = np.array(starts, np.int64)
         self.dtype = np.result_type(*(column.dtype for column in self._columns))
@@ -394,15 +386,15 @@ class _JoinedColumn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spread:
-    """A component over the lanes of the line."""
+    """A component over the lanes of the sequence."""
 
     first_lane: int
-    """The first lane of the line that holds some of it; the others follow."""
+    """First lane of the sequence that holds some of it; the others follow."""
     start: int
     """Number of its first sample."""
     count: int
     lanes: LaneMap
-    """Its part in each of those lanes, by its own numbers."""
+    """Its part in each of these lanes, by its own numbers."""
     sizes: Int64Array
     """``(K,)`` int64, samples of each part."""
 
@@ -414,7 +406,8 @@ class BlendLanes:
         layout: The blend's layout.
         num_lanes: L, at least 1.
         seed: Run-level seed.
-        weigh: Makes, from a component's layout, what lanes should have equally much of; samples by default.
+        weigh: Returns, for a component's layout, the weights to share equally among lanes; by default every
+            sample weighs the same.
 
     Attributes:
         num_lanes: L.
@@ -453,21 +446,21 @@ class BlendLanes:
         self._spreads = tuple(spreads)
         self._draws_before: Recent[list[int]] = Recent(4 * len(spreads))
         self.num_chunks = sum(len(spread.lanes.first_row) for spread in spreads)
-        # Lane i lies where the i-th multiple of the golden ratio does: any few neighbours cover the line.
-        words = [(lane + 1) * _GOLDEN_RATIO % _WORD for lane in range(num_lanes)]
-        self._line_lane = np.argsort(np.argsort(np.array(words, np.uint64), kind="stable"), kind="stable")
+        # By multiples of the golden ratio: any few consecutive lanes are spread over the sequence.
+        order = np.argsort(golden_words(num_lanes), kind="stable")
+        self._sequence_lane = np.argsort(order, kind="stable")
 
     def walk(self, lane: int, *, seed: int, epoch: int) -> LaneWalk:
-        """Return the pieces of an epoch's walk through a lane, see `LaneMap.walk`."""
-        line_lane = int(self._line_lane[lane])
+        """Return the contents of a lane in an epoch, see `LaneMap.walk`."""
+        sequence_lane = int(self._sequence_lane[lane])
         rows: list[Int64Array] = []
         sizes: list[Int64Array] = []
         for number, spread in enumerate(self._spreads):
-            part = line_lane - spread.first_lane
+            part = sequence_lane - spread.first_lane
             if not 0 <= part < spread.lanes.num_lanes or not spread.sizes[part]:
                 continue
             start, stop = (self._given(number, at)[part] for at in (epoch, epoch + 1))
-            if start == stop:  # its turn comes in another epoch
+            if start == stop:  # drawn in another epoch
                 continue
             found = _pieces(spread.lanes, part, start, stop, key=(seed, number, lane))
             rows += [first + spread.start for first, _ in found]
@@ -482,7 +475,7 @@ class BlendLanes:
         return LaneWalk(first_row, num_samples, ends - self._layout.offset_bytes[first_row])
 
     def _given(self, number: int, epoch: int) -> list[int]:
-        """Return how many draws each part of a component has given before an epoch, over all passes."""
+        """Return the draws of each part of a component before an epoch, over all passes."""
 
         def compute() -> list[int]:
             spread = self._spreads[number]
@@ -496,7 +489,7 @@ class BlendLanes:
 def _pieces(
     lanes: LaneMap, part: int, start: int, stop: int, *, key: tuple[int, int, int]
 ) -> list[tuple[Int64Array, Int64Array]]:
-    """Return the draws ``[start, stop)`` of a part as first rows and sizes, a pair a pass."""
+    """Return the draws ``[start, stop)`` of a part as first rows and sizes, a pair per pass."""
     chunks = lanes.chunks(part)
     first_row, sizes = lanes.first_row[chunks], lanes.num_samples[chunks]
     total = int(sizes.sum())

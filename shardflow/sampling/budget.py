@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from shardflow.errors import ConfigError, PlanError
 from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw, ImageBucket, TileRule
-from shardflow.sampling.permutation import check_ints
+from shardflow.sampling.permutation import Int64Array, check_ints, checked_object
 
-Int64Array = npt.NDArray[np.int64]
 LengthArray = npt.NDArray[np.uint16 | np.uint32 | np.int64]
 
 # Bounds that keep a length below 2**36, so that no product leaves 64 bits.
@@ -38,8 +37,8 @@ _RULE_BOUNDS = {
 }
 _LONGEST = 2**31 - 1
 _MOST_IMAGE_TOKENS = 2**34
-# Not keys of the JSON where they are not used, so that rules which never knew them keep their identity.
-_LATER = ("tokenizer", "buckets", "tiles")
+# Left out of the JSON if unused, so that rules from before they existed keep their identity.
+_OPTIONAL = ("tokenizer", "buckets", "tiles")
 _ESTIMATED_RATE = 250
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _WORD = 2**32
@@ -47,52 +46,52 @@ SumArray = npt.NDArray[np.uint32]
 OverBudget = Literal["alone", "skip", "truncate"]
 OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
 _BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
-# How many smaller budgets are tried, on the way from the smallest that could do to the full one.
+# Smaller budgets that are tried, between the smallest possible one and the full one.
 _TRIES = 4
 _WORD_BITS = 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostRule:
-    """The length of a sample in tokens, and the cost of a length.
+    """Length of a sample in tokens, and cost of a length.
 
     ``length = tokens_per_sample + text + image``, where ``text`` is ``ceil(text_bytes *
     text_tokens_per_1000_bytes / 1000)``, at most ``max_text_tokens``, and ``image`` is ``min(num_slices,
-    max_slices) * image_tokens_per_slice``, times the tiles of a slice. The length counts towards a token
-    budget. The cost of a length,
-    by which micro-batches are balanced, is ``length + length * length // quadratic_tokens``.
+    max_slices) * image_tokens_per_slice``, times the tiles of a slice. The length counts toward a token
+    budget. The cost of a length, by which micro-batches are balanced, is ``length + length * length //
+    quadratic_tokens``.
 
     Raises:
         ConfigError: A number is out of range.
     """
 
     text_tokens_per_1000_bytes: int = _ESTIMATED_RATE
-    """Four bytes a token, as byte-pair encodings of English have it; a rule of thumb, not a count."""
+    """Estimated rate: four bytes per token, as for byte-pair encodings of English."""
     max_text_tokens: int = 0
-    """Where the consumer cuts the text; 0 for nowhere."""
+    """Length at which the consumer truncates the text; 0 for no limit."""
     image_tokens_per_slice: int = 0
     max_slices: int = 0
-    """Slices that the view takes of a sample at most; 0 for a run without images."""
+    """Most slices that the view takes from a sample; 0 for a run without images."""
     tokens_per_sample: int = 2
-    """What every sample has besides, such as marks at its beginning and end; at least 1, so that no sample
-    costs nothing."""
+    """Further tokens of every sample, such as its begin and end markers; at least 1, so that every sample has
+    a cost."""
     quadratic_tokens: int = 0
-    """Length at which attention costs as much as all that grows with the length only; 0 leaves it out."""
+    """Length at which attention costs as much as everything linear in the length; 0 ignores attention."""
     tokenizer: str = ""
-    """SHA-256 of the ``tokenizer.json`` whose counts (column ``text_tokens``) are the text tokens, instead of
-    an estimate from bytes; empty estimates, and then is no key of the JSON."""
+    """SHA-256 of the ``tokenizer.json`` whose counts (column ``text_tokens``) are the text tokens; empty for
+    an estimate from bytes, and then left out of the JSON."""
     buckets: tuple[ImageBucket, ...] = ()
-    """Sizes of image that samples get by a keyed choice, other ones in each epoch, in place of ``max_slices``
-    and ``image_tokens_per_slice``; none, and then no key of the JSON, where all get one."""
+    """Image sizes, of which each sample gets one by a keyed choice in each epoch, in place of ``max_slices``
+    and ``image_tokens_per_slice``; empty, and then left out of the JSON, if all samples get the same."""
     tiles: TileRule | None = None
-    """Each slice is cut into tiles, and each of those costs ``image_tokens_per_slice``; None, and then no key
-    of the JSON, where a slice is one image."""
+    """Cuts each slice into tiles that cost ``image_tokens_per_slice`` each; None, and then left out of the
+    JSON, if a slice is one image."""
 
     def __post_init__(self) -> None:
         self._check_images()
         if self.tokenizer != "" and not _DIGEST.fullmatch(str(self.tokenizer)):
-            raise ConfigError("tokenizer must be 64 hexadecimal digits or empty, got another (cost rule).")
-        if self.tokenizer:  # no part of the rule, so that one rule has one identity
+            raise ConfigError("tokenizer must be 64 hexadecimal digits or empty, got other text (cost rule).")
+        if self.tokenizer:  # the rate is unused, so a rule has one identity
             object.__setattr__(self, "text_tokens_per_1000_bytes", _ESTIMATED_RATE)
         check_ints(self, _RULE_BOUNDS, where="cost rule", error=ConfigError)
 
@@ -102,7 +101,7 @@ class CostRule:
         if self.buckets and (self.max_slices or self.image_tokens_per_slice or self.tiles):
             raise ConfigError(
                 "buckets must come without max_slices, image_tokens_per_slice and tiles, got one of them "
-                "(cost rule); say them for each bucket."
+                "(cost rule); set them in each bucket."
             )
         if self._most_image_tokens > _MOST_IMAGE_TOKENS:
             raise ConfigError(
@@ -111,12 +110,12 @@ class CostRule:
             )
 
     def lengths(self, facts: Mapping[str, npt.NDArray[Any]], draw: BucketDraw | None = None) -> Int64Array:
-        """Return the length of samples in tokens, int64, at least 1.
+        """Return the length of each sample in tokens, int64, at least 1.
 
         Args:
             facts: Columns ``text_bytes`` or ``text_tokens``, ``num_slices``, and ``row``, ``rows`` and
                 ``columns`` for buckets and tiles, integers of equal shape; only those that the rule uses.
-            draw: The choices of the epoch, where there are buckets; None counts a sample with their mean.
+            draw: The choice of buckets in the epoch; None counts each sample with the mean of the buckets.
 
         Raises:
             PlanError: A column is missing.
@@ -126,7 +125,7 @@ class CostRule:
     def short_lengths(
         self, facts: Mapping[str, npt.NDArray[Any]], draw: BucketDraw | None = None
     ) -> LengthArray:
-        """Return what :meth:`lengths` returns, in 32 bits where they do: that is several times as fast."""
+        """Return the lengths in 32 bits if they fit, which is several times as fast; see :meth:`lengths`."""
         columns = {name: _column(facts, name) for name in self._named_facts()}
         if not columns:
             shape = next(iter(facts.values())).shape if facts else ()
@@ -152,7 +151,7 @@ class CostRule:
         return found
 
     def _fits_32_bits(self, columns: Mapping[str, npt.NDArray[Any]]) -> bool:
-        """Whether no number on the way to a length leaves 32 bits."""
+        """Return whether every intermediate value of a length fits 32 bits."""
         text, images = 0, self._most_image_tokens
         column = columns.get(self._text_fact())
         if column is not None:
@@ -195,7 +194,7 @@ class CostRule:
         return max(self.max_slices * self.image_tokens_per_slice * places, *of_buckets, 0)
 
     def used_facts(self) -> tuple[str, ...]:
-        """Return the columns that :meth:`lengths` needs; one at least, for the shape."""
+        """Return the columns that :meth:`lengths` needs; at least one, for the shape."""
         return self._named_facts() or ("text_bytes",)
 
     def _text_fact(self) -> str:
@@ -223,10 +222,10 @@ class CostRule:
     def to_json(self) -> dict[str, Any]:
         """Return the rule as a JSON object; it is part of the plan's identity."""
         rule = asdict(self)
-        for name in _LATER:
+        for name in _OPTIONAL:
             if not rule[name]:
                 del rule[name]
-        if self.buckets:  # short, because it is in every state
+        if self.buckets:  # compact, because it is part of every loader state
             rule["buckets"] = [[each.weight, each.max_slices, each.tokens_per_slice] for each in self.buckets]
         return rule
 
@@ -237,11 +236,9 @@ class CostRule:
         Raises:
             ConfigError: A missing or unknown key, or a value that the constructor refuses.
         """
-        names = {entry.name for entry in fields(cls)}
-        is_object = isinstance(value, Mapping) and {*value, *_LATER} == names
-        if not isinstance(value, Mapping) or not is_object or not all(value.get(name, 1) for name in _LATER):
-            raise ConfigError(f"cost rule must have the keys {', '.join(sorted(names))}, got others.")
-        parts = dict(value)
+        used = {name for name in _OPTIONAL if isinstance(value, Mapping) and value.get(name)}
+        names = {entry.name for entry in fields(cls)} - set(_OPTIONAL) | used
+        parts = dict(checked_object(value, names, what="cost rule", error=ConfigError))
         try:
             if "buckets" in parts:
                 parts["buckets"] = tuple(
@@ -252,7 +249,7 @@ class CostRule:
                 parts["tiles"] = TileRule(**parts["tiles"])
         except (TypeError, ValueError):
             raise ConfigError(
-                "cost rule must have buckets and tiles as it writes them, got others."
+                "the buckets and tiles of a cost rule are not in the form in which it writes them."
             ) from None
         return cls(**parts)
 
@@ -269,24 +266,24 @@ def _column(facts: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBudget:
-    """How much a micro-batch may hold.
+    """Limits on the contents of a micro-batch.
 
     Raises:
         ConfigError: A number is out of range or the policy is unknown.
     """
 
     max_tokens: int
-    """Tokens of a micro-batch: padded ones where ``padded``, else the sum of the lengths."""
+    """Tokens of a micro-batch, including padding if ``padded``, otherwise the sum of the lengths."""
     max_samples: int
     """Samples of a micro-batch, whatever their length."""
     padded: bool = True
     """A micro-batch is a rectangle of its longest sample; False for packed sequences."""
     over_budget: OverBudget = "alone"
-    """What becomes of a sample that is longer than ``max_tokens``: it is a micro-batch ``alone``, over the
-    budget; it is left out of every epoch (``skip``); or it counts as ``max_tokens``, and the consumer cuts it
-    (``truncate``). The plan says how many there are."""
+    """Handling of a sample longer than ``max_tokens``: it is ``alone`` in a micro-batch, over the budget; it
+    is left out of every epoch (``skip``); or it counts as ``max_tokens``, and the consumer truncates it
+    (``truncate``). The plan reports how many there are."""
     cost: CostRule = field(default_factory=CostRule)
-    """What a sample's length is, and what a length costs."""
+    """Defines the length of a sample, and the cost of a length."""
 
     def __post_init__(self) -> None:
         check_ints(self, _BOUNDS, where="token budget", error=ConfigError)
@@ -310,9 +307,8 @@ class TokenBudget:
             ConfigError: A missing or unknown key, or a value that the constructor refuses.
         """
         names = {entry.name for entry in fields(cls)}
-        if not isinstance(value, Mapping) or set(value) != names:
-            raise ConfigError(f"token budget must have the keys {', '.join(sorted(names))}, got others.")
-        return cls(**{**value, "cost": CostRule.from_json(value["cost"])})
+        parts = checked_object(value, names, what="token budget", error=ConfigError)
+        return cls(**{**parts, "cost": CostRule.from_json(parts["cost"])})
 
 
 def cut_micro_batches(lengths: Int64Array, *, max_tokens: int, max_samples: int, padded: bool) -> Int64Array:
@@ -362,8 +358,8 @@ def count_micro_batches(
     tokens = np.full(len(starts), budget.max_tokens, np.int64)
     samples = np.full(len(starts), budget.max_samples, np.int64)
     counts, last_fill, last_room = _fill(lengths, before, starts, stops, tokens, samples)
-    # As full as the last one is on the average of all: parts of `whole`, between the smallest that could do
-    # and the full budget; all tries side by side, the smallest that does is taken.
+    # Fractions of `whole` between the average fill and the full budget; all are tried side by side, and the
+    # smallest that makes just as many micro-batches is taken.
     whole = np.maximum(1, counts * last_room)
     part = np.maximum(1, (counts - 1) * last_room + last_fill)
     tries = [part + (whole - part) * number // _TRIES for number in range(_TRIES)]
@@ -385,7 +381,7 @@ def count_micro_batches(
 
 
 def _sums(lengths: LengthArray) -> SumArray:
-    """Return what lies before each sample, modulo 2**32: only differences of less than that are looked at."""
+    """Return the tokens before each sample, modulo 2**32: only smaller differences are used."""
     before = np.zeros(len(lengths) + 1, np.uint32)
     # NumPy sums twice as fast in place as from one type to another.
     np.copyto(before[1:], lengths, casting="unsafe")
@@ -398,7 +394,7 @@ def _scaled(number: int, part: Int64Array, whole: Int64Array) -> Int64Array:
     if number.bit_length() + int(whole.max(initial=1)).bit_length() < _WORD_BITS:
         scaled: Int64Array = -(-(number * part) // whole)
         return scaled
-    # Budgets of millions of tokens leave 64 bits.
+    # Budgets of millions of tokens overflow 64 bits.
     pairs = zip(part.tolist(), whole.tolist(), strict=True)
     return np.array([-(-number * one // other) for one, other in pairs], np.int64)
 
@@ -414,7 +410,7 @@ def _fill(
     """Fill the micro-batches of all windows side by side: the first of each, the second of each, ...
 
     Returns:
-        The micro-batches of each window, and of its last one what it holds and what it could hold.
+        The number of micro-batches of each window, and of its last one the fill and the capacity.
     """
     counts = np.zeros(len(starts), np.int64)
     last_fill = np.zeros(len(starts), np.int64)
@@ -451,10 +447,10 @@ def _fill(
 def _packed_room(
     before: SumArray, at: Int64Array, most: Int64Array, tokens: Int64Array, least: Int64Array
 ) -> Int64Array:
-    """Return how many samples from ``at``, ``most`` at most, have ``tokens`` tokens at most.
+    """Return how many samples from ``at``, up to ``most``, have at most ``tokens`` tokens together.
 
-    The samples that follow are no longer than the first, so ``least`` of them fit for certain, and hardly
-    more: counting up from there takes two or three looks, a search takes seven.
+    The following samples are no longer than the first, so at least ``least`` of them fit, and hardly more:
+    counting up from there takes two or three passes, a binary search takes seven.
     """
     room = np.minimum(least, most)
     limit = tokens.astype(np.uint32)
@@ -472,7 +468,7 @@ def _packed_room(
 def _packed_fill(
     before: SumArray, at: Int64Array, end: Int64Array, tokens: Int64Array, samples: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return how full the last micro-batches are: in tokens or in samples, whichever bounds them more."""
+    """Return fill and capacity of the last micro-batches, in tokens or samples, whichever limits more."""
     held, num_held = (before[end] - before[at]).astype(np.int64), end - at
     # A sample over the budget is alone, and full.
     held = np.minimum(held, tokens)

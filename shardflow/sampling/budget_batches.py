@@ -1,11 +1,11 @@
-"""Micro-batches under a token budget: windows filled to the budget, and steps of equal cost.
+"""Micro-batches under a token budget: shuffle windows filled to the budget, and steps of equal cost.
 
 `BudgetWindows` counts the micro-batches of every window before the first step; the contents of a window are
 computed when it is opened.
 
-`BudgetMicroBatches` orders them. In a round every lane gives the same number of micro-batches. They are
-ranked by cost within their lane, a step takes neighboring ranks from all lanes, and the steps of the round
-are permuted. The remainder is ranked as a whole. A rank opens the windows of its own lanes only.
+`BudgetMicroBatches` orders them. Every lane gives the same number of micro-batches to a group of steps. They
+are ranked by cost within their lane, a step takes neighboring ranks from all lanes, and the steps of the
+group are permuted. The remainder is ranked as a whole. A rank opens the windows of its own lanes only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardflow.errors import PlanError
 from shardflow.sampling.budget import LengthArray, TokenBudget, count_micro_batches, cut_micro_batches
@@ -21,22 +20,18 @@ from shardflow.sampling.image_sizes import BucketDraw
 from shardflow.sampling.lanes import Interleave, LaneWindows, Recent, Weigh
 from shardflow.sampling.layout import SampleLayout
 from shardflow.sampling.micro_batches import PADDING_ROW, MicroBatch, MicroBatches, frozen
-from shardflow.sampling.permutation import shuffled, sums
+from shardflow.sampling.permutation import Int64Array, golden_words, shuffled, sums
 from shardflow.sampling.spec import BatchSpec
 from shardflow.seeds import derive
 
-Int64Array = npt.NDArray[np.int64]
-
-# Memory for lengths that are looked at together, all windows side by side, at its largest.
+# Limit on the lengths of windows that are counted together.
 _BLOCK_BYTES = 48 * 2**20
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
-_WORD = 2**64
 _WORD_BITS = 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BudgetWindow:
-    """An open window; micro-batches are numbered as its lane walks them."""
+    """An open window; its micro-batches are numbered in the order of the lane."""
 
     rows: Int64Array
     """``(n,)`` int64, the longest sample first."""
@@ -47,13 +42,13 @@ class BudgetWindow:
     costs: Int64Array
     """``(m,)`` int64, the declared cost of each micro-batch."""
     tokens: Int64Array
-    """``(m,)`` int64, tokens of each micro-batch, with its padding where the budget is padded."""
+    """``(m,)`` int64, tokens of each micro-batch, with padding if the budget is padded."""
     used_tokens: Int64Array
     """``(m,)`` int64, tokens of each micro-batch without padding."""
 
 
 class BudgetWindows:
-    """The windows of one epoch, filled to a budget.
+    """The shuffle windows of one epoch, filled to a budget.
 
     Args:
         layout: The population, with the facts that the cost rule needs.
@@ -64,7 +59,7 @@ class BudgetWindows:
 
     Attributes:
         num_micros: ``(num_windows,)`` int64, micro-batches of each window.
-        num_over_budget: Samples that are longer than the budget.
+        num_over_budget: Samples longer than the budget.
 
     Raises:
         PlanError: A fact is missing.
@@ -84,12 +79,8 @@ class BudgetWindows:
         self._count()
 
     def open(self, lane: int, window: int) -> BudgetWindow:
-        """Return the contents of a window; the latest windows are kept."""
+        """Return the contents of a window; the last windows used are kept."""
         return self._open.get((lane, window), lambda: self._materialize(lane, window))
-
-    def _lengths(self, lane: int, window: int) -> LengthArray:
-        """Return the lengths of a window's samples, ``(n,)`` int64, in the order of the lane."""
-        return _lengths_of(self._layout, self._budget, self._windows.pieces(lane, window), self._draw)
 
     def _count(self) -> None:
         lane_windows = self._windows.lane_windows
@@ -99,9 +90,9 @@ class BudgetWindows:
             for window in range(int(lane_windows[lane + 1] - lane_windows[lane]))
         ]
         max_tokens = self._budget.max_tokens
-        # How far a sample exceeds the budget does not matter, so short words, which sort faster, are enough.
+        # The excess of a sample over the budget does not matter, so short words, which sort faster, suffice.
         word = np.dtype(np.uint16 if max_tokens < 2**16 - 1 else np.uint32)
-        # All lengths twice while they are joined, then their sums where padding does not count.
+        # All lengths twice while they are concatenated, and their sums if padding does not count.
         block = _BLOCK_BYTES // (
             2 * word.itemsize + (0 if self._budget.padded else np.dtype(np.uint32).itemsize)
         )
@@ -109,7 +100,9 @@ class BudgetWindows:
         num_skipped: list[int] = []
         num_held, first = 0, 0
         for number, (lane, window) in enumerate(places, start=1):
-            lengths = np.minimum(self._lengths(lane, window), max_tokens + 1).astype(word)
+            pieces = self._windows.pieces(lane, window)
+            lengths = _lengths_of(self._layout, self._budget, pieces, self._draw)
+            lengths = np.minimum(lengths, max_tokens + 1).astype(word)
             lengths.sort()
             over = len(lengths) - int(np.searchsorted(lengths, word.type(max_tokens), side="right"))
             self.num_over_budget += over
@@ -153,8 +146,10 @@ class BudgetWindows:
             padded=budget.padded,
         )
         count = int(self.num_micros[number])
-        if len(cuts) - 1 != count:  # computed in two ways that tests compare
-            raise PlanError(f"a window must have {count} micro-batches, got {len(cuts) - 1}; this is a bug.")
+        if len(cuts) - 1 != count:  # two implementations, which tests compare
+            raise PlanError(
+                f"a window has {len(cuts) - 1} micro-batches, but {count} were counted; this is a bug."
+            )
         if not count:
             none = np.zeros(0, np.int64)
             return BudgetWindow(rows, none, none, none, none, none)
@@ -165,24 +160,21 @@ class BudgetWindows:
             tokens, costs = sizes * lengths[cuts[:-1]], sizes * costs[cuts[:-1]]
         else:
             tokens, costs = used, np.add.reduceat(costs, cuts[:-1])
-        walk = self._walk(lane, window, count)
-        return BudgetWindow(rows, cuts[:-1][walk], cuts[1:][walk], costs[walk], tokens[walk], used[walk])
+        order = self._order(lane, window, count)
+        return BudgetWindow(rows, cuts[:-1][order], cuts[1:][order], costs[order], tokens[order], used[order])
 
-    def _walk(self, lane: int, window: int, count: int) -> Int64Array:
-        """Return the order in which a lane walks the micro-batches of a window.
+    def _order(self, lane: int, window: int, count: int) -> Int64Array:
+        """Return the order of the micro-batches of a window in its lane.
 
-        Multiples of the golden ratio: any stretch of the walk holds long and short micro-batches in nearly
-        the share that the whole window has them, so a round may end inside a window.
+        By multiples of the golden ratio: any consecutive micro-batches are long and short in nearly the same
+        proportion as in the whole window, so a group may end inside a window.
         """
         start = derive(self._seed, "window-walk", self._epoch, lane, window)
-        words = np.arange(1, count + 1, dtype=np.uint64)
-        np.multiply(words, np.uint64(_GOLDEN_RATIO), out=words)
-        np.add(words, np.uint64(start % _WORD), out=words)
-        return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+        return np.argsort(golden_words(count, start), kind="stable").astype(np.int64, copy=False)
 
 
 def _longest_first(lengths: Int64Array) -> Int64Array:
-    """Return the stable order by falling length; a sort of single words is ten times faster than argsort."""
+    """Return the stable order by descending length; sorting single words is ten times as fast as argsort."""
     bits, longest = len(lengths).bit_length(), int(lengths.max())
     if longest.bit_length() + bits > _WORD_BITS:
         return np.argsort(-lengths, kind="stable")
@@ -193,7 +185,7 @@ def _longest_first(lengths: Int64Array) -> Int64Array:
 
 
 def weigh_tokens(layout: SampleLayout, budget: TokenBudget) -> Weigh:
-    """Return a function from rows to their tokens."""
+    """Return a function that returns the tokens of a range of rows."""
 
     def weigh(start: int, stop: int) -> Int64Array:
         return _lengths_of(layout, budget, [(start, stop)]).astype(np.int64, copy=False)
@@ -209,10 +201,10 @@ def _lengths_of(
         column = layout.facts.get(name)
         if column is None:
             raise PlanError(
-                f"the samples must have the fact {name!r} for the cost rule, got {sorted(layout.facts)} "
-                f"(sample layout)."
+                f"the cost rule needs the fact {name!r} of the samples, but the sample layout has only "
+                f"{sorted(layout.facts)}."
             )
-        # Slices of a memmap are three times as slow to make; a subset's column is no array.
+        # Slicing a memmap takes three times as long; the column of a subset is no array.
         plain = np.asarray(column) if isinstance(column, np.ndarray) else column
         parts = [plain[start:stop] for start, stop in pieces]
         facts[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -231,7 +223,7 @@ class BudgetMicroBatches(MicroBatches):
 
     Attributes:
         num_steps: Steps of the epoch.
-        num_micros: Micro-batches that hold samples, once each.
+        num_micros: Micro-batches that hold samples, each counted once.
         num_padding_micros: Micro-batches without samples that fill the last step (tail ``mask``).
 
     Raises:
@@ -249,7 +241,7 @@ class BudgetMicroBatches(MicroBatches):
         self.num_micros = int(self._before[-1])
         mean = max(1, self.num_micros // max(1, windows.num_windows))
         per_step = spec.micro_batches_per_step
-        self.interleave = Interleave.of(per_lane, per_step, round_micros=mean)
+        self.interleave = Interleave.of(per_lane, per_step, group_micros=mean)
         full, rest = divmod(self.num_micros, per_step)
         self.num_padding_micros = per_step - rest if rest and spec.tail == "mask" else 0
         self.num_steps = full + bool(rest and spec.tail != "drop")
@@ -305,7 +297,7 @@ class BudgetMicroBatches(MicroBatches):
         return self._filled.open(lane, window), target - int(self._before[first + window])
 
     def _lane_place(self, step: int, micro: int) -> tuple[int, int]:
-        number, inside, num_steps = self.interleave.round_of(step)
+        number, inside, num_steps = self.interleave.group_of(step)
         key = derive(self._seed, "round-steps", self._epoch, number)
         order = self._orders.get(("steps", number), lambda: shuffled(num_steps, key))
         place = int(order[inside]) * self._spec.micro_batches_per_step + micro
@@ -315,7 +307,7 @@ class BudgetMicroBatches(MicroBatches):
         return lane, start + int(ranked[rank])
 
     def _rank_lane(self, lane: int, start: int, stop: int) -> Int64Array:
-        """Return the micro-batches ``[start, stop)`` of a lane by rising cost, as offsets from ``start``."""
+        """Rank the micro-batches ``[start, stop)`` of a lane by ascending cost, as offsets from ``start``."""
         costs = np.empty(stop - start, np.int64)
         place = start
         while place < stop:
@@ -327,57 +319,55 @@ class BudgetMicroBatches(MicroBatches):
 
     # ---- the remainder ---------------------------------------------------------------------------
 
-    def _cut_remainder(self, round_micros: int) -> Int64Array:
-        """Return the cuts of the remainder's rounds: whole steps each, but for the last."""
+    def _cut_remainder(self, group_micros: int) -> Int64Array:
+        """Return the bounds of the remainder's groups: whole steps, except for the last."""
         per_step, num_remainder = self._spec.micro_batches_per_step, self.interleave.num_remainder
         num_steps = num_remainder // per_step
-        num_rounds = max(1, num_steps * per_step // (round_micros * self.interleave.num_lanes))
-        numbers = np.arange(num_rounds, dtype=np.int64)
-        return np.append(numbers * num_steps // num_rounds * per_step, num_remainder)
+        num_groups = max(1, num_steps * per_step // (group_micros * self.interleave.num_lanes))
+        numbers = np.arange(num_groups, dtype=np.int64)
+        return np.append(numbers * num_steps // num_groups * per_step, num_remainder)
 
     def _remainder_place(self, number: int) -> tuple[int, int]:
         bounds = self._remainder_bounds
-        round_number = int(np.searchsorted(bounds[:-1], number, side="right")) - 1
-        start, stop = bounds[round_number : round_number + 2].tolist()
-        order = self._orders.get(
-            ("pool", round_number), lambda: self._rank_remainder(round_number, start, stop)
-        )
+        group = int(np.searchsorted(bounds[:-1], number, side="right")) - 1
+        start, stop = bounds[group : group + 2].tolist()
+        order = self._orders.get(("remainder", group), lambda: self._rank_remainder(group, start, stop))
         return self._remainder_entry(int(order[number - start]))
 
     def _remainder_entry(self, entry: int) -> tuple[int, int]:
-        """Return lane and place of an entry of the remainder, which lists the ends of all lanes."""
+        """Return lane and place of an entry of the remainder, which holds the ends of all lanes."""
         before = self.interleave.remainder_before
         lane = int(np.searchsorted(before, entry, side="right")) - 1
         return lane, self.interleave.num_common + entry - int(before[lane])
 
-    def _rank_remainder(self, number: int, start: int, stop: int) -> Int64Array:
-        """Return a round of the remainder: permuted whole steps of equal cost rank, then the rest.
+    def _rank_remainder(self, group: int, start: int, stop: int) -> Int64Array:
+        """Return a group of the remainder: permuted whole steps of equal cost rank, then the rest.
 
-        The rest, which tail ``drop`` leaves out, is chosen before anything is ranked, so that no cost is
-        more likely to be left out than another.
+        The rest, which tail ``drop`` leaves out, is chosen before ranking, so every cost is equally likely to
+        be left out.
         """
         per_step, size = self._spec.micro_batches_per_step, stop - start
-        key = derive(self._seed, "pool-order", self._epoch, number)
+        key = derive(self._seed, "pool-order", self._epoch, group)
         mixed = self._remainder_order()[start:stop][shuffled(size, key)]
         num_steps = size // per_step
         if not num_steps:
             return mixed
         whole, rest = mixed[: num_steps * per_step], mixed[num_steps * per_step :]
         costs = np.empty(len(whole), np.int64)
-        # Window by window: entries of one window are neighbours in the remainder.
+        # Window by window: entries of one window are neighbors in the remainder.
         for at in np.argsort(whole, kind="stable").tolist():
             window, place = self._window(*self._remainder_entry(int(whole[at])))
             costs[at] = window.costs[place]
         ranked = whole[np.argsort(costs, kind="stable")].reshape(num_steps, per_step)
-        key = derive(self._seed, "pool-steps", self._epoch, number)
+        key = derive(self._seed, "pool-steps", self._epoch, group)
         return np.concatenate([ranked[shuffled(num_steps, key)].reshape(-1), rest])
 
     def _remainder_order(self) -> Int64Array:
-        """Return all entries of the remainder, the lanes side by side, so that a round opens few windows."""
+        """Return all entries of the remainder, lanes interleaved, so that a group opens few windows."""
 
         def compute() -> Int64Array:
             before = self.interleave.remainder_before
             depth = np.arange(before[-1]) - np.repeat(before[:-1], np.diff(before))
             return np.argsort(depth, kind="stable")
 
-        return self._orders.get("pool", compute)
+        return self._orders.get("remainder", compute)

@@ -14,26 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import ConfigError
-from shardflow.sampling.permutation import check_ints, mix_array
+from shardflow.sampling.permutation import GOLDEN_RATIO, Int64Array, check_ints, mix_array
 from shardflow.seeds import derive
-
-Int64Array = npt.NDArray[np.int64]
 
 _TILE_BOUNDS = {"rows": (1, 2**16), "columns": (1, 2**16), "max_tiles": (1, 2**10)}
 MAX_BUCKETS = 16
-"""So that a spec with buckets still leaves a loader's state under 1 KB."""
-_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+"""Most buckets of a rule, so that the state of a loader stays below 1 KB."""
 _UPPER = np.uint64(32)
 _BOUNDS = {"weight": (1, 2**16), "max_slices": (0, 2**17), "tokens_per_slice": (0, 2**17)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileRule:
-    """How images of any size are cut into tiles of one.
+    """Cutting of images of any size into tiles of one size.
 
-    An image gets as many rows and columns of tiles as cover it at its own size; where those are more than
-    ``max_tiles``, the longer side loses one after the other, and the image is brought to what is left. One of
-    more than one tile also gets an overview, the whole image in one tile, first.
+    An image gets as many rows and columns of tiles as cover it at its own size. While these are more than
+    ``max_tiles``, the longer side is shortened by one tile, and the image is resized to the rest. An image of
+    more than one tile also gets an overview first: the whole image in one tile.
 
     Raises:
         ConfigError: A number is out of range.
@@ -43,21 +40,21 @@ class TileRule:
     """Rows of a tile."""
     columns: int
     max_tiles: int
-    """Tiles of one image at most, the overview not counted."""
+    """Most tiles of an image, without the overview."""
 
     def __post_init__(self) -> None:
         check_ints(self, _TILE_BOUNDS, where="tile rule", error=ConfigError)
 
     def grids(self, rows: npt.NDArray[Any], columns: npt.NDArray[Any]) -> tuple[Int64Array, Int64Array]:
-        """Return the rows and columns of tiles of images, at least 1 each.
+        """Return the number of rows and columns of tiles of each image, at least 1.
 
         Args:
-            rows: Rows of the images.
-            columns: Their columns, in the same shape.
+            rows: Pixel rows of the images.
+            columns: Pixel columns, in the same shape.
         """
         high = np.maximum(1, -(-rows.astype(np.int64) // self.rows))
         wide = np.maximum(1, -(-columns.astype(np.int64) // self.columns))
-        # More than this many a side are too many in any case.
+        # A side longer than this exceeds the limit in any case.
         high, wide = np.minimum(high, self.max_tiles), np.minimum(wide, self.max_tiles)
         too_many = np.flatnonzero(high * wide > self.max_tiles)
         while too_many.size:
@@ -68,29 +65,29 @@ class TileRule:
         return high, wide
 
     def num_places(self, rows: npt.NDArray[Any], columns: npt.NDArray[Any]) -> Int64Array:
-        """Return the tiles of images, the overview included, int64."""
+        """Return the number of tiles of each image, including the overview, int64."""
         high, wide = self.grids(rows, columns)
         num_tiles = high * wide
         return num_tiles + (num_tiles > 1)
 
     @property
     def most_places(self) -> int:
-        """Tiles of any image at most, the overview included."""
+        """Most tiles of any image, including the overview."""
         return self.max_tiles + (self.max_tiles > 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageBucket:
-    """What a sample costs that gets this size of image.
+    """Cost of a sample whose images get one size.
 
     Raises:
         ConfigError: A number is out of range.
     """
 
     weight: int = 1
-    """How likely it is, against the weights of the others."""
+    """Probability of the bucket, relative to the weights of the others."""
     max_slices: int
-    """Slices that are taken at most."""
+    """Most slices taken from a sample."""
     tokens_per_slice: int
 
     def __post_init__(self) -> None:
@@ -99,25 +96,26 @@ class ImageBucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketDraw:
-    """What the choices of an epoch follow from."""
+    """The keyed choice of buckets in an epoch."""
 
     key: int
 
     @classmethod
     def of(cls, seed: int, epoch: int) -> BucketDraw:
-        """Take the key of an epoch."""
+        """Derive the key of an epoch."""
         return cls(derive(seed, "image-bucket", epoch))
 
     def choose(self, rows: npt.NDArray[Any], weights: Sequence[int]) -> Int64Array:
         """Return the number of each sample's bucket, int64.
 
-        Integers alone, so every machine finds the same; ``tests/unit/sampling/test_buckets.py`` pins it.
+        Uses integers only, so every machine chooses the same (pinned by
+        ``tests/unit/sampling/test_buckets.py``).
 
         Args:
             rows: Rows of the samples table, of any shape.
-            weights: Of the buckets.
+            weights: Weights of the buckets.
         """
-        words = (rows.astype(np.uint64) + np.uint64(1)) * _GOLDEN_RATIO + np.uint64(self.key)
+        words = (rows.astype(np.uint64) + np.uint64(1)) * GOLDEN_RATIO + np.uint64(self.key)
         mix_array(words, np.empty_like(words))
         bounds = np.cumsum(np.array(weights, np.uint64))
         # The upper half of the word as a share of the sum: both below 2**32, so the product fits.

@@ -3,14 +3,13 @@
 ::
 
     chunks      shards, or parts of them, dealt to L lanes     LaneMap             once a run
-    windows     the epoch's walk through each lane             LaneWindows
+    windows     the contents of each lane in an epoch          LaneWindows
     micros      B neighbors of a lane                          LaneMicroBatches
-                or a window filled to a budget                 BudgetWindows, BudgetMicroBatches
+                or a shuffle window filled to a budget         BudgetWindows, BudgetMicroBatches
     interleave  steps take equally from all lanes              Interleave
 
-With micro-batches of a fixed size, what the lanes hold beyond their equal parts is collected sample by
-sample, permuted, and appended, so an epoch has the same number of steps and the same tail as one without
-lanes.
+With micro-batches of a fixed size, the samples of the lanes beyond their equal parts (the remainder) are
+permuted and appended, so an epoch has the same number of steps and the same tail as one without lanes.
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from shardflow.sampling.blend import BlendLanes, BlendLayout
 from shardflow.sampling.budget_batches import BudgetMicroBatches, BudgetWindows, weigh_tokens
 from shardflow.sampling.lanes import Interleave, LaneMap, Lanes, LaneWindows
 from shardflow.sampling.layout import SampleLayout
 from shardflow.sampling.micro_batches import EpochSlots, MicroBatch, MicroBatches, frozen, padding
-from shardflow.sampling.permutation import Permutation, sums
+from shardflow.sampling.permutation import Int64Array, Permutation, sums
 from shardflow.sampling.spec import BatchSpec
 from shardflow.seeds import derive
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class LaneMicroBatches(MicroBatches):
@@ -45,25 +41,23 @@ class LaneMicroBatches(MicroBatches):
         per_step: M.
         seed: Run-level seed.
         epoch: Number of the epoch.
+
+    Attributes:
+        num_remainder: Samples beyond the equal parts of the lanes.
     """
 
     def __init__(
         self, windows: LaneWindows, slots: EpochSlots, *, size: int, per_step: int, seed: int, epoch: int
     ) -> None:
         self._windows, self._slots, self._size = windows, slots, size
-        self.interleave = Interleave.of(windows.num_samples // size, per_step, round_micros=2**62)
+        self.interleave = Interleave.of(windows.num_samples // size, per_step, group_micros=2**62)
         self._num_main = self.interleave.num_common * self.interleave.num_lanes * size
         left = windows.num_samples - self.interleave.num_common * size
         self._remainder_before = sums(left)
-        num_remainder = int(self._remainder_before[-1])
-        self._remainder = (
-            Permutation(num_remainder, derive(seed, "pool-order", epoch)) if num_remainder else None
-        )
-
-    @property
-    def num_remainder_samples(self) -> int:
-        """Samples of the lanes' uneven ends."""
-        return int(self._remainder_before[-1])
+        self.num_remainder = int(self._remainder_before[-1])
+        self._remainder: Permutation | None = None
+        if self.num_remainder:
+            self._remainder = Permutation(self.num_remainder, derive(seed, "pool-order", epoch))
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
@@ -79,7 +73,7 @@ class LaneMicroBatches(MicroBatches):
         return MicroBatch(*frozen(rows, weights))
 
     def _rows(self, positions: Int64Array) -> Int64Array:
-        """Return the rows at some positions of the epoch's order, in the lanes or in the remainder."""
+        """Return the rows at positions of the epoch's order, in the lanes or in the remainder."""
         lane, place = np.empty_like(positions), np.empty_like(positions)
         main = positions < self._num_main
         micro, slot = np.divmod(positions[main], self._size)
@@ -105,19 +99,22 @@ class LaneSummary:
     window_bytes: int
     num_chunks: int
     num_windows: int
-    num_pooled: int
+    num_remainder: int
     """Samples, or micro-batches under a budget, that steps do not take equally from all lanes."""
-    pooled_share: float
+    remainder_share: float
     num_shards: int
     num_shards_open: int
-    """Largest number of shards that the lanes' windows read at the same time, one window a lane; while
-    windows turn up to twice as many."""
+    """Largest number of shards that are open at the same time, with one window per lane; up to twice as many
+    while windows change."""
     num_over_budget: int
     """Samples longer than the token budget."""
 
     def to_json(self) -> dict[str, int | float]:
-        """Return the numbers as a JSON object."""
-        return asdict(self)
+        """Return the numbers as a JSON object; the remainder keeps the keys of older versions."""
+        numbers = asdict(self)
+        numbers["num_pooled"] = numbers.pop("num_remainder")
+        numbers["pooled_share"] = numbers.pop("remainder_share")
+        return numbers
 
     def lines(self) -> dict[str, str]:
         """Return the numbers as text by label."""
@@ -126,19 +123,19 @@ class LaneSummary:
                 f"{self.lanes:,} of {self.num_chunks:,} chunks, {self.num_windows:,} windows of about "
                 f"{self.window_bytes:,} bytes"
             ),
-            "remainder": f"{self.pooled_share:.1%}, the lanes' uneven ends",
+            "remainder": f"{self.remainder_share:.1%}, the lanes' uneven ends",
             "shards open": f"{self.num_shards_open:,} of {self.num_shards:,}",
         }
 
 
 class BudgetSlots:
-    """The tail of an epoch under a token budget; numbers that need open windows are computed on request.
+    """Tail of an epoch under a token budget; numbers that need open windows are computed on request.
 
     Args:
         micros: The micro-batches.
         spec: The batch spec, with a budget.
         num_samples: Samples of the population.
-        num_skipped: Those that are over the budget and skipped by rule.
+        num_skipped: Samples over the budget that are skipped by rule.
     """
 
     def __init__(
@@ -152,7 +149,7 @@ class BudgetSlots:
 
     @property
     def num_dropped(self) -> int:
-        """Samples that the epoch leaves out: by the tail, or skipped by rule."""
+        """Samples that the epoch leaves out: dropped by the tail, or skipped by rule."""
         left = self._micros.num_samples(self._end, self._micros.num_micros) if self._tail == "drop" else 0
         return left + self.num_skipped
 
@@ -208,7 +205,7 @@ class LanePlan:
 
     @classmethod
     def first(cls, layout: SampleLayout, spec: BatchSpec, *, seed: int, epoch: int) -> LanePlan:
-        """Cut the lanes of a run, and plan an epoch of it."""
+        """Cut the lanes of a run, and plan one of its epochs."""
         lanes: Lanes
         weigh = None if spec.budget is None else partial(weigh_tokens, budget=spec.budget)
         if isinstance(layout, BlendLayout):
@@ -224,7 +221,7 @@ class LanePlan:
     def summary(self) -> LaneSummary:
         """Return the numbers of the epoch."""
         if isinstance(self.micros, LaneMicroBatches):
-            num_remainder, of = self.micros.num_remainder_samples, self.slots.num_samples
+            num_remainder, of = self.micros.num_remainder, self.slots.num_samples
         else:
             num_remainder, of = self.micros.interleave.num_remainder, self.micros.num_micros
         return LaneSummary(
@@ -232,8 +229,8 @@ class LanePlan:
             window_bytes=self.spec.window_bytes,
             num_chunks=self.lanes.num_chunks,
             num_windows=self.windows.num_windows,
-            num_pooled=num_remainder,
-            pooled_share=num_remainder / max(1, of),
+            num_remainder=num_remainder,
+            remainder_share=num_remainder / max(1, of),
             num_shards=self.layout.num_shards,
             num_shards_open=self._num_shards_open(),
             num_over_budget=0 if self.filled is None else self.filled.num_over_budget,

@@ -5,13 +5,13 @@ but L - 1 shards belong to one lane. Neighboring lanes share the shards that are
 run of lanes reads hardly a shard of another node. The cut depends on dataset, seed and batch spec, never on
 epoch or world, so a node's cache serves every epoch (`LaneMap`).
 
-In an epoch the chunks of a lane follow each other in a new order. A window is the part between two cuts of
-that sequence, near multiples of the window size, and samples are shuffled within a window (`LaneWindows`).
-So a rank keeps few shards open, and a cache knows which.
+In an epoch the chunks of a lane follow each other in a new order. A shuffle window is the part between two
+cuts of that sequence, near multiples of the window size, and samples are shuffled within a window
+(`LaneWindows`). So a rank keeps few shards open, and a cache knows which.
 
 Each lane is a sequence of micro-batches. All lanes give their first T micro-batches to steps, equally many
-to each step as far as the numbers allow; what a lane has beyond T is the *remainder* (`Interleave`). The
-world size has no part in it. `choose_lanes` takes as many lanes as leave a small remainder and fill
+to each step as far as the numbers allow; what a lane has beyond T is the *remainder* (`Interleave`). None of
+this depends on the world size. `choose_lanes` takes as many lanes as leave a small remainder and fill
 micro-batches well.
 """
 
@@ -24,25 +24,23 @@ from math import gcd
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from shardflow.errors import PlanError
 from shardflow.sampling.layout import SampleLayout
-from shardflow.sampling.permutation import shuffled, sums
+from shardflow.sampling.permutation import Int64Array, shuffled, sums
 from shardflow.sampling.spec import BatchSpec
 from shardflow.seeds import derive
 
 _Value = TypeVar("_Value")
-Int64Array = npt.NDArray[np.int64]
 Weigh = Callable[[int, int], Int64Array]
 """Returns the weights of the rows ``[start, stop)`` of the table, such as their tokens."""
 CHUNKS_PER_LANE = 32
-"""A lane has about this many chunks or more, whose order is another one in each epoch."""
-MOST_LANES = 64
-"""Enough for 64 nodes to read shards of their own; more lanes would only keep more windows open."""
+"""Approximate minimum of chunks per lane; their order changes with each epoch."""
+MAX_CHOSEN_LANES = 64
+"""Largest number chosen: enough for 64 nodes to read shards of their own; more keep more windows open."""
 _REMAINDER_PARTS = 20  # at most one twentieth of the samples is in the remainder
-# With fewer micro-batches per lane a budget pads more than 1 % of report-like lengths, and the longest ones
-# have no equals in their step.
+# With fewer micro-batches per lane, padding exceeds 1 % of report-like lengths, and the longest micro-batches
+# share their step with shorter ones.
 _MICRO_BATCHES_PER_LANE = 128
 _PROBED_ROWS = 2**16
 
@@ -78,7 +76,7 @@ class Recent(Generic[_Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaneWalk:
-    """Contents of a lane in an epoch: pieces of shards in the order of the walk."""
+    """Contents of a lane in an epoch: pieces of shards, in order."""
 
     first_row: Int64Array
     """``(P,)`` int64, first row of each piece."""
@@ -107,8 +105,8 @@ class Lanes(Protocol):
 class LaneMap:
     """The chunks of a population, lane by lane; the same in every epoch.
 
-    A chunk is a run of rows of one shard: a whole shard, what a cut left of one, or an equal part of it where
-    a lane would have too few.
+    A chunk is a run of rows of one shard: a whole shard, the part of one beside a cut, or an equal part of
+    these if a lane would otherwise have too few chunks.
     """
 
     num_lanes: int
@@ -133,14 +131,14 @@ class LaneMap:
         weigh: Weigh | None = None,
         targets: Sequence[int] | None = None,
     ) -> LaneMap:
-        """Cut the ordered shards into lanes.
+        """Cut the shards, in a keyed order, into lanes.
 
         Args:
             layout: The population.
             num_lanes: L, at least 1.
             seed: Run-level seed.
-            weigh: Weights that lanes share equally; every sample weighs the same by default.
-            targets: Cuts in place of equal parts: ``num_lanes - 1`` sums of weights, ascending.
+            weigh: Weights to share equally among lanes; by default every sample weighs the same.
+            targets: Cuts instead of equal parts: ``num_lanes - 1`` sums of weights, ascending.
 
         Raises:
             PlanError: The bytes of the layout do not ascend.
@@ -148,25 +146,24 @@ class LaneMap:
         num_shards, num_samples = layout.num_shards, layout.num_samples
         key = derive(seed, "lane-shards", int(layout.dataset_id, 16))
         order = shuffled(num_shards, key)
-        sizes = np.diff(layout.shard_rows)
-        line = sums(sizes[order])
+        samples_before = sums(np.diff(layout.shard_rows)[order])
         if weigh is None:
             equal = [lane * num_samples // num_lanes for lane in range(1, num_lanes)]
             cuts = np.array(equal if targets is None else targets, np.int64)
         else:
-            cuts = _weighed_cuts(layout, order, line, num_lanes, weigh, targets)
-        starts = np.unique(np.concatenate((line[:-1], cuts[cuts < num_samples])))
+            cuts = _weighed_cuts(layout, order, samples_before, num_lanes, weigh, targets)
+        starts = np.unique(np.concatenate((samples_before[:-1], cuts[cuts < num_samples])))
         lengths = np.diff(np.append(starts, num_samples))
         lanes = np.searchsorted(cuts, starts, side="right")
-        # Equal parts where a lane would have too few chunks to permute.
+        # Equal parts if a lane would have too few chunks to permute.
         parts = np.minimum(lengths, -(-lengths * (CHUNKS_PER_LANE * num_lanes) // num_samples))
         piece = np.repeat(np.arange(len(starts)), parts)
         part = np.arange(len(piece)) - np.repeat(np.cumsum(parts) - parts, parts)
         first = starts[piece] + part * lengths[piece] // parts[piece]
         last = starts[piece] + (part + 1) * lengths[piece] // parts[piece]
-        place = np.searchsorted(line, first, side="right") - 1
+        place = np.searchsorted(samples_before, first, side="right") - 1
         shard = order[place]
-        first_row = layout.shard_rows[shard] + first - line[place]
+        first_row = layout.shard_rows[shard] + first - samples_before[place]
         num_bytes = layout.ends_of(first_row + last - first, shard) - layout.offset_bytes[first_row].astype(
             np.int64
         )
@@ -211,12 +208,12 @@ class LaneMap:
 def _weighed_cuts(
     layout: SampleLayout,
     order: Int64Array,
-    line: Int64Array,
+    samples_before: Int64Array,
     num_lanes: int,
     weigh: Weigh,
     targets: Sequence[int] | None,
 ) -> Int64Array:
-    """Return the positions, in samples, at which the sum of weights reaches the targets."""
+    """Return the positions in samples at which the sum of weights reaches each target."""
     rows = layout.shard_rows.tolist()
     weights = np.array([int(weigh(rows[shard], rows[shard + 1]).sum()) for shard in order.tolist()], np.int64)
     before = sums(weights)
@@ -228,7 +225,7 @@ def _weighed_cuts(
         place = min(int(np.searchsorted(before, target, side="right")) - 1, len(weights) - 1)
         shard = int(order[place])
         inside = np.cumsum(weigh(rows[shard], rows[shard + 1]))
-        cuts.append(int(line[place]) + int(np.searchsorted(inside, target - int(before[place]))))
+        cuts.append(int(samples_before[place]) + int(np.searchsorted(inside, target - int(before[place]))))
     return np.array(cuts, np.int64)
 
 
@@ -241,12 +238,12 @@ def weight_of(layout: SampleLayout, weigh: Weigh | None) -> int:
 
 
 class LaneWindows:
-    """The windows of all lanes in one epoch; only open windows take memory per sample.
+    """The shuffle windows of all lanes in one epoch; only open windows take memory per sample.
 
     Args:
         layout: The population.
         lanes: Its lanes.
-        window_bytes: About the size of a window, at least 1.
+        window_bytes: Approximate size of a window, at least 1.
         seed: Run-level seed.
         epoch: Number of the epoch.
 
@@ -322,7 +319,7 @@ class LaneWindows:
         return np.concatenate([np.arange(start, stop) for start, stop in self.pieces(lane, window)])
 
     def mixed_rows(self, lane: int, window: int) -> Int64Array:
-        """Return the shuffled rows of a window; the latest windows are kept."""
+        """Return the shuffled rows of a window; the last windows used are kept."""
         return self._open.get((lane, window), lambda: self.mix(lane, window))
 
     def mix(self, lane: int, window: int) -> Int64Array:
@@ -333,7 +330,7 @@ class LaneWindows:
         return mixed
 
     def take(self, lane: int, positions: Int64Array) -> Int64Array:
-        """Return the rows at some positions of a lane, counted over its windows."""
+        """Return the rows at positions of a lane, counted over its windows."""
         cuts = self._cuts[lane]
         window = np.searchsorted(cuts, positions, side="right") - 1
         first, last = int(window.min()), int(window.max())
@@ -354,9 +351,9 @@ class LaneWindows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interleave:
-    """The equal parts of all lanes, cut into rounds that group micro-batches of equal cost rank.
+    """The equal parts of all lanes, cut into groups of steps within which micro-batches are ranked by cost.
 
-    Always ``num_lane_steps * M == T * L``, and every round is whole steps.
+    Always ``num_lane_steps * M == T * L``, and every group consists of whole steps.
     """
 
     num_lanes: int
@@ -365,31 +362,31 @@ class Interleave:
     num_common: int
     """T, micro-batches that every lane contributes."""
     bounds: Int64Array
-    """``(R + 1,)`` int64: round r takes the micro-batches ``[bounds[r], bounds[r + 1])`` of each lane."""
+    """``(G + 1,)`` int64: group g takes the micro-batches ``[bounds[g], bounds[g + 1])`` of each lane."""
     remainder_before: Int64Array
-    """``(L + 1,)`` int64: micro-batches in the remainder from the lanes before each one."""
+    """``(L + 1,)`` int64: micro-batches of the remainder in the lanes before each one."""
 
     @classmethod
-    def of(cls, num_micros: Int64Array, per_step: int, *, round_micros: int) -> Interleave:
-        """Cut lanes into rounds.
+    def of(cls, num_micros: Int64Array, per_step: int, *, group_micros: int) -> Interleave:
+        """Cut lanes into groups.
 
         Args:
             num_micros: ``(L,)`` int64, micro-batches of each lane.
             per_step: M.
-            round_micros: Approximate number of micro-batches per lane and round, as of a window; at
-                least 1.
+            group_micros: Approximate number of micro-batches per lane and group, such as those of a
+                window; at least 1.
         """
         num_lanes = len(num_micros)
         # Whole steps from all lanes equally need a multiple of this from each.
         unit = per_step // gcd(per_step, num_lanes)
         num_units = int(num_micros.min()) // unit
-        num_rounds = max(1, min(num_units, num_units * unit // round_micros))
-        numbers = np.arange(num_rounds + 1, dtype=np.int64)
+        num_groups = max(1, min(num_units, num_units * unit // group_micros))
+        numbers = np.arange(num_groups + 1, dtype=np.int64)
         return cls(
             num_lanes=num_lanes,
             per_step=per_step,
             num_common=num_units * unit,
-            bounds=unit * (numbers * num_units // num_rounds),
+            bounds=unit * (numbers * num_units // num_groups),
             remainder_before=sums(num_micros - num_units * unit),
         )
 
@@ -403,26 +400,26 @@ class Interleave:
         """Micro-batches of the remainder."""
         return int(self.remainder_before[-1])
 
-    def round_of(self, step: int) -> tuple[int, int, int]:
-        """Return the round of a lane step, the step's number in it, and the steps of the round."""
+    def group_of(self, step: int) -> tuple[int, int, int]:
+        """Return the group of a lane step, the step's number in it, and the number of steps of the group."""
         steps = self.bounds * self.num_lanes // self.per_step
         number = int(np.searchsorted(steps, step, side="right")) - 1
         return number, step - int(steps[number]), int(steps[number + 1] - steps[number])
 
 
 def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
-    """Return the largest power of two, at most ``MOST_LANES``, with at most 5 % in the remainder; else 1.
+    """Return the largest power of two, at most 64, that leaves at most 5 % in the remainder; else 1.
 
-    Under a token budget a lane also has about 128 micro-batches or more: padding and balance need windows of
-    that many. A function of the data and the sizes of a step, and never of the world; the size of a
-    micro-batch under a budget is estimated from some of the lengths.
+    Under a token budget a lane also has about 128 micro-batches or more, which padding and balance need. The
+    result depends on the data and the sizes of a step, never on the world size; the size of a micro-batch
+    under a budget is estimated from a sample of the lengths.
 
     Args:
         layout: The population.
-        spec: How steps are formed; its lanes are not looked at.
+        spec: How steps are formed; its own lanes are ignored.
     """
     size, per_step = _micro_batch_size(layout, spec), spec.micro_batches_per_step
-    num_lanes = MOST_LANES
+    num_lanes = MAX_CHOSEN_LANES
     if spec.budget is not None:
         most = max(1, layout.num_drawn // (size * _MICRO_BATCHES_PER_LANE))
         num_lanes = min(num_lanes, 2 ** (most.bit_length() - 1))
@@ -436,7 +433,7 @@ def choose_lanes(layout: SampleLayout, spec: BatchSpec) -> int:
 
 
 def with_lanes(spec: BatchSpec, layout: SampleLayout) -> BatchSpec:
-    """Return a spec with as many lanes as :func:`choose_lanes` finds."""
+    """Return a spec with the lanes that :func:`choose_lanes` returns."""
     return replace(spec, lanes=choose_lanes(layout, spec))
 
 

@@ -1,12 +1,12 @@
 """Sample layout: shards as row ranges with their bytes and facts, for a whole split or for chosen rows.
 
-The plan reads no file. Whoever opens a dataset passes columns of its samples table, memory-mapped as they
-are, and nothing here makes a copy that grows with the number of samples.
+The plan reads no file: its caller passes columns of the samples table, usually memory-mapped, and nothing
+here makes a copy that grows with the number of samples.
 
 `RowSet` is a subset in 0.19 bytes per row, whatever share is chosen: one bit per row of the table and a
 count every 64 rows. Half of 200 million rows takes 38 MB (800 MB as int64), and neither the n-th chosen row
-nor the rank of a row takes a loop over rows. Rows without gaps are a ``range``. In the layout of a subset
-the number of a chosen sample takes the place of its row; `ChosenColumn` and `EvenOffsets` translate.
+nor the rank of a row takes a loop over rows. Rows without gaps are a ``range``. The layout of a subset is
+indexed by the numbers of chosen samples instead of rows; `ChosenColumn` and `EvenOffsets` translate.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import PlanError
-from shardflow.sampling.permutation import sums
+from shardflow.sampling.permutation import Int64Array, sums
 
-Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-# A multiple of 64, so that a block begins with a word.
+# A multiple of 64, so that every block begins with a whole word.
 _BLOCK_ROWS = 2**20
 _HALVES = (32, 16, 8, 4, 2, 1)
 _DIGEST_LABEL = b"shardflow-rows-1"
@@ -38,13 +37,13 @@ class RowSet:
     """Ascending rows, at least one, with gaps. Safe to share between threads.
 
     Args:
-        start: The row that bit 0 stands for; the first chosen one.
-        words: ``(W,)`` uint64; bit ``i`` of word ``w`` is set where row ``start + 64 w + i`` is chosen.
+        start: The row of bit 0; the first chosen one.
+        words: ``(W,)`` uint64; bit ``i`` of word ``w`` is set if row ``start + 64 w + i`` is chosen.
     """
 
     def __init__(self, start: int, words: npt.NDArray[np.uint64]) -> None:
         self._start = start
-        # A word without bits behind the end, so that the end has a word too.
+        # An empty word at the end, so that the end of the rows has a word too.
         self._words = np.append(words, np.uint64(0))
         counts = np.bitwise_count(self._words)
         self.num_rows = int(counts.sum(dtype=np.int64))
@@ -64,13 +63,13 @@ class RowSet:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the set takes."""
+        """Memory of the set in bytes."""
         return self._words.nbytes + self._before.nbytes
 
     def take(self, numbers: Int64Array) -> Int64Array:
-        """Return the rows that are the ``numbers``-th chosen ones, counted from 0, int64 of equal shape."""
+        """Return the ``numbers``-th chosen rows, counted from 0, int64 of equal shape."""
         numbers = np.asarray(numbers, np.int64)
-        # Asked in the type of the counts: NumPy would copy all of them to another one.
+        # Searched in the type of the counts: otherwise NumPy would copy all of them.
         place = np.searchsorted(self._before[:-1], numbers.astype(self._before.dtype), side="right") - 1
         left = numbers - self._before[place].astype(np.int64)
         word = self._words[place]
@@ -85,7 +84,7 @@ class RowSet:
         return np.asarray(rows, np.int64)
 
     def rank(self, rows: Int64Array) -> Int64Array:
-        """Return how many chosen rows lie before each of ``rows``, int64."""
+        """Return the number of chosen rows before each of ``rows``, int64."""
         offsets = np.clip(rows - self._start, 0, 64 * (len(self._words) - 1))
         place, bit = offsets >> 6, (offsets & 63).astype(np.uint64)
         low = self._words[place] & ((np.uint64(1) << bit) - np.uint64(1))
@@ -93,7 +92,7 @@ class RowSet:
         return ranks
 
     def span(self, start: int, stop: int) -> Int64Array:
-        """Return the rows of the numbers ``[start, stop)``; quicker than `take` for neighbours."""
+        """Return the rows of the numbers ``[start, stop)``; faster than `take` for consecutive ones."""
         if stop <= start:
             return np.zeros(0, np.int64)
         ends = np.array([start, stop - 1], self._before.dtype)
@@ -104,7 +103,7 @@ class RowSet:
         return rows
 
     def blocks(self) -> Iterator[Int64Array]:
-        """Yield all rows, some at a time, in ascending order."""
+        """Yield all rows in blocks, in ascending order."""
         step = _BLOCK_ROWS // 64
         for first in range(0, len(self._words), step):
             bits = np.unpackbits(self._words[first : first + step].view(np.uint8), bitorder="little")
@@ -117,24 +116,22 @@ class RowSet:
         """SHA-256 of the label, the first row, the rows from it to the last, and a bit for each of them."""
         last = int(self.span(self.num_rows - 1, self.num_rows)[0])
         num_spanned = last - self._start + 1
-        header = struct.pack("<QQ", self._start, num_spanned)
-        bits = self._words.view(np.uint8)[: -(-num_spanned // 8)]
-        return hashlib.sha256(_DIGEST_LABEL + header + bits.tobytes()).hexdigest()
+        return _digest_of_bits(self._start, num_spanned, self._words.view(np.uint8)[: -(-num_spanned // 8)])
 
 
 Rows: TypeAlias = range | RowSet
-"""Ascending rows of a samples table; a range where they have no gaps."""
+"""Ascending rows of a samples table; a range if they have no gaps."""
 
 
 def nth_rows(rows: Rows, numbers: Int64Array) -> Int64Array:
-    """Return the rows that are the ``numbers``-th of ``rows``."""
+    """Return the ``numbers``-th of ``rows``."""
     if isinstance(rows, range):
         return numbers + rows.start
     return rows.take(numbers)
 
 
 def mask_of(rows: Rows, start: int, stop: int) -> BoolArray:
-    """Return which of the rows ``[start, stop)`` of the table belong to ``rows``."""
+    """Return whether each row in ``[start, stop)`` belongs to ``rows``."""
     mask = np.zeros(stop - start, bool)
     if isinstance(rows, range):
         mask[max(rows.start - start, 0) : max(rows.stop - start, 0)] = True
@@ -148,13 +145,16 @@ def rows_digest(rows: Rows) -> str:
     """Return the digest of rows, whether they have gaps or not."""
     if isinstance(rows, RowSet):
         return rows.digest
-    header = struct.pack("<QQ", rows.start, len(rows))
-    bits = np.packbits(np.ones(len(rows), bool), bitorder="little")
+    return _digest_of_bits(rows.start, len(rows), np.packbits(np.ones(len(rows), bool), bitorder="little"))
+
+
+def _digest_of_bits(start: int, num_rows: int, bits: npt.NDArray[np.uint8]) -> str:
+    header = struct.pack("<QQ", start, num_rows)
     return hashlib.sha256(_DIGEST_LABEL + header + bits.tobytes()).hexdigest()
 
 
 def select_rows(span: range, choose: Callable[[int, int], BoolArray]) -> Rows:
-    """Choose among rows of a table, some of them at a time.
+    """Choose rows of a table, block by block.
 
     Args:
         span: The rows to choose from, without gaps.
@@ -162,7 +162,7 @@ def select_rows(span: range, choose: Callable[[int, int], BoolArray]) -> Rows:
             ``(stop - start,)`` bool.
 
     Returns:
-        The chosen rows; a range where they have no gaps, empty where none is chosen.
+        The chosen rows; a range if they have no gaps, empty if none is chosen.
     """
     words = np.zeros(-(-len(span) // 64), np.uint64)
     bits = words.view(np.uint8)
@@ -187,7 +187,7 @@ def select_rows(span: range, choose: Callable[[int, int], BoolArray]) -> Rows:
 def _moved(
     words: npt.NDArray[np.uint64], offset: int, start: int, num_rows: int
 ) -> tuple[int, npt.NDArray[np.uint64]]:
-    """Let the bits begin with the first chosen row, so that equal rows are equal words."""
+    """Shift the bits to begin with the first chosen row, so that equal rows have equal words."""
     skipped, shift = divmod(offset, 64)
     words = words[skipped:]
     if shift:
@@ -197,7 +197,7 @@ def _moved(
 
 
 class Column(Protocol):
-    """Numbers by sample: an array, or what is asked for like one."""
+    """Numbers by sample: an array, or an object indexed like one."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -224,18 +224,17 @@ class SampleLayout:
     """
 
     dataset_id: str
-    """Digest of the manifest, 64 hexadecimal digits; which lane a sample belongs to hangs on it."""
+    """Digest of the manifest, 64 hexadecimal digits; it decides the lane of each sample."""
     population: range
     """Rows of the samples table, without gaps; of a subset or a blend, the numbers of its samples from 0."""
     shard_rows: Int64Array
     """``(S + 1,)`` int64, ascending: shard s holds the rows ``[shard_rows[s], shard_rows[s + 1])``."""
     shard_end_bytes: Int64Array
-    """``(S,)`` int64, where the last sample of each shard that belongs to the population ends."""
+    """``(S,)`` int64, end of the last sample of the population in each shard."""
     offset_bytes: Column
-    """Integers by row of the table (not of the population): where each sample begins in its shard."""
+    """Integers by row of the table (not of the population): offset of each sample in its shard."""
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Further integers by row of the table, such as ``text_bytes``, each a `Column`; a cost rule asks for
-    them."""
+    """Further integers by row of the table, such as ``text_bytes``, each a `Column`; used by a cost rule."""
 
     def __post_init__(self) -> None:
         rows, population = self.shard_rows, self.population
@@ -273,15 +272,15 @@ class SampleLayout:
         num_bytes: AnyArray,
         facts: Mapping[str, AnyArray] | None = None,
     ) -> SampleLayout:
-        """Take the layout from columns of the samples table, whose rows are ordered by shard and offset.
+        """Make the layout from columns of the samples table, whose rows are ordered by shard and offset.
 
-        Costs a look at a few rows a shard, so that 200 million rows are opened at once.
+        Reads a few rows per shard, so opening 200 million rows takes milliseconds.
 
         Args:
             population: Rows, without gaps.
             dataset_id: Digest of the manifest.
             shard: Number of each row's shard, ascending over the population.
-            offset_bytes: Where each row's sample begins.
+            offset_bytes: Offset of each row's sample.
             num_bytes: Size of each row's sample.
             facts: Further columns.
 
@@ -300,7 +299,7 @@ class SampleLayout:
                 "shard must ascend over the population, got a table in another order (sample layout); run "
                 "`shardflow verify` on the dataset."
             )
-        # Asked in the column's own type: NumPy would copy the whole column to another one.
+        # Searched in the column's own type: otherwise NumPy would copy the whole column.
         numbers = np.arange(first, last + 1, dtype=np.int64).astype(shard.dtype)
         starts = np.unique(np.searchsorted(inside, numbers)).astype(np.int64)
         rows = np.append(starts, len(inside)) + population.start
@@ -321,7 +320,7 @@ class SampleLayout:
 
     @property
     def num_drawn(self) -> int:
-        """Samples of an epoch: those of the population, but for a blend, which draws some more often."""
+        """Samples of an epoch: those of the population; a blend draws some more often."""
         return self.num_samples
 
     @property
@@ -334,23 +333,23 @@ class SampleLayout:
         return np.searchsorted(self.shard_rows, rows, side="right") - 1
 
     def sample_bytes(self, rows: Int64Array) -> Int64Array:
-        """Return the size of each row's sample, with what lies between it and the next one."""
+        """Return the size of each row's sample, including the gap before the next one."""
         shards = self.shards_of(rows)
         sizes: Int64Array = self.ends_of(rows + 1, shards) - self.offset_bytes[rows].astype(np.int64)
         return sizes
 
     def ends_of(self, stops: Int64Array, shards: Int64Array) -> Int64Array:
-        """Return where the rows before ``stops``, in ``shards``, end: int64 bytes."""
+        """Return the end of the rows before ``stops``, in ``shards``: int64 bytes."""
         is_last = stops == self.shard_rows[shards + 1]
         inside = self.offset_bytes[np.where(is_last, stops - 1, stops)].astype(np.int64)
         return np.where(is_last, self.shard_end_bytes[shards], inside)
 
 
 class EvenOffsets:
-    """Where samples begin, as if those of a shard were equally large and lay side by side.
+    """Offsets of samples, as if those of a shard were equally large and contiguous.
 
-    The bytes of a shard's chosen samples are exact, and so are whole shards; inside one, windows need no more
-    than about. It takes two numbers a shard where true sums would take one a sample.
+    The total of each shard is exact; within one, windows need only approximate sizes. It takes two numbers
+    per shard, where exact sums would take one per sample.
 
     Args:
         shard_rows: ``(S + 1,)`` int64, numbers of the samples of each shard.
@@ -375,7 +374,7 @@ class EvenOffsets:
 
 
 class ChosenColumn:
-    """A column of the samples table, asked for by the numbers of chosen samples.
+    """Column of the samples table, indexed by the numbers of chosen samples.
 
     Args:
         column: ``(rows of the table,)``.
@@ -406,12 +405,12 @@ def chosen_layout(
 ) -> SampleLayout:
     """Return the layout of chosen rows, whose population is ``range(len(rows))``.
 
-    Reads two columns of the chosen rows once, in blocks; what it keeps has two numbers a shard.
+    Reads two columns of the chosen rows once, in blocks, and keeps two numbers per shard.
 
     Args:
         rows: The chosen rows.
         dataset_id: Digest of the manifest.
-        shard: Number of each row's shard, by row of the table; samples of a shard are neighbours.
+        shard: Number of each row's shard, by row of the table; samples of a shard are contiguous.
         num_bytes: Size of each row's sample.
         facts: Further columns.
 
@@ -442,7 +441,7 @@ def chosen_layout(
 
 
 def _runs(rows: RowSet, shard: AnyArray, num_bytes: AnyArray) -> Iterator[tuple[int, int, int]]:
-    """Yield shard, samples and bytes of neighbouring chosen rows of one shard."""
+    """Yield shard, samples and bytes of consecutive chosen rows of one shard."""
     for block in rows.blocks():
         shards = shard[block]
         starts = np.concatenate(([0], np.flatnonzero(shards[1:] != shards[:-1]) + 1))

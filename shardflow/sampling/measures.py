@@ -1,8 +1,8 @@
-"""Plan measures: what a plan costs nodes, caches and ranks, and how well it mixes a blend.
+"""Plan measures: cost of a plan for nodes, caches and ranks, and the mix of a blend.
 
-The numbers help to choose M, budgets and lanes. They come from walking the plan; no shard is read. A small
-epoch is walked whole. Of a large one some steps are walked, spread over the epoch: numbers that need the
-whole walk are left out, bytes are scaled, and the shards of a node follow from its lanes.
+The numbers help to choose M, budgets and lanes. They come from evaluating the plan; no shard is read. Of a
+large epoch only some steps, spread over it, are evaluated: numbers that need all steps are left out, bytes
+are scaled, and the shards of a node follow from its lanes.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardflow.sampling.blend import Blend
 from shardflow.sampling.budget_batches import BudgetMicroBatches
 from shardflow.sampling.layout import SampleLayout
+from shardflow.sampling.permutation import Int64Array
 from shardflow.sampling.plan import EpochPlan, RankSchedule
-
-Int64Array = npt.NDArray[np.int64]
 
 _MOST_SAMPLES = 1_000_000
 _BALANCED = 1.05
-_FULL_SHUFFLE_PARTS = 3  # two random places of an epoch are a third of it apart
+_FULL_SHUFFLE_PARTS = 3  # two random positions of an epoch are a third of it apart
 _MOST_STEPS = 2000
 
 
@@ -30,45 +28,47 @@ class PlanMeasures:
     """Measures of one epoch."""
 
     walked_share: float
-    """Steps that were walked, as a share of all."""
+    """Evaluated steps, as a share of all."""
     num_nodes: int
     shards_per_node: float | None
-    """Shards that a node reads in the epoch, mean over nodes. Where only a part was walked: those of its
-    lanes, without the remainder's; None if nodes have no lanes of their own."""
+    """Shards that a node reads in the epoch, mean over nodes. If only some steps were evaluated: those of its
+    lanes, without the remainder; None if nodes have no lanes of their own."""
     num_shards: int
     bytes_per_node: float
-    """Bytes of whole samples that a node reads in the epoch, mean over nodes; scaled up from steps."""
+    """Bytes of whole samples that a node reads in the epoch, mean over nodes; scaled from the steps."""
     most_bytes_per_node: int
     padding_share: float | None
-    """Padding among the tokens of micro-batches; None without a token budget."""
+    """Share of padding in the tokens of micro-batches; None without a token budget."""
     budget_used: float | None
-    """Tokens of a micro-batch, as a share of the budget, mean over the epoch."""
+    """Tokens of a micro-batch as a share of the budget, mean over the epoch."""
     imbalance: float | None
-    """Largest cost over mean cost of the micro-batches of a step: how long ranks wait for each other, mean
-    over steps. The last step, which the tail fills, is left out."""
+    """Largest cost divided by mean cost of the micro-batches of a step (ranks wait for the largest), mean
+    over steps without the last one, which the tail fills."""
     imbalance_p99: float | None
     imbalance_max: float | None
-    """The same of the worst step."""
+    """Imbalance of the worst step."""
     balanced_share: float | None
     """Steps in which the largest cost is at most 1.05 times the mean, as a share of all."""
-    neighbour_spread: float | None
-    """How far apart in the epoch rows lie that are neighbours in the table, as a share of what a full shuffle
-    gives: 1 is as good as one, 0 is the order of the table."""
+    neighbor_spread: float | None
+    """Mean distance in the epoch of rows that are neighbors in the table, relative to a full shuffle: 1
+    equals one, 0 is the order of the table."""
 
     def to_json(self) -> dict[str, float | int | None]:
-        """Return the numbers as a JSON object."""
-        return asdict(self)
+        """Return the numbers as a JSON object; the spread keeps the key of older versions."""
+        numbers = asdict(self)
+        numbers["neighbour_spread"] = numbers.pop("neighbor_spread")
+        return numbers
 
 
 def measure_plan(
     plan: EpochPlan, layout: SampleLayout, schedule: RankSchedule, *, ranks_per_node: int
 ) -> PlanMeasures:
-    """Walk an epoch.
+    """Measure an epoch.
 
     Args:
         plan: The epoch.
-        layout: Where its samples lie.
-        schedule: Who runs what.
+        layout: The layout of its samples.
+        schedule: The assignment of micro-batches to ranks.
         ranks_per_node: Ranks of a node, at least 1.
     """
     num_nodes = -(-schedule.world_size // ranks_per_node)
@@ -96,7 +96,7 @@ def measure_plan(
         num_shards=layout.num_shards,
         bytes_per_node=float(num_bytes.mean()),
         most_bytes_per_node=int(num_bytes.max()),
-        neighbour_spread=_spread(step_of_row, num_steps) if is_whole else None,
+        neighbor_spread=_spread(step_of_row, num_steps) if is_whole else None,
         **costs,
     )
 
@@ -112,7 +112,7 @@ def _nodes(schedule: RankSchedule, per_step: int, ranks_per_node: int) -> Int64A
 
 
 def _lane_shards(plan: EpochPlan, schedule: RankSchedule) -> float | None:
-    """Return the shards of a node's lanes, mean over nodes; None where nodes have no lanes of their own."""
+    """Return the shards of a node's lanes, mean over nodes; None if nodes have no lanes of their own."""
     if plan.lane_plan is None or not schedule.num_nodes:
         return None
     lanes, layout = plan.lane_plan.lanes, plan.lane_plan.layout
@@ -124,7 +124,7 @@ def _lane_shards(plan: EpochPlan, schedule: RankSchedule) -> float | None:
 
 
 def _spread(step_of_row: Int64Array, num_steps: int) -> float | None:
-    """Return the distance of neighbours in steps, against that of a full shuffle."""
+    """Return the mean distance of neighbors in steps, relative to a full shuffle."""
     both = (step_of_row[:-1] >= 0) & (step_of_row[1:] >= 0)
     if not both.any() or num_steps == 1:
         return None
@@ -150,7 +150,7 @@ def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
         [[micros.cost(step * per_step + micro) for micro in range(per_step)] for step in steps], np.float64
     )
     cost, tokens, used = found[..., 0], found[..., 1], found[..., 2]
-    # The step that the tail fills says nothing about the balance of the others.
+    # The step that the tail fills is not representative.
     full = (np.array(steps) + 1) * per_step <= micros.num_micros
     ratios = cost[full].max(axis=1) / cost[full].mean(axis=1) if full.any() else np.ones(1)
     values = (
@@ -166,16 +166,16 @@ def _costs(plan: EpochPlan, steps: range) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendMix:
-    """The mix of an epoch's steps, but for the last one, which the tail fills or shortens."""
+    """Mix of an epoch's steps, without the last one, which the tail fills or shortens."""
 
     shares: tuple[float, ...]
     """Share of each component in the epoch."""
     mean_deviation: float
-    """How far the share of a component in a step lies from that, mean over steps and components."""
+    """Deviation of a component's share in a step from it, mean over steps and components."""
     max_deviation: float
-    """The farthest that it lies from it in any step."""
+    """Largest deviation in any step."""
     num_steps: int
-    """Steps that were sampled, spread over the epoch."""
+    """Evaluated steps, spread over the epoch."""
 
     def to_json(self) -> dict[str, object]:
         """Return the numbers as a JSON object."""
@@ -183,7 +183,7 @@ class BlendMix:
 
 
 def measure_mix(plan: EpochPlan) -> BlendMix | None:
-    """Walk an epoch, or steps spread over it; None where the plan is of one dataset."""
+    """Measure the mix of steps spread over an epoch; None if the plan is of one dataset."""
     blend = plan.population
     if not isinstance(blend, Blend):
         return None

@@ -2,7 +2,7 @@
 
 `EpochOrder` shuffles all rows of the population. `EpochSlots` fills whole steps: slot ``s`` of an epoch's
 ``num_steps * samples_per_step`` holds position ``s`` of the order while there is one, and the tail rule
-decides about the rest. `FixedMicroBatches` groups B slots at a time. Micro-batches are numbered over the
+fills the rest. `FixedMicroBatches` groups B slots at a time. Micro-batches are numbered over the
 whole epoch; other ways to form them (a token budget, lanes) are further subclasses of `MicroBatches`.
 """
 
@@ -17,21 +17,20 @@ import numpy.typing as npt
 from shardflow.errors import PlanError
 from shardflow.sampling.blend import BlendOrder
 from shardflow.sampling.lanes import Recent
-from shardflow.sampling.permutation import Permutation
+from shardflow.sampling.permutation import Int64Array, Permutation
 from shardflow.sampling.spec import BatchSpec
 from shardflow.seeds import derive
 
-Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 PADDING_ROW = -1
-"""Stands in place of a row in a slot that holds no sample."""
-# Rows that are computed at once, in 0.3 ms; the micro-batches of the two latest blocks then cost a slice.
+"""Row of a slot that holds no sample."""
+# Rows computed at once, in 0.3 ms; a micro-batch of the two latest blocks then costs only a slice.
 _BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochSlots:
-    """The slots of an epoch, and what the tail rule did to them.
+    """The slots of an epoch, and the effect of the tail rule.
 
     Always ``num_samples - num_dropped + num_repeated + num_padding_slots == num_slots``.
     """
@@ -42,13 +41,13 @@ class EpochSlots:
     num_dropped: int
     """Samples that this epoch leaves out (tail ``drop``)."""
     num_repeated: int
-    """Slots that hold a sample again, at weight 1 (tail ``repeat``)."""
+    """Slots that repeat a sample, at weight 1 (tail ``repeat``)."""
     num_padding_slots: int
-    """Slots that hold no sample, at weight 0 (tail ``mask``): the last ones of the last step."""
+    """Slots without a sample, at weight 0 (tail ``mask``): the last ones of the last step."""
 
     @classmethod
     def of(cls, num_samples: int, spec: BatchSpec) -> EpochSlots:
-        """Deal ``num_samples`` (at least 1) into steps.
+        """Fill steps with ``num_samples`` (at least 1).
 
         Raises:
             PlanError: Tail ``drop``, and the samples do not fill one step.
@@ -72,21 +71,21 @@ class EpochSlots:
             num_padding_slots=missing if spec.tail == "mask" else 0,
         )
 
-    def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the positions that the slots ``[start, stop)`` hold, int64.
+    def positions(self, start: int, stop: int) -> Int64Array:
+        """Return the positions in the slots ``[start, stop)``.
 
-        Padding slots lie last and hold none, so the result may be shorter than ``stop - start``.
+        Padding slots come last and hold none, so the result may be shorter than ``stop - start``.
         """
         stop = min(stop, self.num_slots - self.num_padding_slots)
         positions = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:
-            # The epoch's own order from its start, and again while it is shorter than what is missing.
+            # The epoch's order from its start, several times if it is shorter than the gap.
             np.remainder(positions, self.num_samples, out=positions)
         return positions
 
 
 class EpochOrder:
-    """A full shuffle of a row range, anew in every epoch, in constant memory.
+    """Full shuffle of a row range, different in every epoch, in constant memory.
 
     Args:
         population: Rows of the samples table, at least one; a split is such a range.
@@ -98,8 +97,8 @@ class EpochOrder:
         self._population = population
         self._permutation = Permutation(len(population), derive(seed, "epoch-order", epoch))
 
-    def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the rows, int64, that stand at ``positions`` in ``[0, len(population))``."""
+    def rows(self, positions: Int64Array) -> Int64Array:
+        """Return the rows at ``positions`` in ``[0, len(population))``."""
         rows = self._permutation(positions)
         rows *= self._population.step
         rows += self._population.start
@@ -108,7 +107,7 @@ class EpochOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """What one rank runs in one forward/backward; both arrays are read-only."""
+    """The samples of one forward/backward of one rank; both arrays are read-only."""
 
     rows: Int64Array
     """``(B,)`` int64, rows of the samples table; -1 in a padding slot."""
@@ -125,14 +124,14 @@ class MicroBatches(ABC):
     """The micro-batches of an epoch, by their number."""
 
     _size = 1
-    """Slots of a micro-batch of padding."""
+    """Slots of a padding micro-batch."""
 
     @abstractmethod
     def micro_batch(self, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of the epoch."""
 
     def padding_micro_batch(self) -> MicroBatch:
-        """Return a micro-batch of padding."""
+        """Return a padding micro-batch."""
         return MicroBatch(*frozen(*padding((self._size,))))
 
     def span(self, start: int, stop: int) -> tuple[Int64Array, UInt8Array]:
@@ -174,7 +173,7 @@ class FixedMicroBatches(MicroBatches):
         """Return micro-batches ``[start, stop)`` of the epoch, read-only.
 
         Returns:
-            Rows ``(stop - start, size)`` int64 and weights of the same shape uint8; padding behind the end.
+            Rows ``(stop - start, size)`` int64 and weights of the same shape uint8; padding after the end.
         """
         block, offset = divmod(start, self._micros_per_block)
         if offset + stop - start > self._micros_per_block:
@@ -195,12 +194,12 @@ class FixedMicroBatches(MicroBatches):
 
 
 def padding(shape: tuple[int, ...]) -> tuple[Int64Array, UInt8Array]:
-    """Return rows and weights of slots that hold no sample."""
+    """Return rows and weights of slots without samples."""
     return np.full(shape, PADDING_ROW, np.int64), np.zeros(shape, np.uint8)
 
 
 def frozen(rows: Int64Array, weights: UInt8Array) -> tuple[Int64Array, UInt8Array]:
-    """Return the arrays themselves, read-only from now on."""
+    """Make the arrays read-only, and return them."""
     rows.setflags(write=False)
     weights.setflags(write=False)
     return rows, weights

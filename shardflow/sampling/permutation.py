@@ -1,4 +1,4 @@
-"""Keyed permutation of ``[0, size)`` in constant memory, and checks of the integers that enter a plan.
+"""Keyed permutation of ``[0, size)`` in constant memory, and checks of the integers and JSON of a plan.
 
 Any position is mapped in constant time, so a resume seeks instead of replaying. A small permutation is a
 sorted table, which reaches every order with equal probability; a network over a handful of numbers cannot. A
@@ -23,9 +23,10 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import isqrt
 from operator import index
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +35,11 @@ from shardflow.errors import PlanError, ShardflowError
 from shardflow.seeds import derive
 
 MAX_COUNTER = 2**63 - 1
-"""Largest seed, epoch or step: what other languages too can hold in a signed 64-bit integer."""
+"""Largest seed, epoch or step: the largest signed 64-bit integer."""
 UInt64Array = npt.NDArray[np.uint64]
 MAX_SIZE = 2**48
 """Largest domain: no radix exceeds 2**24, so a 40-bit hash times a radix fits into 64 bits."""
-# Over 400,000 keys of a domain of 100 numbers, four rounds tie neighbouring numbers together (chi-square 200
+# Over 400,000 keys of a domain of 100 numbers, four rounds tie neighboring numbers together (chi-square 200
 # standard deviations off) and six still a little (3.7); eight do not, and domains here are larger than 4096.
 _NUM_ROUNDS = 8
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -48,8 +49,9 @@ _MASK = 2**64 - 1
 _BLOCK = 8192
 Int64Array = npt.NDArray[np.int64]
 _TABLE_SIZE = 4096
-"""Largest size that is a table, of 32 KiB; frozen, as it decides who orders a data set."""
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+"""Largest size ordered by a table, of 32 KiB; frozen, because it decides the order of small datasets."""
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio."""
 # Up to this many positions Python integers (3.5 us each) beat the 110 NumPy calls of the network (60 us).
 _FEW = 12
 
@@ -57,18 +59,18 @@ _FEW = 12
 def checked_int(
     name: str, value: object, *, low: int, high: int, where: str, error: type[ShardflowError]
 ) -> int:
-    """Return ``value`` as a Python integer, or say what is wrong with it.
+    """Return ``value`` as a Python integer.
 
     Args:
-        name: What the number is, as the caller spells it.
+        name: Name of the number, as the caller spells it.
         value: Anything; only integers (Python's or NumPy's, no booleans) pass.
-        low: Smallest value that passes.
-        high: Largest value that passes.
+        low: Smallest allowed value.
+        high: Largest allowed value.
         where: Where the value was given, for the message.
         error: The class to raise.
 
     Raises:
-        ShardflowError: Of class ``error``, when ``value`` is no integer or lies outside ``[low, high]``.
+        ShardflowError: Of class ``error``, if ``value`` is no integer or lies outside ``[low, high]``.
     """
     number = _as_int(value)
     if number is not None and low <= number <= high:
@@ -84,14 +86,33 @@ def checked_int(
 def check_ints(
     owner: object, bounds: Mapping[str, tuple[int, int]], *, where: str, error: type[ShardflowError]
 ) -> None:
-    """Check the attributes of a frozen dataclass, and make them exact Python integers; see `checked_int`."""
+    """Check attributes of a frozen dataclass, and convert them to Python integers; see `checked_int`."""
     for name, (low, high) in bounds.items():
         number = checked_int(name, getattr(owner, name), low=low, high=high, where=where, error=error)
         object.__setattr__(owner, name, number)
 
 
-def sums(values: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return the sums of the values before each one, and the sum of all: ``(n + 1,)`` int64."""
+def checked_object(
+    value: object, keys: Collection[str], *, what: str, error: type[ShardflowError], remedy: str = ""
+) -> Mapping[str, Any]:
+    """Return ``value`` if it is a JSON object with exactly the given keys.
+
+    Raises:
+        ShardflowError: Of class ``error``, if it is not; the message names missing and unknown keys.
+    """
+    if not isinstance(value, Mapping):
+        raise error(f"{what} must be a JSON object, got {type(value).__name__}{remedy}.")
+    missing, unknown = set(keys) - set(value), set(value) - set(keys)
+    if missing or unknown:
+        raise error(
+            f"{what} must have the keys {', '.join(sorted(keys))}, got {sorted(missing)} missing and "
+            f"{sorted(map(str, unknown))} unknown{remedy}."
+        )
+    return value
+
+
+def sums(values: npt.ArrayLike) -> Int64Array:
+    """Return the sum of the values before each one, and the total: ``(n + 1,)`` int64."""
     return np.concatenate(([0], np.cumsum(np.asarray(values, np.int64)))).astype(np.int64)
 
 
@@ -102,6 +123,17 @@ def _as_int(value: object) -> int | None:
         return index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def golden_words(count: int, start: int = 0) -> UInt64Array:
+    """Return ``start`` plus the multiples 1 to ``count`` of the golden ratio, modulo 2**64, uint64.
+
+    All are different, and any consecutive ones are spread nearly evenly over the range.
+    """
+    words = np.arange(1, count + 1, dtype=np.uint64)
+    np.multiply(words, GOLDEN_RATIO, out=words)
+    np.add(words, np.uint64(start), out=words)
+    return words
 
 
 def mix_array(words: UInt64Array, scratch: UInt64Array) -> None:
@@ -211,7 +243,7 @@ class Permutation:
             self._table = _sorted_table(self.size, self.key)
 
     def __call__(self, positions: Int64Array) -> Int64Array:
-        """Return what stands at ``positions``.
+        """Return the numbers at ``positions``.
 
         Args:
             positions: Integers of any shape.
@@ -241,21 +273,19 @@ class Permutation:
 
 
 def shuffled(size: int, key: int) -> Int64Array:
-    """Return the numbers below ``size`` in the order of a permutation, ``(size,)`` int64."""
+    """Return the numbers below ``size`` in the order of the permutation of a key, ``(size,)`` int64."""
     return Permutation(size, key)(np.arange(size))
 
 
 def _sorted_table(size: int, key: int) -> Int64Array:
-    """Order ``[0, size)`` by a pseudo-random word each; no two are equal, as mixing is a bijection."""
-    words = np.arange(1, size + 1, dtype=np.uint64)
-    np.multiply(words, _GOLDEN_RATIO, out=words)
-    np.add(words, derive(key, "permutation-table", size), out=words)
+    """Order ``[0, size)`` by one pseudo-random word each; no two are equal, because mixing is a bijection."""
+    words = golden_words(size, derive(key, "permutation-table", size))
     mix_array(words, np.empty_like(words))
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
 def _walk_int(network: MixedRadixNetwork, number: int, size: int) -> int:
-    """Apply the network until the result lies below ``size``; it does, at the latest at ``number`` itself."""
+    """Apply the network until the result is below ``size``; at the latest, it is ``number`` itself."""
     number = network.forward_int(number)
     while number >= size:
         number = network.forward_int(number)
@@ -263,7 +293,7 @@ def _walk_int(network: MixedRadixNetwork, number: int, size: int) -> int:
 
 
 def _walk_array(network: MixedRadixNetwork, words: UInt64Array, size: int) -> None:
-    """Apply the network in place, and again to the few results, one in ``sqrt(size)``, that lie outside."""
+    """Apply the network in place, and again to the few results, one in ``sqrt(size)``, outside the range."""
     network.forward_array(words)
     if network.left * network.right == size:
         return

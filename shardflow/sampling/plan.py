@@ -12,14 +12,12 @@ With lanes, `LanePlan` replaces the first three. Only the last stage knows the w
 same for every world size. Nothing is stored per sample or per step: an epoch of 200 million samples is
 planned at once, and any step is found without those before it.
 
-`plan_id` is the digest of everything that decides, besides seed and epoch, what each step holds;
-`PlanSummary` has the numbers of an epoch that are reported before its first step.
+`plan_id` is the digest of everything that decides the contents of each step, besides seed and epoch;
+`PlanSummary` holds the numbers of an epoch that are reported before its first step.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
@@ -30,19 +28,19 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import PlanError
-from shardflow.sampling.blend import Blend, BlendOrder
+from shardflow.sampling.blend import Blend, BlendOrder, json_digest
 from shardflow.sampling.budget_batches import BudgetMicroBatches
 from shardflow.sampling.lane_plan import BudgetSlots, LaneMicroBatches, LanePlan, LaneSummary
 from shardflow.sampling.layout import Rows, RowSet, SampleLayout, nth_rows
 from shardflow.sampling.micro_batches import EpochOrder, EpochSlots, FixedMicroBatches, MicroBatch
-from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int
+from shardflow.sampling.permutation import MAX_COUNTER, Int64Array, check_ints, checked_int
 from shardflow.sampling.spec import MAX_PER_STEP, BatchSpec
 
 DEFAULT_VIEW = "full_study"
 """The view in which a sample is a whole study with its report."""
 
 PLAN_VERSION = 1
-"""Raised with every change of the order or of how steps are formed (change class ITERATION ORDER)."""
+"""Increased with every change to the order or the forming of steps (change class ITERATION ORDER)."""
 
 
 def plan_id(
@@ -50,20 +48,18 @@ def plan_id(
 ) -> str:
     """Return the identity of a plan.
 
-    Two runs of equal identity and seed run the same steps on any world size. What not every plan uses (a
-    subset, later sidecars) enters the digest only where it is used, so that plans which do not use it keep
-    their identity.
+    Two runs of equal identity and seed run the same steps on any world size. Optional parts (a subset) enter
+    the digest only if they are used, so plans without them keep their identity.
 
     Args:
-        dataset_id: Digest of the manifest; it fixes the samples table and the manifest version. Of a blend,
-            its own digest.
+        dataset_id: Digest of the manifest, which fixes the samples table; of a blend, its own digest.
         split: Name of the split that is the population.
         spec: How micro-batches and steps are formed.
-        view: What a sample is.
-        subset: Digest of the rows, where they are not all of the split.
+        view: Name of the view, which defines a sample.
+        subset: Digest of the rows, if they are not all of the split.
 
     Returns:
-        64 hexadecimal digits, the SHA-256 of the canonical JSON of it all.
+        64 hexadecimal digits, the SHA-256 of the canonical JSON of all parts.
     """
     parts = {
         "plan_version": PLAN_VERSION,
@@ -73,27 +69,27 @@ def plan_id(
         "batch": spec.to_json(),
         **({} if subset is None else {"subset": subset}),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return json_digest(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """The micro-batches of a step, dealt round-robin to the ranks.
+    """Assignment of the micro-batches of a step to ranks, round-robin.
 
     Every rank runs ``ceil(M / W)`` micro-batches a step, one after the other in its *rank slots* 0, 1, ...;
-    rank ``r`` runs micro-batch ``slot * W + r`` in slot ``slot``. Those of the last slot that are not below M
-    are padding micro-batches of weight 0, so that every rank joins every collective.
+    rank ``r`` runs micro-batch ``slot * W + r`` in slot ``slot``. Numbers in the last slot from M on are
+    padding micro-batches of weight 0, so that every rank joins every collective.
 
-    If the plan has lanes and the number of nodes is known and divides ``gcd(M, lanes)``, lanes are dealt to
-    the nodes first: a node runs the micro-batches of its own lanes only, dealt to its ranks. So each shard
-    is read by one node. The steps are the same either way.
+    If the plan has lanes and the number of nodes is known and divides ``gcd(M, lanes)``, lanes are assigned
+    to nodes first: a node runs only the micro-batches of its own lanes, so each shard is read by one node.
+    The steps are the same either way.
 
     Args:
         micro_batches_per_step: M of the batch spec.
         world_size: W, the number of data-parallel ranks, 1 to M.
         allow_padding: False refuses a world size that does not divide M.
         lanes: Lanes of the batch spec; 0 for none.
-        ranks_per_node: Data-parallel ranks of a node, whose numbers follow each other; 0 for unknown.
+        ranks_per_node: Data-parallel ranks of a node, numbered consecutively; 0 if unknown.
 
     Raises:
         PlanError: The world size is out of range, or does not divide M and padding is refused.
@@ -132,7 +128,7 @@ class RankSchedule:
 
     @property
     def num_micro_batches_per_rank(self) -> int:
-        """Micro-batches that every rank runs in a step, padding included."""
+        """Micro-batches that every rank runs in a step, including padding."""
         return -(-self.micro_batches_per_step // self.world_size)
 
     @property
@@ -142,19 +138,19 @@ class RankSchedule:
 
     @property
     def efficiency(self) -> float:
-        """Share of the micro-batches that are not padding, over 0.5 and at most 1."""
+        """Share of the micro-batches that are not padding, above 0.5 and at most 1."""
         return self.micro_batches_per_step / (self.num_micro_batches_per_rank * self.world_size)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that have lanes of their own; 0 where every node reads from all lanes."""
+        """Nodes with lanes of their own; 0 if every node reads from all lanes."""
         if not self.lanes or not self.ranks_per_node or self.world_size % self.ranks_per_node:
             return 0
         num_nodes = self.world_size // self.ranks_per_node
         return num_nodes if gcd(self.micro_batches_per_step, self.lanes) % num_nodes == 0 else 0
 
     def node_of_lane(self, lane: int) -> int:
-        """Return the node that serves a lane; only where ``num_nodes`` is not 0."""
+        """Return the node that reads a lane, if ``num_nodes`` is not 0."""
         group = gcd(self.micro_batches_per_step, self.lanes)
         return lane % group // (group // self.num_nodes)
 
@@ -171,7 +167,7 @@ class RankSchedule:
         num_nodes = self.num_nodes
         if not num_nodes:
             return slot * self.world_size + rank
-        # Micro-batch m comes from a lane with the same rest modulo the group, in every step.
+        # In every step, micro-batch m comes from a lane that is congruent to it modulo the group.
         node, local = divmod(rank, self.ranks_per_node)
         per_node, number = self.micro_batches_per_step // num_nodes, slot * self.ranks_per_node + local
         if number >= per_node:
@@ -200,15 +196,15 @@ class RankSchedule:
 def data_parallel_rank(
     rank: int, mesh_shape: Sequence[int], data_dimensions: Sequence[int]
 ) -> tuple[int, int]:
-    """Return the data-parallel rank of a process in a mesh, and how many there are.
+    """Return the data-parallel rank of a process in a mesh, and the number of such ranks.
 
-    Processes that differ only in other dimensions (tensor, pipeline, context) get the same rank, and with it
-    the same micro-batches.
+    Processes that differ only in other dimensions (tensor, pipeline, context) get the same rank, and so the
+    same micro-batches.
 
     Args:
-        rank: Number of the process in the mesh, counted along its last dimension first.
+        rank: Number of the process in the mesh, in row-major order.
         mesh_shape: Size of each dimension.
-        data_dimensions: Which of them are data-parallel, such as replicate and shard of a hybrid mesh.
+        data_dimensions: The data-parallel ones, such as replicate and shard of a hybrid mesh.
 
     Raises:
         PlanError: There is no such rank or dimension, or a dimension is named twice.
@@ -233,7 +229,7 @@ def data_parallel_rank(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSummary:
-    """One epoch on one world size in numbers, plain Python values only."""
+    """Numbers of one epoch on one world size, as plain Python values."""
 
     seed: int
     epoch: int
@@ -246,32 +242,34 @@ class PlanSummary:
     micro_batch_size: int
     micro_batches_per_step: int
     samples_per_step: int
-    """Sample slots of a step: padding slots of the last step included, padding micro-batches not."""
+    """Sample slots of a step, including padding slots of the last step but no padding micro-batches."""
     world_size: int
     num_micro_batches_per_rank_per_step: int
     num_micro_batches_per_rank: int
-    """Micro-batches that every rank runs in the epoch, padding included: ``len(loader)``."""
-    num_fillers_per_step: int
+    """Micro-batches that every rank runs in the epoch, including padding: ``len(loader)``."""
+    num_padding_micro_batches_per_step: int
     efficiency: float
     """Share of a step's micro-batches that are not padding; 1.0 if the world size divides M."""
     lanes: LaneSummary | None = None
-    """What lanes make of it; None, and no key of the JSON, where the spec has none."""
+    """Numbers of the lanes; None, and left out of the JSON, if the spec has none."""
     max_tokens: int = 0
-    """The token budget; 0, and no key of the JSON, without one."""
+    """The token budget; 0, and left out of the JSON, without one."""
     num_skipped: int = 0
-    """Samples of ``num_dropped`` that are over the budget and skipped by rule."""
+    """Samples in ``num_dropped`` that are over the budget and skipped by rule."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers as a JSON object."""
+        """Return the numbers as a JSON object; padding micro-batches keep the key of older versions."""
         numbers = asdict(self)
-        if self.lanes is None:
-            del numbers["lanes"]
+        numbers["num_fillers_per_step"] = numbers.pop("num_padding_micro_batches_per_step")
+        del numbers["lanes"]
+        if self.lanes is not None:
+            numbers["lanes"] = self.lanes.to_json()
         if not self.max_tokens:
             del numbers["max_tokens"], numbers["num_skipped"]
         return numbers
 
     def lines(self) -> list[str]:
-        """Return the numbers as lines for people."""
+        """Return the numbers as lines of text."""
         held = (
             f"{self.samples_per_step:,} samples ({self.micro_batches_per_step:,} micro-batches of "
             f"{self.micro_batch_size:,})"
@@ -298,18 +296,18 @@ class PlanSummary:
         if self.num_dropped:
             return f"samples left out of this epoch: {self.num_dropped:,}"
         if self.num_repeated:
-            return f"slots that hold a sample again, at full weight: {self.num_repeated:,}"
+            return f"slots that repeat a sample, at full weight: {self.num_repeated:,}"
         if self.num_padding_slots:
             what = "micro-batches without samples" if self.max_tokens else "padding slots of weight 0"
             return f"{what}: {self.num_padding_slots:,}"
         return "the samples fill every step"
 
     def _padding_note(self) -> str:
-        if not self.num_fillers_per_step:
+        if not self.num_padding_micro_batches_per_step:
             return ""
         return (
-            f", as the ranks do not divide the micro-batches of a step; padding micro-batches in every step: "
-            f"{self.num_fillers_per_step:,}"
+            f", because the ranks do not divide the micro-batches of a step; padding micro-batches in every "
+            f"step: {self.num_padding_micro_batches_per_step:,}"
         )
 
 
@@ -319,17 +317,17 @@ class EpochPlan:
     Safe to share between threads.
 
     Args:
-        population: Rows of the samples table that belong to the epoch: those of a split, or a subset. Or a
+        population: Rows of the samples table that belong to the epoch: those of a split or a subset; or a
             blend, whose rows are blended ones.
         spec: How micro-batches and steps are formed.
         seed: Run-level seed, 0 to 2**63 - 1.
         epoch: Number of the epoch, from 0.
-        layout: Where the samples lie; needed where the spec has lanes, and not used otherwise.
+        layout: Layout of the samples; required if the spec has lanes, otherwise unused.
 
     Attributes:
         num_samples: Samples of the epoch: of the population, or draws of a blend.
-        num_steps: Steps of the epoch, at least 1; under a token budget not the same in every epoch.
-        lane_plan: The lanes of the epoch; None where the spec has none.
+        num_steps: Steps of the epoch, at least 1; under a token budget they differ between epochs.
+        lane_plan: The lanes of the epoch; None if the spec has none.
 
     Raises:
         PlanError: No samples, no step, a number out of range, or a layout that is missing or does not fit.
@@ -358,7 +356,7 @@ class EpochPlan:
         layout: SampleLayout | None = None,
     ) -> None:
         self.population = _checked_population(population)
-        # What the stages work with: rows of a range, or the numbers of the samples of a subset or blend.
+        # The indices that the stages use: rows of a range, or numbers of the samples of a subset or blend.
         self._numbers = _numbers_of(self.population)
         self.spec = spec
         where = "epoch plan"
@@ -392,7 +390,7 @@ class EpochPlan:
 
     @property
     def num_dropped(self) -> int:
-        """Samples that tail ``drop`` leaves out, and those that a budget skips by rule."""
+        """Samples that tail ``drop`` leaves out, plus those that a budget skips by rule."""
         return self._slots.num_dropped
 
     @property
@@ -406,7 +404,7 @@ class EpochPlan:
         return self._slots.num_padding_slots
 
     def for_epoch(self, epoch: int) -> EpochPlan:
-        """Return the plan of another epoch of the same run; what all epochs share is not computed again."""
+        """Return the plan of another epoch of the same run, reusing everything that all epochs share."""
         epoch = checked_int("epoch", epoch, low=0, high=MAX_COUNTER, where="epoch plan", error=PlanError)
         other = copy(self)
         other.epoch = epoch
@@ -418,8 +416,8 @@ class EpochPlan:
 
         Args:
             step: 0 to ``num_steps - 1``.
-            micro: 0 to ``M - 1``, with M = ``micro_batches_per_step``. M to 2 M - 1 is a padding micro-batch,
-                such as :meth:`RankSchedule.micro` deals where the world size does not divide M.
+            micro: 0 to ``M - 1``, with M = ``micro_batches_per_step``. M to 2 M - 1 are padding
+                micro-batches, which :meth:`RankSchedule.micro` assigns if the world size does not divide M.
 
         Raises:
             PlanError: There is no such step or micro-batch.
@@ -434,7 +432,7 @@ class EpochPlan:
             return found
         return MicroBatch(self._rows(found.rows), found.weights)
 
-    def step(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    def step(self, step: int) -> tuple[Int64Array, npt.NDArray[np.uint8]]:
         """Return all micro-batches of a step.
 
         Args:
@@ -450,8 +448,8 @@ class EpochPlan:
         numbers, weights = self.numbered_step(step)
         return (numbers if isinstance(self.population, range) else self._rows(numbers)), weights
 
-    def numbered_step(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-        """Return the step with the layout's numbers in place of rows: in a subset, numbers from 0."""
+    def numbered_step(self, step: int) -> tuple[Int64Array, npt.NDArray[np.uint8]]:
+        """Return a step with the layout's numbers instead of rows: in a subset, numbers from 0."""
         per_step = self.spec.micro_batches_per_step
         first = self._checked_step(step) * per_step
         return self._micros.span(first, first + per_step)
@@ -483,14 +481,14 @@ class EpochPlan:
             world_size=schedule.world_size,
             num_micro_batches_per_rank_per_step=schedule.num_micro_batches_per_rank,
             num_micro_batches_per_rank=slots.num_steps * schedule.num_micro_batches_per_rank,
-            num_fillers_per_step=schedule.num_padding_micro_batches,
+            num_padding_micro_batches_per_step=schedule.num_padding_micro_batches,
             efficiency=schedule.efficiency,
             lanes=None if self.lane_plan is None else self.lane_plan.summary(),
             max_tokens=0 if spec.budget is None else spec.budget.max_tokens,
             num_skipped=slots.num_skipped if isinstance(slots, BudgetSlots) else 0,
         )
 
-    def _rows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _rows(self, numbers: Int64Array) -> Int64Array:
         """Return the rows of samples, -1 in padding slots; read-only."""
         rows = numbers.copy()
         is_sample = numbers >= 0
@@ -531,8 +529,8 @@ def _checked_population(population: Rows | Blend) -> Rows | Blend:
 def _checked_layout(layout: SampleLayout | None, population: range) -> SampleLayout:
     if layout is None:
         raise PlanError(
-            "layout must be given where the batch spec has lanes, got none (epoch plan); hand in where the "
-            "samples lie, or choose lanes = 0."
+            "layout must be given where the batch spec has lanes, got none (epoch plan); pass the sample "
+            "layout, or choose lanes = 0."
         )
     if layout.population != population:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Batch spec: how samples form micro-batches and steps; the user's choice, which no world size may change."""
+"""Batch spec: how samples form micro-batches and steps, independent of the world size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from shardflow.errors import ConfigError
 from shardflow.sampling.budget import TokenBudget
-from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int
+from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int, checked_object
 
 Tail = Literal["drop", "repeat", "mask"]
 TAILS: Final[tuple[Tail, ...]] = get_args(Tail)
@@ -19,7 +19,7 @@ MAX_PER_STEP = 2**24
 MAX_LANES = 2**16
 DEFAULT_WINDOW_BYTES = 2**30
 
-# What a spec of each kind is made of; the keys of lanes are there only where lanes are used.
+# Keys of the JSON by kind of spec; those of lanes are present only if lanes are used.
 _SIZES = {"fixed": "micro_batch_size", "budget": "budget"}
 _KEYS = ("kind", "micro_batches_per_step", "tail")
 _LANE_KEYS = ("lanes", "window_bytes")
@@ -27,38 +27,39 @@ _LANE_KEYS = ("lanes", "window_bytes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
-    """How many samples make a micro-batch, and how many micro-batches one optimizer step.
+    """Sizes of micro-batches and steps, and the handling of the samples that do not fill the last step.
 
     With ``micro_batches_per_step = world_size * grad_accum_steps`` any other split of that product runs the
     same steps made of the same micro-batches.
 
     Raises:
-        ConfigError: A number is out of range, the tail is unknown, or the parts do not go together.
+        ConfigError: A number is out of range, the tail is unknown, or the settings exclude each other.
     """
 
     micro_batch_size: int = 0
-    """Samples in one forward/backward of one rank; 0 where ``budget`` decides."""
+    """Samples in one forward/backward of one rank; 0 with a ``budget``."""
     budget: TokenBudget | None = None
-    """Fills micro-batches by the length of their samples instead; needs lanes."""
+    """Fills micro-batches by the length of their samples instead; requires lanes."""
     micro_batches_per_step: int
     """Micro-batches in one step, over all ranks; also the largest world size that can run the plan."""
     tail: Tail = "drop"
     """What happens to the samples that do not fill the last step.
 
-    ``drop``: this epoch leaves them out (another epoch's order leaves out others). ``repeat``: samples from
-    the start of the epoch's order fill the step, at full weight. ``mask``: padding of weight 0 fills it, so
-    that every sample counts exactly once.
+    ``drop``: this epoch leaves them out (another epoch leaves out others). ``repeat``: samples from the start
+    of the epoch's order fill the step, at full weight. ``mask``: padding of weight 0 fills it, so that every
+    sample counts exactly once.
     """
     lanes: int = 0
-    """L: samples are mixed inside windows of L lanes, so that few shards are open; 0 mixes all of the epoch.
-    A number of the data and never of the world: see :func:`shardflow.sampling.lanes.choose_lanes`."""
+    """L: samples are shuffled within the shuffle windows of L lanes, so that few shards are open; 0 shuffles
+    the whole epoch. Chosen from the data, never from the world size: see
+    :func:`shardflow.sampling.lanes.choose_lanes`."""
     window_bytes: int = DEFAULT_WINDOW_BYTES
-    """About how much of a lane is mixed at a time; no part of a spec without lanes."""
+    """Approximate size of a shuffle window of a lane; not part of a spec without lanes."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.micro_batch_size != 0:
             raise ConfigError(
-                "micro_batch_size must be left out where there is a budget, got both; remove one."
+                "micro_batch_size must be left out where there is a budget, got both; remove one of them."
             )
         bounds = {
             "micro_batch_size": (1, MAX_PER_STEP) if self.budget is None else (0, 0),
@@ -74,12 +75,12 @@ class BatchSpec:
 
     @classmethod
     def simple(cls, *, global_batch_size: int, micro_batch_size: int, tail: Tail = "drop") -> BatchSpec:
-        """Make the spec of a plain run: so many samples a step, so many in each forward/backward.
+        """Make a spec from the samples of a step and those of each forward/backward.
 
         Args:
-            global_batch_size: Samples of one optimizer step, over all ranks.
+            global_batch_size: Samples of an optimizer step, over all ranks.
             micro_batch_size: Samples in one forward/backward of one rank.
-            tail: What happens to the samples that do not fill the last step.
+            tail: Handling of the samples that do not fill the last step.
 
         Raises:
             ConfigError: The micro-batch size does not divide the global batch size, or a number is out of
@@ -111,11 +112,11 @@ class BatchSpec:
 
     @property
     def samples_per_step(self) -> int:
-        """Sample slots of one step, padding included: the global batch; 0 where a budget decides."""
+        """Sample slots of a step, including padding: the global batch size; 0 with a budget."""
         return self.micro_batch_size * self.micro_batches_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """Return the spec as a JSON object; ``kind`` tells it from other ways to form micro-batches."""
+        """Return the spec as a JSON object; ``kind`` names the way micro-batches are formed."""
         sizes = {"micro_batch_size": self.micro_batch_size}
         lanes = {"lanes": self.lanes, "window_bytes": self.window_bytes}
         return {
@@ -143,12 +144,7 @@ class BatchSpec:
                 f"spec); this shardflow knows no other."
             )
         keys = {*_KEYS, size, *(_LANE_KEYS if "lanes" in value or size == "budget" else ())}
-        if set(value) != keys:
-            missing, unknown = keys - set(value), set(value) - keys
-            raise ConfigError(
-                f"batch spec must have the keys {', '.join(sorted(keys))}, got {sorted(missing)} missing and "
-                f"{sorted(map(str, unknown))} unknown."
-            )
+        checked_object(value, keys, what="batch spec", error=ConfigError)
         parts = {key: value[key] for key in keys if key != "kind"}
         if size == "budget":
             parts["budget"] = TokenBudget.from_json(parts["budget"])

@@ -14,22 +14,22 @@ from dataclasses import dataclass, replace
 
 from shardflow.errors import ConfigError, StateError
 from shardflow.sampling.blend import ComponentState, check_components, components_from_json
-from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int
+from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int, checked_object
 from shardflow.sampling.plan import DEFAULT_VIEW, plan_id
 from shardflow.sampling.spec import BatchSpec
 
 STATE_VERSION = 2
-"""Version 2 says which subset or blend is run; version 1, which knew neither, is still read.
+"""Version 2 names the subset or blend of the run; version 1, which had neither, is still read.
 
-Raised when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
+Increased when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
 # As they are spelled in JSON; "batch" holds the spec.
 _COUNTERS = ("manifest_version", "seed", "epoch", "step")
 _NAMES = ("split", "view")
 _DIGESTS = ("dataset_id", "plan_id")
 _KEYS_1 = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
 _KEYS = {1: _KEYS_1, STATE_VERSION: (*_KEYS_1, "subset", "components")}
-# Printable ASCII without quotation mark and backslash: a byte a character in JSON, so that a state stays
-# below 1 KB.
+# Printable ASCII without quotation mark and backslash: one byte per character in JSON, so that a state
+# stays below 1 KB.
 _NAME = re.compile(r"[ !#-\[\]-~]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _REMEDIES = {
@@ -66,10 +66,10 @@ class Position:
         was not finished has not changed the model. After the epoch's last step it is step 0 of the next.
 
         Args:
-            epoch: The epoch that is being run.
-            num_consumed: Micro-batches of it that this rank has consumed, padding included, counted from the
-                epoch's start also where the run was resumed in its middle.
-            num_micro_batches_per_rank: Micro-batches that the rank runs in a step, at least 1.
+            epoch: The current epoch.
+            num_consumed: Micro-batches of it that this rank has consumed, including padding, counted from the
+                epoch's start even if the run was resumed within it.
+            num_micro_batches_per_rank: Micro-batches of the rank in a step, at least 1.
             num_steps: Steps of the epoch.
 
         Raises:
@@ -87,7 +87,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderState:
-    """What a checkpoint keeps of the loader: below 1 KB of JSON, equal on all ranks, free of the world size.
+    """State of a loader in a checkpoint: below 1 KB of JSON, equal on all ranks and any world size.
 
     Raises:
         StateError: A field is of the wrong type or out of range.
@@ -95,20 +95,20 @@ class LoaderState:
 
     dataset_id: str
     manifest_version: int
-    """Version that ``dataset_id`` is the digest of; a resume opens this one, not the newest."""
+    """Manifest version of ``dataset_id``; a resume opens this one, not the newest."""
     split: str
     seed: int
     spec: BatchSpec
     epoch: int = 0
     step: int = 0
-    """The next step to run; all before it are consumed."""
+    """The next step to run; all earlier ones are consumed."""
     view: str = DEFAULT_VIEW
     subset: str | None = None
-    """Digest of the rows, where they are not all of the split."""
+    """Digest of the rows, if they are not all of the split."""
     components: tuple[ComponentState, ...] = ()
-    """Of a blend, whose digest then is ``dataset_id``; empty for one dataset."""
+    """Components of a blend, whose digest is ``dataset_id``; empty for one dataset."""
     plan_id: str = ""
-    """Identity of the plan; computed from the other fields where it is not given."""
+    """Identity of the plan; computed from the other fields if not given."""
 
     def __post_init__(self) -> None:
         check_ints(self, dict.fromkeys(_COUNTERS, (0, MAX_COUNTER)), where="loader state", error=StateError)
@@ -138,17 +138,10 @@ class LoaderState:
         return replace(self, epoch=position.epoch, step=position.step)
 
     def to_json(self) -> dict[str, object]:
-        """Return the state as a JSON object of plain Python values, a new one at each call."""
+        """Return the state as a new JSON object of plain Python values."""
         return {
             "version": STATE_VERSION,
-            "dataset_id": self.dataset_id,
-            "plan_id": self.plan_id,
-            "split": self.split,
-            "view": self.view,
-            "manifest_version": self.manifest_version,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "step": self.step,
+            **{key: getattr(self, key) for key in (*_DIGESTS, *_NAMES, *_COUNTERS)},
             "batch": self.spec.to_json(),
             "subset": self.subset,
             "components": [component.to_json() for component in self.components],
@@ -159,8 +152,8 @@ class LoaderState:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            StateError: No object, another version, a missing or unknown key, or a value of the wrong type or
-                range.
+            StateError: The value is no object or of another version, a key is missing or unknown, or a value
+                has the wrong type or range.
         """
         if not isinstance(value, Mapping):
             raise StateError(
@@ -174,14 +167,13 @@ class LoaderState:
                 f"version must be 1 or {STATE_VERSION}, got {found} (loader state); load it with the "
                 f"shardflow that saved it."
             )
-        keys = _KEYS[version]
-        if set(value) != set(keys):
-            missing, unknown = set(keys) - set(value), set(value) - set(keys)
-            raise StateError(
-                f"loader state of version {version} must have the keys {', '.join(keys)}, got "
-                f"{sorted(missing)} missing and {sorted(map(str, unknown))} unknown; pass what state_dict() "
-                f"returned, unchanged."
-            )
+        checked_object(
+            value,
+            _KEYS[version],
+            what=f"loader state of version {version}",
+            error=StateError,
+            remedy="; pass what state_dict() returned, unchanged",
+        )
         _check_text("plan_id", value["plan_id"], _DIGEST, "64 hexadecimal digits")
         try:
             spec = BatchSpec.from_json(value["batch"])
@@ -195,10 +187,10 @@ class LoaderState:
         )
 
     def check_matches(self, expected: LoaderState) -> None:
-        """Refuse to resume a run that differs from the one in which this state was saved.
+        """Check that a run is the one in which this state was saved.
 
         Args:
-            expected: The state of the run that wants to resume, at any position.
+            expected: The state of the run that resumes, at any position.
 
         Raises:
             StateError: Dataset, split, view, batch spec, seed or plan differ; the message names the first
@@ -206,8 +198,8 @@ class LoaderState:
         """
         check_components(self.components, expected.components)
         own, wanted = self._identity(), expected._identity()
-        # A field that only one of the two specs has, such as lanes, is null in the other. The plan's digest
-        # comes last: it differs with every other field.
+        # A field of only one of the two specs, such as lanes, is null in the other. The plan's digest comes
+        # last, because it differs with every other field.
         names = [name for name in {**own, **wanted} if name != "plan_id"]
         for name in (*names, "plan_id"):
             found = own.get(name)
@@ -219,7 +211,7 @@ class LoaderState:
                 )
 
     def check_within(self, num_steps: int) -> None:
-        """Refuse a step that the epoch does not have; the state of an epoch's end is step 0 of the next.
+        """Check that the epoch has the step; the end of an epoch is step 0 of the next.
 
         Raises:
             StateError: ``step`` is not below ``num_steps``.
@@ -231,7 +223,7 @@ class LoaderState:
             )
 
     def _identity(self) -> dict[str, object]:
-        """Return what must be equal, in the order in which a difference explains the ones behind it."""
+        """Return the fields that must be equal; a difference in one explains those in later ones."""
         return {
             "dataset_id": self.dataset_id,
             "manifest_version": self.manifest_version,
@@ -246,6 +238,6 @@ class LoaderState:
 
 def _check_text(name: str, value: object, pattern: re.Pattern[str], expected: str) -> None:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        # Text of a damaged state is not repeated: it may be anything.
+        # The text is not repeated: a damaged state may hold anything.
         found = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
         raise StateError(f"{name} must be {expected}, got {found} (loader state).")

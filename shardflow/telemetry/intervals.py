@@ -36,7 +36,8 @@ class _JsonRecord:
         Raises:
             TypeError, ValueError: A field without a default is missing, or a value has the wrong type.
         """
-        readers, found = _readers(cls), {}
+        kind: type = cls
+        readers, found = _readers(kind), {}
         for name, item in _mapping(value).items():
             read = readers.get(name)
             if read is not None and item is not None:

@@ -255,7 +255,7 @@ def test_lanes_of_a_blend_read_as_locally_as_those_of_a_dataset() -> None:
         assert len(read[0][lane]) <= 14
     second = {int(shard) for shards in read[0] for shard in shards if shard >= 40}
     assert len(second) <= 24
-    assert plan.lane_plan.summary().pooled_share < 0.1
+    assert plan.lane_plan.summary().remainder_share < 0.1
 
 
 @pytest.mark.fast

@@ -121,7 +121,7 @@ def check_world(epoch: Epoch, plan: EpochPlan, steps: list[MicroBatches], world_
     for k, micros in enumerate(steps):
         assert [held.pop((k, micro)) for micro in range(len(micros))] == micros
     # What is left are the fillers.
-    assert len(held) == summary.num_fillers_per_step * plan.num_steps
+    assert len(held) == summary.num_padding_micro_batches_per_step * plan.num_steps
     size = epoch.spec.micro_batch_size
     assert all(batch == ([-1] * size, [0] * size) for batch in held.values())
 

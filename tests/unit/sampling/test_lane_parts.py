@@ -62,7 +62,7 @@ def test_forty_shards_make_sixty_four_near_equal_lanes() -> None:
     assert isinstance(lanes, LaneMap)
     samples = lanes.lane_samples()
     assert samples.min() > 0.96 * samples.mean()
-    assert plan.lane_plan.summary().pooled_share < 0.05
+    assert plan.lane_plan.summary().remainder_share < 0.05
 
 
 def test_many_shards_stay_whole() -> None:
@@ -78,7 +78,7 @@ def test_many_shards_stay_whole() -> None:
 def test_more_lanes_than_samples_pool_everything() -> None:
     plan = plan_of(replace(LANES, tail="mask"), 10, 3)
     assert plan.lane_plan is not None
-    assert plan.lane_plan.summary().pooled_share == 1
+    assert plan.lane_plan.summary().remainder_share == 1
     assert sorted(row for row in plan.step(0)[0].ravel().tolist() if row >= 0) == list(range(10))
 
 
@@ -118,7 +118,7 @@ def test_as_many_lanes_as_leave_little_for_the_pool(
     chosen = with_lanes(spec, layout)
     plan = EpochPlan(layout.population, chosen, seed=7, epoch=3, layout=layout)
     assert plan.lane_plan is not None
-    assert lanes == 1 or plan.lane_plan.summary().pooled_share <= 0.05
+    assert lanes == 1 or plan.lane_plan.summary().remainder_share <= 0.05
 
 
 def test_lanes_are_chosen_for_budgets_too() -> None:
@@ -128,7 +128,7 @@ def test_lanes_are_chosen_for_budgets_too() -> None:
     plan = EpochPlan(layout.population, chosen, seed=7, epoch=0, layout=layout)
     assert plan.lane_plan is not None
     assert chosen.lanes == 32
-    assert plan.lane_plan.summary().pooled_share <= 0.06  # an estimate before any window is filled
+    assert plan.lane_plan.summary().remainder_share <= 0.06  # an estimate before any window is filled
 
 
 # ---- windows -------------------------------------------------------------------------------------
@@ -167,18 +167,18 @@ def test_few_shards_are_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_micros", "per_step", "round_micros"),
+    ("num_micros", "per_step", "group_micros"),
     [([10, 12, 11], 3, 4), ([10, 12, 11], 4, 4), ([100, 107], 8, 10), ([0, 5], 2, 3), ([7], 3, 1)],
 )
 def test_rounds_are_whole_steps_and_equal_for_all_lanes(
-    num_micros: list[int], per_step: int, round_micros: int
+    num_micros: list[int], per_step: int, group_micros: int
 ) -> None:
-    rounds = Interleave.of(np.array(num_micros), per_step, round_micros=round_micros)
+    rounds = Interleave.of(np.array(num_micros), per_step, group_micros=group_micros)
     assert rounds.bounds[0] == 0
     assert rounds.bounds[-1] == rounds.num_common <= min(num_micros)
     assert not (rounds.bounds * len(num_micros) % per_step).any()
     assert rounds.num_remainder == sum(num_micros) - rounds.num_common * len(num_micros)
-    places = [rounds.round_of(step) for step in range(rounds.num_lane_steps)]
+    places = [rounds.group_of(step) for step in range(rounds.num_lane_steps)]
     assert [
         place
         for number in dict.fromkeys(p[0] for p in places)
@@ -332,9 +332,9 @@ def test_a_node_reads_its_own_shards_and_the_shuffle_is_nearly_full() -> None:
     assert lanes.shards_per_node < 2 * 600 / 8
     assert lanes.most_bytes_per_node is not None
     assert lanes.most_bytes_per_node < 1.1 * layout.sample_bytes(np.arange(60_000)).sum() / 8
-    assert plain.neighbour_spread == pytest.approx(1, abs=0.02)
-    assert lanes.neighbour_spread is not None
-    assert 0.3 < lanes.neighbour_spread < 1.02
+    assert plain.neighbor_spread == pytest.approx(1, abs=0.02)
+    assert lanes.neighbor_spread is not None
+    assert 0.3 < lanes.neighbor_spread < 1.02
     assert lanes.to_json()["num_nodes"] == 8
 
 
@@ -350,6 +350,6 @@ def test_a_part_of_a_large_epoch_tells_nearly_the_same(monkeypatch: pytest.Monke
     assert part.bytes_per_node == pytest.approx(whole.bytes_per_node, rel=0.03)
     assert whole.shards_per_node is not None
     assert part.shards_per_node == pytest.approx(whole.shards_per_node, rel=0.05)
-    assert part.neighbour_spread is None
+    assert part.neighbor_spread is None
     plain = EpochPlan(layout.population, replace(spec, lanes=0), seed=3, epoch=0)
     assert measure_plan(plain, layout, RankSchedule(64, 64), ranks_per_node=8).shards_per_node is None

@@ -50,7 +50,7 @@ def test_numbers_from_numpy_are_written_as_json() -> None:
     ("num_samples", "tail", "line"),
     [
         (1000, "drop", "  tail drop    samples left out of this epoch: 8"),
-        (1000, "repeat", "  tail repeat  slots that hold a sample again, at full weight: 24"),
+        (1000, "repeat", "  tail repeat  slots that repeat a sample, at full weight: 24"),
         (1000, "mask", "  tail mask    padding slots of weight 0: 24"),
         (1024, "mask", "  tail mask    the samples fill every step"),
     ],
@@ -67,6 +67,6 @@ def test_lines_say_what_a_world_size_costs() -> None:
     assert tail == "  tail mask    padding slots of weight 0: 24"
     assert ranks == "  ranks        3, each runs 3 micro-batches a step, 96 in the epoch"
     assert efficiency.startswith(
-        "  efficiency   88.9%, as the ranks do not divide the micro-batches of a step"
+        "  efficiency   88.9%, because the ranks do not divide the micro-batches of a step"
     )
     assert efficiency.endswith("padding micro-batches in every step: 1")

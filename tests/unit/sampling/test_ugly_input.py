@@ -89,7 +89,7 @@ def test_forty_shards_in_sixty_four_lanes_pool_little() -> None:
     spec = BatchSpec(micro_batch_size=4, micro_batches_per_step=64, lanes=64)
     plan = EpochPlan(layout.population, spec, seed=5, epoch=0, layout=layout)
     assert plan.lane_plan is not None
-    assert plan.lane_plan.summary().pooled_share < 0.02
+    assert plan.lane_plan.summary().remainder_share < 0.02
 
 
 def one_sample() -> SampleLayout:

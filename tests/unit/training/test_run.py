@@ -483,7 +483,7 @@ def test_second_job_in_the_same_run_folder_is_refused(tiny: TinyInput, tmp_path:
     ("tail", "said"),
     [
         ("drop", "samples left out of this epoch: 1"),
-        ("repeat", "slots that hold a sample again, at full weight: 4"),
+        ("repeat", "slots that repeat a sample, at full weight: 4"),
         ("mask", "padding slots of weight 0: 4"),
     ],
 )
