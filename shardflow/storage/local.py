@@ -204,7 +204,7 @@ class LocalStore:
         """Return an object whole; see `ByteStore.read`."""
         with self._opened(path) as fileno:
             data = bytearray(os.fstat(fileno).st_size)
-            _read_into(fileno, path, 0, [memoryview(data)] if data else [])
+            read_into(fileno, path, 0, [memoryview(data)] if data else [])
         return bytes(data)
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
@@ -219,7 +219,7 @@ class LocalStore:
                     continue
                 gap = span.offset - position
                 if pieces and (not 0 <= gap <= _MAX_GAP_BYTES or len(pieces) >= _MAX_BUFFERS):
-                    _read_into(fileno, path, start, pieces)
+                    read_into(fileno, path, start, pieces)
                     pieces = []
                 if not pieces:
                     start, gap = span.offset, 0
@@ -228,7 +228,7 @@ class LocalStore:
                 pieces.append(buffer.cast("B"))
                 position = span.offset + span.num_bytes
             if pieces:
-                _read_into(fileno, path, start, pieces)
+                read_into(fileno, path, start, pieces)
 
     def read_pieces(self, path: str, offsets: Sequence[int], pieces: Sequence[NDArray[np.uint8]]) -> None:
         """Fill each piece from its offset; for many small, scattered pieces.
@@ -249,7 +249,7 @@ class LocalStore:
             preadv = os.preadv
             for offset, piece in zip(offsets, pieces, strict=True):
                 if preadv(fileno, (piece,), offset) != len(piece):  # type: ignore[arg-type]  # a buffer
-                    _read_into(fileno, path, offset, [piece.data])  # retry, in as many calls as needed
+                    read_into(fileno, path, offset, [piece.data])  # retry, in as many calls as needed
 
     def map(self, path: str) -> memoryview:
         """Return a read-only memory map of an object; see `ByteStore.map`."""
@@ -313,7 +313,7 @@ class LocalStore:
             if isinstance(error, StorageError):
                 raise
             raise StorageError(
-                f"{path} must be readable, got {type(error).__name__} {error.errno}; check the file system."
+                f"{path} cannot be read: {type(error).__name__} {error.errno}; check the file system."
             ) from error
         finally:
             with self._lock:
@@ -325,12 +325,10 @@ class LocalStore:
         try:
             return os.open(self.root / check_object_path(path), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
-            raise NotFoundError(
-                f"{path} must exist in the store, found nothing; is the dataset whole?"
-            ) from None
+            raise NotFoundError(f"{path} does not exist in the store; is the dataset complete?") from None
         except OSError as error:
             raise StorageError(
-                f"{path} must be readable, got {type(error).__name__} {error.errno}; check its permissions."
+                f"{path} cannot be opened: {type(error).__name__} {error.errno}; check its permissions."
             ) from error
 
     @staticmethod
@@ -340,14 +338,19 @@ class LocalStore:
             os.close(descriptor.fileno)
 
 
-def _read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> None:
-    """Fill pieces, none empty, one after another from ``offset``; a call may deliver less than asked."""
+def read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> None:
+    """Fill pieces, none empty, one after another from ``offset`` of an open file.
+
+    Raises:
+        ShortReadError: The file ends before; the message names ``path``.
+        OSError: Reading failed.
+    """
     while pieces:
         num_read = os.preadv(fileno, pieces, offset)
         if not num_read:
             missing = sum(piece.nbytes for piece in pieces)
             raise ShortReadError(
-                f"{path} must hold {missing} more bytes, got the end of the object (offset {offset}); "
+                f"{path} ends {missing} bytes before the end of the range to read (at offset {offset}); "
                 "verify the dataset and fetch the file again."
             )
         offset += num_read

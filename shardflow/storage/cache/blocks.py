@@ -11,7 +11,6 @@ do, so reading reports fetches no image slices.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,16 +20,15 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.storage.local import read_into
 from shardflow.storage.store import ByteRange
 
 Int64Array = NDArray[np.int64]
 
-# A piece of at least this share of a block is large: it shares a block with large ones only.
+# A piece of at least this fraction (one quarter) of a block is large.
 _LARGE_SHARE = 4
-NO_UNITS = (0, 0)
-ALWAYS = (1, 0)
-"""Units of what is needed all the time: a first one behind the last."""
-# Above this many pieces of a block one read of all that lies between them is cheaper.
+_ALWAYS = (1, 0)  # the first unit after the last one: needed all the time
+# For more pieces of a block than this, one read that covers them all is cheaper.
 _MAX_PIECE_READS = 2
 
 
@@ -52,43 +50,43 @@ class Span:
 class ObjectBlocks:
     """The blocks of one object: a pure function of its pieces and the block size.
 
-    Where units are given (rows of a samples table), a policy knows by them when a block is needed next.
+    If units are given (rows of a samples table), they tell an eviction policy when a block is needed next.
     """
 
     name: str
-    """Digest of the object's content and the way it is cut; equal content has equal names."""
+    """Digest of the object's content, and how it is cut; equal content has equal names."""
     starts: Int64Array
-    """``(n,)`` where each block begins, ascending."""
+    """``(n,)`` start of each block, ascending."""
     stops: Int64Array
-    """``(n,)`` where it ends."""
+    """``(n,)`` end of each block."""
     first_piece: Int64Array
-    """``(n + 1,)`` pieces of each block, of those sorted by offset."""
+    """``(n + 1,)`` first of the sorted pieces of each block."""
     piece_offsets: Int64Array
     piece_num_bytes: Int64Array
     piece_crc32c: NDArray[np.uint32]
     sha256: str = ""
-    """Of the whole object, which is one block then and has no pieces."""
+    """Digest of an object that is one block without pieces; empty otherwise."""
     space: str = ""
-    """What the units count, such as a dataset_id; empty for none."""
+    """Name of the numbering of units, such as a dataset_id; empty for none."""
     unit_first: Int64Array
     unit_stop: Int64Array
     """``(n,)``: a block is needed when one of its units ``[unit_first, unit_stop)`` is read."""
 
     @classmethod
     def whole(
-        cls, sha256: str, num_bytes: int, *, space: str = "", units: tuple[int, int] = NO_UNITS
+        cls, sha256: str, num_bytes: int, *, space: str = "", units: tuple[int, int] = (0, 0)
     ) -> ObjectBlocks:
         """Make an object one block, checked by its SHA-256.
 
         Args:
-            sha256: Of the object, 64 hexadecimal digits.
-            num_bytes: Its size.
-            space: What units count.
-            units: The units that need the object; none if equal, and then it is kept as long as others go.
+            sha256: Digest of the object, 64 hexadecimal digits.
+            num_bytes: Size of the object.
+            space: Name of the numbering of units.
+            units: The range of units that need the object; if empty, it is evicted last.
         """
         none = np.zeros(0, np.int64)
         if units[0] >= units[1]:
-            units = ALWAYS
+            units = _ALWAYS
         return cls(
             name=f"{sha256}-whole",
             starts=np.zeros(1, np.int64),
@@ -118,16 +116,16 @@ class ObjectBlocks:
         """Cut an object between its pieces.
 
         Args:
-            sha256: Of the object.
-            offsets: ``(p,)`` where each piece begins, in any order.
+            sha256: Digest of the object.
+            offsets: ``(p,)`` start of each piece, in any order.
             num_bytes: ``(p,)`` sizes of the pieces.
             crc32c: ``(p,)`` checksums of the pieces.
             block_bytes: Largest block of more than one piece.
-            space: What units count.
+            space: Name of the numbering of units.
             units: ``(p,)`` the unit of each piece, negative for none.
 
         Returns:
-            The blocks; None where pieces overlap or there are none, so that nothing is kept of the object.
+            The blocks; None if pieces overlap or there are none: the object is not cached then.
         """
         order = np.argsort(offsets, kind="stable")
         starts, sizes = offsets[order], num_bytes[order]
@@ -161,11 +159,11 @@ class ObjectBlocks:
         return len(self.starts)
 
     def span(self, number: int) -> Span:
-        """Return where a block lies."""
+        """Return the position of a block."""
         return Span(number, int(self.starts[number]), int(self.stops[number]))
 
     def find(self, ranges: Sequence[ByteRange]) -> list[int]:
-        """Return the block that holds each range whole; -1 where none does."""
+        """Return the block that contains each whole range; -1 if none does."""
         offsets = np.array([span.offset for span in ranges], np.int64)
         ends = offsets + np.array([span.num_bytes for span in ranges], np.int64)
         found = np.searchsorted(self.starts, offsets, side="right") - 1
@@ -173,9 +171,9 @@ class ObjectBlocks:
         return np.where(is_inside, found, -1).tolist()  # type: ignore[no-any-return]
 
     def is_sound(self, number: int, payload: memoryview) -> bool:
-        """Return whether bytes are those of a block: every piece has its checksum.
+        """Return whether every piece of a block has its checksum.
 
-        What lies between pieces (headers of a tar) is not covered, and is asked for by no one.
+        The bytes between pieces (tar headers) are not covered, and are never read from the cache.
         """
         if payload.nbytes != int(self.stops[number]) - int(self.starts[number]):
             return False
@@ -208,57 +206,57 @@ def _cut(starts: Int64Array, stops: Int64Array, sizes: Int64Array, block_bytes: 
 
 
 class Claim(Enum):
-    """Answer to a claim of a block."""
+    """Result of claiming a block."""
 
     OURS = "ours"
-    """Fetch it, then `Tier.keep` or `Tier.release` it."""
+    """The caller must fetch it, then `Tier.keep` or `Tier.release` it."""
     KEPT = "kept"
-    """It is cached by now."""
+    """It is cached already."""
     BUSY = "busy"
     """Another thread or process fetches it; `Tier.wait`."""
     REFUSED = "refused"
-    """Nothing less valuable can be evicted; read it from the origin."""
+    """Nothing less valuable can be evicted; read the block from the origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a block that is wanted, and where its bytes go."""
+    """A requested part of a block, and its destination."""
 
     start: int
-    """In the block."""
+    """Offset in the block."""
     buffer: memoryview
-    """Writable, of as many bytes as are wanted."""
+    """Writable, of the size of the part."""
 
 
 class Tier(Protocol):
-    """Keeps blocks. Safe for many threads; no method raises because something is wrong with the tier."""
+    """Interface of a cache tier. Thread-safe; no method raises because of a fault of the tier."""
 
     def read(self, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> bool:
-        """Fill pieces of a block; False where it is not kept, and the pieces hold anything then."""
+        """Fill pieces of a block; return False if it is not kept, which leaves the pieces undefined."""
 
     def claim(self, blocks: ObjectBlocks, numbers: Sequence[int], *, is_ahead: bool) -> list[Claim]:
-        """Ask for the right to fetch blocks, and for room for them.
+        """Claim the right to fetch blocks, and reserve space for them.
 
         Args:
             blocks: The object.
             numbers: Its blocks.
-            is_ahead: They are fetched before they are needed; otherwise for a read that is under way.
+            is_ahead: The blocks are prefetched; otherwise a read is waiting for them.
         """
 
     def keep(self, blocks: ObjectBlocks, payloads: Mapping[int, memoryview]) -> None:
-        """Keep blocks that are `Claim.OURS` and have been checked."""
+        """Store checked blocks whose claim was `Claim.OURS`."""
 
     def release(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> None:
-        """Give claims back."""
+        """Give up claims."""
 
     def wait(self, blocks: ObjectBlocks, number: int, timeout_s: float) -> bool:
-        """Wait until a busy block is no more; False where that takes too long."""
+        """Wait until a block is no longer busy; return False on a timeout."""
 
     def drop(self, blocks: ObjectBlocks, number: int) -> None:
-        """Forget a block whose bytes are wrong."""
+        """Remove a block whose bytes are wrong."""
 
     def close(self) -> None:
-        """Free what the tier holds."""
+        """Release the resources of the tier."""
 
 
 def copy_pieces(payload: memoryview, pieces: Sequence[Piece]) -> None:
@@ -271,22 +269,14 @@ def read_pieces(descriptor: int, pieces: Sequence[Piece]) -> None:
     """Read parts of a block from its file.
 
     Raises:
-        EOFError: The file ends before.
+        ShortReadError: The file ends before.
     """
     if len(pieces) <= _MAX_PIECE_READS:
         for piece in pieces:
-            _read_exactly(descriptor, piece.start, piece.buffer)
+            read_into(descriptor, "a block", piece.start, [piece.buffer] if piece.buffer.nbytes else [])
         return
     start = min(piece.start for piece in pieces)
     stop = max(piece.start + piece.buffer.nbytes for piece in pieces)
     memory = memoryview(bytearray(stop - start))
-    _read_exactly(descriptor, start, memory)
+    read_into(descriptor, "a block", start, [memory] if memory.nbytes else [])
     copy_pieces(memory, [Piece(piece.start - start, piece.buffer) for piece in pieces])
-
-
-def _read_exactly(descriptor: int, position: int, buffer: memoryview) -> None:
-    while buffer.nbytes:
-        num_bytes = os.preadv(descriptor, [buffer], position)
-        if not num_bytes:
-            raise EOFError
-        buffer, position = buffer[num_bytes:], position + num_bytes

@@ -1,4 +1,4 @@
-"""Cache settings. None of them changes what is read."""
+"""Cache settings, none of which changes the bytes that are read."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ EvictionPolicy = Literal["belady", "lru", "lfu-decay"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
-    """Where blocks of a dataset are kept on their way, and how many."""
+    """Settings of the read cache."""
 
     directory: Path | None = None
-    """A folder on a disk of the node, shared by all its processes; made if it is missing. It must be empty or
-    a cache already. None keeps nothing on disk."""
+    """A folder on a disk of the node, shared by all its processes; created if it is missing. It must be empty
+    or a cache already. None keeps nothing on disk."""
     max_bytes: ByteSize = 0
-    """Bound on the folder, with what is under way and rounded up to pages of 4 KiB."""
+    """Limit on the folder, including blocks being fetched; files count in pages of 4 KiB."""
     min_free_bytes: ByteSize = 4096 * _MIB
-    """What stays free on the disk, whoever fills it."""
+    """Free space to leave on the disk, whatever else is stored there."""
     ram_bytes: ByteSize = 0
-    """Bound on the blocks kept in the memory of each process. Of use where there is no folder: what the
-    folder holds is in the page cache already, once for all processes."""
+    """Limit on the blocks in the memory of each process. Useful without a folder: the blocks of a folder are
+    in the page cache already, once for all processes."""
     policy: EvictionPolicy = "belady"
-    """What goes first when room is needed: what is needed last by the plan, what was used least recently, or
-    least often of late."""
+    """The block to evict first: the one that the plan needs last, the least recently used, or the least
+    frequently used with decaying counts."""
     read_ahead_bytes: ByteSize = 256 * _MIB
-    """How far ahead of its reads the loader of a process fetches: bytes under way, those that wait to be
-    published, and those that it has yet to come to. 0 fetches nothing ahead."""
+    """Limit on prefetched bytes of the loader of a process: being fetched, waiting to be published, and
+    published but not yet read. 0 disables prefetching."""
     read_ahead_threads: Annotated[int, Bounds(1, 64)] = 8
-    """Threads of a loader that wait for what is fetched ahead; two more check and publish it."""
+    """Threads of a loader that prefetch; two more check and publish the blocks."""
     block_bytes: Annotated[int, Bounds(4096, 1 << 30)] = 256 << 10
-    """Small neighbouring fields are kept together up to this size; a larger field is a block by itself."""
+    """Small neighboring fields share a block up to this size; a larger field is a block by itself."""
     wait_s: Annotated[float, Bounds(0.001)] = 30.0
-    """How long a process waits for a block that another one fetches, before it fetches it too."""
+    """Longest wait for a block that another process fetches; then this process fetches it too."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -48,12 +48,12 @@ class CacheConfig:
                 raise ConfigError(f"{name} must be at least 0 bytes, got {getattr(self, name)}; correct it.")
         if self.directory is not None and self.max_bytes < self.block_bytes:
             raise ConfigError(
-                f"max_bytes must be at least a block ({self.block_bytes}) where a directory is given, got "
-                f"{self.max_bytes}; say how much of the disk the cache may take."
+                f"max_bytes must be at least block_bytes ({self.block_bytes}) with a directory, got "
+                f"{self.max_bytes}; set it to the disk space that the cache may use."
             )
         if self.directory is None and self.max_bytes:
             raise ConfigError(
-                "directory must be given with max_bytes, got none; name a folder, or set ram_bytes."
+                "directory must be given with max_bytes, got none; name a folder, or set ram_bytes instead."
             )
 
         if not self.is_on:
@@ -66,5 +66,5 @@ class CacheConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether the settings keep anything."""
         return self.directory is not None or self.ram_bytes > 0

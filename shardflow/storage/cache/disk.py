@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shardflow.errors import ShortReadError
 from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, read_pieces
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.eviction import Evictor, Shrinker, incoming_name
@@ -51,12 +52,12 @@ class DiskTier:
 
     Args:
         path: The folder.
-        config: Bounds and policy.
-        counters: Gets ``cache_disk_evicted``, ``cache_poisoned`` and ``cache_fault``.
+        config: Limits and policy.
+        counters: Receive ``cache_disk_evicted``, ``cache_poisoned`` and ``cache_fault``.
 
     Raises:
-        ConfigError: The folder is not ours.
-        OSError: It cannot be used.
+        ConfigError: The folder is not empty and no cache.
+        OSError: The folder cannot be used.
         ValueError: Its catalog is damaged.
     """
 
@@ -75,7 +76,7 @@ class DiskTier:
             os.close(self._slot_file)
             self._slot_file = -1
             raise
-        # What this process has noted of uses: by row, the clock at which it did so last.
+        # Clock at the last use that this process recorded, by row.
         self._noted: dict[int, int] = {}
         self._clock = self._num_reads = 0
         self._is_off = False
@@ -94,7 +95,7 @@ class DiskTier:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that the folder can hold: its own and the free ones of the disk."""
+        """Bytes that the folder can hold: its own, and the free space of the disk."""
         return self.num_bytes + max(self._folder.free_bytes() - self._config.min_free_bytes, 0)
 
     # ---- Tier ------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class DiskTier:
         if descriptor is None:
             return False
         try:
-            with self._guarded(), suppress(EOFError):  # cut while it is read
+            with self._guarded(), suppress(ShortReadError):  # truncated while it is read
                 read_pieces(descriptor, pieces)
                 self._note_use(blocks, number)
                 return True
@@ -182,7 +183,7 @@ class DiskTier:
             with self._catalog.locked():
                 header, rows = self._catalog.header(), self._catalog.rows(row, 1)
                 if rows["state"][0] == CLAIMED:
-                    return  # being fetched anew already
+                    return  # being fetched again already
                 if rows["state"][0] == READY:
                     header.used_pages -= min(header.used_pages, int(rows["pages"][0]))
                 is_gone = self._folder.remove_block(known.name, number)
@@ -191,9 +192,9 @@ class DiskTier:
                 self._catalog.write_header(header)
 
     def map(self, blocks: ObjectBlocks) -> memoryview | None:
-        """Return a read-only map of an object that is one block; None where it is not kept.
+        """Return a read-only map of an object that is one block; None if it is not cached.
 
-        The bytes stay readable when the block goes.
+        The bytes stay readable after the block is evicted.
         """
         num_bytes = blocks.span(0).num_bytes
         descriptor = self._open(blocks, 0) if num_bytes else None
@@ -210,7 +211,7 @@ class DiskTier:
         return found
 
     def close(self) -> None:
-        """Free the slot; what is kept stays for others."""
+        """Release the slot; the blocks stay for other processes."""
         self.shrinker.close()
         if self._slot_file >= 0:
             self.forecast.close()
@@ -220,7 +221,7 @@ class DiskTier:
         self._is_off = True
 
     def __del__(self) -> None:
-        """The slot is a plain descriptor, and its lock lives as long as that."""
+        """Close the descriptor that holds the slot."""
         if getattr(self, "_slot_file", -1) >= 0:
             os.close(self._slot_file)
 
@@ -244,7 +245,7 @@ class DiskTier:
         if state == READY:
             if self._folder.has_block(known.name, number, num_bytes):
                 return Claim.KEPT
-            # Deleted by another hand.
+            # Its file was deleted from outside.
             header.used_pages -= min(header.used_pages, int(rows["pages"][0]))
             rows["state"] = ABSENT
             self._catalog.write_rows(row, rows)
@@ -254,7 +255,7 @@ class DiskTier:
         header.used_pages += pages
         header.claimed_pages += pages
         header.clock += 1
-        # The sum first: a kill between the two writes leaves it too high, which the next scan sets right.
+        # Totals first: a kill between the two writes leaves them too high, which the next scan corrects.
         self._catalog.write_header(header)
         rows["state"], rows["owner"], rows["pages"] = CLAIMED, self._slot, pages
         rows["last_use"], rows["frequency"] = header.clock & 0xFFFFFFFF, 1.0
@@ -262,7 +263,7 @@ class DiskTier:
         return Claim.OURS
 
     def _is_there(self, name: str, number: int) -> bool:
-        """Return whether anything stands in a block's place, ours or not."""
+        """Return whether anything exists in a block's place, ours or not."""
         try:
             os.close(self._folder.open_block(name, number, None))
         except FileNotFoundError:
@@ -293,7 +294,7 @@ class DiskTier:
                 self._catalog.write_header(header)
 
     def _note_use(self, blocks: ObjectBlocks, number: int) -> None:
-        """Note that a block was read; not again before the clock has moved on by a part of a turn-over."""
+        """Record that a block was read, unless that was recorded a small part of a half-life ago."""
         row = self._catalog.object_of(blocks).first_row + number
         self._num_reads += 1
         if self._num_reads % _READ_CLOCK_EVERY == 1:
@@ -310,7 +311,7 @@ class DiskTier:
         self._catalog.write_use(row, self._clock, frequency + 1.0)
 
     def _recover(self) -> None:
-        """Settle the leftovers of the last process with this slot."""
+        """Settle the claims and unfinished files of the last process with this slot."""
         if os.pread(self._slot_file, 1, 0) == _DIRTY:
             with self._catalog.locked():
                 header = self._catalog.header()
@@ -323,7 +324,7 @@ class DiskTier:
         os.pwrite(self._slot_file, _DIRTY, 0)
 
     def _open(self, blocks: ObjectBlocks, number: int) -> int | None:
-        """Open a block that is kept; one that is damaged is dropped."""
+        """Open a cached block; a damaged one is dropped."""
         if self._is_off:
             return None
         with self._guarded():

@@ -5,9 +5,9 @@ catalog, which also corrects the catalog's totals.
 
 `Shrinker` brings a folder down to a lower limit while others read from it. The limit belongs to each process
 and is never stored: a process that lowers it deletes down to it, and keeps the folder within it before it
-adds anything. So the ranks of a node agree once all of them were told, in any order, and the limit of a dead
-process dies with it; until then the largest limit of a living process applies. A thread deletes a few blocks
-at a time, since everybody else waits for the lock meanwhile.
+adds anything. So the ranks of a node agree once all of them have changed it, in any order, and the limit of a
+dead process ends with it; until then the largest limit of a living process applies. A thread deletes a few
+blocks at a time, because all others wait for the lock meanwhile.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from shardflow.storage.cache.folder import (
 from shardflow.storage.cache.forecast import NEVER, AccessForecast, eviction_order, is_worth_keeping
 from shardflow.telemetry import StageCounters
 
-# Work out as many victims at once as make up this share of the cache.
+# Choose victims that make up one part in this many of the cache with one scan.
 _BATCH_SHARE = 64
 _SCAN_ROWS = 1 << 18
 _MOST_WHILE_OVER = 64
 _BLOCKS_AT_ONCE: Final = 64
-# A block that is being fetched cannot go before it has come; whoever fetches it may take his time.
+# A block cannot be evicted while it is being fetched, which may take long.
 _PATIENCE_S: Final = 30.0
 _LOOK_AGAIN_S: Final = 0.02
 _JOIN_TIMEOUT_S: Final = 5.0
@@ -53,7 +53,7 @@ _JOIN_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Victim:
-    """A block that may go, as it was when it was chosen."""
+    """A block that may be evicted, as it was when it was chosen."""
 
     owner: CatalogObject
     number: int
@@ -61,14 +61,14 @@ class _Victim:
 
 
 class Evictor:
-    """Frees room; every method under the catalog's lock.
+    """Frees space; every method must be called under the catalog's lock.
 
     Args:
-        config: Bounds and policy.
+        config: Limits and policy.
         folder: The folder.
         catalog: Its catalog.
         forecast: Next uses of blocks.
-        counters: Gets ``cache_disk_evicted``.
+        counters: Receive ``cache_disk_evicted``.
     """
 
     def __init__(
@@ -90,27 +90,27 @@ class Evictor:
 
     @property
     def half_life(self) -> float:
-        """Of frequencies, in claims: about one turn-over of the cache."""
+        """Half-life of frequencies, in claims: about one turnover of the cache."""
         return float(max(self._num_ready, 64))
 
     def bound(self, max_bytes: int) -> None:
-        """Change the bound on the folder; nothing goes yet."""
+        """Change the limit on the folder without evicting anything yet."""
         self._max_pages = max_bytes // PAGE_NUM_BYTES
         self._victims.clear()
 
     def is_over(self, header: Header) -> bool:
-        """Return whether the folder holds more than the bound."""
+        """Return whether the folder exceeds the limit."""
         return header.used_pages > self._max_pages
 
     def shrink(self, header: Header, max_blocks: int) -> int:
-        """Delete blocks until the folder is within the bound, whatever they are worth.
+        """Evict blocks until the folder is within the limit, whatever their value.
 
         Args:
             header: The totals, which are changed.
-            max_blocks: How many, at most.
+            max_blocks: Most blocks to evict.
 
         Returns:
-            The pages that this frees; 0 where no block can go now.
+            The freed pages; 0 if no block can be evicted now.
         """
         num_pages = 0
         for _ in range(max_blocks):
@@ -123,7 +123,7 @@ class Evictor:
         return num_pages
 
     def make_room(self, header: Header, num_pages: int, distance: float) -> bool:
-        """Free what a new block needs; False where it is not worth it or not possible.
+        """Free space for a new block; return False if it is not worth it or not possible.
 
         Args:
             header: The totals, which are changed.
@@ -133,7 +133,7 @@ class Evictor:
         if num_pages > self._max_pages:
             return False
         missing = self._missing(header, num_pages)
-        # A folder that is to be smaller than it is must not keep everybody else waiting for the lock.
+        # Above a lowered limit, evict in small batches: all others wait for the lock meanwhile.
         left = _MOST_WHILE_OVER if self.is_over(header) else None
         while missing > 0:
             if left is not None:
@@ -154,11 +154,12 @@ class Evictor:
 
         Args:
             header: The totals, which are changed.
-            dead_slot: A slot whose claims are of a dead process although the slot is held again.
-            missing: Pages that are needed now.
+            dead_slot: A slot whose claims belong to a dead process although the slot is held again.
+            missing: Pages needed now.
         """
         objects = self._catalog.objects()
-        rows = self._settle_dead(header, objects, self._read_all(header.num_rows), dead_slot)
+        rows = self._read_all(header.num_rows)
+        self._settle_dead(header, objects, rows, dead_slot)
         is_claimed, is_ready = rows["state"] == CLAIMED, rows["state"] == READY
         header.claimed_pages = int(rows["pages"][is_claimed].sum())
         header.used_pages = header.claimed_pages + int(rows["pages"][is_ready].sum())
@@ -167,11 +168,11 @@ class Evictor:
         self._choose(header, objects, rows, np.flatnonzero(is_ready), missing)
 
     def settle(self, header: Header, known: CatalogObject, number: int, rows: Any) -> None:
-        """Settle the claim of a process that died; under the lock."""
+        """Settle the claim of a dead process: keep a published block, forget anything else."""
         pages = int(rows["pages"][0])
         header.claimed_pages -= min(header.claimed_pages, pages)
         self._folder.remove("incoming", incoming_name(known.first_row + number, int(rows["owner"][0])))
-        # A link is made of a finished file only, so what stands is whole.
+        # Only finished files are linked, so a block that exists is complete.
         if self._folder.has_block(known.name, number):
             rows["state"] = READY
         else:
@@ -188,7 +189,7 @@ class Evictor:
         )
 
     def _next_victim(self, header: Header, missing: int) -> _Victim | None:
-        # A list that is older than a sixteenth of the cache does not know what has been used since.
+        # A list older than a sixteenth of the cache does not know recent uses.
         if header.clock - self._scanned_at > 16 + self._num_ready // 16:
             self._victims.clear()
         for is_scanned in (False, True):
@@ -202,7 +203,7 @@ class Evictor:
         return None
 
     def _evict(self, header: Header, victim: _Victim) -> int:
-        """Delete a block; returns the pages that this frees."""
+        """Delete a block, and return the freed pages."""
         place = victim.owner.first_row + victim.number
         rows = self._catalog.rows(place, 1)
         pages = int(rows["pages"][0])
@@ -230,18 +231,17 @@ class Evictor:
 
     def _settle_dead(
         self, header: Header, objects: list[CatalogObject], rows: NDArray[Any], dead_slot: int
-    ) -> NDArray[Any]:
-        """Settle claims of dead processes; return the updated rows."""
+    ) -> None:
+        """Settle claims of dead processes, also in ``rows``."""
         claimed = np.flatnonzero(rows["state"] == CLAIMED)
         is_dead = {
             slot: slot == dead_slot or not self._folder.is_slot_held(slot)
             for slot in np.unique(rows["owner"][claimed]).tolist()
         }
-        for place in claimed.tolist():
+        for place, number in zip(claimed.tolist(), _owners(objects, claimed).tolist(), strict=True):
             if is_dead[int(rows["owner"][place])]:
-                owner = _owner(objects, place)
+                owner = objects[number]
                 self.settle(header, owner, place - owner.first_row, rows[place : place + 1])
-        return rows
 
     def _choose(
         self,
@@ -254,7 +254,7 @@ class Evictor:
         self._victims.clear()
         if not len(ready):
             return
-        owners = np.searchsorted([entry.first_row for entry in objects], ready, side="right") - 1
+        owners = _owners(objects, ready)
         found = rows[ready]
         next_use = np.full(len(ready), NEVER)
         if self._policy == "belady":
@@ -280,24 +280,23 @@ class Evictor:
             left -= int(found["pages"][place])
 
 
-def _owner(objects: list[CatalogObject], row: int) -> CatalogObject:
-    """Return the object that a row belongs to."""
-    firsts = [entry.first_row for entry in objects]
-    return objects[int(np.searchsorted(firsts, row, side="right")) - 1]
+def _owners(objects: list[CatalogObject], rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the number of the object that each row belongs to."""
+    return np.searchsorted([entry.first_row for entry in objects], rows, side="right") - 1
 
 
 def incoming_name(row: int, slot: int) -> str:
-    """Name the unfinished file of a block: by its row, and the slot of the process that writes it."""
+    """Return the name of the unfinished file of a block, from its row and the slot of its writer."""
     return f"{row:x}-{slot:04x}"
 
 
 class Shrinker:
-    """Changes the bound of a folder. Thread-safe.
+    """Changes the limit of a folder, and evicts down to it in the background. Thread-safe.
 
     Args:
         catalog: Of the folder.
-        evictor: Chooses who goes.
-        fail: Hears what is wrong with the folder.
+        evictor: Chooses the victims.
+        fail: Called with a fault of the folder.
     """
 
     def __init__(self, catalog: Catalog, evictor: Evictor, fail: Callable[[Exception], None]) -> None:
@@ -305,11 +304,11 @@ class Shrinker:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        # The thread keeps this alive: what ends it so is the exit of the process.
+        # The thread keeps this object alive, so the finalizer runs at exit.
         weakref.finalize(self, self._closing.set)
 
     def bound(self, max_bytes: int) -> None:
-        """Change the bound; where the folder holds more, it comes down to it in a while."""
+        """Change the limit; a thread evicts the excess."""
         with self._lock:
             if self._closing.is_set():
                 return
@@ -320,7 +319,7 @@ class Shrinker:
             except (OSError, ValueError) as error:
                 self._fail(error)
                 return
-            # One that is at work sees the new bound by itself, unless it was just about to end.
+            # A running thread sees the new limit, unless it is just about to end; so another one follows it.
             if is_over:
                 self._thread = threading.Thread(
                     target=self._run, args=(self._thread,), name="shardflow-cache-shrink", daemon=True
@@ -328,7 +327,7 @@ class Shrinker:
                 wait_for_at_exit(self._thread).start()
 
     def close(self) -> None:
-        """Leave the folder as it is."""
+        """Stop the thread, and leave the folder as it is."""
         with self._lock:
             self._closing.set()
             thread = self._thread
@@ -349,7 +348,7 @@ class Shrinker:
         while not self._closing.is_set() and time.monotonic() < deadline:
             with self._catalog.locked():
                 header = self._catalog.header()
-                # Somebody with a larger bound may go on filling: no more than it held goes on our account.
+                # A process with a larger limit may keep filling: evict no more than the folder held at first.
                 left = header.used_pages if left is None else left
                 num_pages = self._evictor.shrink(header, _BLOCKS_AT_ONCE)
                 self._catalog.write_header(header)

@@ -25,7 +25,7 @@ _BATCH_SHARE = 32
 
 @dataclass(slots=True)
 class _Kept:
-    """A block, or the claim of one."""
+    """A cached block, or a claim if it has no payload yet."""
 
     num_bytes: int
     space: str
@@ -40,9 +40,9 @@ class MemoryTier:
     """Keeps blocks in memory; see `Tier`.
 
     Args:
-        config: Bound and policy.
+        config: Limit and policy.
         forecast: Next uses of blocks.
-        counters: Gets the stage ``cache_ram_evicted``.
+        counters: Receive the stage ``cache_ram_evicted``.
     """
 
     def __init__(self, config: CacheConfig, forecast: AccessForecast, counters: StageCounters) -> None:
@@ -58,11 +58,11 @@ class MemoryTier:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of blocks that are kept or claimed."""
+        """Bytes of cached and claimed blocks."""
         return self._num_bytes
 
     def bound(self, max_bytes: int) -> None:
-        """Change the bound; what is too much goes at once, and what is being fetched when it has come."""
+        """Change the limit; the excess is evicted at once, claimed blocks when they arrive."""
         with self._changed:
             self._max_bytes = max_bytes
             self._victims.clear()
@@ -168,7 +168,7 @@ class MemoryTier:
         return True
 
     def _shrink(self) -> None:
-        """Come within the bound, whatever it is worth."""
+        """Evict blocks down to the limit, whatever their value."""
         while self._num_bytes > self._max_bytes:
             victim = self._next_victim(self._num_bytes - self._max_bytes)
             if victim is None:
@@ -191,7 +191,7 @@ class MemoryTier:
         return None
 
     def _sort_victims(self, num_bytes: int) -> None:
-        """Choose the next few that go; sorting once for many of them."""
+        """Choose the next victims, many of them with one sort."""
         keys = [key for key, kept in self._kept.items() if kept.payload is not None]
         kept = [self._kept[key] for key in keys]
         order = eviction_order(
@@ -210,7 +210,7 @@ class MemoryTier:
             left -= kept[place].num_bytes
 
     def _distances(self, kept: list[_Kept]) -> list[float]:
-        """Return how far off the next use of blocks is; they may be of several datasets."""
+        """Return the steps to the next use of blocks, which may belong to several datasets."""
         found = np.zeros(len(kept))
         for space in {entry.space for entry in kept}:
             here = [place for place, entry in enumerate(kept) if entry.space == space]
