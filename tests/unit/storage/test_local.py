@@ -125,7 +125,7 @@ def test_a_failing_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StorageError, match="a must be readable, got OSError 5"):
+    with pytest.raises(StorageError, match="a cannot be read: OSError 5"):
         store.read("a")
 
 
