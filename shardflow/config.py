@@ -1,7 +1,7 @@
 """Typed settings: a strict TOML file becomes a frozen dataclass, or an error that names the mistake.
 
-Reads, overrides and checks the settings of every job, and knows no particular one: each package brings its
-own dataclasses. An unknown key is always an error, and nothing is read from the environment.
+Reads, overrides and checks the settings of every job; the dataclasses belong to the packages that they
+configure. An unknown key is always an error, and nothing is read from the environment.
 
 Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T |
 None``, nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an
@@ -50,7 +50,7 @@ _SIZE_FACTORS: Final = {
     "KB": 1000,
     "kiB": 1024,
 }
-_NO_TEXT = {int: "a number", float: "a number", Path: "a pathlib.Path"}  # as a caller's slip
+_NO_TEXT = {int: "a number", float: "a number", Path: "a pathlib.Path"}  # a likely mistake of Python callers
 _T = TypeVar("_T")
 
 
@@ -92,7 +92,7 @@ def parse_byte_size(text: str) -> int:
     match = _SIZE_PATTERN.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"a size must be a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, got {text!r}."
+            f"{text!r} is not a size; write a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB."
         )
     return int(float(match[1]) * _SIZE_FACTORS[match[2] or "B"])
 
@@ -196,11 +196,11 @@ def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) 
             tree = tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(
-            f"the configuration file must exist, got no file of the name {path.name!r}; correct the path."
+            f"the configuration file does not exist: got no file of the name {path.name!r}; correct the path."
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"the configuration file must be readable, got {error.strerror} ({path.name}); check it."
+            f"the configuration file is not readable: {error.strerror} ({path.name}); check its permissions."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -263,7 +263,7 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
 
 
 def _gathered(tree: dict[str, Any], name: str, fields: Collection[str], place: _Place) -> dict[str, Any]:
-    """Move the integers of a table that are no settings of it into its table ``name``."""
+    """Move the integers of a table that are not its own settings into its table ``name``."""
     beside = {key: value for key, value in tree.items() if key not in fields and type(_plain(value)) is int}
     inner = _plain(tree.get(name, {}))
     if not beside or not isinstance(inner, dict):
@@ -376,7 +376,7 @@ def _bind_scalar(base: Any, marks: tuple[Any, ...], value: Any, place: _Place) -
 
 
 def _kind(value: Any) -> str:
-    """Name a value's kind, never the value: it may be a path that tells whose data this is."""
+    """Return the kind of a value, never the value itself, which may be a path that identifies a person."""
     names = {
         bool: "a boolean",
         int: "an integer",
@@ -425,7 +425,7 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_text(text: str) -> str:
-    # JSON's escapes are TOML's basic-string escapes, but for DEL, which TOML wants escaped, and for surrogate
+    # JSON escapes are TOML escapes, except that TOML also requires DEL to be escaped and has no surrogate
     # pairs.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -439,10 +439,10 @@ def _toml_value(value: Any) -> str:
         return _toml_text(str(value))
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    # Tables inside a list stand on one line.
+    # Tables inside a list are written on one line.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _as_tree(value)
     if isinstance(value, dict):
         pairs = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
-    raise ConfigError(f"a setting must be a TOML value, got {type(value).__name__}; this is a bug.")
+    raise ConfigError(f"a setting of type {type(value).__name__} cannot be written as TOML; this is a bug.")

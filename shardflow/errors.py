@@ -3,16 +3,16 @@
 ::
 
     ShardflowError
-    +-- ConfigError              a setting is wrong (also a ValueError); exit code 2
-    +-- StorageError             a byte store could not do what was asked
+    +-- ConfigError              a setting is invalid (also a ValueError); exit code 2
+    +-- StorageError             an operation of a byte store failed
     |   +-- NotFoundError        (also a FileNotFoundError)
     |   +-- AlreadyExistsError   (also a FileExistsError)
-    |   +-- ShortReadError       fewer bytes came than the index promises
-    |   +-- ObjectChangedError   an object is no longer the one that was read first
-    |   +-- NoListingError       the store cannot list what it holds (plain HTTP)
-    +-- FormatError              the bytes of a dataset are not what format 1 says
+    |   +-- ShortReadError       an object ends before the requested range
+    |   +-- ObjectChangedError   an object changed since it was first read
+    |   +-- NoListingError       the store cannot list its objects (plain HTTP)
+    +-- FormatError              the bytes of a dataset violate its format
     |   +-- ChecksumError        a digest or crc32c differs
-    |   +-- ManifestError        no manifest, or one that cannot be trusted
+    |   +-- ManifestError        the manifest is missing, unreadable or not trustworthy
     +-- SourceError              an input cannot be packed; carries a reason code
     +-- PlanError                no epoch can be planned from these numbers
     +-- StateError               a loader state or checkpoint belongs to another run
@@ -21,13 +21,13 @@
     +-- LoaderProcessError       a loader process died, or user code failed in it
     +-- RanksDisagreeError       ranks would not run the same steps
     +-- RankLostError            another rank ended or hangs; the message names it
-    +-- NoProgressError          a run failed at the same place too often to be restarted
+    +-- NoProgressError          a run failed at the same step too often to be restarted
     +-- CheckpointError          a checkpoint is missing or damaged
     +-- TrainingError            a step cannot be taken: a gradient is missing or not finite
 
 A message states what was expected, what was found, where, and what to do. It names shards, members, sample
-keys, ranks and steps. It never contains an identifier, a date, an input path or report text: whoever
-catches an error of a third-party parser keeps its class name and drops its text.
+keys, ranks and steps. It never contains an identifier, a date, an input path or report text: of an error of
+a third-party parser only the class name is kept.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ class ConfigError(ShardflowError, ValueError):
 
 
 class StorageError(ShardflowError):
-    """A byte store could not do what was asked."""
+    """An operation of a byte store failed."""
 
 
 class NotFoundError(StorageError, FileNotFoundError):
-    """The named object is not in the store."""
+    """The object does not exist in the store."""
 
 
 class AlreadyExistsError(StorageError, FileExistsError):
-    """The object stands already; objects are written once."""
+    """The object exists already; objects are written once."""
 
 
 class ShortReadError(StorageError):
-    """The store gave fewer bytes than the range asked for."""
+    """The object ends before the requested range."""
 
 
 class ObjectChangedError(StorageError):
-    """An object is no longer the one that was read first, though objects are written once."""
+    """An object changed since it was first read, although objects are written once."""
 
 
 class NoListingError(StorageError):
-    """The store cannot list what it holds."""
+    """The store cannot list its objects."""
 
 
 class FormatError(ShardflowError):
-    """The bytes of a dataset are not what format 1 says they are."""
+    """The bytes of a dataset violate its format."""
 
 
 class ChecksumError(FormatError):
@@ -78,7 +78,7 @@ class ChecksumError(FormatError):
 
 
 class ManifestError(FormatError):
-    """No manifest, or one that cannot be read or trusted."""
+    """The manifest is missing, unreadable or not trustworthy."""
 
 
 class SourceError(ShardflowError):
@@ -106,15 +106,15 @@ class StateError(ShardflowError):
 
 
 class SampleError(ShardflowError):
-    """One sample cannot be delivered at run time, and the bound on such samples is reached."""
+    """A sample cannot be delivered at run time, and the limit on such samples is reached."""
 
 
 class WaitTimeoutError(ShardflowError, TimeoutError):
-    """A wait passed its deadline; the message names what was waited for."""
+    """A wait passed its deadline; the message names the awaited event."""
 
 
 class LoaderProcessError(ShardflowError):
-    """A process that loads for the trainer died, or an error came out of it that has no class here."""
+    """A loader process died, or raised an error without a class of its own here."""
 
 
 class RanksDisagreeError(ShardflowError):
@@ -125,7 +125,7 @@ class RankLostError(ShardflowError):
     """Another rank ended or hangs; the message names rank, host and phase.
 
     Attributes:
-        is_refusal: That rank found something that a new start does not change, such as a wrong setting.
+        is_refusal: Whether a restart does not cure the reason, such as a wrong setting.
     """
 
     def __init__(self, message: str, *, is_refusal: bool = False) -> None:
@@ -134,7 +134,7 @@ class RankLostError(ShardflowError):
 
 
 class NoProgressError(ShardflowError):
-    """Several starts in a row ended before a next checkpoint; a person must look (exit code 2)."""
+    """Several starts in a row failed before the next checkpoint (exit code 2)."""
 
 
 class CheckpointError(ShardflowError):

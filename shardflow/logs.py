@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LINE_EVERY_S: Final = 10.0
-"""How often long work shows its progress in a log."""
+"""Interval of progress lines of long work in a log."""
 
 _OWN_LOGGERS: Final = ("shardflow", "pipelines")
 _HANDLER_NAME: Final = "shardflow-job"
@@ -44,8 +44,8 @@ def configure_logging(
 
     Args:
         level: Lowest level shown for shardflow's own loggers; others are shown from WARNING on.
-        rank: Put in front of every line where given, so that lines of several ranks can be told apart. Ranks
-            above 0 show warnings and errors only.
+        rank: Prefix of every line, if given, to tell the lines of several ranks apart. Ranks above 0 show
+            warnings and errors only.
         withhold_foreign_text: Show only logger, level and class names of third-party records and
             exceptions; for jobs that read patient data.
         stream: Where to write; standard error by default.

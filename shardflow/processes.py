@@ -5,7 +5,7 @@ process with SIGABRT; a non-daemon thread would keep it alive for as long as a d
 daemons, their owners stop them, and exit waits a bounded time for them.
 
 A scheduler or terminal signals a whole process group, but only the rank decides what a signal means. A
-helper process that died of it would take the rank down in the middle of a step, and ignoring the signals in
+helper process killed by it would take the rank down in the middle of a step, and ignoring the signals in
 the helper's own code is too late: Python starts for a second before that. So the parent blocks them while it
 starts the helper, which inherits the mask until it ignores them.
 """
@@ -41,7 +41,7 @@ def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> bool:
     """Join threads, except the calling one.
 
     Args:
-        threads: Threads that were told to stop; one that was not started counts as stopped.
+        threads: Threads that were asked to stop; one that was not started counts as stopped.
         timeout_s: For all of them together.
 
     Returns:

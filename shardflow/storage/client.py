@@ -46,8 +46,8 @@ _S3_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _CLOUD_SCHEMES: Final = frozenset({"s3", "gs", "az"})
 _METADATA_NAMES: Final = frozenset({"metadata", "metadata.google.internal", "instance-data"})
-READ_ONLY_SCHEMES: Final = frozenset({"http", "https"})
-REMOTE_SCHEMES: Final = frozenset({"s3", "gs", "az"}) | READ_ONLY_SCHEMES
+READ_ONLY_SCHEMES: Final = frozenset(_DEFAULT_PORTS)
+REMOTE_SCHEMES: Final = _CLOUD_SCHEMES | READ_ONLY_SCHEMES
 # Survives a fork, unlike the client's threads: a call that waits for those in the child would never return.
 _owner_pid: list[int] = []
 
@@ -75,8 +75,8 @@ def profile_settings() -> dict[str, str]:
         if not named:
             return {}
         raise StorageError(
-            "the profile that AWS_PROFILE names must hold aws_access_key_id and aws_secret_access_key, got "
-            'one without; for roles and single sign-on: eval "$(aws configure export-credentials --format '
+            "the profile that AWS_PROFILE names has no aws_access_key_id and aws_secret_access_key; "
+            'for roles and single sign-on: eval "$(aws configure export-credentials --format '
             'env)".'
         )
     if merged.get("region") and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
@@ -95,7 +95,7 @@ def _section(variable: str, usual: str, name: str) -> Mapping[str, str]:
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         # The parser's text quotes the line that failed.
         raise StorageError(
-            f"the file of {variable} must be a readable file of profiles, got {type(error).__name__}."
+            f"the file of {variable} is not a readable file of profiles: {type(error).__name__}."
         ) from None
     return dict(parser[name]) if parser.has_section(name) else {}
 
@@ -116,27 +116,27 @@ def endpoint_of(url: str) -> str:
 
 
 def check_endpoint(url: str) -> None:
-    """Refuse an address whose server is not to be asked.
+    """Check that the server of a URL may be contacted.
 
     Raises:
-        StorageError: The server is not in the list, or hands out credentials of the machine. The message does
-            not repeat the address.
-        ConfigError: The list is no list of endpoints.
+        StorageError: The server is not on the allowlist, or is a metadata address. The message does not
+            repeat the URL.
+        ConfigError: The allowlist is malformed.
     """
     endpoint = endpoint_of(url)
     listed = os.environ.get(ENDPOINTS_VARIABLE, "")
     if listed:
         if endpoint not in _allowed(listed):
             raise StorageError(
-                f"an address must lead to one of the endpoints in {ENDPOINTS_VARIABLE}, got another; add it "
-                "to the list if it is to be asked."
+                f"the server of a URL is not one of the endpoints in {ENDPOINTS_VARIABLE}; add it there if "
+                "requests to it are intended."
             )
         return
     host = urlsplit(endpoint).hostname or ""
     if host.rstrip(".") in _METADATA_NAMES or any(address.is_link_local for address in _addresses(host)):
         raise StorageError(
-            "an address must not lead to a link-local or metadata server, got one; if it is meant, list it "
-            f"in {ENDPOINTS_VARIABLE}."
+            "the server of a URL is a link-local or metadata address; if requests to it are intended, list "
+            f"it in {ENDPOINTS_VARIABLE}."
         )
 
 
@@ -148,8 +148,8 @@ def _allowed(listed: str) -> set[str]:
         is_server = parts.scheme in _DEFAULT_PORTS and parts.hostname and "@" not in parts.netloc
         if not (is_cloud or is_server) or parts.path.strip("/") or parts.query:
             raise ConfigError(
-                f"{ENDPOINTS_VARIABLE} must list endpoints such as s3:// or https://host:8443 between "
-                "commas, got an entry that is none."
+                f"{ENDPOINTS_VARIABLE} must list endpoints such as s3:// or https://host:8443, separated by "
+                "commas, but one entry is no endpoint."
             )
         allowed.add(_normal(entry.strip()))
     return allowed
@@ -163,7 +163,7 @@ def _normal(url: str) -> str:
     try:
         port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
     except ValueError:
-        raise StorageError("a port must be a number up to 65535, got another (endpoint).") from None
+        raise StorageError("the port of an endpoint must be a number up to 65535.") from None
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -191,12 +191,12 @@ def check_remote_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in REMOTE_SCHEMES or not parts.netloc:
         raise StorageError(
-            "a remote address must be s3://, gs://, az:// or http(s):// with a bucket or host."
+            "a remote URL must begin with s3://, gs://, az:// or http(s):// and name a bucket or host."
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise StorageError(
-            "a remote address must hold no user, password, signature or query, got one that does; give "
-            "credentials in the environment."
+            "a remote URL must not contain a user, password, signature or query; give credentials in the "
+            "environment."
         )
     return url.rstrip("/")
 
@@ -245,23 +245,23 @@ def make_client(
         )
     except obstore.exceptions.BaseError as error:
         raise StorageError(
-            f"a client for {scheme}:// must take the environment's settings, got {type(error).__name__}; "
+            f"the environment's settings for {scheme}:// are invalid ({type(error).__name__}); "
             "correct AWS_*, GOOGLE_* or AZURE_*."
         ) from None
     return client
 
 
 def require_client() -> None:
-    """Check that obstore is installed, and say how to install it.
+    """Check that obstore is installed.
 
     Raises:
         ConfigError: obstore is not installed.
     """
     try:
-        import obstore  # noqa: F401 - asked whether it is there
+        import obstore  # noqa: F401 - checks that it is installed
     except ImportError:
         raise ConfigError(
-            "a dataset in an object store needs the package obstore, got none; "
+            "a dataset in an object store needs the package obstore, which is not installed; "
             "install it with: pip install 'shardflow[remote]'."
         ) from None
 
@@ -277,6 +277,6 @@ def check_process() -> None:
         _owner_pid.append(pid)
     elif _owner_pid[0] != pid:
         raise StorageError(
-            "a remote store must be used in a process of its own, got a fork of one that used it already; "
+            "a remote store cannot be used in a fork of a process that used one before; "
             'start workers with spawn or forkserver (DataLoader: multiprocessing_context="spawn").'
         )

@@ -87,7 +87,7 @@ def write_atomic(
         path: Final place; missing folders above it are created.
         chunks: The content in order; may be a generator, whose own exception also leaves nothing behind.
         replace: Replace an existing file.
-        mode: Permissions from the first byte on, less what the umask takes away.
+        mode: Permissions from the first byte on, masked by the umask.
 
     Raises:
         AlreadyExistsError: ``path`` exists and ``replace`` is false. The existing file is untouched.
@@ -151,7 +151,7 @@ def _remove(path: Path) -> None:
 
 
 def _exists(path: Path) -> AlreadyExistsError:
-    return AlreadyExistsError(f"{path.name} must be new, but it already exists; files are written once.")
+    return AlreadyExistsError(f"{path.name} must be new, but it already exists; files are written only once.")
 
 
 class _Descriptor:

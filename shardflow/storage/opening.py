@@ -1,7 +1,7 @@
 """Opening a byte store from a path or URL, and erasing objects from one.
 
-`erase` is no part of the `ByteStore` interface, whose objects never change: it exists for data that must not
-be kept anywhere, such as that of a person who withdrew consent, and its caller answers for all readers.
+`erase` is not part of the `ByteStore` interface, whose objects never change. It exists for data that must not
+be kept, such as that of a person who withdrew consent; its caller is responsible for concurrent readers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def erase(store: ByteStore, path: str) -> None:
         try:
             (store.root / path).unlink(missing_ok=True)
         except OSError as error:
-            raise StorageError(f"{path} must be deleted, got {type(error).__name__}.") from None
+            raise StorageError(f"{path} cannot be deleted: {type(error).__name__}.") from None
     elif isinstance(store, RemoteStore):
         store.erase(path)
     else:
-        raise StorageError(f"{path} must lie in a store that deletes, got {type(store).__name__}.")
+        raise StorageError(f"{path} cannot be deleted: a {type(store).__name__} does not delete.")
 
 
 def open_store(url: str | os.PathLike[str], *, cache: Cache | CacheConfig | None = None) -> ByteStore:
@@ -48,7 +48,7 @@ def open_store(url: str | os.PathLike[str], *, cache: Cache | CacheConfig | None
 
     Raises:
         StorageError: The scheme is unknown, or the URL contains credentials.
-        ConfigError: The directory of the cache holds something and is no cache.
+        ConfigError: The directory of the cache is not empty and no cache.
 
     Example:
         >>> open_store("file:///data/set%201").url
@@ -68,7 +68,9 @@ def _open_origin(text: str) -> ByteStore:
         return RemoteStore(text)
     if parts.scheme != "file":
         known = ", ".join(f"{scheme}://" for scheme in sorted({"file", *REMOTE_SCHEMES}))
-        raise StorageError(f"a dataset URL must be a path or begin with one of {known}, got another scheme.")
+        raise StorageError(
+            f"the scheme of a dataset URL is unknown; give a path, or a URL that begins with one of {known}."
+        )
     if parts.netloc not in ("", "localhost"):
-        raise StorageError("a file:// URL must name no host, got one; write file:///absolute/path.")
+        raise StorageError("a file:// URL must not name a host; write file:///absolute/path.")
     return LocalStore(unquote(parts.path))

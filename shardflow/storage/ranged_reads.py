@@ -284,9 +284,9 @@ class RangedReads:
 
     Args:
         client: Returns the client.
-        versions: Of the store.
-        retrying: Of the store.
-        options: Of the store.
+        versions: Versions of the store's objects.
+        retrying: Retry policy and budget of the store.
+        options: Settings of the store.
     """
 
     def __init__(
@@ -327,9 +327,7 @@ class RangedReads:
         for request in requests[:first]:
             await self._fill(path, request)
         rest = requests[first:]
-        if len(rest) == 1:
-            await self._fill(path, rest[0])
-        elif rest:
+        if rest:
             await run_all([self._fill(path, request) for request in rest])
 
     async def size(self, path: str) -> int:

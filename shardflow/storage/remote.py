@@ -78,8 +78,8 @@ class Uploader:
         """Write an object; see `ByteStore.put_stream`."""
         if num_bytes > _MAX_OBJECT_BYTES:
             raise StorageError(
-                f"{path} must have at most {_MAX_OBJECT_BYTES} bytes to be copied by the store, got "
-                f"{num_bytes}; make smaller shards."
+                f"{path} has {num_bytes} bytes, but stores copy at most {_MAX_OBJECT_BYTES} bytes; "
+                "make smaller shards."
             )
         pieces = sized(path, chunks, num_bytes)
         if num_bytes <= self._part_bytes:
@@ -88,7 +88,9 @@ class Uploader:
             for piece in pieces:
                 gathered += piece
             data = bytes(gathered)
-            self._publish(path, lambda: self._put_small(path, data), lambda: self._holds(path, data))
+            self._publish(
+                path, lambda: self._put_small(path, data), lambda: _whole(self._client(), path) == data
+            )
             return
         folder, _, name = path.rpartition("/")
         hidden = f"{folder}{'/' if folder else ''}.{name}.{secrets.token_hex(8)}.tmp"
@@ -121,8 +123,8 @@ class Uploader:
                 self._refuses_twice = True
                 return
         raise StorageError(
-            "a store must refuse to write an object twice (If-None-Match), got one that overwrites; another "
-            f"writer could replace what stands there ({path}): use a store with conditional writes."
+            "the store must refuse to write an object twice (If-None-Match), but it overwrites; another "
+            f"writer could replace {path}: use a store with conditional writes."
         )
 
     def _put_small(self, path: str, data: bytes) -> None:
@@ -173,13 +175,7 @@ class Uploader:
         except LengthRequiredError:
             # Ceph's gateway rejects the client's part copy. Download the upload into memory, and write it in
             # one conditional request.
-            self._put_small(path, self._fetch(hidden))
-
-    def _fetch(self, hidden: str) -> bytes:
-        import obstore
-
-        with translated("reading", hidden):
-            return bytes(obstore.get(self._large_client(), hidden).bytes())
+            self._put_small(path, bytes(_whole(self._large_client(), hidden)))
 
     def delete(self, path: str) -> None:
         """Delete an object in one request."""
@@ -187,12 +183,6 @@ class Uploader:
 
         with translated("deleting", path):
             obstore.delete(self._client(), path)
-
-    def _holds(self, path: str, data: bytes) -> bool:
-        import obstore
-
-        with translated("reading", path):
-            return memoryview(obstore.get(self._client(), path).bytes()) == data
 
     def _are_equal(self, path: str, hidden: str, num_bytes: int) -> bool:
         """Compare two objects, after the response to a copy was lost."""
@@ -210,6 +200,13 @@ class Uploader:
                 if memoryview(found) != memoryview(ours):
                     return False
         return True
+
+
+def _whole(client: ObjectStore, path: str) -> memoryview:
+    import obstore
+
+    with translated("reading", path):
+        return memoryview(obstore.get(client, path).bytes())
 
 
 class RemoteStore:
@@ -276,14 +273,12 @@ class RemoteStore:
 
     def size(self, path: str) -> int:
         """Return an object's size in bytes; see `ByteStore.size`."""
-        check_object_path(path)
-        self._check_ready()
+        self._check_ready(path)
         return self._loop().run(self._reads.size(path))
 
     def read(self, path: str) -> bytes:
         """Return an object whole; see `ByteStore.read`."""
-        check_object_path(path)
-        self._check_ready()
+        self._check_ready(path)
         try:
             start = self._loop().run(self._reads.read_start(path))
         except ShortReadError:
@@ -329,10 +324,9 @@ class RemoteStore:
         that it is new. A killed upload leaves invisible parts behind, for which buckets have a lifecycle rule
         (`AbortIncompleteMultipartUpload`).
         """
-        check_object_path(path)
+        self._check_ready(path)
         if self._is_read_only:
-            raise StorageError(f"{path} must go to a store that takes objects, got plain HTTP; use s3://.")
-        self._check_ready()
+            raise StorageError(f"cannot write {path}: plain HTTP is read-only; use s3://.")
         self._uploader.put(path, chunks, num_bytes)
 
     def erase(self, path: str) -> None:
@@ -341,10 +335,9 @@ class RemoteStore:
         Raises:
             StorageError: The store refuses, or is read-only.
         """
-        check_object_path(path)
+        self._check_ready(path)
         if self._is_read_only:
-            raise StorageError(f"{path} must lie in a store that deletes, got plain HTTP; use s3://.")
-        self._check_ready()
+            raise StorageError(f"cannot delete {path}: plain HTTP is read-only; use s3://.")
         with suppress(NotFoundError):
             self._retrying(f"deleting {path}", lambda _: self._uploader.delete(path))
         self._versions.forget(path)
@@ -352,9 +345,8 @@ class RemoteStore:
     def list(self, prefix: str) -> list[str]:
         """Return the sorted names that begin with ``prefix``; see `ByteStore.list`."""
         if self._is_read_only:
-            raise NoListingError(f"names of {prefix!a} must be listed, got plain HTTP; it cannot.")
+            raise NoListingError(f"cannot list {prefix!a}: plain HTTP has no listing; use s3://.")
         folder = prefix.rpartition("/")[0]
-
         self._check_ready()
         names = self._retrying(
             f"listing {folder or 'the store'}", lambda _: _list_below(self._client(), folder, prefix)
@@ -382,7 +374,10 @@ class RemoteStore:
             part_bytes=self._options.part_bytes,
         )
 
-    def _check_ready(self) -> None:
+    def _check_ready(self, path: str | None = None) -> None:
+        """Check the path of an object, if given, and that this process can send requests."""
+        if path is not None:
+            check_object_path(path)
         require_client()
         if self._pid != os.getpid():
             # The parent's lock may be held by a thread that does not exist here.

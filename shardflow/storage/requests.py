@@ -42,9 +42,7 @@ _STATUS: Final = re.compile(r"status code: (\d{3})")
 _PASSING: Final = {"408", "425", "429", "500", "502", "503", "504"}
 _REFUSALS: Final = {"429", "503"}
 # Client message for a response whose headers do not match the request: "Requested 0..10, got 5..15".
-_OTHER_ANSWER: Final = re.compile(
-    r"Requested \d+\.\.\d+, got|CONTENT_RANGE|Content-Range|MissingContentLength"
-)
+_MISMATCH: Final = re.compile(r"Requested \d+\.\.\d+, got|CONTENT_RANGE|Content-Range|MissingContentLength")
 # A proxy's error page may come once or twice; a server without range support always responds like this.
 _FEW_ATTEMPTS: Final = 3
 # The client refuses a plain HTTP endpoint that the environment sets for a cloud.
@@ -172,7 +170,7 @@ class Retrying:
                 return wait_s
         raise StorageError(
             f"{what} failed: {fault.message} in the last of {number + 1} attempts "
-            f"({passed_s:.1f} s; {limit}); is the store up and reachable?"
+            f"({passed_s:.1f} s; {limit}); check that the store is up and reachable."
         ) from None
 
 
@@ -339,7 +337,7 @@ def translated(action: str, path: str) -> Iterator[None]:
         if isinstance(error, StorageError):
             raise
         raise NotFoundError(
-            f"{path} must exist in the store, found nothing; is the address right, and the dataset whole?"
+            f"{path} does not exist in the store; check the URL, and that the dataset is complete."
         ) from None
     except exceptions.AlreadyExistsError:
         raise AlreadyExistsError(
@@ -349,12 +347,12 @@ def translated(action: str, path: str) -> Iterator[None]:
         raise changed(path) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         raise StorageError(
-            f"{action} {path} must be permitted, got a refusal of the store; give credentials in the "
-            "environment (AWS_*, GOOGLE_*, AZURE_*) that allow it."
+            f"{action} {path} was refused by the store; give credentials in the environment (AWS_*, "
+            "GOOGLE_*, AZURE_*) that permit it."
         ) from None
     except exceptions.NotSupportedError:
         if action == _READING:
-            raise _other_answer() from None
+            raise _mismatched() from None
         raise _not_supported(action, path) from None
     except exceptions.BaseError as error:
         raise _of_text(str(error), action, path) from None
@@ -363,8 +361,8 @@ def translated(action: str, path: str) -> Iterator[None]:
 def changed(path: str) -> ObjectChangedError:
     """Make the error of an object that changed since it was first read."""
     return ObjectChangedError(
-        f"{path} must stay as it was first read, got another version (ETag); objects are written once: put "
-        "back the one that the manifest names (`shardflow verify` tells), or start again with a new version."
+        f"{path} has changed since it was first read (ETag); objects are written once: restore the version "
+        "that the manifest names (check with `shardflow verify`), or start again with a new dataset version."
     )
 
 
@@ -373,8 +371,8 @@ def _of_text(text: str, action: str, path: str) -> StorageError:
     status = found[1] if found else ""
     if _PLAIN_HTTP in text:
         return StorageError(
-            f"{action} {path} must go to an https:// endpoint, got one of plain HTTP, which is refused for "
-            "gs:// and az://; correct the endpoint in GOOGLE_* or AZURE_*."
+            f"{action} {path} must go to an https:// endpoint, but the environment sets one of plain HTTP, "
+            "which is refused for gs:// and az://; correct GOOGLE_* or AZURE_*."
         )
     if any(server in text for server in _METADATA_SERVERS):
         return PassingFaultError(
@@ -383,11 +381,11 @@ def _of_text(text: str, action: str, path: str) -> StorageError:
             max_attempts=_FEW_ATTEMPTS,
         )
     if status == _NO_SUCH_RANGE:
-        return ShortReadError(
-            f"{path} must hold the range asked for, got the end of the object; verify the dataset."
-        )
+        return ShortReadError(f"{path} ends before the requested range; verify the dataset.")
     if status == _LENGTH_REQUIRED:
-        return LengthRequiredError(f"{action} {path} must be taken without a body, got HTTP status {status}.")
+        return LengthRequiredError(
+            f"{action} {path} failed: the server requires a Content-Length (HTTP status {status})."
+        )
     if status == _NOT_IMPLEMENTED:
         return _not_supported(action, path)
     if status in _PASSING:
@@ -396,23 +394,23 @@ def _of_text(text: str, action: str, path: str) -> StorageError:
         return StorageError(
             f"{action} {path} failed: HTTP status {status}; check address, region and permissions."
         )
-    if _OTHER_ANSWER.search(text):
-        return _other_answer()
+    if _MISMATCH.search(text):
+        return _mismatched()
     if "timed out" in text or "TimedOut" in text:
         return PassingFaultError("a timeout")
     return PassingFaultError("a broken connection")
 
 
-def _other_answer() -> PassingFaultError:
+def _mismatched() -> PassingFaultError:
     return PassingFaultError(
-        "another answer than the range asked for (an error page, a wrong Content-Range, or a server without "
-        "ranges, which shardflow needs)",
+        "a response other than the requested range (an error page, a wrong Content-Range, or a server "
+        "without ranges, which shardflow needs)",
         max_attempts=_FEW_ATTEMPTS,
     )
 
 
 def _not_supported(action: str, path: str) -> StorageError:
     return StorageError(
-        f"{action} {path} must be a thing the store can do, got its refusal; shardflow needs ranged reads "
-        "(HTTP 206) and conditional writes (If-None-Match)."
+        f"{action} {path} is not supported by the store; shardflow needs ranged reads (HTTP 206) and "
+        "conditional writes (If-None-Match)."
     )

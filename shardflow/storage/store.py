@@ -1,7 +1,7 @@
 """Byte store interface: complete, write-once objects under relative POSIX names.
 
 Objects never change after they are written, so anything read from one may be cached. The read call takes a
-list of ranges, because the store knows best how to turn them into few requests.
+list of ranges, because the store knows best how to combine them into few requests.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ByteStore(Protocol):
 
 
 def check_object_path(path: str) -> str:
-    """Return ``path`` if it is a valid name in a store; a foreign manifest must not lead out of its folder.
+    """Return ``path`` if it is a valid name in a store, which cannot lead out of its folder.
 
     Raises:
         StorageError: The name is absolute, has empty, hidden or parent parts, or other characters than
@@ -108,8 +108,8 @@ def check_object_path(path: str) -> str:
     """
     if not all(_PART.fullmatch(part) for part in path.split("/")):
         raise StorageError(
-            "an object path must be relative with parts of [A-Za-z0-9_][A-Za-z0-9._-]*, "
-            f"got {path!a}; take paths from the manifest."
+            f"{path!a} is not a valid object path; it must be relative, with parts of "
+            "[A-Za-z0-9_][A-Za-z0-9._-]*, as in the manifest."
         )
     return path
 
@@ -121,7 +121,7 @@ def check_ranges(path: str, ranges: Sequence[ByteRange], buffers: Sequence[memor
         StorageError: The counts differ, a range is negative, or a buffer is read-only or of another size.
     """
     if len(ranges) != len(buffers):
-        raise StorageError(f"buffers must be one per range ({len(ranges)}), got {len(buffers)} ({path}).")
+        raise StorageError(f"expected {len(ranges)} buffers, one per range, got {len(buffers)} ({path}).")
     for span, buffer in zip(ranges, buffers, strict=True):
         if span.offset < 0 or span.num_bytes < 0:
             raise StorageError(f"a range must not be negative, got {span} ({path}).")
@@ -147,6 +147,6 @@ def sized(path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> It
         yield piece
     if num_seen != num_bytes:
         raise StorageError(
-            f"{path} must have {num_bytes} bytes, but the data to write has more or fewer; did the source "
-            "change meanwhile?"
+            f"{path} must have {num_bytes} bytes, but the data to write has more or fewer; check whether the "
+            "source changed in the meantime."
         )

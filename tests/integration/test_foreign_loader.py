@@ -250,7 +250,11 @@ def test_commands_take_a_foreign_dataset(url: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [(["{0..1"], "pattern"), (["TRAIN=a.tar"], "readable"), (["s3://u:p@b/a.tar"], "must hold no user")],
+    [
+        (["{0..1"], "pattern"),
+        (["TRAIN=a.tar"], "readable"),
+        (["s3://u:p@b/a.tar"], "must not contain a user"),
+    ],
 )
 def test_a_wrong_command_line_is_told(
     arguments: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

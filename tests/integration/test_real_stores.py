@@ -132,7 +132,7 @@ class TestCeph(StoreConformance):
         store.put_new("a", b"1")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
         stranger = RemoteStore(store.url)
-        with pytest.raises(StorageError, match="must be permitted") as caught:
+        with pytest.raises(StorageError, match="was refused by the store") as caught:
             stranger.read("a")
         assert "another-secret" not in str(caught.value)
         assert stranger.counts.num_retries == 0

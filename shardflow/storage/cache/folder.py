@@ -1,8 +1,8 @@
 """Cache folder: its files, and the catalog of blocks that the processes of a node share.
 
-Nothing is touched in a nonempty folder without our marker. Every name has our form, every file is opened
-relative to a directory descriptor and never through a link, and only regular files with such names are
-deleted. So a folder that someone filled, linked elsewhere or emptied costs the cache, never anyone's data. A
+A nonempty folder without the cache's marker is never touched. Every name has a fixed form, every file is
+opened relative to a directory descriptor and never through a link, and only regular files with such names
+are deleted. So other people's files in, or links out of, the folder may cost the cache, but no data. A
 block appears by a hard link to a finished file. Blocks are not synced: a power failure may tear one, which
 its checksum reveals, and it is fetched again.
 
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ ROW = np.dtype(
         ("unit_stop", "<u4"),
     ]
 )
-"""A block: its state, the slot of the process that fetches it, its pages on disk, when it was used last and
-how often, and the units that need it."""
+"""A block: its state, the slot of the process that fetches it, its pages on disk, the clock of its last use,
+its decayed number of uses, and the units that need it."""
 _OBJECT = np.dtype([("name", "S96"), ("space", "S64"), ("first_row", "<u8"), ("num_rows", "<u8")])
 _HEADER = struct.Struct("<8sQQQQQ")
 _HEADER_NUM_BYTES = 4096
@@ -75,14 +75,14 @@ class BlockDamagedError(Exception):
 
 
 class CacheFolder:
-    """An open cache folder. Every method may raise `OSError`; whoever calls decides what that means.
+    """An open cache folder. Every method may raise `OSError`, which the caller handles.
 
     Args:
-        path: The folder; made, with those above it, if it is missing.
+        path: The folder; created, with its parents, if it is missing.
 
     Raises:
-        ConfigError: It holds something and no marker of ours.
-        OSError: It cannot be made, read or written to.
+        ConfigError: The folder is not empty and has no marker of a cache.
+        OSError: The folder cannot be created, read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,17 +106,17 @@ class CacheFolder:
         self._descriptors, self._root = {}, -1
 
     def __del__(self) -> None:
-        """Descriptors are plain numbers: nothing else closes them."""
+        """Close the descriptors, which are plain numbers that nothing else closes."""
         if getattr(self, "_root", -1) >= 0:
             self.close()
 
     def free_bytes(self) -> int:
-        """Return what the disk has left for us."""
+        """Return the free space of the disk in bytes."""
         found = os.fstatvfs(self._root)
         return found.f_bavail * found.f_frsize
 
     def open_file(self, name: str, folder: str = "") -> int:
-        """Open one of the cache's own files for reading and writing; made if it is missing."""
+        """Open one of the cache's own files for reading and writing; create it if it is missing."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, _MODE, dir_fd=self._descriptors[folder] if folder else self._root)
 
@@ -125,15 +125,15 @@ class CacheFolder:
         return sorted(_names(self._descriptors[folder]))
 
     def remove(self, folder: str, name: str) -> None:
-        """Delete one of the cache's own files, if it stands; anything that is no regular file stays."""
+        """Delete one of the cache's own files if it exists; anything but a regular file stays."""
         _remove(name, self._descriptors[folder])
 
     # ---- slots -----------------------------------------------------------------------------------
 
     def take_slot(self) -> tuple[int, int]:
-        """Take the lowest free number for this process; returns it and the descriptor that holds it.
+        """Take the lowest free slot for this process; return its number and the descriptor that holds it.
 
-        The kernel frees it with the descriptor, however the process ends.
+        The kernel releases it with the descriptor, however the process ends.
         """
         for number in range(1, 1 << 16):
             descriptor = self.open_file(f"{number:04x}", "slots")
@@ -146,7 +146,7 @@ class CacheFolder:
         raise OSError(errno.EUSERS, "no free slot")
 
     def is_slot_held(self, number: int) -> bool:
-        """Return whether the process of a slot lives."""
+        """Return whether a living process holds a slot."""
         try:
             descriptor = os.open(f"{number:04x}", _READ_FLAGS, dir_fd=self._descriptors["slots"])
         except FileNotFoundError:
@@ -162,11 +162,11 @@ class CacheFolder:
     # ---- blocks ----------------------------------------------------------------------------------
 
     def open_block(self, name: str, number: int, num_bytes: int | None) -> int:
-        """Open a block for reading; of any size where ``num_bytes`` is None.
+        """Open a block for reading; of any size if ``num_bytes`` is None.
 
         Raises:
-            FileNotFoundError: There is none.
-            BlockDamagedError: What stands there is no file of ``num_bytes``.
+            FileNotFoundError: There is no such block.
+            BlockDamagedError: Its place holds no regular file of ``num_bytes``.
         """
         folder = self._open_object(name)
         try:
@@ -184,7 +184,7 @@ class CacheFolder:
         return descriptor
 
     def has_block(self, name: str, number: int, num_bytes: int | None = None) -> bool:
-        """Return whether a block stands, by its size where one is given."""
+        """Return whether a block exists, with the given size if any."""
         try:
             os.close(self.open_block(name, number, num_bytes))
         except (FileNotFoundError, BlockDamagedError):
@@ -195,12 +195,12 @@ class CacheFolder:
         """Write a block; it appears whole or not at all.
 
         Returns:
-            Whether it stands; False where something that is not ours has its place.
+            Whether the block exists; False if something else has its place.
         """
         here = self._descriptors["incoming"]
         try:
             descriptor = os.open(incoming, _WRITE_FLAGS, _MODE, dir_fd=here)
-        except FileExistsError:  # left by one who was killed
+        except FileExistsError:  # left by a killed process
             _remove(incoming, here)
             descriptor = os.open(incoming, _WRITE_FLAGS, _MODE, dir_fd=here)
         try:
@@ -216,7 +216,7 @@ class CacheFolder:
                 os.unlink(incoming, dir_fd=here)
 
     def remove_block(self, name: str, number: int) -> bool:
-        """Delete a block; False where something that is no file of ours stands there, which stays."""
+        """Delete a block; return False if its place holds anything but a regular file, which stays."""
         try:
             folder = self._open_object(name)
         except FileNotFoundError:
@@ -229,7 +229,7 @@ class CacheFolder:
             os.close(folder)
 
     def sweep_blocks(self) -> None:
-        """Delete all blocks, of which nothing is known any more."""
+        """Delete all blocks, which the catalog no longer knows."""
         for name in self.names("blocks"):
             if _OBJECT_NAME.fullmatch(name):
                 with suppress(BlockDamagedError):
@@ -252,12 +252,12 @@ class CacheFolder:
         try:
             os.link(incoming, _block_name(number), src_dir_fd=here, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError:
-            # Left by one who was killed before it could say so, or not ours at all.
+            # Left by a process killed before it could record the block, or not a block at all.
             return self.has_block(name, number, num_bytes)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # A file system without hard links; nothing of ours can stand there, we hold the only claim.
+            # A file system without hard links. We hold the only claim, so no block is replaced.
             os.rename(incoming, _block_name(number), src_dir_fd=here, dst_dir_fd=folder)
         finally:
             os.close(folder)
@@ -272,16 +272,16 @@ class CacheFolder:
             raise
 
     def _claim(self) -> None:
-        """Check that the folder is ours, or make an empty one ours."""
+        """Check that the folder is a cache, or turn an empty folder into one."""
         names = _names(self._root)
         if MARKER not in names:
             if any(name != "lost+found" and not is_temporary_name(name) for name in names):
-                # Another process may have made it ours between the listing and this look.
+                # Another process may have written the marker after the listing.
                 if MARKER in _names(self._root):
                     return self._check_marker()
                 raise ConfigError(
-                    f"a cache directory must be empty or a cache already ({MARKER} in it), got files of "
-                    "others; name another folder, nothing was touched."
+                    f"a cache directory must be empty or a cache already (with {MARKER}), but it holds "
+                    "other files; name another folder, nothing was touched."
                 )
             self._write_marker()
         return self._check_marker()
@@ -309,8 +309,8 @@ class CacheFolder:
             os.close(descriptor)
         if found != _MARKER_BYTES:
             raise ConfigError(
-                f"a cache directory must hold the marker of cache format 1, got another {MARKER}; name "
-                "another folder, nothing was touched."
+                f"the cache directory has a {MARKER} of another format than 1; name another folder, nothing "
+                "was touched."
             )
 
 
@@ -323,7 +323,7 @@ def _block_name(number: int) -> str:
 
 
 def _remove(name: str, folder: int) -> bool:
-    """Delete a regular file; False where something else has the name."""
+    """Delete a regular file; return False if something else has the name."""
     try:
         if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             return False
@@ -335,12 +335,12 @@ def _remove(name: str, folder: int) -> bool:
 
 @dataclass(slots=True)
 class Header:
-    """Totals; in pages of 4 KiB, and ``clock`` in claims."""
+    """Totals of the catalog, in pages of 4 KiB; the clock counts claims."""
 
     used_pages: int = 0
-    """Of blocks that stand and of those that are under way."""
+    """Pages of published and claimed blocks."""
     claimed_pages: int = 0
-    """Of those under way."""
+    """Pages of claimed blocks."""
     clock: int = 0
     num_rows: int = 0
     num_objects: int = 0
@@ -348,7 +348,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class CatalogObject:
-    """An object and its run of rows."""
+    """An object and its rows in the catalog."""
 
     name: str
     space: str
@@ -364,7 +364,7 @@ class Catalog:
 
     Raises:
         OSError: A table cannot be opened.
-        ValueError: It is not one of ours.
+        ValueError: A table is damaged.
     """
 
     def __init__(self, folder: CacheFolder) -> None:
@@ -377,30 +377,24 @@ class Catalog:
         self._lock_file, self._rows_file, self._objects_file = self._files
         with self.locked():
             if os.fstat(self._rows_file).st_size < _HEADER_NUM_BYTES:
-                # A new cache, or one whose catalog was deleted: blocks that no one counts must not stay.
+                # A new cache, or one whose catalog was deleted: blocks that are not counted must not stay.
                 folder.sweep_blocks()
                 os.truncate(self._objects_file, 0)
                 self.write_header(Header())
                 os.pwrite(self._rows_file, b"\0", _HEADER_NUM_BYTES - 1)
             self.header()
 
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._files:
-            os.close(descriptor)
-        self._files = []
-
     def __del__(self) -> None:
-        """Descriptors are plain numbers: nothing else closes them."""
-        if getattr(self, "_files", None):
-            self.close()
+        """Close the files, which are plain numbers that nothing else closes."""
+        for descriptor in getattr(self, "_files", ()):
+            os.close(descriptor)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the tables; the kernel frees it if the process dies.
+        """Hold the lock of the tables; the kernel releases it if the process dies.
 
         Raises:
-            TimeoutError: A stopped process holds it.
+            TimeoutError: Another process held the lock for 30 s.
         """
         with self._thread_lock:
             deadline = time.monotonic() + _LOCK_TIMEOUT_S
@@ -425,25 +419,17 @@ class Catalog:
         """Read the totals."""
         data = os.pread(self._rows_file, _HEADER.size, 0)
         if len(data) != _HEADER.size or not data.startswith(_MAGIC):
-            raise ValueError("the catalog must begin with its magic bytes, got others.")
+            raise ValueError("the catalog does not begin with its magic bytes.")
         return Header(*_HEADER.unpack(data)[1:])
 
     def write_header(self, header: Header) -> None:
         """Write the totals; under the lock."""
-        data = _HEADER.pack(
-            _MAGIC,
-            header.used_pages,
-            header.claimed_pages,
-            header.clock,
-            header.num_rows,
-            header.num_objects,
-        )
-        os.pwrite(self._rows_file, data, 0)
+        os.pwrite(self._rows_file, _HEADER.pack(_MAGIC, *astuple(header)), 0)
 
     # ---- rows ------------------------------------------------------------------------------------
 
     def rows(self, first: int, num_rows: int) -> NDArray[Any]:
-        """Read rows, to be changed by the caller; rows that were cut off are read as absent."""
+        """Read rows, which the caller may change; rows beyond the end of the file are absent."""
         rows = np.zeros(num_rows, ROW)
         flat = rows.view(np.uint8).data
         position = _HEADER_NUM_BYTES + first * ROW.itemsize
@@ -459,14 +445,14 @@ class Catalog:
         os.pwrite(self._rows_file, rows.tobytes(), _HEADER_NUM_BYTES + first * ROW.itemsize)
 
     def write_use(self, row: int, last_use: int, frequency: float) -> None:
-        """Note a use; without the lock, because a lost one does no harm."""
+        """Record a use; without the lock, because losing one does no harm."""
         place = _HEADER_NUM_BYTES + row * ROW.itemsize + int(ROW.fields["last_use"][1])  # type: ignore[index]
         os.pwrite(self._rows_file, struct.pack("<If", last_use & 0xFFFFFFFF, frequency), place)
 
     # ---- objects ---------------------------------------------------------------------------------
 
     def object_of(self, blocks: ObjectBlocks) -> CatalogObject:
-        """Return the rows of an object, which get some if it is new."""
+        """Return the rows of an object; a new object gets some."""
         known = self._objects.get(blocks.name)
         if known is not None and known.space == blocks.space:
             return known
@@ -492,7 +478,7 @@ class Catalog:
         return found
 
     def _renumber(self, known: CatalogObject, blocks: ObjectBlocks) -> CatalogObject:
-        """Take over the units of a newer version of the dataset; its blocks are the same."""
+        """Store the units of a newer version of the dataset, whose blocks are the same."""
         if known.space == blocks.space or known.num_rows != blocks.num_blocks:
             return known
         found = CatalogObject(known.name, blocks.space, known.first_row, known.num_rows)
@@ -523,7 +509,7 @@ class Catalog:
 
 
 def pages_of(num_bytes: int) -> int:
-    """Return the pages that a file of a size takes, at least one."""
+    """Return the pages of a file, at least one."""
     return max(1, -(-num_bytes // PAGE_NUM_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""Access forecast: when each block is read next, by the plans of all processes of a node; and eviction order.
+"""Access forecast: the next use of each block by the plans of all processes of a node, and eviction order.
 
 `NextUseTable` holds, for one run, the steps of this epoch and the next at which a unit is read. It is a file
 shared by the ranks of the node, or memory without a cache folder. One rank writes it while the others read.
@@ -32,16 +32,15 @@ from shardflow.storage.cache.folder import CacheFolder
 Float64Array = NDArray[np.float64]
 
 NEVER = float("inf")
-"""Next use of what no plan needs any more."""
+"""Next use of blocks that no plan needs any more."""
 Int64Array = NDArray[np.int64]
-UInt32Array = NDArray[np.uint32]
 _HEADER_NUM_BYTES = 64 << 10
 _MAGIC = b"SFUSES1\0"
-# magic, units, then for even and odd epochs: epoch + 1, its steps, whether all of it is filled
+# Magic, units, then for even and odd epochs: epoch + 1, its steps, whether it is complete.
 _HEADER = struct.Struct("<8sQQQQQQQ")
 _EPOCH = struct.Struct("<QQQ")
 _EPOCHS_AT = _HEADER.size - 2 * _EPOCH.size
-# a process that reads: whether it does, epoch, step
+# One process: whether it reads, epoch, step.
 _READER = struct.Struct("<QQQ")
 _READER_DTYPE = np.dtype([("reads", "<u8"), ("epoch", "<u8"), ("step", "<u8")])
 _READERS_AT = 4096
@@ -54,7 +53,7 @@ _FILLING = ".filling"
 
 
 def decayed(frequency: float, age: float, half_life: float) -> float:
-    """Return what a count of uses is worth after a while: half of it after each half-life."""
+    """Return a count of uses after some time: it is halved with each half-life."""
     return float(frequency * 2.0 ** (-age / half_life))
 
 
@@ -70,14 +69,14 @@ def eviction_order(
     """Sort blocks by how soon they go, the first to go first.
 
     Args:
-        policy: ``belady``: what is needed last goes first, and what no plan speaks of before that, the
-            least often used of it. ``lru``: what was used least recently. ``lfu-decay``: what was used least
-            often, uses counting half after each half-life.
+        policy: ``belady``: the block needed last goes first, but before it blocks that no plan needs, the
+            least frequently used of them first. ``lru``: the least recently used. ``lfu-decay``: the least
+            frequently used, where uses count half after each half-life.
         next_use: ``(n,)`` distance to the next use, `NEVER` for none.
-        last_use: ``(n,)`` clock of the last use; settles ties, the oldest first.
+        last_use: ``(n,)`` clock of the last use; of ties, the oldest goes first.
         frequency: ``(n,)`` uses, decayed up to ``last_use``.
-        clock: Now.
-        half_life: Of frequencies, in units of the clock.
+        clock: The current clock.
+        half_life: Half-life of frequencies, in units of the clock.
     """
     if policy == "lru":
         return np.argsort(last_use, kind="stable")
@@ -88,10 +87,10 @@ def eviction_order(
 
 
 def is_worth_keeping(policy: EvictionPolicy, next_use: float, next_use_of_victim: float) -> bool:
-    """Return whether a block that was just read should take the place of a victim.
+    """Return whether a newly read block should replace a victim.
 
-    Only who knows the future can say no: a block that is needed later than everything that is kept is not
-    kept at all. Where neither is known, the newer one is kept.
+    With next uses known, a block needed later than all cached ones is not kept. If neither next use is known,
+    the newer block is kept.
     """
     if policy != "belady":
         return True
@@ -103,11 +102,11 @@ def _place(slot: int) -> int:
 
 
 def uses_name(space: str, run: str) -> str | None:
-    """Name the file of a run's table; None where its names do not make one.
+    """Return the file name of a run's table; None if its names are malformed.
 
     Args:
-        space: What the units count: 64 hexadecimal digits.
-        run: Which run: 16 hexadecimal digits.
+        space: Name of the numbering of units: 64 hexadecimal digits.
+        run: Name of the run: 16 hexadecimal digits.
     """
     name = f"{space}-{run}"
     return name if _NAME.fullmatch(name) else None
@@ -116,28 +115,28 @@ def uses_name(space: str, run: str) -> str | None:
 class NextUseTable:
     """Next uses of each unit of one run. Safe for many readers and one writer.
 
-    Numbers are kept for two epochs, the present and the next; for each unit the first use in an epoch and, if
-    there are several, the last. Of more than two the middle ones are taken to be as late as the last.
+    Holds two epochs, the current and the next; for each unit the first use in an epoch and, if there are
+    several, the last. Uses between these two count as late as the last.
 
     Args:
         num_units: Number of units.
-        descriptor: A file to share, which is taken over; None keeps the table in memory.
+        descriptor: A file to share, which this object closes; None keeps the table in memory.
 
     Raises:
-        OSError: The file cannot get its size.
-        ValueError: The file is another table's.
+        OSError: The disk space of the file cannot be allocated.
+        ValueError: The file holds a table of other units.
     """
 
     def __init__(self, num_units: int, descriptor: int | None = None) -> None:
         self.num_units = num_units
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         num_bytes = _HEADER_NUM_BYTES + 4 * _COLUMNS * num_units
         memory: mmap.mmap
         if descriptor is None:
             memory = mmap.mmap(-1, num_bytes)
         else:
             if os.fstat(descriptor).st_size < num_bytes:
-                # All of it at once: a map of a file with holes on a full disk would kill the process.
+                # Allocate all of it: a map of a sparse file on a full disk would kill the process.
                 os.posix_fallocate(descriptor, 0, num_bytes)
             memory = mmap.mmap(descriptor, num_bytes)
         self._memory = memory
@@ -145,31 +144,26 @@ class NextUseTable:
         if found[0] == b"\0" * 8:
             _HEADER.pack_into(memory, 0, _MAGIC, num_units, 0, 0, 0, 0, 0, 0)
         elif found[:2] != (_MAGIC, num_units):
-            raise ValueError("a table of uses must be of this many units, got another.")
+            raise ValueError("the table of next uses is of another number of units.")
         self._columns = np.frombuffer(memory, "<u4", offset=_HEADER_NUM_BYTES).reshape(_COLUMNS, num_units)
 
     def __del__(self) -> None:
-        """The descriptor is a plain number; the memory goes with its last view."""
-        if getattr(self, "_descriptor", None) is not None:
-            os.close(self._descriptor)  # type: ignore[arg-type]
+        """Close the descriptor; the memory is released with its last view."""
+        if getattr(self, "descriptor", None) is not None:
+            os.close(self.descriptor)  # type: ignore[arg-type]
 
     @staticmethod
     def num_units_in(descriptor: int) -> int | None:
-        """Return the units of the table in a file; None where there is none yet."""
+        """Return the units of the table in a file; None if there is no table yet."""
         data = os.pread(descriptor, _HEADER.size, 0)
         if len(data) < _HEADER.size or not data.startswith(_MAGIC):
             return None
         return int(_HEADER.unpack(data)[1])
 
-    @property
-    def descriptor(self) -> int | None:
-        """The file, for a lock on it."""
-        return self._descriptor
-
     # ---- filling ---------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, num_steps: int) -> None:
-        """Forget the epoch before last, and take numbers for this one."""
+        """Start to record an epoch, in place of the epoch before last."""
         side = epoch % 2
         self._write_epoch(side, 0, 0, 0)
         self._columns[2 * side : 2 * side + 2] = 0
@@ -182,7 +176,7 @@ class NextUseTable:
             self._write_epoch(epoch % 2, number, num_steps, 1)
 
     def put(self, epoch: int, units: Int64Array, steps: Int64Array) -> None:
-        """Note that units are read at steps; calls go on in the order of the steps."""
+        """Record that units are read at steps; successive calls have ascending steps."""
         first, last = self._columns[2 * (epoch % 2) : 2 * (epoch % 2) + 2]
         numbers = (steps + 1).astype(np.uint32)
         distinct, place = np.unique(units, return_index=True)
@@ -190,11 +184,11 @@ class NextUseTable:
         is_new = first[distinct] == 0
         first[distinct[is_new]] = numbers[place[is_new]]
         is_again[place[is_new]] = False
-        # Of several the one that is written last stays, and steps ascend.
+        # Of several assignments the last one stays, and steps ascend.
         last[units[is_again]] = numbers[is_again]
 
     def has_epoch(self, epoch: int) -> bool:
-        """Return whether an epoch's uses are all here."""
+        """Return whether the uses of an epoch are complete."""
         number, _, is_whole = self._epoch(epoch % 2)
         return number == epoch + 1 and bool(is_whole)
 
@@ -204,9 +198,9 @@ class NextUseTable:
         """Report the progress of a process.
 
         Args:
-            slot: Of the process in the cache folder, from 1; the kernel says by it whether it lives.
+            slot: Slot of the process in the cache folder, from 1.
             epoch: The epoch.
-            step: First step that it has not read whole.
+            step: First step that the process has not read completely.
         """
         if 0 < slot <= _MAX_READERS:
             _READER.pack_into(self._memory, _place(slot), 1, epoch, step)
@@ -217,7 +211,7 @@ class NextUseTable:
             _READER.pack_into(self._memory, _place(slot), 0, 0, 0)
 
     def now(self, is_held: Callable[[int], bool]) -> tuple[int, int] | None:
-        """Return epoch and first step that some living process still reads; None where none lives."""
+        """Return epoch and step of the slowest living process; None if there is none."""
         entries = np.frombuffer(self._memory, _READER_DTYPE, _MAX_READERS, _READERS_AT)
         found = [
             (int(entries["epoch"][place]), int(entries["step"][place]))
@@ -231,7 +225,7 @@ class NextUseTable:
     def distances(
         self, epoch: int, step: int, start: int = 0, stop: int | None = None
     ) -> NDArray[np.float64]:
-        """Return the steps from a position to the next use of units, `NEVER` if none is known."""
+        """Return the steps from a position to the next use of each unit, `NEVER` if none is known."""
         stop = self.num_units if stop is None else min(stop, self.num_units)
         distance = np.full(max(stop - start, 0), NEVER)
         side, other = epoch % 2, 1 - epoch % 2
@@ -250,7 +244,7 @@ class NextUseTable:
         return distance
 
     def _epoch(self, side: int) -> tuple[int, int, int]:
-        """Return the epoch that columns hold, plus one, its steps, and whether it is filled."""
+        """Return the epoch of a pair of columns plus one, its steps, and whether it is complete."""
         fields = _HEADER.unpack_from(self._memory, 0)
         number, num_steps, is_whole = fields[2 + 3 * side : 5 + 3 * side]
         return number, num_steps, is_whole
@@ -262,21 +256,21 @@ class NextUseTable:
 def block_distances(
     distance: NDArray[np.float64], first: Int64Array, stop: Int64Array
 ) -> NDArray[np.float64]:
-    """Return the distance of blocks: that of their nearest unit; `NEVER` for blocks without units.
+    """Return the distance of each block, that of its nearest unit; `NEVER` for blocks without units.
 
-    A first unit behind the last says that a block is needed all the time.
+    A block whose first unit is after its last one is needed all the time.
 
     Args:
         distance: ``(n,)`` by unit.
         first: ``(b,)`` first unit of each block.
-        stop: ``(b,)`` behind its last one.
+        stop: ``(b,)`` end of its units.
     """
     found = np.where(first > stop, 0.0, NEVER)
     stop = np.minimum(stop, len(distance))
     has_units = first < stop
     if has_units.any():
         bounds = np.stack([first[has_units], stop[has_units]], axis=1).ravel()
-        # A bound may be the end of the array, which reduceat does not take.
+        # A bound may be the end of the array, which reduceat does not accept.
         padded = np.append(distance, NEVER)
         found[has_units] = np.minimum.reduceat(padded, bounds)[::2]
     return found
@@ -284,21 +278,21 @@ def block_distances(
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A run of this process over the units of one space."""
+    """A run of this process over one numbering of units."""
 
     space: str
     table: NextUseTable
     epoch: int = 0
     next_step: int = 0
-    """Step behind the last one whose reads have begun in this process."""
+    """First step whose reads have not begun in this process."""
 
 
 class AccessForecast:
     """Steps until the next use of blocks, over all runs of the node. Thread-safe.
 
     Args:
-        folder: The cache folder that tables are shared in; None for tables of this process alone.
-        slot: This process's number in the folder.
+        folder: The cache folder in which tables are shared; None for tables of this process alone.
+        slot: Slot of this process in the folder.
     """
 
     def __init__(self, folder: CacheFolder | None = None, slot: int = 1) -> None:
@@ -314,12 +308,12 @@ class AccessForecast:
             self._sweep(folder)
 
     def join(self, space: str, run: str, num_units: int) -> Run:
-        """Begin to read by a plan.
+        """Register a run of this process.
 
         Args:
-            space: What the units count, see `uses_name`.
-            run: Which run; processes that name the same one share its table.
-            num_units: How many units there are.
+            space: Name of the numbering of units, see `uses_name`.
+            run: Name of the run; processes with the same name share its table.
+            num_units: Number of units.
         """
         joined = Run(space, self._open(uses_name(space, run), num_units))
         with self._lock:
@@ -327,7 +321,7 @@ class AccessForecast:
         return joined
 
     def leave(self, run: Run) -> None:
-        """End what `join` began."""
+        """End a run."""
         if self._pid != os.getpid():
             return  # a forked child: the run is its parent's
         run.table.leave(self._slot)
@@ -341,25 +335,25 @@ class AccessForecast:
         Args:
             run: From `join`.
             epoch: The epoch.
-            step: First step that is not read whole.
-            next_step: Step behind the last one whose reads have begun.
+            step: First step that is not read completely.
+            next_step: First step whose reads have not begun.
         """
         run.epoch, run.next_step = epoch, next_step
         run.table.report(self._slot, epoch, step)
 
     def rest(self, run: Run) -> None:
-        """Report that this process pauses, so that it does not define the node's present."""
+        """Report that this process pauses, so that others do not wait for its progress."""
         run.table.leave(self._slot)
 
     def begin_filling(self, run: Run) -> bool:
-        """Take the right to fill a run's table; False while another process has it."""
+        """Take the right to fill a run's table; return False while another process has it."""
         if self._folder is None or run.table.descriptor is None:
             return True
         name = os.fstat(run.table.descriptor).st_ino
         try:
             descriptor = self._folder.open_file(f"{name:x}{_FILLING}", "uses")
         except OSError:
-            return True  # deleted under us; the table is still there for those who have it open
+            return True  # the folder was deleted; the open table stays usable
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -369,7 +363,7 @@ class AccessForecast:
         return True
 
     def end_filling(self, run: Run) -> None:
-        """Give that right back, if this process has it."""
+        """Give up the right to fill a table, if this process has it."""
         descriptor = self._fill_locks.pop(id(run), None)
         if descriptor is not None:
             os.close(descriptor)
@@ -377,14 +371,14 @@ class AccessForecast:
     def distances(
         self, space: str, first: NDArray[np.int64], stop: NDArray[np.int64], *, is_scan: bool = False
     ) -> NDArray[np.float64]:
-        """Return the steps to the next use of blocks, by whichever run needs them first.
+        """Return the steps to the next use of each block by any run.
 
         Args:
-            space: What their units count.
+            space: Name of the numbering of units.
             first: ``(b,)`` first unit of each block.
-            stop: ``(b,)`` behind its last one.
-            is_scan: Blocks that are kept, seen from the slowest process; otherwise blocks that are being
-                read now, whose present use no longer counts.
+            stop: ``(b,)`` end of its units.
+            is_scan: The blocks are cached, and the slowest process counts; otherwise they are being read now
+                by this process, whose current use no longer counts.
         """
         found = block_distances(np.zeros(0), first, stop)
         if not len(first):
@@ -392,32 +386,19 @@ class AccessForecast:
         start, end = int(first.min()), int(stop.max())
         with self._lock:
             own = [run for run in self._own if run.space == space]
-        for run in own:
-            now = run.table.now(self._is_held) if is_scan else (run.epoch, run.next_step)
-            found = np.minimum(found, self._blocks(run.table, now, first, stop, start, end))
-        for table in self._tables_of_others(space, own):
-            now = table.now(self._is_held)
-            found = np.minimum(found, self._blocks(table, now, first, stop, start, end))
+        positions = [(run.table, None if is_scan else (run.epoch, run.next_step)) for run in own]
+        positions += [(table, None) for table in self._tables_of_others(space, own)]
+        for table, position in positions:
+            now = position or table.now(self._is_held)
+            if now is not None and start < end:
+                by_unit = table.distances(*now, start, end)
+                found = np.minimum(found, block_distances(by_unit, first - start, stop - start))
         return found
 
     def close(self) -> None:
         """End all runs of this process."""
         for run in list(self._own):
             self.leave(run)
-
-    def _blocks(
-        self,
-        table: NextUseTable,
-        now: tuple[int, int] | None,
-        first: NDArray[np.int64],
-        stop: NDArray[np.int64],
-        start: int,
-        end: int,
-    ) -> NDArray[np.float64]:
-        if now is None or start >= end:
-            return np.full(len(first), NEVER)
-        distance = table.distances(*now, start, end)
-        return block_distances(distance, first - start, stop - start)
 
     def _is_held(self, slot: int) -> bool:
         if self._folder is None or slot == self._slot:
@@ -433,10 +414,8 @@ class AccessForecast:
         try:
             return NextUseTable(num_units, _held(self._folder, name))
         except (OSError, ValueError) as error:
-            # The disk is full, or there is another run's table: this process plans for itself alone.
-            _LOGGER.warning(
-                "the plan of a run is not shared in the cache directory: %s", type(error).__name__
-            )
+            # The disk is full, or the file holds another table: this process uses a table of its own.
+            _LOGGER.warning("cannot share the plan of a run in the cache directory: %s", type(error).__name__)
             return NextUseTable(num_units)
 
     def _tables_of_others(self, space: str, own: list[Run]) -> list[NextUseTable]:
@@ -464,12 +443,12 @@ class AccessForecast:
             descriptor = folder.open_file(name, "uses")
             num_units = NextUseTable.num_units_in(descriptor)
             if num_units is None:
-                os.close(descriptor)  # not begun yet
+                os.close(descriptor)  # not written yet
                 return
             self._others[name] = NextUseTable(num_units, descriptor)
 
     def _sweep(self, folder: CacheFolder) -> None:
-        """Delete the tables that no process has open."""
+        """Delete the tables that no process holds."""
         for name in folder.names("uses"):
             if not (_is_table(name) or name.endswith(_FILLING)):
                 continue
@@ -484,7 +463,7 @@ class AccessForecast:
 
 
 def _held(folder: CacheFolder, name: str) -> int:
-    """Open a table and hold it as long as it is open: what no one holds is swept away."""
+    """Open a table and lock it while it is open, which keeps other processes from deleting it."""
     while True:
         descriptor = folder.open_file(name, "uses")
         fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -493,7 +472,7 @@ def _held(folder: CacheFolder, name: str) -> int:
         os.close(again)
         if is_same:
             return descriptor
-        os.close(descriptor)  # swept away between the two calls
+        os.close(descriptor)  # deleted between the two calls
 
 
 def _is_table(name: str) -> bool:

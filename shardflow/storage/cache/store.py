@@ -36,16 +36,16 @@ _Wanted = Mapping[int, Sequence[Piece]]
 
 
 class Cache:
-    """The tiers of a process. Thread-safe; pickles as its settings.
+    """The cache tiers of a process. Thread-safe; pickles as its settings.
 
-    Datasets that are read together, such as those of a blend, share one, and with it the bounds.
+    Datasets that are read together, such as those of a blend, share one and its limits.
 
     Args:
         config: The settings.
 
     Raises:
-        ConfigError: The directory holds something and is no cache. One that cannot be used (read-only, no
-            space) costs a warning, and reads go to the origin.
+        ConfigError: The directory is not empty and no cache. One that cannot be used (read-only, no space)
+            only logs a warning, and reads go to the origin.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -58,42 +58,42 @@ class Cache:
         self._own_process()
 
     def __reduce__(self) -> tuple[type[Cache], tuple[CacheConfig]]:
-        """Cross a process boundary as settings."""
+        """Pickle the settings."""
         return type(self), (self.config,)
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
+        """Whether any tier is usable."""
         return bool(self.tiers)
 
     @property
     def disk(self) -> DiskTier | None:
-        """The tier in the folder; None where there is none, or it failed."""
+        """The disk tier; None if there is none or it failed."""
         self._check_process()
         return None if self._disk is None or self._disk.is_off else self._disk
 
     @property
     def memory(self) -> MemoryTier | None:
-        """The tier in memory; None where there is none."""
+        """The memory tier; None if there is none."""
         self._check_process()
         return self._memory
 
     @property
     def named_tiers(self) -> list[tuple[str, Tier]]:
-        """The tiers, the nearest first, with the stage that their hits are counted in."""
+        """The usable tiers, the nearest first, with the stage that counts their hits."""
         tiers: dict[str, Tier | None] = {"cache_ram": self.memory, "cache_disk": self.disk}
         return [(name, tier) for name, tier in tiers.items() if tier is not None]
 
     @property
     def tiers(self) -> list[Tier]:
-        """The tiers, the nearest first."""
+        """The usable tiers, the nearest first."""
         return [tier for _, tier in self.named_tiers]
 
     @property
     def home(self) -> Tier:
-        """The tier that blocks are claimed in: the one that most processes share."""
+        """The tier in which blocks are claimed: the one that most processes share."""
         self._check_process()
-        # A folder that failed refuses every claim, which is what is wanted of it where there is nothing else.
+        # Without another tier a failed folder is right: it refuses every claim.
         home = self.disk or self._memory or self._disk
         if home is None:
             raise ConfigError("a cache must have a directory or ram_bytes, got neither; set one.")
@@ -106,16 +106,16 @@ class Cache:
         return self._forecast
 
     def change(self, changes: Mapping[str, int]) -> None:
-        """Change settings while blocks are read and kept; nothing that is read changes by it.
+        """Change settings while the cache is in use, without an effect on the bytes that are read.
 
-        Memory that is too much is freed at once, the folder comes down to a lower bound within a while.
+        Excess memory is freed at once; a folder shrinks to a lower limit in the background.
 
         Args:
-            changes: ``ram_bytes``, ``max_bytes``, ``read_ahead_bytes`` or ``read_ahead_threads``; of the last
-                two the loaders that read through this cache must be told.
+            changes: ``ram_bytes``, ``max_bytes``, ``read_ahead_bytes`` or ``read_ahead_threads``; the caller
+                must pass the last two on to the loaders that read through this cache.
 
         Raises:
-            ConfigError: A value cannot be, see `CacheConfig`; nothing changes.
+            ConfigError: A value is not allowed, see `CacheConfig`; nothing changes.
         """
         self._check_process()
         with self._lock:
@@ -128,7 +128,7 @@ class Cache:
                 self._disk.shrinker.bound(self.config.max_bytes)
 
     def close(self) -> None:
-        """Free what the process holds; what is kept on disk stays for others."""
+        """Release the tiers; blocks on disk stay for other processes."""
         with self._lock:
             if self._pid == os.getpid():
                 for tier in (self._disk, self._memory):
@@ -137,7 +137,7 @@ class Cache:
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            # A fork: locks may be held by threads that are not here, and the slot is the parent's.
+            # After a fork, locks may be held by threads that do not exist here, and the slot is the parent's.
             self._own_process()
 
     def _own_process(self) -> None:
@@ -169,10 +169,10 @@ class Cache:
 
 
 class CachedStore:
-    """A store before another one. Thread-safe; pickles as its settings.
+    """Byte store that reads another one through a cache. Thread-safe; pickles as its settings.
 
     Args:
-        origin: Where the bytes come from.
+        origin: The store with the objects.
         cache: The cache of this process; stores may share one.
     """
 
@@ -186,18 +186,18 @@ class CachedStore:
         """Set the function that declares the digests and pieces of objects.
 
         Args:
-            blocks_of: From a path to its blocks; None for an object that is not kept. May read through this
-                store.
+            blocks_of: Returns the blocks of a path, None for an object that is not cached. May read through
+                this store.
         """
         self._blocks_of = blocks_of
 
     @property
     def url(self) -> str:
-        """The address of the origin."""
+        """URL of the origin."""
         return self.origin.url
 
     def __reduce__(self) -> tuple[type[CachedStore], tuple[ByteStore, Cache]]:
-        """Cross a process boundary without what is known of objects."""
+        """Pickle origin and cache, without declared objects."""
         return type(self), (self.origin, self.cache)
 
     def __repr__(self) -> str:
@@ -237,19 +237,19 @@ class CachedStore:
             start = ranges[place].offset - int(blocks.starts[number])
             wanted.setdefault(number, []).append(Piece(start, buffers[place].cast("B")))
         if around:
-            # Headers of a tar, say: nothing that has a checksum.
+            # Bytes without a checksum, such as tar headers.
             self.origin.read_ranges(path, [ranges[at] for at in around], [buffers[at] for at in around])
         self._read_blocks(path, blocks, wanted)
 
     def map(self, path: str) -> memoryview:
-        """Return a read-only view of an object: of a kept file the processes of a node share the memory."""
+        """Return a read-only view of an object; processes of a node share the memory of a cached file."""
         blocks = self._blocks(path)
         disk = self.cache.disk
         if blocks is None or not blocks.sha256 or disk is None:
             return self.origin.map(path)
         found = disk.map(blocks)
         if found is None:
-            # As for a read, though nothing is copied: another process may be fetching it.
+            # As for a read, but without copying: another process may be fetching it.
             self._bring(path, blocks, {0: ()})
             found = disk.map(blocks)
         return self.origin.map(path) if found is None else found
@@ -274,18 +274,18 @@ class CachedStore:
             self._known[path] = blocks
 
     def num_bytes_ahead(self, path: str, ranges: Sequence[ByteRange]) -> int:
-        """Return the bytes of the blocks that ranges need, kept or not."""
+        """Return the bytes of the blocks that ranges need, cached or not."""
         blocks = self._blocks(path)
         if blocks is None:
             return 0
         return sum(blocks.span(number).num_bytes for number in _numbers(blocks, ranges))
 
     def read_ahead(self, path: str, ranges: Sequence[ByteRange]) -> Callable[[], None] | None:
-        """Read what ranges need and nobody keeps or fetches; publishing it is left to the caller.
+        """Fetch the blocks that ranges need and that nobody has cached or is fetching.
 
         Returns:
-            What checks and publishes it: call it once, in any thread, for others wait for the blocks
-            meanwhile. It may raise a `StorageError`. None where there is nothing to publish.
+            A function that checks and publishes them: call it once, in any thread; others wait for the blocks
+            meanwhile. It may raise a `StorageError`. None if there is nothing to publish.
 
         Raises:
             StorageError: The origin cannot be read.
@@ -307,7 +307,7 @@ class CachedStore:
                 parts = [(blocks.span(number).start, payload) for number, payload in memory.items()]
                 self._read_origin(path, parts, len(ours))
         except ShortReadError:
-            return None  # whoever reads it says so
+            return None  # the read itself reports it
         return partial(self._settle, home, path, blocks, memory)
 
     def drop(self, path: str, ranges: Sequence[ByteRange]) -> None:
@@ -385,7 +385,7 @@ class CachedStore:
                 for number in (*numbers[Claim.KEPT], *given_up.intersection(numbers[Claim.BUSY]))
                 if not self._read_kept(self.cache.named_tiers, blocks, number, left[number])
             ]
-            # Our own blocks first: a process that waits for them must not wait for what we wait for.
+            # Our own blocks first, so that waiting processes do not also wait for what we wait for.
             self._fetch(home, path, blocks, left, ours, passing)
             left = {number: left[number] for number in busy}
             given_up |= {number for number in busy if not self._wait(home, blocks, number)}
@@ -405,7 +405,7 @@ class CachedStore:
         ours: Sequence[int],
         passing: Sequence[int],
     ) -> None:
-        """Read blocks that are ours whole and keep them, and of the others what is wanted."""
+        """Read claimed blocks completely and keep them, and only the wanted pieces of the others."""
         if not ours and not passing:
             return
         memory = {number: _memory(blocks, number, wanted[number]) for number in ours}
@@ -417,7 +417,7 @@ class CachedStore:
             with _released_on_error(home, blocks, ours):
                 self._read_origin(path, parts, len(ours) + len(passing))
         except ShortReadError:
-            # The object ends inside a block: read no more than what was asked for, if it was.
+            # The object ends within a block: read only the wanted pieces.
             parts = [
                 (blocks.span(number).start + piece.start, piece.buffer)
                 for number in (*ours, *passing)
@@ -432,7 +432,7 @@ class CachedStore:
                 copy_pieces(payload, pieces)
 
     def _settle(self, home: Tier, path: str, blocks: ObjectBlocks, memory: Mapping[int, memoryview]) -> None:
-        """Check blocks that are ours and were read, and keep those that are right."""
+        """Check the blocks that were read, and keep the correct ones."""
         with _released_on_error(home, blocks, list(memory)):
             sound = {
                 number: payload
@@ -452,7 +452,7 @@ class CachedStore:
             self.origin.read_ranges(path, ranges, [buffer for _, buffer in ascending])
 
     def _is_sound(self, path: str, blocks: ObjectBlocks, number: int, payload: memoryview) -> bool:
-        """Check a block before it is published; once more from the origin if it came wrong."""
+        """Check a block before it is published; read a wrong one once more from the origin."""
         if blocks.is_sound(number, payload):
             return True
         self._read_origin(path, [(blocks.span(number).start, payload)], 0)
@@ -473,7 +473,7 @@ class CachedStore:
 
 @contextmanager
 def _released_on_error(home: Tier, blocks: ObjectBlocks, numbers: Sequence[int]) -> Iterator[None]:
-    """Give claims back where fetching or keeping their blocks fails, so that nobody waits for them."""
+    """Release claims if fetching or keeping their blocks fails, so that nobody waits for them."""
     try:
         yield
     except BaseException:
@@ -482,11 +482,11 @@ def _released_on_error(home: Tier, blocks: ObjectBlocks, numbers: Sequence[int])
 
 
 def _memory(blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> memoryview:
-    """Return where a block is read to: the reader's own buffer, where that takes all of it."""
+    """Return the buffer for a block: the reader's own one if that holds all of it."""
     num_bytes = blocks.span(number).num_bytes
     if len(pieces) == 1 and pieces[0].buffer.nbytes == num_bytes:
         return pieces[0].buffer
-    # Not a bytearray: that would be written once more, with zeros.
+    # Not a bytearray, which would be filled with zeros first.
     return np.empty(num_bytes, np.uint8).data
 
 

@@ -132,7 +132,7 @@ def test_a_profile_without_keys_says_what_to_do(tmp_path: Path, monkeypatch: pyt
 
 def test_a_broken_file_is_named_and_not_quoted(tmp_path: Path) -> None:
     (tmp_path / "credentials").write_text("TOPSECRET without a section\n")
-    with pytest.raises(StorageError, match="AWS_SHARED_CREDENTIALS_FILE must be") as caught:
+    with pytest.raises(StorageError, match="AWS_SHARED_CREDENTIALS_FILE is not") as caught:
         profile_settings()
     assert "TOPSECRET" not in str(caught.value)
     assert caught.value.__suppress_context__

@@ -180,7 +180,7 @@ def test_a_url_opens_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "match"), [("ftp://bucket/data", "s3://"), ("file://host/data", "name no host")]
+    ("url", "match"), [("ftp://bucket/data", "s3://"), ("file://host/data", "not name a host")]
 )
 def test_an_unknown_url_is_refused(url: str, match: str) -> None:
     with pytest.raises(StorageError, match=match):

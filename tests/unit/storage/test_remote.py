@@ -151,7 +151,7 @@ def test_a_plain_http_endpoint_of_a_cloud_is_refused_at_once(
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     store = RemoteStore(url)
-    with pytest.raises(StorageError, match=r"must go to an https:// endpoint, got one of plain HTTP"):
+    with pytest.raises(StorageError, match=r"must go to an https:// endpoint, but .* plain HTTP"):
         store.read("a")
     assert store.counts.num_retries == 0
 
@@ -179,7 +179,7 @@ def test_a_refusal_is_not_tried_again(s3: str, monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         store = RemoteStore(url, QUICK)
         proxy.faults = [f"status:{status}"]
-        with pytest.raises(StorageError, match=r"reading a must be permitted.*credentials"):
+        with pytest.raises(StorageError, match=r"reading a was refused.*credentials"):
             store.read("a")
     assert store.counts.num_retries == 0
 
@@ -270,7 +270,7 @@ def test_an_object_that_changes_is_named(web: WebServer) -> None:
         store = RemoteStore(web.url, QUICK)
         assert _read(store, "shards/a.tar", 0, 10) == CONTENT[:10]
         (web.folder / "shards" / "a.tar").write_bytes(CONTENT[::-1])
-        with pytest.raises(ObjectChangedError, match=r"shards/a\.tar must stay"):
+        with pytest.raises(ObjectChangedError, match=r"shards/a\.tar has changed"):
             _read(store, "shards/a.tar", 100, 10)
         with pytest.raises(ObjectChangedError):
             store.size("shards/a.tar")
@@ -336,7 +336,7 @@ def test_an_address_with_credentials_is_refused_and_not_repeated(url: str) -> No
     with pytest.raises(StorageError) as caught:
         open_store(url)
     for part in ("secret", "user", "key@"):
-        assert part not in str(caught.value).replace("hold no user", "")
+        assert part not in str(caught.value).replace("contain a user", "")
 
 
 def test_messages_hold_no_address_and_no_credentials(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
