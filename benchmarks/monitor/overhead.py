@@ -25,7 +25,6 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,9 +33,10 @@ from shardflow.config import load_config
 from shardflow.format import Dataset
 from shardflow.training import TrainConfig
 from shardflow.training.checkpoint.files import CheckpointFolder
-from shardflow.training.distributed import StopRequest, Timeouts, join_ranks
+from shardflow.training.config import TimeoutConfig
+from shardflow.training.distributed import StopRequest, join_ranks
 from shardflow.training.inputs import DeviceFeed
-from shardflow.training.interval import open_measures
+from shardflow.training.interval import RunMeasures
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
 from shardflow.training.run import StartDecision, prepare_run
 from shardflow.training.text import train_tokenizer
@@ -44,7 +44,7 @@ from tests.factories import make_dataset
 from tests.tiny_runs import make_tiny_input
 
 LIMIT: Final = 0.01
-WAIT: Final = timedelta(seconds=600)
+WAIT: Final = 600.0
 RUN_IN: Final = 2
 MODELS: Final = {
     "short": ("model.vision_width=32", "model.language_width=32"),
@@ -72,7 +72,7 @@ class Blocks:
         """Return the seconds of a step, of all ranks together: each ends with an exchange."""
         interval_s = self._interval_s if is_measured else 0.0
         parts = self._parts
-        measures, close = open_measures(
+        measures = RunMeasures(
             interval_s,
             parts.ranks,
             parts.loader,
@@ -90,7 +90,7 @@ class Blocks:
                 self._step(loop)
             return (time.perf_counter() - started) / num_steps
         finally:
-            close()
+            measures.close()
 
     def _step(self, loop: TrainingLoop) -> None:
         position = self._parts.loader.position
@@ -106,7 +106,10 @@ def measure(
     config: TrainConfig, *, num_pairs: int, block_s: float, interval_s: float
 ) -> dict[str, Any] | None:
     """Run the blocks; every rank calls this, and rank 0 gets the numbers."""
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks, ExitStack() as stack:
+    with (
+        join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as ranks,
+        ExitStack() as stack,
+    ):
         first = StartDecision(attempt=1, checkpoint=None, damaged=())
         checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=1)
         parts = prepare_run(config, ranks, checkpoints, first, None, StopRequest(), stack)

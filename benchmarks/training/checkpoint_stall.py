@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,14 @@ from torch import nn
 from shardflow import __version__
 from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.checkpoint.saving import CheckpointSaver
-from shardflow.training.config import OptimizerConfig
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.config import OptimizerConfig, TimeoutConfig
+from shardflow.training.distributed import Ranks, join_ranks
 from shardflow.training.step import build_optimizer
 
 LIMIT_S = 0.6
 """1 % of a checkpoint every 60 s."""
 WIDTH = 2048
-WAIT = timedelta(seconds=600)
+WAIT = 600.0
 
 
 def measure(ranks: Ranks, folder: Path, num_parameters: int, repeats: int) -> dict[str, Any]:
@@ -101,7 +101,9 @@ def main() -> None:
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     results = []
-    with join_ranks(arguments.device, Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+    with join_ranks(
+        arguments.device, TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)
+    ) as ranks:
         for num_parameters in arguments.parameters:
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
                 results.append(measure(ranks, Path(folder), num_parameters, arguments.repeats))

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +26,8 @@ from shardflow.monitoring import read_history, read_settings
 from shardflow.monitoring.verdict.judging import judge_all
 from shardflow.telemetry import Interval, Verdict
 from shardflow.training import TrainConfig
-from shardflow.training.distributed import Ranks, StopRequest, Timeouts, join_ranks
+from shardflow.training.config import TimeoutConfig
+from shardflow.training.distributed import Ranks, StopRequest, join_ranks
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train_on
 from shardflow.training.text import train_tokenizer
@@ -35,7 +35,7 @@ from tests.factories import make_dataset
 
 __all__ = ["WAIT", "Found", "make_inputs", "run_scenario"]
 
-WAIT: Final = timedelta(seconds=60)
+WAIT: Final = 60.0
 _INTERVAL_S: Final = 0.3
 _LEAST_STEPS: Final = 12
 _MOST_S: Final = 8.0
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run scenarios on the ranks of this launch; rank 0 writes ``FOLDER/found.jsonl``."""
     folder = Path(arguments[0])
     torch.set_num_threads(1)
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+    with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as ranks:
         for seed, cause in zip(arguments[1::2], arguments[2::2], strict=True):
             output = folder / f"run-{seed}-{cause.replace(' ', '-')}"
             found = run_scenario(ranks, folder, output, draw(int(seed), cause))

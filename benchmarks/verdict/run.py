@@ -25,7 +25,8 @@ import torch
 from benchmarks.about import REPOSITORY, about_run
 from benchmarks.verdict.one import WAIT, make_inputs, run_scenario
 from benchmarks.verdict.scenarios import CAUSES, RANK_CAUSES, draw
-from shardflow.training.distributed import Timeouts, join_ranks
+from shardflow.training.config import TimeoutConfig
+from shardflow.training.distributed import join_ranks
 
 __all__ = ["FIRST_SEED", "NUM_RUNS", "assign", "measure", "table", "tally"]
 
@@ -116,7 +117,7 @@ def _first(row: Row) -> str:
 def _alone(folder: Path, runs: Sequence[tuple[int, str]]) -> list[Row]:
     rows = []
     torch.set_num_threads(1)
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+    with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as ranks:
         for seed, cause in runs:
             output = folder / f"run-{seed}"
             rows.append(run_scenario(ranks, folder, output, draw(seed, cause)).to_json())

@@ -41,9 +41,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
-from shardflow.training.config import ParallelConfig
+from shardflow.training.config import ParallelConfig, TimeoutConfig
 from shardflow.training.doctor import refuse_unknown_names
-from shardflow.training.health.monitor import HealthMonitor, NoHealthMonitor
+from shardflow.training.health.monitor import HealthMonitor
 
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _NAMES: Final = {"cuda": "GPU", "npu": "NPU"}
@@ -148,43 +148,6 @@ _MISSING_RANKS = re.compile(r"Ranks? ((?:\d+)(?:, \d+)*) failed to pass")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeouts:
-    """How long ranks wait for one another; of type ``timedelta``, as a bare number is a known mistake."""
-
-    startup: timedelta
-    """Until every rank has joined, prepared and taken part in the first exchange."""
-    steady: timedelta
-    """For one gradient exchange once steps are running."""
-    control: timedelta
-    """For a meeting on the control group: a checkpoint being written, an evaluation ending."""
-    hang: timedelta | None = None
-    """For what a rank does alone within a step; None for no limit. Enforced by the health monitor."""
-
-    def __post_init__(self) -> None:
-        for name in ("startup", "steady", "control"):
-            value = getattr(self, name)
-            if not isinstance(value, timedelta) or value <= timedelta(0):
-                raise ConfigError(
-                    f"timeout {name} must be a positive timedelta, got {value!r}; use timedelta(seconds=...)."
-                )
-
-    @property
-    def startup_s(self) -> float:
-        """``startup`` in seconds."""
-        return self.startup.total_seconds()
-
-    @property
-    def control_s(self) -> float:
-        """``control`` in seconds."""
-        return self.control.total_seconds()
-
-    @property
-    def hang_s(self) -> float | None:
-        """``hang`` in seconds."""
-        return None if self.hang is None else self.hang.total_seconds()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
     """This process among the data-parallel ranks of the run."""
 
@@ -195,23 +158,25 @@ class Ranks:
     """Gradient group."""
     control: dist.ProcessGroup
     """Gloo group for meetings and small facts, on CPUs in any case."""
-    timeouts: Timeouts
-    health: HealthMonitor = field(default_factory=NoHealthMonitor)
-    """Hears what this rank is at."""
+    timeouts: TimeoutConfig
+    health: HealthMonitor = field(default_factory=HealthMonitor)
+    """Receives the phases of this rank."""
 
-    def barrier(self, phase: str, timeout: timedelta) -> None:
+    def barrier(self, phase: str, timeout_s: float) -> None:
         """Wait until every rank has reached ``phase``.
 
         Raises:
-            WaitTimeoutError: ranks are missing after ``timeout``; rank 0 names them.
+            WaitTimeoutError: ranks are missing after ``timeout_s``; rank 0 names them.
         """
         try:
             with self.health.together(f"waiting for all ranks: {phase}"):
-                dist.monitored_barrier(group=self.control, timeout=timeout, wait_all_ranks=True)
+                dist.monitored_barrier(
+                    group=self.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True
+                )
         except RuntimeError as error:
-            raise WaitTimeoutError(self._describe_missing(phase, timeout, str(error))) from None
+            raise WaitTimeoutError(self._describe_missing(phase, timeout_s, str(error))) from None
 
-    def _describe_missing(self, phase: str, timeout: timedelta, text: str) -> str:
+    def _describe_missing(self, phase: str, timeout_s: float, text: str) -> str:
         match = _MISSING_RANKS.search(text)
         if match is None:
             found = f"at least one missing (seen by rank {self.rank})"
@@ -221,30 +186,30 @@ class Ranks:
             found, remedy = f"no sign of {names}", "look at the last lines that were logged there"
         return (
             f"all {self.world_size} ranks must reach the phase '{phase}' within "
-            f"{timeout.total_seconds():g} s, got {found}; {remedy}."
+            f"{timeout_s:g} s, got {found}; {remedy}."
         )
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Give every rank the JSON value of every rank, in rank order.
 
         Raises:
-            WaitTimeoutError: a rank did not give its value within ``timeouts.control``, or is gone.
+            WaitTimeoutError: a rank did not give its value within ``timeouts.control_s``, or is gone.
         """
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self._gather(torch.tensor([payload.numel()]), self.timeouts.control)
+        sizes = self._gather(torch.tensor([payload.numel()]), self.timeouts.control_s)
         # Gloo gathers equal sizes only; the padding is cut off again.
         padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
         return [
             json.loads(part[: int(size)].numpy().tobytes())
-            for part, size in zip(self._gather(padded, self.timeouts.control), sizes, strict=True)
+            for part, size in zip(self._gather(padded, self.timeouts.control_s), sizes, strict=True)
         ]
 
     def broadcast(self, value: Any) -> Any:
         """Give every rank the JSON value of rank 0; the others' ``value`` is ignored."""
         return self.all_gather_json(value if self.rank == 0 else None)[0]
 
-    def all_gather_numbers(self, values: Sequence[float], timeout: timedelta) -> torch.Tensor:
+    def all_gather_numbers(self, values: Sequence[float], timeout_s: float) -> torch.Tensor:
         """Give every rank the numbers of every rank.
 
         A gather and not a sum: every rank then adds in the same order, and sees the largest as well as the
@@ -254,39 +219,39 @@ class Ranks:
             ``(world_size, len(values))`` float64 on the CPU, in rank order.
 
         Raises:
-            WaitTimeoutError: a rank did not give its numbers within ``timeout``, or is gone.
+            WaitTimeoutError: a rank did not give its numbers within ``timeout_s``, or is gone.
         """
-        return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64), timeout))
+        return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64), timeout_s))
 
-    def _gather(self, own: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
+    def _gather(self, own: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
         """Exchange tensors of one shape on the control group; every exchange on it comes through here."""
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         try:
             with self.health.together("exchanging facts with all ranks"):
                 work = dist.all_gather(gathered, own, group=self.control, async_op=True)
                 if work is not None:
-                    work.wait(timeout)
+                    work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise WaitTimeoutError(
-                f"every rank must take part in an exchange within {timeout.total_seconds():g} s, got "
+                f"every rank must take part in an exchange within {timeout_s:g} s, got "
                 f"{type(error).__name__} on rank {self.rank}; look for a rank that ended or hangs."
             ) from None
         return gathered
 
     def enter_steady_state(self) -> None:
         """Shorten the gradient group's timeout; the first exchange, which builds the connections, is done."""
-        dist.distributed_c10d._set_pg_timeout(self.timeouts.steady, self.group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeouts.steady_s), self.group)
 
 
 @contextlib.contextmanager
-def join_ranks(wanted_device: str, timeouts: Timeouts, *, traces: Path | None = None) -> Iterator[Ranks]:
+def join_ranks(wanted_device: str, timeouts: TimeoutConfig, *, traces: Path | None = None) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, or be the only rank where it did not.
 
     ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are read here, once.
 
     Args:
         wanted_device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"npu"``.
-        timeouts: Joining is bounded by ``timeouts.startup``.
+        timeouts: Joining is bounded by ``timeouts.startup_s``.
         traces: Folder for NCCL's flight recorder: what each rank's collectives were at when one of them
             timed out. Settings of it in the environment win.
 
@@ -302,7 +267,7 @@ def join_ranks(wanted_device: str, timeouts: Timeouts, *, traces: Path | None = 
     if backend == "nccl":
         refuse_unknown_names(os.environ)
         _set_flight_recorder(traces)
-    _init_default_group(backend, timeouts.startup)
+    _init_default_group(backend, timeouts.startup_s)
     group = dist.group.WORLD
     if group is None:  # never after a successful init; tells the type checker so
         raise ShardflowError("the default process group must exist after joining, got none; this is a bug.")
@@ -311,7 +276,7 @@ def join_ranks(wanted_device: str, timeouts: Timeouts, *, traces: Path | None = 
         world_size=dist.get_world_size(),
         device=device,
         group=group,
-        control=dist.new_group(backend="gloo", timeout=timeouts.control),
+        control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeouts.control_s)),
         timeouts=timeouts,
     )
     _LOGGER.info("joined as rank %d of %d on %s with %s", ranks.rank, ranks.world_size, device, backend)
@@ -337,16 +302,18 @@ def _set_flight_recorder(traces: Path | None) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
-def _init_default_group(backend: str, timeout: timedelta) -> None:
+def _init_default_group(backend: str, timeout_s: float) -> None:
     if "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=timeout_s), store=store, rank=0, world_size=1
+        )
         return
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         raise WaitTimeoutError(
-            f"all ranks must join within {timeout.total_seconds():g} s, got {type(error).__name__}; start "
+            f"all ranks must join within {timeout_s:g} s, got {type(error).__name__}; start "
             "every rank, check that it reaches the rendezvous address, or raise timeouts.startup_s."
         ) from None
 

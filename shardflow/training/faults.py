@@ -118,15 +118,15 @@ def _last_fault(run: Path) -> str:
 
 
 @contextmanager
-def monitor_health(ranks: Ranks, run: Path, *, lost_s: float) -> Iterator[Ranks]:
+def monitor_health(ranks: Ranks, run: Path) -> Iterator[Ranks]:
     """Monitor the ranks for the duration of the block.
 
     A process that torchrun did not start is not monitored: it has no peers, and may be in a debugger.
 
     Args:
-        ranks: The ranks, joined; ``timeouts.hang`` bounds what each does alone.
+        ranks: The ranks, joined; ``timeouts.hang_s`` bounds what each does alone, ``timeouts.lost_s`` the
+            silence of another machine.
         run: The run folder, for stacks and the list of faults.
-        lost_s: Longest silence of another machine.
 
     Yields:
         The same ranks with their monitor.
@@ -141,7 +141,7 @@ def monitor_health(ranks: Ranks, run: Path, *, lost_s: float) -> Iterator[Ranks]
         _LOGGER.warning("health is monitored on Linux only; a rank that hangs is not named here")
         yield ranks
         return
-    monitor = _start_monitor(ranks, run, lost_s)
+    monitor = _start_monitor(ranks, run)
     try:
         yield replace(ranks, health=monitor)
     except (RuntimeError, WaitTimeoutError) as error:
@@ -163,7 +163,7 @@ def monitor_health(ranks: Ranks, run: Path, *, lost_s: float) -> Iterator[Ranks]
         monitor.close()
 
 
-def _start_monitor(ranks: Ranks, run: Path, lost_s: float) -> RankHealthMonitor:
+def _start_monitor(ranks: Ranks, run: Path) -> RankHealthMonitor:
     """Start this rank's monitor process and connect it to that of rank 0."""
     hosts = ranks.all_gather_json(socket.gethostname())
     # A run on one machine listens on the loopback only.
@@ -171,8 +171,8 @@ def _start_monitor(ranks: Ranks, run: Path, lost_s: float) -> RankHealthMonitor:
     listen = _resolve(address) if ranks.rank == 0 else ""
     monitor = RankHealthMonitor(
         rank=ranks.rank,
-        hang_s=ranks.timeouts.hang_s or 0.0,
-        lost_s=lost_s,
+        hang_s=ranks.timeouts.hang_s,
+        lost_s=ranks.timeouts.lost_s,
         run=run,
         listen=listen,
         token=ranks.broadcast(secrets.token_hex(16)),

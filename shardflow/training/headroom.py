@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, is_dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -30,7 +29,7 @@ import torch
 from shardflow.telemetry import STAGES
 from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.config import MonitorConfig, TrainConfig
-from shardflow.training.distributed import Ranks, StopRequest, Timeouts, join_ranks, prefer_determinism
+from shardflow.training.distributed import Ranks, StopRequest, join_ranks, prefer_determinism
 from shardflow.training.inputs import DeviceFeed, FedMicroBatch
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
 from shardflow.training.metrics import StepMetrics
@@ -132,15 +131,9 @@ def measure_headroom(
     Raises:
         ShardflowError: as `train` does.
     """
-    limits = config.timeouts
-    timeouts = Timeouts(
-        startup=timedelta(seconds=limits.startup_s),
-        steady=timedelta(seconds=limits.steady_s),
-        control=timedelta(seconds=limits.control_s),
-    )
     if config.run.deterministic:
         prefer_determinism()
-    with join_ranks(config.run.device, timeouts) as ranks:
+    with join_ranks(config.run.device, config.timeouts) as ranks:
         return measure_headroom_on(ranks, config, options, progress)
 
 
@@ -250,7 +243,7 @@ class _Turns:
         return int(min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
 
     def _round(self, name: Contestant, num_steps: int) -> HeadroomRound:
-        self._ranks.barrier(f"a round of {name}", self._ranks.timeouts.startup)
+        self._ranks.barrier(f"a round of {name}", self._ranks.timeouts.startup_s)
         steps = {"loader": self._load, "compute": self._compute, "together": self._train}[name]()
         num_samples = 0.0
         try:
@@ -266,7 +259,7 @@ class _Turns:
         finally:
             steps.close()
         waits_s = sum(metrics.data_wait_s for metrics in self._steps)
-        by_rank = self._ranks.all_gather_numbers([seconds, num_samples], self._ranks.timeouts.startup)
+        by_rank = self._ranks.all_gather_numbers([seconds, num_samples], self._ranks.timeouts.startup_s)
         return HeadroomRound(
             num_steps=num_steps,
             # Without steps that all take together nobody waits for the slowest rank, but a job would.

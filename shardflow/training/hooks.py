@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from shardflow.training.ledger import LedgerMicroBatch
@@ -86,13 +85,13 @@ class StepReports:
     """That of rank 0."""
 
     @classmethod
-    def exchange(cls, ranks: Ranks, own: StepReport, timeout: timedelta) -> Self:
+    def exchange(cls, ranks: Ranks, own: StepReport, timeout_s: float) -> Self:
         """Exchange the reports of a step; a collective.
 
         Raises:
-            WaitTimeoutError: a rank did not report within ``timeout``, or is gone.
+            WaitTimeoutError: a rank did not report within ``timeout_s``, or is gone.
         """
-        by_rank = ranks.all_gather_numbers(own.encode(), timeout)
+        by_rank = ranks.all_gather_numbers(own.encode(), timeout_s)
         return cls(
             total=StepReport.decode(by_rank.sum(dim=0).tolist()),
             least=StepReport.decode(by_rank.amin(dim=0).tolist()),

@@ -16,7 +16,6 @@ import logging
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -35,16 +34,20 @@ from shardflow.training.metrics import MetricsWriter, StepMetrics
 
 # ruff: noqa: ARG002 - a hook gets more than it needs
 
+_LOGGER = logging.getLogger(__name__)
+_TIERS: Final = ("cache_ram", "cache_disk", "cache_origin")
+_LOCAL: Final = "local"
+
 
 class StepClock(LoopHook):
-    """Times the parts of a step; this one measures nothing."""
+    """Clock of the parts of a step; this one measures nothing."""
 
     def on_last_gradient(self) -> None:
         """Note that what may be the backward's last gradient of this rank came; called from any thread."""
 
 
 class HostClock(StepClock):
-    """For models on the CPU, whose work is done when a call returns.
+    """Clock for models on the CPU, whose work is done when a call returns.
 
     Args:
         counters: Gets the stages ``forward``, ``backward``, ``exchange`` and ``optimizer``.
@@ -52,80 +55,25 @@ class HostClock(StepClock):
 
     def __init__(self, counters: StageCounters) -> None:
         self._counters = counters
-        self._began_s = 0.0
-        self._last_s: float | None = None
-
-    def on_forward(self) -> None:
-        """See `LoopHook`."""
-        self._began_s = time.perf_counter()
-
-    def on_backward(self, *, is_exchanged: bool) -> None:
-        """See `LoopHook`."""
-        self._end("forward", time.perf_counter())
-        self._last_s = None
-
-    def on_last_gradient(self) -> None:
-        """See `StepClock`."""
-        self._last_s = time.perf_counter()
-
-    def on_backward_end(self) -> None:
-        """See `LoopHook`."""
-        now = time.perf_counter()
-        if self._last_s is None:
-            self._end("backward", now)
-            return
-        self._end("backward", self._last_s)
-        self._end("exchange", now)
-
-    def on_optimizer(self) -> None:
-        """See `LoopHook`."""
-        self._began_s = time.perf_counter()
-
-    def on_optimizer_end(self) -> None:
-        """See `LoopHook`."""
-        self._end("optimizer", time.perf_counter())
-
-    def _end(self, stage: str, now_s: float) -> None:
-        self._counters.add(stage, now_s - self._began_s, 0, 1)
-        self._began_s = now_s
-
-
-class DeviceClock(StepClock):
-    """For models on a GPU: events in the stream that computes.
-
-    Args:
-        counters: As of `HostClock`.
-        device: The GPU.
-    """
-
-    def __init__(self, counters: StageCounters, device: torch.device) -> None:
-        self._counters = counters
-        self._device = device
-        self._stream: Any = None
         self._began: Any = None
         self._last: Any = None
-        self._ended: list[tuple[str, Any, Any]] = []
 
     def on_forward(self) -> None:
         """See `LoopHook`."""
-        self._stream = torch.cuda.current_stream(self._device)
-        self._began = self._record()
+        self._began = self._now()
 
     def on_backward(self, *, is_exchanged: bool) -> None:
         """See `LoopHook`."""
-        self._end("forward", self._record())
+        self._end("forward", self._now())
         self._last = None
 
     def on_last_gradient(self) -> None:
         """See `StepClock`."""
-        # In the stream of the step, whatever stream the thread of the hook has; the newest record counts.
-        if self._last is None:
-            self._last = _event()
-        self._last.record(self._stream)
+        self._last = self._now()
 
     def on_backward_end(self) -> None:
         """See `LoopHook`."""
-        ended = self._record()
+        ended = self._now()
         if self._last is None:
             self._end("backward", ended)
             return
@@ -134,12 +82,52 @@ class DeviceClock(StepClock):
 
     def on_optimizer(self) -> None:
         """See `LoopHook`."""
-        self._stream = torch.cuda.current_stream(self._device)
-        self._began = self._record()
+        self._began = self._now()
 
     def on_optimizer_end(self) -> None:
         """See `LoopHook`."""
-        self._end("optimizer", self._record())
+        self._end("optimizer", self._now())
+
+    def _now(self) -> Any:
+        return time.perf_counter()
+
+    def _end(self, stage: str, ended: Any) -> None:
+        """Count a stage that began where the one before ended."""
+        self._counters.add(stage, ended - self._began, 0, 1)
+        self._began = ended
+
+
+class DeviceClock(HostClock):
+    """Clock for models on a GPU: events in the stream that computes.
+
+    Args:
+        counters: As of `HostClock`.
+        device: The GPU.
+    """
+
+    def __init__(self, counters: StageCounters, device: torch.device) -> None:
+        super().__init__(counters)
+        self._device = device
+        self._stream: Any = None
+        self._ended: list[tuple[str, Any, Any]] = []
+
+    def on_forward(self) -> None:
+        """See `LoopHook`."""
+        self._stream = torch.cuda.current_stream(self._device)
+        super().on_forward()
+
+    def on_last_gradient(self) -> None:
+        """See `StepClock`."""
+        # In the stream of the step, whatever stream the thread of the hook has; the newest record counts.
+        if self._last is None:
+            super().on_last_gradient()
+        else:
+            self._last.record(self._stream)
+
+    def on_optimizer(self) -> None:
+        """See `LoopHook`."""
+        self._stream = torch.cuda.current_stream(self._device)
+        super().on_optimizer()
 
     def on_loss(self) -> None:
         """See `LoopHook`."""
@@ -147,14 +135,14 @@ class DeviceClock(StepClock):
             stage, began, ended = self._ended.pop(0)
             self._counters.add(stage, began.elapsed_time(ended) / 1000, 0, 1)
 
+    def _now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
     def _end(self, stage: str, ended: Any) -> None:
         self._ended.append((stage, self._began, ended))
         self._began = ended
-
-    def _record(self) -> Any:
-        event = _event()
-        event.record(self._stream)
-        return event
 
 
 class LastGradient(LoopHook):
@@ -196,13 +184,6 @@ class LastGradient(LoopHook):
     def _came(self, parameter: torch.Tensor) -> None:
         self._last = cast("nn.Parameter", parameter)
         self._clock.on_last_gradient()
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-_TIERS = ("cache_ram", "cache_disk", "cache_origin")
 
 
 class CacheUse(LoopHook):
@@ -249,25 +230,20 @@ class CacheUse(LoopHook):
         return dict(zip(self.names, [*found, float(waits.num_items), waits.seconds], strict=True))
 
 
-_LOGGER = logging.getLogger(__name__)
-_LOCAL: Final = "local"
-
-
 class RunMeasures(LoopHook):
-    """Measures a run of any number of ranks.
+    """Interval measurements of a run of any number of ranks.
 
     Args:
+        interval_s: Length of an interval; 0 measures nothing.
         ranks: The ranks of the run.
-        counters: What the loader and the loop count.
+        loader: Its counters, processes and settings are measured.
         wrapped: The model with its gradient exchange.
-        rows: This rank's numbers; None measures nothing.
-        interval_s: Length of an interval.
-        settings: Returns the settings to note in each interval.
-        tier: Where the dataset lies.
+        transfer: Its pinned memory is measured.
         metrics: Writes the intervals, on rank 0.
+        pinned_bytes: The setting ``loader.pinned_bytes``, noted in each interval.
 
     Attributes:
-        clock: Hears what a step is at.
+        clock: Times the parts of a step.
         last_gradient: Knows when only the exchange remains; None where no exchange can be told from the
             backward.
         listeners: Get each interval, on rank 0.
@@ -276,28 +252,36 @@ class RunMeasures(LoopHook):
 
     def __init__(
         self,
+        interval_s: float,
         ranks: Ranks,
-        counters: StageCounters,
+        loader: Loader,
         wrapped: nn.Module,
+        transfer: Transfer,
+        metrics: MetricsWriter | None,
         *,
-        rows: RankMeasures | None,
-        interval_s: float = 5.0,
-        settings: Callable[[], Mapping[str, int | float | str]] | None = None,
-        tier: str = _LOCAL,
-        metrics: MetricsWriter | None = None,
+        pinned_bytes: int,
     ) -> None:
         self.listeners: list[IntervalListener] = []
         self.total_steps = 0
-        self.clock: StepClock = StepClock() if rows is None else _clock(ranks.device, counters)
+        self.clock = StepClock()
         self.last_gradient: LastGradient | None = None
-        if rows is not None and ranks.world_size > 1 and isinstance(wrapped, DistributedDataParallel):
-            self.last_gradient = LastGradient(wrapped, self.clock)
+        self._rows: RankMeasures | None = None
+        if interval_s:
+            self._rows = RankMeasures(
+                loader.counters,
+                children=lambda: loader.process_ids,
+                every_s=interval_s,
+                memory=lambda: _memory(loader, transfer, ranks.device),
+                num_masked=lambda: len(loader.quarantined),
+            )
+            self.clock = _clock(ranks.device, loader.counters)
+            if ranks.world_size > 1 and isinstance(wrapped, DistributedDataParallel):
+                self.last_gradient = LastGradient(wrapped, self.clock)
         self._ranks = ranks
-        self._counters = counters
-        self._rows = rows
+        self._loader = loader
         self._interval_s = interval_s
-        self._settings = settings or dict
-        self._tier = tier
+        self._pinned_bytes = pinned_bytes
+        self._tier = _tier(loader)
         self._metrics = metrics
         self._hosts: list[str] = []
         self._is_warm_up = True
@@ -307,9 +291,14 @@ class RunMeasures(LoopHook):
         self._newest: StepMetrics | None = None
         self._began_s = self._told_s = time.perf_counter()
 
+    def close(self) -> None:
+        """Stop measuring this process."""
+        if self._rows is not None:
+            self._rows.close()
+
     def timed(self, stage: str) -> AbstractContextManager[None]:
         """Return a context manager that counts the time of its block."""
-        return nullcontext() if self._rows is None else self._counters.timed(stage)
+        return nullcontext() if self._rows is None else self._loader.counters.timed(stage)
 
     def fill(self, report: StepReport) -> None:
         """Report the time since the last call."""
@@ -338,9 +327,8 @@ class RunMeasures(LoopHook):
         """End the interval, if it has a step; an exchange. See `on_step_end`."""
         if self._rows is None or self._newest is None:
             return
-        limit = self._ranks.timeouts.control
         self._hosts = self._hosts or self._ranks.all_gather_json(socket.gethostname())
-        by_rank = self._ranks.all_gather_numbers(self._rows.take(), limit)
+        by_rank = self._ranks.all_gather_numbers(self._rows.take(), self._ranks.timeouts.control_s)
         before_s, self._began_s = self._began_s, time.perf_counter()
         if self._ranks.rank == 0:
             self._tell(
@@ -356,7 +344,7 @@ class RunMeasures(LoopHook):
                     slowest_wait_s=self._slowest_wait_s,
                     num_samples=self._num_samples,
                     num_tokens=self._num_tokens,
-                    settings=dict(self._settings()),
+                    settings={"loader.pinned_bytes": self._pinned_bytes, **self._loader.tunables.values()},
                     tier=self._tier,
                     total_steps=self.total_steps,
                 )
@@ -377,39 +365,6 @@ class RunMeasures(LoopHook):
                 # Who looks on must not end what it looks at.
                 _LOGGER.exception("%s failed on an interval and gets no more", type(listener).__name__)
                 self.listeners.remove(listener)
-
-
-def open_measures(
-    interval_s: float,
-    ranks: Ranks,
-    loader: Loader,
-    wrapped: nn.Module,
-    transfer: Transfer,
-    metrics: MetricsWriter | None,
-    *,
-    pinned_bytes: int,
-) -> tuple[RunMeasures, Callable[[], None]]:
-    """Open what measures a run, unless ``interval_s`` is 0; returns it, and what ends it."""
-    rows = None
-    if interval_s:
-        rows = RankMeasures(
-            loader.counters,
-            children=lambda: loader.process_ids,
-            every_s=interval_s,
-            memory=lambda: _memory(loader, transfer, ranks.device),
-            num_masked=lambda: len(loader.quarantined),
-        )
-    measures = RunMeasures(
-        ranks,
-        loader.counters,
-        wrapped,
-        rows=rows,
-        interval_s=interval_s,
-        settings=lambda: {"loader.pinned_bytes": pinned_bytes, **loader.tunables.values()},
-        tier=_tier(loader),
-        metrics=metrics,
-    )
-    return measures, (lambda: None) if rows is None else rows.close
 
 
 def _clock(device: torch.device, counters: StageCounters) -> StepClock:

@@ -8,6 +8,7 @@ must accumulate as many micro-batches as a rank has in a step (`ShardDataModule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,9 @@ class ShardDataModule(LightningDataModule):
         """Open the validation batches; none without a split."""
         if not self._splits[1]:
             return []
-        spec = BatchSpec(
-            micro_batch_size=self._spec.micro_batch_size,
-            budget=self._spec.budget,
-            micro_batches_per_step=self._spec.micro_batches_per_step,
-            tail="mask",
-            lanes=self._spec.lanes,
-            window_bytes=self._spec.window_bytes,
+        return _EvaluationBatches(
+            self._open(self._splits[1], replace(self._spec, tail="mask")), self._convert
         )
-        return _EvaluationBatches(self._open(self._splits[1], spec), self._convert)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002 - Lightning names it
         """Close the loaders."""

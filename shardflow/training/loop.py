@@ -125,7 +125,7 @@ def evaluate(
         The same on every rank; None where any rank was asked to stop: all of them left off together.
 
     Raises:
-        WaitTimeoutError: a rank did not come as far as the first one within ``timeouts.control``.
+        WaitTimeoutError: a rank did not come as far as the first one within ``timeouts.control_s``.
     """
     started = time.perf_counter()
     losses: list[float] = []
@@ -143,7 +143,7 @@ def evaluate(
                 num_samples += inputs.num_samples
                 if len(losses) == next_look:
                     each_s = (time.perf_counter() - started) / next_look
-                    by_rank = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control)
+                    by_rank = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control_s)
                     if is_cut_off := bool(by_rank[:, 0].any()):
                         break
                     # The slowest rank's pace, so that all look again after the same micro-batch.
@@ -153,9 +153,9 @@ def evaluate(
         settle(model)
     if is_cut_off:
         return None
-    ranks.barrier("evaluation done", ranks.timeouts.control)
+    ranks.barrier("evaluation done", ranks.timeouts.control_s)
     own = [math.fsum(losses), num_tokens, num_samples]
-    sums = ranks.all_gather_numbers(own, ranks.timeouts.control).sum(dim=0).tolist()
+    sums = ranks.all_gather_numbers(own, ranks.timeouts.control_s).sum(dim=0).tolist()
     return EvaluationMetrics(
         global_step=global_step,
         epoch=epoch,
@@ -309,7 +309,7 @@ class TrainingLoop:
 
         # Forward and backward of this rank's micro-batches; gradients are zero or None before.
         num_micro_batches = parts.loader.num_micro_batches_per_rank
-        sums = accumulate_gradients(
+        own = accumulate_gradients(
             parts.wrapped,
             step_inputs(data, num_micro_batches, hooks),
             num_micro_batches=num_micro_batches,
@@ -322,18 +322,13 @@ class TrainingLoop:
         )
         hooks.on_loss()
 
-        own = StepReport(
-            loss=sums.loss,
-            num_tokens=sums.num_tokens,
-            num_samples=sums.num_samples,
-            data_wait_s=data.drain(),
-        )
+        own.data_wait_s = data.drain()
         hooks.fill(own)
         timeouts = parts.ranks.timeouts
         # The first exchange may take longer: it builds the connections.
-        timeout = timeouts.startup if self.last_step is None else timeouts.steady
+        timeout_s = timeouts.startup_s if self.last_step is None else timeouts.steady_s
         with parts.measures.timed("agree"):
-            reports = StepReports.exchange(parts.ranks, own, timeout)
+            reports = StepReports.exchange(parts.ranks, own, timeout_s)
         total = reports.total
 
         # Clip, step, zero_grad.
@@ -439,7 +434,9 @@ class _Phases(LoopHook):
         """The first step, and any of a compiled model, may take as long as compiling does."""
         timeouts = self._ranks.timeouts
         may_compile = self._is_first or self._compiles
-        return timeouts.startup_s if may_compile and timeouts.hang else timeouts.hang_s
+        if not timeouts.hang_s:
+            return None
+        return timeouts.startup_s if may_compile else timeouts.hang_s
 
 
 class _Ledger(LoopHook):

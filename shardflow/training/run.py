@@ -14,13 +14,12 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 
@@ -38,7 +37,6 @@ from shardflow.training.data import batch_spec, image_view, open_data, open_inpu
 from shardflow.training.distributed import (
     Ranks,
     StopRequest,
-    Timeouts,
     compile_blocks,
     device_name,
     join_ranks,
@@ -48,7 +46,7 @@ from shardflow.training.distributed import (
 )
 from shardflow.training.faults import monitor_health, record_start, refuse_crash_loop
 from shardflow.training.health.heartbeat import HEALTH_FOLDER
-from shardflow.training.interval import CacheUse, open_measures
+from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerWriter, next_attempt
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
@@ -71,17 +69,8 @@ class StartDecision:
     """Number of this start of the job, from 1."""
     checkpoint: str | None
     """Absolute folder to resume from; None for a fresh start."""
-    damaged: tuple[str, ...]
+    damaged: Sequence[str]
     """A sentence for each newer checkpoint that was passed over."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the decision as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_json` wrote."""
-        return cls(attempt=value["attempt"], checkpoint=value["checkpoint"], damaged=tuple(value["damaged"]))
 
 
 def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
@@ -110,9 +99,7 @@ def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
         for problem in problems:
             _LOGGER.warning("%s Falling back to %s.", problem, sound.name)
         folder.resume_from(sound.name)
-        return StartDecision(
-            attempt=attempt, checkpoint=str(folder.path / sound.name), damaged=tuple(problems)
-        )
+        return StartDecision(attempt=attempt, checkpoint=str(folder.path / sound.name), damaged=problems)
     if run.resume in {"auto", "never"}:
         return StartDecision(attempt=attempt, checkpoint=None, damaged=())
     foreign = Path(run.resume).expanduser().resolve()
@@ -291,7 +278,7 @@ def prepare_run(
     metrics = _open_metrics(config, ranks, decision.attempt, start, stack)
     autocast = None if is_sharded else compute  # a sharded model gathers its layers in that type
 
-    ranks.barrier("prepared", ranks.timeouts.startup)
+    ranks.barrier("prepared", ranks.timeouts.startup_s)
     wrapped = model if is_sharded else replicate(model, ranks)
     saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded)
     stack.callback(saver.close)
@@ -308,7 +295,7 @@ def prepare_run(
         pinned_bytes=config.loader.pinned_bytes,
         seed=config.run.seed,
     )
-    measures, close_measures = open_measures(
+    measures = RunMeasures(
         config.monitor.interval_s,
         ranks,
         loader,
@@ -317,7 +304,7 @@ def prepare_run(
         metrics,
         pinned_bytes=config.loader.pinned_bytes,
     )
-    stack.callback(close_measures)
+    stack.callback(measures.close)
     if metrics is not None:
         judge = VerdictReporter(metrics.write_verdict, config=read_settings(config.run.output))
         measures.listeners.append(judge)
@@ -470,17 +457,11 @@ def train(
         ShardflowError: settings, dataset, checkpoint or data are wrong, ranks are missing, or a step cannot
             be taken.
     """
-    timeouts = Timeouts(
-        startup=timedelta(seconds=config.timeouts.startup_s),
-        steady=timedelta(seconds=config.timeouts.steady_s),
-        control=timedelta(seconds=config.timeouts.control_s),
-        hang=timedelta(seconds=config.timeouts.hang_s) if config.timeouts.hang_s else None,
-    )
     if config.run.deterministic:
         prefer_determinism()
     with (
-        join_ranks(config.run.device, timeouts, traces=config.run.output / HEALTH_FOLDER) as joined,
-        monitor_health(joined, config.run.output, lost_s=config.timeouts.lost_s) as ranks,
+        join_ranks(config.run.device, config.timeouts, traces=config.run.output / HEALTH_FOLDER) as joined,
+        monitor_health(joined, config.run.output) as ranks,
     ):
         return train_on(ranks, config, on_step=on_step, stop=stop)
 
@@ -540,16 +521,16 @@ def _decide(
             decision = decide_start(run, checkpoints)
             refuse_crash_loop(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
             stack.enter_context(record_start(run.output, decision.checkpoint, attempt=decision.attempt))
-            answer["decision"] = decision.to_json()
+            answer["decision"] = asdict(decision)
         except _REFUSALS as error:
             answer[type(error).__name__] = error.message
     # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.
-    ranks.barrier("choosing a checkpoint", ranks.timeouts.startup)
+    ranks.barrier("choosing a checkpoint", ranks.timeouts.startup_s)
     answer = ranks.broadcast(answer)
     for kind in _REFUSALS:
         if kind.__name__ in answer:
             raise kind(answer[kind.__name__])
-    return StartDecision.from_json(answer["decision"])
+    return StartDecision(**answer["decision"])
 
 
 def _progress(checkpoint: Checkpoint | None) -> LoopProgress:

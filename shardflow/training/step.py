@@ -28,7 +28,7 @@ from shardflow.errors import TrainingError
 from shardflow.seeds import derive
 from shardflow.training.config import OptimizerConfig
 from shardflow.training.distributed import gather_whole, no_sync, unwrap
-from shardflow.training.hooks import LoopHook
+from shardflow.training.hooks import LoopHook, StepReport
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.sequences import weighted_token_loss
 
@@ -75,16 +75,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSums:
-    """What one rank's micro-batches of a step add up to."""
-
-    loss: float
-    """Sum of the weighted token losses in nats."""
-    num_tokens: float
-    num_samples: float
-
-
 def seed_micro_batch(seed: int, epoch: int, step: int, micro: int) -> None:
     """Key the model's random numbers (dropout) by the micro-batch.
 
@@ -105,7 +95,7 @@ def accumulate_gradients(
     loss_scale: float = 1.0,
     exchange_each: bool = False,
     hooks: LoopHook | None = None,
-) -> RankSums:
+) -> StepReport:
     """Run this rank's micro-batches of a step; then ``grad`` holds the gradient of the *sum* over all ranks.
 
     Args:
@@ -118,6 +108,9 @@ def accumulate_gradients(
         loss_scale: Another factor of the gradients, but not of the sums that are returned.
         exchange_each: Exchange gradients after every micro-batch instead, to keep no whole ones.
         hooks: Called around each forward and backward.
+
+    Returns:
+        The rank's report with its loss, tokens and samples.
 
     Raises:
         TrainingError: another number of micro-batches came.
@@ -144,7 +137,7 @@ def accumulate_gradients(
             f"{epoch}, step {step}); this is a bug of the loader."
         )
     # One wait for the device a step, not one a micro-batch.
-    return RankSums(
+    return StepReport(
         loss=float(torch.stack(losses).double().sum()), num_tokens=num_tokens, num_samples=num_samples
     )
 

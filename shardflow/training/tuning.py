@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -313,7 +313,7 @@ def capped(limits: Mapping[str, TunableLimit], present: Values, tune: TuneConfig
     for name, limit in limits.items():
         cap = caps.get(name, 0)
         most = max(limit.least, min(limit.most, cap)) if cap and not limit.choices else limit.most
-        found[name] = TunableLimit(least=limit.least, most=most, choices=limit.choices, is_live=limit.is_live)
+        found[name] = replace(limit, most=most)
     return found
 
 

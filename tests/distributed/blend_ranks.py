@@ -8,16 +8,16 @@ to compare.
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 from shardflow.config import load_config
 from shardflow.training import TrainConfig
-from shardflow.training.distributed import StopRequest, Timeouts, join_ranks
+from shardflow.training.config import TimeoutConfig
+from shardflow.training.distributed import StopRequest, join_ranks
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train_on
 
-WAIT = timedelta(seconds=300)
+WAIT = 300.0
 SETTINGS = (
     "batch.micro_batch_size=2",
     "batch.micro_batches_per_step=2",
@@ -37,7 +37,7 @@ def blend_config(source: Path, output: Path, *more: str) -> TrainConfig:
 def main() -> None:
     """Run a whole run, and one in two parts."""
     source, output, more = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+    with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as ranks:
         whole = train_on(ranks, blend_config(source, output / "whole", *more))
         stop = StopRequest()
 

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
 from shardflow.training import run as prepare
 from shardflow.training import step as step_module
-from shardflow.training.config import BatchConfig
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.config import BatchConfig, TimeoutConfig
+from shardflow.training.distributed import Ranks, join_ranks
 from shardflow.training.inputs import make_inputs
 from shardflow.training.loop import agree, evaluate
 from shardflow.training.run import train_on
@@ -243,9 +243,9 @@ def exchange(stage: Stage) -> Result:
 
 def slow_preparation(stage: Stage) -> Result:
     """A rank prepares longer than an exchange may take; nobody waits inside a collective."""
-    wait = timedelta(seconds=5)
-    group = dist.new_group(backend="gloo", timeout=wait)
-    ranks = replace(stage.ranks, group=group, timeouts=replace(stage.ranks.timeouts, steady=wait))
+    wait = 5.0
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))
+    ranks = replace(stage.ranks, group=group, timeouts=replace(stage.ranks.timeouts, steady_s=wait, hang_s=0))
     ranks.enter_steady_state()
     if ranks.rank == 1:
         time.sleep(8)
@@ -257,7 +257,7 @@ def slow_preparation(stage: Stage) -> Result:
 
 def silent_rank(stage: Stage) -> Result:
     """Rank 3 takes part in an exchange too late; leaves the groups broken."""
-    late = timedelta(seconds=1)
+    late = 1.0
     exchanges: dict[str, Callable[[Ranks], object]] = {
         "numbers": lambda ranks: ranks.all_gather_numbers([1.0], late),
         "json": lambda ranks: ranks.all_gather_json("facts"),
@@ -266,8 +266,8 @@ def silent_rank(stage: Stage) -> Result:
     for name, exchange in exchanges.items():
         ranks = replace(
             stage.ranks,
-            control=dist.new_group(backend="gloo", timeout=WAIT),
-            timeouts=replace(stage.ranks.timeouts, control=late),
+            control=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT)),
+            timeouts=replace(stage.ranks.timeouts, control_s=late),
         )
         if ranks.rank == 3:
             until_others_gave_up(stage, name)
@@ -287,13 +287,13 @@ def until_others_gave_up(stage: Stage, name: str) -> None:
 
 def missing_rank(stage: Stage) -> Result:
     """Rank 3 comes too late; last, because it leaves its group broken."""
-    ranks = replace(stage.ranks, control=dist.new_group(backend="gloo", timeout=WAIT))
+    ranks = replace(stage.ranks, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT)))
     message = None
     if ranks.rank == 3:
         until_others_gave_up(stage, "meet")
     else:
         try:
-            ranks.barrier("checkpoint written", timedelta(seconds=1))
+            ranks.barrier("checkpoint written", 1.0)
         except ShardflowError as error:
             message = f"{type(error).__name__}: {error.message}"
         (stage.output / f"gave-up-meet-{ranks.rank}").touch()
@@ -328,7 +328,7 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
 
 def main() -> None:
     source, output = Path(sys.argv[1]), Path(sys.argv[2])
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+    with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as ranks:
         stage = Stage(ranks, TinyInput(source), output)
         results: Result = {}
         for scenario in SCENARIOS:

@@ -14,7 +14,6 @@ import sys
 import warnings
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, LoaderConfig, World
 from shardflow.loading.torch_dataset import ShardIterableDataset
 from shardflow.sampling import BatchSpec, RankSchedule
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.config import TimeoutConfig
+from shardflow.training.distributed import Ranks, join_ranks
 
 __all__ = ["DATASET", "DELIVERIES", "EPOCH", "SEED", "Part", "Task", "read_part", "read_state", "write_tasks"]
 
@@ -34,7 +34,7 @@ EPOCH = 1
 DATASET = "dataset"
 DELIVERIES = ("threads-1", "threads-3", "workers-0", "workers-2", "workers-3")
 """Loader threads, or workers of torch's DataLoader."""
-WAIT = timedelta(seconds=300)
+WAIT = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +84,7 @@ class Source:
     def __init__(self, dataset: Dataset, spec: BatchSpec, delivery: str) -> None:
         kind, number = delivery.split("-")
         world = World.from_environment()
-        config = LoaderConfig(
-            num_threads=int(number) if kind == "threads" else 1, wait_timeout_s=WAIT.total_seconds()
-        )
+        config = LoaderConfig(num_threads=int(number) if kind == "threads" else 1, wait_timeout_s=WAIT)
         self.position: Loader | ShardIterableDataset
         self._batches: DataLoader[Batch] | None = None
         if kind == "threads":
@@ -154,7 +152,7 @@ def main() -> None:
     tasks = [Task(**task) for task in json.loads((folder / sys.argv[2]).read_text(encoding="utf-8"))]
     # torch warns of more workers than processors.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+    with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as ranks:
         for task in tasks:
             run_task(ranks, folder, task)
             ranks.barrier(f"end of {task.run}", WAIT)

@@ -24,7 +24,7 @@ __all__ = ["NUM_EPOCHS", "WAIT", "WORLD_SIZES", "Result", "Stage", "exact_model"
 
 Result = dict[str, Any]
 WORLD_SIZES = (1, 2, 3, 4)
-WAIT = timedelta(seconds=300)
+WAIT = 300.0
 NUM_EPOCHS = 4  # of 6 steps
 SETTINGS = (f"run.num_epochs={NUM_EPOCHS}",)
 
@@ -40,7 +40,7 @@ class Stage:
         self._groups = {size: (self._group(size), self._group(size)) for size in WORLD_SIZES}
 
     def _group(self, size: int) -> dist.ProcessGroup:
-        group = dist.new_group(list(range(size)), backend="gloo", timeout=WAIT)
+        group = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=WAIT))
         return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD  # type: ignore[return-value]
 
     def first(self, size: int) -> Ranks | None:

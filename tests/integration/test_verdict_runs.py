@@ -11,7 +11,8 @@ from benchmarks.verdict.one import WAIT, Found, make_inputs
 from benchmarks.verdict.run import FIRST_SEED, NUM_RUNS, assign, measure, tally
 from benchmarks.verdict.scenarios import CAUSES, RANK_CAUSES
 from shardflow.monitoring import read_history
-from shardflow.training.distributed import Timeouts, join_ranks
+from shardflow.training.config import TimeoutConfig
+from shardflow.training.distributed import join_ranks
 from tests.verdict_scenarios import NUM_TRIES, is_right, try_scenario
 
 _ALONE = [cause for cause in CAUSES if cause not in RANK_CAUSES]
@@ -23,7 +24,9 @@ def test_one_run_of_each_cause(tmp_path: Path) -> None:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as ranks:
+        with join_ranks(
+            "cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)
+        ) as ranks:
             for cause in _ALONE:
                 for number in range(NUM_TRIES):
                     found = try_scenario(ranks, tmp_path, cause, number)

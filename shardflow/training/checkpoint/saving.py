@@ -234,26 +234,26 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: as :meth:`advance`.
-            WaitTimeoutError: a rank did not write its part within ``timeouts.control``.
+            WaitTimeoutError: a rank did not write its part within ``timeouts.control_s``.
         """
-        metrics, limit = None, self._ranks.timeouts.control
+        metrics, limit_s = None, self._ranks.timeouts.control_s
         while self._work is not None:
             self.close()
             if self._work.stage is SavingStage.BUSY:
                 raise WaitTimeoutError(
                     f"checkpoint step-{self._work.global_step:08d} must be written within "
-                    f"{limit.total_seconds():g} s, got no end on rank {self._ranks.rank}; look at "
+                    f"{limit_s:g} s, got no end on rank {self._ranks.rank}; look at "
                     "the storage of run.output, or raise timeouts.control_s."
                 )
-            self._ranks.barrier("checkpoint written", limit)
-            stages = self._ranks.all_gather_numbers([self.stage], limit)[:, 0]
+            self._ranks.barrier("checkpoint written", limit_s)
+            stages = self._ranks.all_gather_numbers([self.stage], limit_s)[:, 0]
             metrics = self.advance(stages.tolist())
         return metrics
 
     def close(self) -> None:
-        """Let this rank's thread end, in at most ``timeouts.control``; exchanges nothing."""
+        """Let this rank's thread end, in at most ``timeouts.control_s``; exchanges nothing."""
         if self._thread is not None:
-            self._thread.join(self._ranks.timeouts.control.total_seconds())
+            self._thread.join(self._ranks.timeouts.control_s)
 
     def _start(self, work: Callable[[_Work], None]) -> None:
         if self._work is None:

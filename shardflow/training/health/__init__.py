@@ -11,13 +11,12 @@ that names rank, host and phase instead of the traceback of a broken connection 
 from __future__ import annotations
 
 from shardflow.training.health.heartbeat import HEALTH_FOLDER, Beat, Fault
-from shardflow.training.health.monitor import HealthMonitor, NoHealthMonitor, RankHealthMonitor
+from shardflow.training.health.monitor import HealthMonitor, RankHealthMonitor
 
 __all__ = [
     "HEALTH_FOLDER",
     "Beat",
     "Fault",
     "HealthMonitor",
-    "NoHealthMonitor",
     "RankHealthMonitor",
 ]

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 from shardflow.errors import StorageError
 from shardflow.processes import group_signals_held_back
@@ -38,6 +38,15 @@ from shardflow.training.health.heartbeat import (
     SideConfig,
     split_lines,
 )
+
+_LOGGER = logging.getLogger(__name__)
+
+_PROCESS: Final = "shardflow.training.health.side"
+_OF_RANKS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+_EXIT_FAILED: Final = 1
+_LONGEST_TICK_S: Final = 1.0
+_LAST_WORDS_S: Final = 5.0
+"""For logging and writing stacks, before a rank is killed."""
 
 
 class StacksFile:
@@ -74,16 +83,6 @@ class StacksFile:
         self._file.flush()
 
 
-_LOGGER = logging.getLogger(__name__)
-
-_PROCESS: Final = "shardflow.training.health.side"
-_OF_RANKS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
-_EXIT_FAILED: Final = 1
-_LONGEST_TICK_S: Final = 1.0
-_LAST_WORDS_S: Final = 5.0
-"""For logging and writing stacks, before a rank is killed."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Phase:
     name: str = "starting"
@@ -92,8 +91,8 @@ class _Phase:
     describe: Callable[[], str] | None = None
 
 
-class HealthMonitor(Protocol):
-    """Interface that the run reports to."""
+class HealthMonitor:
+    """Receiver of a rank's phases; this one, of an unmonitored run or a test, does nothing."""
 
     def enter(
         self,
@@ -112,36 +111,12 @@ class HealthMonitor(Protocol):
             describe: Returns what is waited for, during the phase; called by another thread.
         """
 
-    def together(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Enter a phase that waits for other ranks, and the former one again afterwards."""
-
-    def fault_elsewhere(self, timeout_s: float) -> Fault | None:
-        """Return the fault of another rank, or None if none is reported in time."""
-
-
-class NoHealthMonitor:
-    """Monitor of an unmonitored run: one process, or ranks in a test."""
-
-    def enter(
-        self,
-        phase: str,
-        limit_s: float | None = None,
-        *,
-        together: bool = False,
-        describe: Callable[[], str] | None = None,
-    ) -> None:
-        """Do nothing."""
-
     def together(self, phase: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """Do nothing."""
+        """Enter a phase that waits for other ranks, and the former one again afterwards."""
         return contextlib.nullcontext()
 
-    def fault_elsewhere(self, timeout_s: float) -> Fault | None:  # noqa: ARG002
-        """Return None."""
-        return None
 
-
-class RankHealthMonitor:
+class RankHealthMonitor(HealthMonitor):
     """Monitor of this rank, which also receives the faults of others.
 
     Starts the monitor process, a thread for pulse and messages, and the handlers that write stacks. Once
@@ -268,7 +243,7 @@ class RankHealthMonitor:
     # ---- receiving ------------------------------------------------------------------------
 
     def fault_elsewhere(self, timeout_s: float) -> Fault | None:
-        """Return the fault of another rank; see `HealthMonitor`."""
+        """Return the fault of another rank, or None if none is reported in time."""
         self._is_known.wait(timeout_s)
         fault = self._fault
         return fault if fault is not None and fault.rank != self.rank else None

@@ -25,6 +25,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -160,13 +161,8 @@ class RunJudge:
         self._looked_at = now
         for rank, seen_at in sorted(self._seen_at.items(), key=lambda item: item[1]):
             if now - seen_at > self._lost_s:
-                return silent(self._last[rank], now - seen_at)
+                return replace(self._last[rank], kind="silent", after_s=now - seen_at)
         return None
-
-
-def silent(last: Fault, after_s: float) -> Fault:
-    """Make the fault of a rank that fell silent, from its last report."""
-    return Fault(kind="silent", rank=last.rank, host=last.host, pid=last.pid, beat=last.beat, after_s=after_s)
 
 
 _LINGER_S: Final = 5.0
@@ -401,7 +397,9 @@ class Side:
             self._drop(self.hub)
             self.hub = None
         if self.last_of_hub is not None and self.ended_at is None:
-            self._raise(silent(self.last_of_hub, silent_s) if silent_s else _gone(self.last_of_hub))
+            self._raise(
+                replace(self.last_of_hub, kind="silent", after_s=silent_s) if silent_s else self.last_of_hub
+            )
 
     def _drop(self, lines: JsonConnection) -> None:
         self._selector.unregister(lines.stream)
@@ -448,10 +446,10 @@ class Side:
         if rank is not None and self.run_judge.is_watched(rank):
             # Its monitor process ended without a message: it was killed with the rank.
             self.run_judge.forget(rank)
-            self._raise(_gone(self.run_judge.last_of(rank)))
+            self._raise(self.run_judge.last_of(rank))
 
     def _check_others(self, now: float) -> None:
-        alive = self.judge.fault("silent", now).to_json()
+        alive = self.judge.fault("gone", now).to_json()
         for client in self._members():
             client.send({"alive": alive})
         for client in [client for client in self.clients if not client.is_open]:
@@ -461,12 +459,8 @@ class Side:
             self._raise(fault)
 
 
-def _gone(last: Fault) -> Fault:
-    return Fault(kind="gone", rank=last.rank, host=last.host, pid=last.pid, beat=last.beat)
-
-
 def _process_state(pid: int) -> tuple[str, int]:
-    """State letter and parent of a process; ``R`` and 0 if they cannot be read."""
+    """Return state letter and parent of a process; ``R`` and 0 if they cannot be read."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
     except (OSError, ValueError):

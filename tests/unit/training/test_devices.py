@@ -39,7 +39,6 @@ dist.Backend.register_backend(
 
 PROBE = """
 import json, sys
-from datetime import timedelta
 import torch
 import torch.distributed as dist
 from shardflow.errors import ConfigError
@@ -52,8 +51,8 @@ try:
     choose_device("npu", 2)
 except ConfigError as error:
     found["third"] = error.message
-wait = timedelta(seconds=30)
-with join_ranks("npu", Timeouts(startup=wait, steady=wait, control=wait)) as ranks:
+wait = 30.0
+with join_ranks("npu", TimeoutConfig(startup_s=wait, steady_s=wait, control_s=wait, hang_s=0)) as ranks:
     found["joined"] = [str(ranks.device), dist.get_backend(ranks.group), dist.get_backend(ranks.control)]
     found["numbers"] = ranks.all_gather_numbers([1.5], wait).tolist()
 found["chosen"] = sys.modules["torch_npu"].chosen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from shardflow.errors import CheckpointError, WaitTimeoutError
 from shardflow.training.checkpoint.files import CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.saving import CheckpointSaver, SavingStage
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import OptimizerConfig
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks
+from shardflow.training.config import OptimizerConfig, TimeoutConfig
+from shardflow.training.distributed import Ranks, join_ranks
 from shardflow.training.metrics import CheckpointMetrics
 from shardflow.training.step import build_optimizer
 from tests.tiny_models import model_tensors, optimizer_tensors
 
-WAIT = timedelta(seconds=60)
+WAIT = 60.0
 
 
 class HeldFolder(CheckpointFolder):
@@ -42,7 +41,7 @@ class HeldFolder(CheckpointFolder):
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=WAIT)) as joined:
+    with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as joined:
         yield joined
 
 
@@ -165,8 +164,8 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(ranks: Ranks, tmp_path: Pa
 
 
 def test_a_disk_that_never_answers_is_an_error_after_the_timeout(folder: HeldFolder) -> None:
-    short = timedelta(seconds=0.2)
-    with join_ranks("cpu", Timeouts(startup=WAIT, steady=WAIT, control=short)) as ranks:
+    short = 0.2
+    with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=short, hang_s=0)) as ranks:
         run = Run(ranks, folder)
         run.begin()
         with pytest.raises(WaitTimeoutError, match=r"step-00000000 must be written within 0\.2 s"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import TrainingError
-from shardflow.training.config import ParallelConfig
-from shardflow.training.distributed import Ranks, Timeouts, join_ranks, shard
+from shardflow.training.config import ParallelConfig, TimeoutConfig
+from shardflow.training.distributed import Ranks, join_ranks, shard
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.step import accumulate_gradients, seed_micro_batch, warm_up
 
@@ -73,8 +72,8 @@ def micro_inputs(number: int, weights: tuple[float, ...] = (1.0, 1.0), num_token
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    wait = timedelta(seconds=30)
-    with join_ranks("cpu", Timeouts(startup=wait, steady=wait, control=wait)) as lone:
+    wait = 30.0
+    with join_ranks("cpu", TimeoutConfig(startup_s=wait, steady_s=wait, control_s=wait, hang_s=0)) as lone:
         yield lone
 
 
