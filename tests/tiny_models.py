@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from shardflow.training import TrainConfig
 from shardflow.training.checkpoint.tensors import named_optimizer_tensors, named_tensors
+from shardflow.training.config import TrainConfig
 from shardflow.training.models.building import build_report_model
 from shardflow.training.text import ReportTokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardflow.config import dump_config, load_config
 from shardflow.format import Dataset
-from shardflow.training import TrainConfig
+from shardflow.training.config import TrainConfig
 from shardflow.training.text import train_tokenizer
 from tests.factories import make_dataset
 

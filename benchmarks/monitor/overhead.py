@@ -31,9 +31,8 @@ from typing import Any, Final
 from benchmarks.about import REPOSITORY, about_run
 from shardflow.config import load_config
 from shardflow.format import Dataset
-from shardflow.training import TrainConfig
 from shardflow.training.checkpoint.files import CheckpointFolder
-from shardflow.training.config import TimeoutConfig
+from shardflow.training.config import TimeoutConfig, TrainConfig
 from shardflow.training.distributed import StopRequest, join_ranks
 from shardflow.training.inputs import DeviceFeed
 from shardflow.training.interval import RunMeasures

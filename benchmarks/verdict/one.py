@@ -25,8 +25,7 @@ from shardflow.format import Dataset
 from shardflow.monitoring import read_history, read_settings
 from shardflow.monitoring.verdict.judging import judge_all
 from shardflow.telemetry import Interval, Verdict
-from shardflow.training import TrainConfig
-from shardflow.training.config import TimeoutConfig
+from shardflow.training.config import TimeoutConfig, TrainConfig
 from shardflow.training.distributed import Ranks, StopRequest, join_ranks
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train_on

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardflow.cli.common import add_json, counted, positive_number, show_lines, write_json
 from shardflow.config import load_config
-from shardflow.training import TrainConfig
+from shardflow.training.config import TrainConfig
 from shardflow.training.doctor import Finding, examine, inspect_environment
 
 DESCRIPTION = """\

@@ -3,14 +3,6 @@
 Owns everything that needs torch, apart from one adapter in ``shardflow.loading``. Path of a step: ``inputs``
 (a batch becomes tensors on the device), ``models`` (slices and text become logits), ``sequences`` (the loss),
 ``step`` (micro-batches become one gradient), ``loop`` (steps become epochs), ``checkpoint`` and ``ledger``
-(what survives a kill). The job is ``shardflow.training.run.train``; it is not imported here, so that settings
-and run files are read without torch.
+(what survives a kill). The job is ``shardflow.training.run.train``, its settings are
+``shardflow.training.config.TrainConfig``; nothing is imported here, so that run files are read without torch.
 """
-
-from __future__ import annotations
-
-from shardflow.training.config import TrainConfig
-
-__all__ = [
-    "TrainConfig",
-]

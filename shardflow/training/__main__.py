@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from shardflow.config import dump_config, load_config
 from shardflow.errors import (
@@ -26,8 +26,10 @@ from shardflow.errors import (
     StateError,
 )
 from shardflow.logs import LINE_EVERY_S, configure_logging, time_left
-from shardflow.training.config import TrainConfig
-from shardflow.training.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from shardflow.training.config import TrainConfig
+    from shardflow.training.metrics import StepMetrics
 
 EXIT_FAILED: Final = 1
 EXIT_CONFIGURATION: Final = 2
@@ -78,6 +80,8 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
     configure_logging(rank=rank)
     try:
         arguments = parse()
+        from shardflow.training.config import TrainConfig  # imports NumPy, which --help does without
+
         overrides = [*arguments.overrides, *([f"tune.mode={arguments.tune}"] if arguments.tune else [])]
         config = load_config(TrainConfig, arguments.config, overrides)
         if arguments.print_config:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from shardflow.config import Bounds, ByteSize, Place, check_fields
 from shardflow.errors import ConfigError
@@ -25,6 +25,12 @@ _LONGEST_S = 10_000_000.0  # four months; what is far above no clock of the syst
 Seconds = Annotated[float, Bounds(0.1, _LONGEST_S)]
 SecondsOrZero = Annotated[float, Bounds(0.0, _LONGEST_S)]
 Share = Annotated[float, Bounds(0.0, 1.0)]
+ByteSizeOrZero = Annotated[ByteSize, Bounds(0)]
+
+
+def changed_settings(config: Any) -> list[str]:
+    """Return the names of a table's settings that differ from their defaults."""
+    return [one.name for one in fields(config) if getattr(config, one.name) != one.default]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,19 +61,12 @@ class DataConfig:
                 "the configuration's folder."
             )
         if self.is_blend:
-            given = {
-                "view": self.view != FULL_STUDY,
-                "train_split": self.train_split != "train",
-                "manifest_version": self.manifest_version is not None,
-                "subset": bool(self.subset),
-                "keys": self.keys is not None,
-            }
-            for name, is_given in given.items():
-                if is_given:
-                    raise ConfigError(
-                        f"{name} must be left out where dataset is a blend file, got one; say it for each "
-                        "component of the file."
-                    )
+            given = [name for name in changed_settings(self) if name not in {"dataset", "eval_split"}]
+            if given:
+                raise ConfigError(
+                    f"data.{given[0]} is set although data.dataset is a blend file; remove it, and set it "
+                    "for each component in the file."
+                )
 
     @property
     def is_blend(self) -> bool:
@@ -227,12 +226,11 @@ class BatchConfig:
             found = "neither" if self.max_tokens is None else "both"
             raise ConfigError(f"batch must have one of micro_batch_size and max_tokens, got {found}.")
         if self.max_tokens is None:
-            for entry in fields(self):
-                if entry.name in _OF_BUDGET and getattr(self, entry.name) != entry.default:
-                    raise ConfigError(
-                        f"batch.{entry.name} must come with max_tokens, got it without; remove it, or set a "
-                        "budget."
-                    )
+            given = [name for name in changed_settings(self) if name in _OF_BUDGET]
+            if given:
+                raise ConfigError(
+                    f"batch.{given[0]} needs batch.max_tokens, which is not set; remove it, or set a budget."
+                )
         if self.max_tokens is not None and self.lanes == 0:
             raise ConfigError(
                 "batch.lanes must be at least 1 under max_tokens, got 0; leave it out to have it chosen."
@@ -379,9 +377,7 @@ class AugmentConfig:
     @property
     def is_active(self) -> bool:
         """Whether anything is wanted."""
-        return any(
-            (self.rotate_deg, self.zoom, self.shift, self.intensity, self.mirror, self.flip),
-        )
+        return self != AugmentConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -414,7 +410,7 @@ class TimeoutConfig:
     steady_s: Seconds = 100.0
     """For one exchange of gradients once steps are running."""
     control_s: Seconds = 600.0
-    """For meetings outside the gradient path: a checkpoint being written, an evaluation ending."""
+    """For barriers outside the gradient path: a checkpoint being written, an evaluation ending."""
     hang_s: SecondsOrZero = 60.0
     """A rank that does not get on in a step of its own, or shows no sign of its interpreter, for longer is
     named, and ends the run. 0 waits for ever, as under a debugger."""
@@ -469,17 +465,14 @@ class TuneConfig:
     """Most threads, or processes, of the loader of a rank. For all four: 0 leaves it to the machine."""
     max_fetches: CountOrZero = 0
     """Most reads ahead, and requests to a store, that a rank has under way."""
-    max_bytes: ByteSize = 0
+    max_bytes: ByteSizeOrZero = 0
     """Most memory that each setting of bytes may take in a rank: what is under way, what is read ahead, the
     cache in memory. All of a node together stay within ``loader.max_node_bytes`` as well."""
-    max_disk_bytes: ByteSize = 0
+    max_disk_bytes: ByteSizeOrZero = 0
     """Largest cache folder; 0: it is not made larger than ``cache.max_bytes`` says."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("max_bytes", "max_disk_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0 bytes, got {getattr(self, name)}; correct it.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
 """Data of a run: a dataset with its splits, or a blend, at the versions it began with.
 
-Translates settings into the batch spec, the loader's view of a study, and the device's transforms, and a
-process mesh into data-parallel ranks.
+Translates settings into the batch spec, the loader's view of a study, and the device's transforms.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from shardflow.loading import (
     SizedView,
     SliceSize,
     TileView,
-    World,
     open_blend,
     open_view,
     select,
@@ -32,7 +30,6 @@ from shardflow.loading import (
 from shardflow.loading.blend_file import evaluation_blend
 from shardflow.sampling import BatchSpec, CostRule, ImageBucket, TileRule, TokenBudget, choose_lanes
 from shardflow.sampling.blend import components_from_json
-from shardflow.sampling.plan import data_parallel_rank
 from shardflow.sampling.spec import Tail
 from shardflow.storage import CacheConfig, LocalStore
 from shardflow.telemetry import StageCounters
@@ -44,14 +41,11 @@ from shardflow.training.config import (
     TextConfig,
 )
 from shardflow.training.device.images import ImagePipeline
-from shardflow.training.device.transfer import HostTransfer, open_transfer
+from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.inputs import ImageMaker, InputMaker, MicroInputs
-from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row
+from shardflow.training.sequences import IGNORED_LABEL, pack_row
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tokenizing import tokenizer_digest
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,13 +94,8 @@ def open_data(
     """
     if settings.is_blend:
         return _open_blend(settings, saved, cache)
-    if "://" not in settings.dataset and not Path(settings.dataset).is_dir():
-        raise ConfigError(
-            "data.dataset must be an existing folder, an address or a blend file, got none; correct it, or "
-            "make one with: shardflow pack."
-        )
     if "://" not in settings.dataset:
-        _check_manifest(settings)
+        _check_folder(settings)
     version = settings.manifest_version
     if version is None and saved is not None:
         # A newer manifest is adopted on purpose only: it has other samples, so another plan. A blend's state
@@ -125,8 +114,13 @@ def open_data(
     )
 
 
-def _check_manifest(settings: DataConfig) -> None:
-    """Tell a wrong setting from a damaged dataset: the second is no matter of settings."""
+def _check_folder(settings: DataConfig) -> None:
+    """Refuse a wrong setting here, so that it is not reported as a damaged dataset."""
+    if not Path(settings.dataset).is_dir():
+        raise ConfigError(
+            "data.dataset must be an existing folder, an address or a blend file, got none; correct it, or "
+            "make one with: shardflow pack."
+        )
     found = versions(LocalStore(settings.dataset))
     if not found:
         raise ConfigError(
@@ -220,36 +214,6 @@ def _image_cost(image: ImageConfig, tokens: int) -> dict[str, Any]:
         else None
     )
     return {"image_tokens_per_slice": tokens, "max_slices": image.num_slices, "tiles": tiles}
-
-
-def mesh_world(mesh: DeviceMesh, data_dimensions: Sequence[str]) -> World:
-    """Return this process's place among the data-parallel ranks of a mesh.
-
-    Processes of one tensor-, pipeline- or context-parallel group get the same place, and so the same
-    micro-batches.
-
-    Args:
-        mesh: The mesh of all processes of the run.
-        data_dimensions: Names of its data-parallel dimensions, such as ``("replicate", "shard")``.
-
-    Raises:
-        ConfigError: The mesh has no such dimension, or this process is not in it.
-    """
-    names = mesh.mesh_dim_names or ()
-    missing = [name for name in data_dimensions if name not in names]
-    if missing:
-        raise ConfigError(f"data_dimensions must be of the mesh ({', '.join(names)}), got {missing}.")
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ConfigError(
-            "this process must be in the mesh, got one outside it; build the mesh of all ranks."
-        )
-    shape = tuple(mesh.mesh.shape)
-    place = 0
-    for size, at in zip(shape, coordinate, strict=True):
-        place = place * size + at
-    rank, world_size = data_parallel_rank(place, shape, [names.index(name) for name in data_dimensions])
-    return World(rank=rank, world_size=world_size)
 
 
 def image_view(settings: ImageConfig, *, is_evaluation: bool = False) -> View:
@@ -369,26 +333,21 @@ def sample_inputs(
     if packed:
         row = pack_row(slice_mask, token_ids, token_mask, labels, arrays["weights"])
         arrays |= row.arrays
-        arrays["token_mask"] = np.ones_like(row.arrays["token_ids"], bool)
+        del arrays["token_mask"]
         longest = row.longest
-    tensors = {
-        name: tensor.to(device) for name, tensor in HostTransfer(StageCounters()).send(arrays).tensors.items()
-    }
-    return MicroInputs(
-        images_BKHW=torch.zeros(
+    transfer = Transfer(StageCounters(), device)
+    tensors = transfer.receive(transfer.send(arrays))
+    return MicroInputs.of(
+        tensors,
+        torch.zeros(
             (num_samples, num_slices, rows, columns),
             dtype=torch.float32 if is_windowed else torch.int16,
             device=device,
         ),
-        slice_mask_BK=tensors["slice_mask"],
-        display_range_B2=None if is_windowed else torch.zeros((num_samples, 2), device=device),
-        token_ids_BT=tensors["token_ids"],
-        token_mask_BT=tensors["token_mask"],
-        labels_BT=tensors["labels"],
-        weights_B=tensors["weights"],
+        None if is_windowed else torch.zeros((num_samples, 2), device=device),
         num_tokens=float(is_full * num_samples * num_tokens),
         num_samples=float(is_full * num_samples),
-        packing=Packing.of(tensors, longest=longest) if packed else None,
+        longest=longest,
     )
 
 

@@ -3,8 +3,8 @@
 Owns the process groups and their timeouts. There are two groups: the *gradient group* (NCCL on GPUs, gloo on
 CPUs), which runs nothing but the model's own collectives, and a gloo *control group* for everything else:
 barriers that name who is missing, and small JSON facts. Invariant: no unbounded work happens inside a
-collective; a rank prepares first (data, model, checkpoint), then meets the others at `Ranks.barrier`, whose
-deadline names the missing ranks.
+collective; a rank prepares first (data, model, checkpoint), then waits for the others at `Ranks.barrier`,
+whose deadline names the missing ranks.
 
 SIGTERM and SIGUSR1 ask the run to finish its step, write a checkpoint and stop; schedulers send one of them
 before they take a machine away. The handler only sets a flag; the ranks look at it once a step, together,
@@ -157,7 +157,7 @@ class Ranks:
     group: dist.ProcessGroup
     """Gradient group."""
     control: dist.ProcessGroup
-    """Gloo group for meetings and small facts, on CPUs in any case."""
+    """Gloo group for barriers and small facts, on CPUs in any case."""
     timeouts: TimeoutConfig
     health: HealthMonitor = field(default_factory=HealthMonitor)
     """Receives the phases of this rank."""
@@ -179,14 +179,14 @@ class Ranks:
     def _describe_missing(self, phase: str, timeout_s: float, text: str) -> str:
         match = _MISSING_RANKS.search(text)
         if match is None:
-            found = f"at least one missing (seen by rank {self.rank})"
-            remedy = "rank 0 names the missing ranks in its log"
+            found = f"at least one is missing (seen by rank {self.rank})"
+            remedy = "the log of rank 0 names them"
         else:
             names = f"ranks {match[1]}" if "," in match[1] else f"rank {match[1]}"
-            found, remedy = f"no sign of {names}", "look at the last lines that were logged there"
+            found, remedy = f"no sign of {names}", "check the last lines of its log"
         return (
-            f"all {self.world_size} ranks must reach the phase '{phase}' within "
-            f"{timeout_s:g} s, got {found}; {remedy}."
+            f"not all {self.world_size} ranks reached the phase '{phase}' within {timeout_s:g} s, {found}; "
+            f"{remedy}."
         )
 
     def all_gather_json(self, value: Any) -> list[Any]:
@@ -233,8 +233,8 @@ class Ranks:
                     work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise WaitTimeoutError(
-                f"every rank must take part in an exchange within {timeout_s:g} s, got "
-                f"{type(error).__name__} on rank {self.rank}; look for a rank that ended or hangs."
+                f"an exchange of all ranks did not finish within {timeout_s:g} s ({type(error).__name__} on "
+                f"rank {self.rank}); look for a rank that ended or hangs."
             ) from None
         return gathered
 
@@ -313,8 +313,8 @@ def _init_default_group(backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         raise WaitTimeoutError(
-            f"all ranks must join within {timeout_s:g} s, got {type(error).__name__}; start "
-            "every rank, check that it reaches the rendezvous address, or raise timeouts.startup_s."
+            f"not all ranks joined within {timeout_s:g} s ({type(error).__name__}); start every rank, check "
+            "that it reaches the rendezvous address, or raise timeouts.startup_s."
         ) from None
 
 

@@ -82,6 +82,33 @@ class MicroInputs:
         )
         return rows if self.packing is None else (*rows, self.packing)
 
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        images_BKHW: torch.Tensor,
+        display_range_B2: torch.Tensor | None,
+        *,
+        num_tokens: float,
+        num_samples: float,
+        longest: int,
+    ) -> MicroInputs:
+        """Combine images with the tensors of text and labels; ``longest`` is 0 where those are not packed."""
+        token_ids = tensors["token_ids"]
+        token_mask = tensors.get("token_mask")
+        return cls(
+            images_BKHW=images_BKHW,
+            slice_mask_BK=tensors["slice_mask"].bool(),
+            display_range_B2=display_range_B2,
+            token_ids_BT=token_ids,
+            token_mask_BT=torch.ones_like(token_ids, dtype=torch.bool) if token_mask is None else token_mask,
+            labels_BT=tensors["labels"],
+            weights_B=tensors["weights"],
+            num_tokens=num_tokens,
+            num_samples=num_samples,
+            packing=Packing.of(tensors, longest=longest) if longest else None,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SentInputs:
@@ -91,7 +118,7 @@ class SentInputs:
     num_tokens: float
     num_samples: float
     longest: int
-    """Of a packed micro-batch: elements of its longest study."""
+    """Of a packed micro-batch: elements of its longest study; else 0."""
     places: list[Place] | None = None
     """Of samples of many sizes: where each one's slices are."""
 
@@ -252,23 +279,13 @@ class InputMaker:
         images, display_range = tensors["image"], tensors.get("display_range")
         if self._images is not None:
             images, display_range = self._images.images(tensors, slice_mask), None
-        packing = None
-        token_mask = tensors.get("token_mask")
-        if self._packed:
-            packing = Packing.of(tensors, longest=sent.longest)
-        if token_mask is None:
-            token_mask = torch.ones_like(tensors["token_ids"], dtype=torch.bool)
-        return MicroInputs(
-            images_BKHW=images,
-            slice_mask_BK=slice_mask,
-            display_range_B2=display_range,
-            token_ids_BT=tensors["token_ids"],
-            token_mask_BT=token_mask,
-            labels_BT=tensors["labels"],
-            weights_B=tensors["weights"],
+        return MicroInputs.of(
+            tensors,
+            images,
+            display_range,
             num_tokens=sent.num_tokens,
             num_samples=sent.num_samples,
-            packing=packing,
+            longest=sent.longest,
         )
 
 
@@ -314,14 +331,6 @@ class MicroFeed(Protocol):
         """Return the seconds waited for data since the last call."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sent:
-    """A micro-batch that was sent and not handed out."""
-
-    sent: SentInputs
-    entry: LedgerMicroBatch
-
-
 class DeviceFeed:
     """This rank's micro-batches of the rest of an epoch, on the device.
 
@@ -339,7 +348,7 @@ class DeviceFeed:
         self.looks_ahead = looks_ahead
         self._loader = loader
         self._batches = iter(loader)
-        self._ahead: _Sent | None = None
+        self._ahead: tuple[SentInputs, LedgerMicroBatch] | None = None
 
     def take(self) -> FedMicroBatch | None:
         """Return the next micro-batch; None at the end of the epoch."""
@@ -348,7 +357,8 @@ class DeviceFeed:
         if found is None:
             return None
         self._batches.count_fetched()
-        return FedMicroBatch(inputs=self._maker.receive(found.sent), entry=found.entry)
+        sent, entry = found
+        return FedMicroBatch(inputs=self._maker.receive(sent), entry=entry)
 
     def look_ahead(self) -> None:
         """Send the next micro-batch, if that is worth it; call it when the step's work has been launched."""
@@ -373,9 +383,9 @@ class DeviceFeed:
         self._ahead = None
         self._batches.close()
 
-    def _send_next(self) -> _Sent | None:
+    def _send_next(self) -> tuple[SentInputs, LedgerMicroBatch] | None:
         batch = self._batches.fetch()
-        return None if batch is None else _Sent(self._maker.send(batch), _entry(batch))
+        return None if batch is None else (self._maker.send(batch), _entry(batch))
 
 
 def step_inputs(

@@ -19,7 +19,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -33,7 +33,7 @@ _RANK = re.compile(r"rank-(\d{5,})\.jsonl")
 _FOLDER = "ledger"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LedgerMicroBatch:
     """The samples of one micro-batch."""
 
@@ -54,10 +54,58 @@ class LedgerStep:
     global_step: int
     epoch: int
     step: int
-    attempt: int
-    """The attempt whose work this is."""
-    micro_batches: tuple[LedgerMicroBatch, ...]
-    """In the order of their number; padding ones are left out, so every world size writes the same."""
+    num_samples: int
+    """Weighted samples; masked ones and padding slots count nothing."""
+    digest: str
+    """Of epoch, step and samples in order: 32 hexadecimal digits."""
+    attempt: int = 0
+    """The attempt whose work this is; 0 where it was read from a line of JSON."""
+    micro_batches: tuple[LedgerMicroBatch, ...] = ()
+    """In the order of their number; padding ones are left out, so every world size writes the same. Empty
+    where only the digest is known."""
+
+    @classmethod
+    def of(
+        cls, micros: Iterable[LedgerMicroBatch], *, global_step: int, epoch: int, step: int, attempt: int
+    ) -> Self:
+        """Make a step of the micro-batches of all ranks."""
+        ordered = tuple(sorted(micros, key=lambda m: m.micro))
+        rows = [astuple(m) for m in ordered]
+        content = json.dumps([epoch, step, rows], separators=(",", ":")).encode()
+        return cls(
+            global_step=global_step,
+            epoch=epoch,
+            step=step,
+            num_samples=sum(weight > 0 for m in ordered for weight in m.weights),
+            digest=hashlib.sha256(content).hexdigest()[:32],
+            attempt=attempt,
+            micro_batches=ordered,
+        )
+
+    def to_json(self, *, compact: bool) -> dict[str, Any]:
+        """Return the step as a JSON object, with or without its samples."""
+        names = ("global_step", "epoch", "step", "num_samples", "digest")
+        value: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if not compact and self.micro_batches:
+            value["micros"] = [astuple(m) for m in self.micro_batches]
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        known = {name: found for name, found in value.items() if name != "micros"}
+        return cls(**known, micro_batches=tuple(map(_micro_batch, value.get("micros", ()))))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Sample keys in order, padding left out."""
+        return tuple(key for m in self.micro_batches for key in m.keys if key is not None)
+
+
+def _micro_batch(row: Sequence[Any]) -> LedgerMicroBatch:
+    """Read number, keys, weights and, of a blend, components."""
+    micro, *columns = row
+    return LedgerMicroBatch(micro, *map(tuple, columns))
 
 
 class LedgerWriter:
@@ -93,8 +141,7 @@ class LedgerWriter:
             epoch=epoch,
             step=step,
             micros=[
-                [m.micro, list(m.keys), list(m.weights), *([list(m.components)] if m.components else [])]
-                for m in micro_batches
+                [m.micro, m.keys, m.weights, *([m.components] if m.components else [])] for m in micro_batches
             ],
         )
 
@@ -108,7 +155,7 @@ class LedgerWriter:
 
 
 def next_attempt(run: Path) -> int:
-    """Number of the attempt that a start in this run folder is; 1 for the first."""
+    """Return the number of the next attempt in this run folder; 1 for the first."""
     return max(_attempts(run), default=0) + 1
 
 
@@ -126,7 +173,7 @@ def read_ledger(run: Path, *, committed_only: bool = True) -> list[LedgerStep]:
         CheckpointError: a rank's file, or a step that a checkpoint counts, is missing.
     """
     lineage: dict[int, LedgerStep] = {}
-    first: int | None = None  # not 0 for a run that went on from another run's checkpoint
+    first: int | None = None  # not 0 for a run that resumed from another run's checkpoint
     for attempt in _attempts(run):
         start, steps = _read_attempt(_attempt_folder(run, attempt), attempt)
         if start is None:
@@ -140,14 +187,14 @@ def read_ledger(run: Path, *, committed_only: bool = True) -> list[LedgerStep]:
         missing = sorted(set(range(first or 0, num_committed)) - lineage.keys())
         if missing:
             raise CheckpointError(
-                f"the run ledger must hold every committed step, got none of global step {missing[0]} "
-                f"({len(missing)} missing); the ledger folder was changed."
+                f"the run ledger lacks {len(missing)} committed steps, the first of them global step "
+                f"{missing[0]}; the ledger folder was changed."
             )
     return [lineage[number] for number in sorted(lineage)]
 
 
 def _num_committed(run: Path) -> int:
-    """Steps that the newest checkpoint counts, by its name alone."""
+    """Return how many steps the newest checkpoint counts, by its name alone."""
     names = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in (run / "checkpoints").glob("step-*"))
     return max((int(match[1]) for match in names if match), default=0)
 
@@ -186,17 +233,12 @@ def _read_attempt(folder: Path, attempt: int) -> tuple[int | None, dict[int, Led
 
 def _merge(global_step: int, attempt: int, lines: Iterable[Mapping[str, Any]]) -> LedgerStep:
     lines = list(lines)
-    micro_batches = [
-        LedgerMicroBatch(micro=micro, keys=tuple(keys), weights=tuple(weights), components=tuple(*components))
-        for line in lines
-        for micro, keys, weights, *components in line["micros"]
-    ]
-    return LedgerStep(
+    return LedgerStep.of(
+        (_micro_batch(row) for line in lines for row in line["micros"]),
         global_step=global_step,
         epoch=int(lines[0]["epoch"]),
         step=int(lines[0]["step"]),
         attempt=attempt,
-        micro_batches=tuple(sorted(micro_batches, key=lambda m: m.micro)),
     )
 
 
@@ -205,59 +247,6 @@ DifferenceKind = Literal["missing", "place", "order", "samples", "doubled", "wei
 samples in another order or dealt to other micro-batches. ``samples``: other samples. ``doubled``: other
 samples, of which one came earlier in the same epoch. ``weights``: the same samples, masked or weighted in
 another way."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One committed step."""
-
-    global_step: int
-    epoch: int
-    step: int
-    num_samples: int
-    """Weighted samples; masked ones and padding slots count nothing."""
-    digest: str
-    """Of epoch, step and samples in order: 32 hexadecimal digits."""
-    micros: tuple[Any, ...] | None
-    """Number, keys, weights and components of each micro-batch; None in compact records."""
-
-    @classmethod
-    def of(cls, step: LedgerStep) -> Self:
-        """Make the record of a step."""
-        micros = tuple(
-            [m.micro, list(m.keys), list(m.weights), list(m.components)] for m in step.micro_batches
-        )
-        content = json.dumps([step.epoch, step.step, micros], separators=(",", ":")).encode()
-        return cls(
-            global_step=step.global_step,
-            epoch=step.epoch,
-            step=step.step,
-            num_samples=sum(weight > 0 for m in step.micro_batches for weight in m.weights),
-            digest=hashlib.sha256(content).hexdigest()[:32],
-            micros=micros,
-        )
-
-    def to_json(self, *, compact: bool) -> dict[str, Any]:
-        """Return the record as a JSON object, with or without its samples."""
-        value: dict[str, Any] = {
-            "global_step": self.global_step,
-            "epoch": self.epoch,
-            "step": self.step,
-            "num_samples": self.num_samples,
-            "digest": self.digest,
-        }
-        return value if compact or self.micros is None else {**value, "micros": list(self.micros)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_json` wrote."""
-        micros = value.get("micros")
-        return cls(**{**value, "micros": None if micros is None else tuple(micros)})
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Sample keys in order, padding left out."""
-        return tuple(key for _, keys, *_ in self.micros or () for key in keys if key is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,24 +259,24 @@ class LedgerDifference:
     """What A has and what B has."""
 
 
-def read_records(path: Path) -> list[StepRecord]:
+def read_records(path: Path) -> list[LedgerStep]:
     """Read the committed steps of a run folder, or of a file of records.
 
     Raises:
         CheckpointError: the folder's ledger has gaps, the file holds no records, or there is neither.
     """
     if path.is_dir():
-        return [StepRecord.of(step) for step in read_ledger(path)]
+        return read_ledger(path)
     try:
-        return [StepRecord.from_json(line) for line in read_events(path)]
-    except (OSError, TypeError) as error:
+        return [LedgerStep.from_json(line) for line in read_events(path)]
+    except (OSError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"a ledger must be a run folder, or a file that `shardflow ledger show --json` wrote, got "
-            f"{type(error).__name__} ({path.name}); correct the path."
+            f"{path.name} is neither a run folder nor a file that `shardflow ledger show --json` wrote "
+            f"({type(error).__name__}); correct the path."
         ) from None
 
 
-def compare_ledgers(first: Sequence[StepRecord], second: Sequence[StepRecord]) -> Iterator[LedgerDifference]:
+def compare_ledgers(first: Sequence[LedgerStep], second: Sequence[LedgerStep]) -> Iterator[LedgerDifference]:
     """Compare two lineages step by step.
 
     Yields:
@@ -306,9 +295,9 @@ def compare_ledgers(first: Sequence[StepRecord], second: Sequence[StepRecord]) -
 
 
 class _Seen:
-    """Where samples came first in an epoch."""
+    """Number of times that samples occur in each epoch."""
 
-    def __init__(self, records: Iterable[StepRecord]) -> None:
+    def __init__(self, records: Iterable[LedgerStep]) -> None:
         self._records = records
         self._counts: dict[int, Counter[str]] | None = None
 
@@ -321,7 +310,7 @@ class _Seen:
         return self._counts[epoch][key] > 1
 
 
-def _compare(a: StepRecord, b: StepRecord, seen: tuple[_Seen, _Seen]) -> LedgerDifference:
+def _compare(a: LedgerStep, b: LedgerStep, seen: tuple[_Seen, _Seen]) -> LedgerDifference:
     def differs(kind: DifferenceKind, text: str) -> LedgerDifference:
         return LedgerDifference(kind=kind, global_step=a.global_step, text=text)
 
@@ -329,7 +318,7 @@ def _compare(a: StepRecord, b: StepRecord, seen: tuple[_Seen, _Seen]) -> LedgerD
         return differs(
             "place", f"A runs it as epoch {a.epoch}, step {a.step}, B as epoch {b.epoch}, step {b.step}"
         )
-    if a.micros is None or b.micros is None:
+    if not a.micro_batches or not b.micro_batches:
         return differs("samples", f"A has digest {a.digest}, B {b.digest}")
     only_a, only_b = Counter(a.keys) - Counter(b.keys), Counter(b.keys) - Counter(a.keys)
     if only_a or only_b:
@@ -343,7 +332,7 @@ def _compare(a: StepRecord, b: StepRecord, seen: tuple[_Seen, _Seen]) -> LedgerD
     if places:
         i = places[0]
         return differs("order", f"the same samples, from place {i} on A has {a.keys[i]}, B {b.keys[i]}")
-    if [m[:2] for m in a.micros] != [m[:2] for m in b.micros]:
+    if [(m.micro, m.keys) for m in a.micro_batches] != [(m.micro, m.keys) for m in b.micro_batches]:
         return differs("order", "the same samples in order, dealt to other micro-batches")
     return differs("weights", "the same samples in order, with other weights or components")
 

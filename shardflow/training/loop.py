@@ -49,7 +49,7 @@ from shardflow.training.tuning import Tuning
 
 
 def agree(ranks: Ranks, phase: str, facts: Mapping[str, Any]) -> None:
-    """Compare facts between all ranks; a rank that went on with others would hang the rest in a collective.
+    """Compare facts between all ranks; one that differed would hang the others in a collective.
 
     Args:
         ranks: The ranks of the run.
@@ -63,13 +63,13 @@ def agree(ranks: Ranks, phase: str, facts: Mapping[str, Any]) -> None:
     problem = find_disagreement(ranks.all_gather_json(dict(facts)))
     if problem is not None:
         raise RanksDisagreeError(
-            f"all ranks must agree before {phase}, got {problem}; start every rank with the same "
-            "configuration, dataset and code."
+            f"the ranks disagree before {phase}: {problem}; start every rank with the same configuration, "
+            "dataset and code."
         )
 
 
 def find_disagreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say which facts differ, or return None.
+    """Describe which facts differ; None if none does.
 
     Example:
         >>> find_disagreement([{"num_steps": 12}, {"num_steps": 11}, {"num_steps": 12}])
@@ -94,8 +94,8 @@ def _rank_list(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-_LOOK_EVERY_S: Final = 2.0
-"""Whether to stop is asked about so often; schedulers leave 30 s and more."""
+_POLL_EVERY_S: Final = 2.0
+"""Interval at which ranks exchange whether to stop; schedulers leave 30 s and more."""
 
 
 def evaluate(
@@ -122,15 +122,15 @@ def evaluate(
         is_stopping: Whether this rank was asked to stop.
 
     Returns:
-        The same on every rank; None where any rank was asked to stop: all of them left off together.
+        The same on every rank; None where any rank was asked to stop: all of them then stop together.
 
     Raises:
-        WaitTimeoutError: a rank did not come as far as the first one within ``timeouts.control_s``.
+        WaitTimeoutError: a rank is later than the first one by more than ``timeouts.control_s``.
     """
     started = time.perf_counter()
     losses: list[float] = []
     num_tokens = num_samples = 0.0
-    next_look, is_cut_off = 1, False
+    next_poll, is_cut_off = 1, False
     was_training = model.training
     model.eval()
     try:
@@ -141,13 +141,13 @@ def evaluate(
                 losses.append(float(compute_loss(model, inputs, autocast)))
                 num_tokens += inputs.num_tokens
                 num_samples += inputs.num_samples
-                if len(losses) == next_look:
-                    each_s = (time.perf_counter() - started) / next_look
+                if len(losses) == next_poll:
+                    each_s = (time.perf_counter() - started) / next_poll
                     by_rank = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control_s)
                     if is_cut_off := bool(by_rank[:, 0].any()):
                         break
-                    # The slowest rank's pace, so that all look again after the same micro-batch.
-                    next_look += max(1, int(_LOOK_EVERY_S / max(float(by_rank[:, 1].max()), 1e-3)))
+                    # The slowest rank's pace, so that all poll again after the same micro-batch.
+                    next_poll += max(1, int(_POLL_EVERY_S / max(float(by_rank[:, 1].max()), 1e-3)))
     finally:
         model.train(was_training)
         settle(model)
@@ -219,13 +219,13 @@ class LoopProgress:
     global_step: int = 0
     """Steps done over all epochs; in every checkpoint."""
     last_evaluation_step: int = -1
-    """Global step of the newest evaluation, in every checkpoint: one that was cut off is made up for."""
+    """Global step of the newest evaluation, in every checkpoint: one that was cut off is repeated."""
     is_stopping: bool = False
     """The ranks agreed to stop."""
 
 
 class TrainingLoop:
-    """Runs steps from where the parts stand to the end of the run, or to a stop request.
+    """Training loop from the resumed position to the end of the run, or to a stop request.
 
     Args:
         parts: Everything the loop works with; the model and optimizer already hold the resumed state.
@@ -284,7 +284,7 @@ class TrainingLoop:
         self._agree()
         first = parts.loader.position
         last = min(parts.loader.num_steps, first.step + self.num_steps - progress.global_step)
-        # Two micro-batches on a CPU's way to itself would only take memory.
+        # On a CPU nothing is copied, so a second micro-batch would only take memory.
         feed = DeviceFeed(parts.loader, parts.inputs, looks_ahead=parts.ranks.device.type != "cpu")
         for step in range(first.step, last):
             self.run_step(feed, first.epoch, step)
@@ -335,7 +335,7 @@ class TrainingLoop:
         rate = learning_rate(parts.optimization, place.global_step, self.num_steps)
         set_learning_rate(parts.optimizer, rate)
         hooks.on_optimizer()
-        update = parts.updates.apply(total.num_tokens, loss=total.loss, where=str(place))
+        norm = parts.updates.apply(total.num_tokens, loss=total.loss, where=str(place))
         hooks.on_optimizer_end()
 
         if self.last_step is None:
@@ -348,7 +348,7 @@ class TrainingLoop:
             num_tokens=total.num_tokens,
             num_samples=total.num_samples,
             learning_rate=rate,
-            gradient_norm=update.norm,
+            gradient_norm=norm,
             num_skipped=parts.updates.num_skipped,
             loss_scale=parts.updates.loss_scale,
             step_s=time.perf_counter() - started,
@@ -398,7 +398,7 @@ class TrainingLoop:
 
 
 class _Phases(LoopHook):
-    """Tells the health monitor what this rank is at, and how long it may take alone."""
+    """Reporter of this rank's phase to the health monitor, with how long it may take alone."""
 
     def __init__(self, parts: RunParts) -> None:
         self._ranks, self._compiles = parts.ranks, parts.run.compile
@@ -440,7 +440,7 @@ class _Phases(LoopHook):
 
 
 class _Ledger(LoopHook):
-    """Writes which samples made each step, without padding micro-batches: those depend on the world size."""
+    """Writer of the samples of each step, without padding micro-batches: those depend on the world size."""
 
     def __init__(self, parts: RunParts) -> None:
         self._writer, self._per_step = parts.ledger, parts.micro_batches_per_step
@@ -460,7 +460,7 @@ class _Ledger(LoopHook):
 
 
 class _Stop(LoopHook):
-    """Ends the run on all ranks once one was asked to stop."""
+    """Stop requests: ends the run on all ranks once one was asked to stop."""
 
     def __init__(self, stop: StopRequest, progress: LoopProgress) -> None:
         self._stop, self._progress = stop, progress
@@ -473,7 +473,7 @@ class _Stop(LoopHook):
 
 
 class _Metrics(LoopHook):
-    """Writes the line of each step on rank 0, and calls who wants to know."""
+    """Writer of each step's line on rank 0; also calls ``on_step``."""
 
     def __init__(
         self,
@@ -491,7 +491,7 @@ class _Metrics(LoopHook):
 
 
 class _Checkpoints(LoopHook):
-    """Begins a checkpoint every so many steps and at the end; it is written while the next steps run."""
+    """Checkpoints: begun every so many steps and at the end, written while the next steps run."""
 
     def __init__(self, parts: RunParts, progress: LoopProgress, *, is_saved: bool) -> None:
         self._parts, self._progress = parts, progress
@@ -551,7 +551,7 @@ class _Checkpoints(LoopHook):
 
 
 class _Evaluation(LoopHook):
-    """Measures the loss of the evaluation split when it is due, at the start too where one was cut off."""
+    """Evaluations of the split when they are due, and at the start if one was cut off."""
 
     def __init__(self, parts: RunParts, progress: LoopProgress, num_steps: int) -> None:
         self._parts, self._progress, self._num_steps = parts, progress, num_steps
@@ -584,7 +584,9 @@ class _Evaluation(LoopHook):
                 is_stopping=lambda: parts.stop.is_set,
             )
         if found is None:
-            _LOGGER.info("the evaluation after %d steps was cut off by a stop; the next start does it", step)
+            _LOGGER.info(
+                "the evaluation after %d steps was cut off by a stop; the next start repeats it", step
+            )
             self._progress.is_stopping = True
             return
         self.newest = found

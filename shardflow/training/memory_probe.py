@@ -34,7 +34,6 @@ MARGIN: Final = 0.1
 _TIMEOUT_S: Final = 900.0
 _OF_RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
-_COMPUTE: Final = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,8 +172,7 @@ def main(path: str) -> int:
     from shardflow.training.data import sample_inputs
     from shardflow.training.distributed import choose_device, compile_blocks
     from shardflow.training.models.building import build_report_model
-    from shardflow.training.sequences import weighted_token_loss
-    from shardflow.training.step import build_optimizer
+    from shardflow.training.step import COMPUTE_TYPES, build_optimizer, compute_loss
     from shardflow.training.text import ReportTokenizer
 
     config = load_config(TrainConfig, path)
@@ -193,8 +191,6 @@ def main(path: str) -> int:
         compile_blocks(model)
     model.to(device)
     optimizer = build_optimizer(model, config.optimizer)
-    name = _COMPUTE[config.run.precision]
-    compute = None if name is None else getattr(torch, name)
     room_bytes = peak.room_bytes()
     for size in _SIZES:
         inputs = sample_inputs(
@@ -208,9 +204,7 @@ def main(path: str) -> int:
         )
         peak.begin()
         try:
-            with torch.autocast(device.type, dtype=compute, enabled=compute is not None):
-                logits = model(*inputs.model_arguments)
-            loss = weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B)
+            loss = compute_loss(model, inputs, COMPUTE_TYPES[config.run.precision])
             torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -219,7 +213,7 @@ def main(path: str) -> int:
             break
         finally:
             del inputs
-        del logits, loss
+        del loss
         _say(size=size, peak_bytes=seen)
         if seen > room_bytes // 2:
             break

@@ -51,7 +51,7 @@ from shardflow.training.ledger import LedgerWriter, next_attempt
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
 from shardflow.training.models.building import build_report_model, folder_digest
-from shardflow.training.step import Updates, build_optimizer, warm_up
+from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tokenizing import tokenizer_digest
 from shardflow.training.tuning import Tuning, given_settings
@@ -70,7 +70,7 @@ class StartDecision:
     checkpoint: str | None
     """Absolute folder to resume from; None for a fresh start."""
     damaged: Sequence[str]
-    """A sentence for each newer checkpoint that was passed over."""
+    """A sentence for each newer checkpoint that was skipped."""
 
 
 def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
@@ -86,15 +86,15 @@ def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
     own = folder.names()
     if run.resume == "never" and own:
         raise ConfigError(
-            f"run.output must hold no checkpoint where run.resume is 'never', got {len(own)}, {own[0]} "
-            "the newest; choose another folder, or resume with 'auto'."
+            f"run.resume is 'never', but run.output holds {len(own)} checkpoints, {own[0]} the newest; "
+            "choose another folder, or resume with 'auto'."
         )
     if own:
         sound, problems = folder.newest_sound()
         if sound is None:
             raise CheckpointError(
-                f"one of the run's {len(own)} checkpoints must be sound, got: {' '.join(problems)} Restore "
-                "one, or start a new run in another folder."
+                f"none of the run's {len(own)} checkpoints can be used: {' '.join(problems)} Restore one, or "
+                "start a new run in another folder."
             )
         for problem in problems:
             _LOGGER.warning("%s Falling back to %s.", problem, sound.name)
@@ -150,8 +150,8 @@ def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
         value = bindings.get(name)
         if saved.get(name) != value:
             raise StateError(
-                f"{name} must be that of checkpoint {checkpoint.name}, {saved.get(name)!r}, got {value!r}; "
-                "set it back, or start a new run in another folder."
+                f"{name} is {value!r}, but checkpoint {checkpoint.name} was trained with "
+                f"{saved.get(name)!r}; set it back, or start a new run in another folder."
             )
 
 
@@ -168,7 +168,7 @@ def _chosen_later() -> dict[str, Any]:
 
 
 class RunLock:
-    """Keeps a second job out of the run folder for as long as this process lives.
+    """Lock that keeps a second job out of the run folder for as long as this process lives.
 
     The kernel frees it when the process ends, however it ends, so a restart after SIGKILL finds it free.
 
@@ -183,16 +183,14 @@ class RunLock:
             self._descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"run.output must be a folder that can be written, got {type(error).__name__} "
-                f"({os.strerror(error.errno or 0)}); correct it."
+                f"run.output cannot be written ({os.strerror(error.errno or 0)}); name a writable folder."
             ) from None
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
             raise ConfigError(
-                "run.output must belong to one running job, got a folder that another job holds; stop that "
-                "job, or choose another folder."
+                "run.output is in use by another running job; stop that job, or choose another folder."
             ) from None
         except OSError as error:
             _LOGGER.warning(
@@ -204,9 +202,6 @@ class RunLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-_COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_run(
@@ -249,7 +244,7 @@ def prepare_run(
         lora=config.lora,
         seed=config.run.seed,
     )
-    compute = _COMPUTE[config.run.precision]
+    compute = COMPUTE_TYPES[config.run.precision]
     is_sharded = config.parallel.strategy == "fsdp2"
     if config.run.compile:
         compile_blocks(model)
@@ -417,9 +412,9 @@ class TrainSummary:
     world_size: int
     attempt: int
     resumed_from: str | None
-    """Name of the checkpoint this start went on from."""
+    """Name of the checkpoint that this start resumed from."""
     damaged_checkpoints: int
-    """Newer checkpoints that were passed over."""
+    """Number of newer checkpoints that were skipped."""
     global_step: int
     """Steps done over all starts of the run."""
     num_steps: int
@@ -510,7 +505,7 @@ def train_on(
 def _decide(
     config: TrainConfig, ranks: Ranks, checkpoints: CheckpointFolder, stack: ExitStack
 ) -> StartDecision:
-    """Let rank 0 lock the run folder and choose the start, then tell everybody, a refusal included."""
+    """Let rank 0 lock the run folder and choose the start, then broadcast it, a refusal included."""
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -31,6 +30,12 @@ from shardflow.training.distributed import gather_whole, no_sync, unwrap
 from shardflow.training.hooks import LoopHook, StepReport
 from shardflow.training.inputs import MicroInputs
 from shardflow.training.sequences import weighted_token_loss
+
+COMPUTE_TYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By ``run.precision``: the type to compute in, or None for that of the weights."""
+_LOWEST_SCALE: Final = 2.0**-24
+_HIGHEST_SCALE: Final = 2.0**24
+_GROWTH_STEPS: Final = 1_000
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
@@ -70,7 +75,7 @@ def learning_rate(settings: OptimizerConfig, step: int, num_steps: int) -> float
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group the same learning rate."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -133,7 +138,7 @@ def accumulate_gradients(
         num_samples += inputs.num_samples
     if len(losses) != num_micro_batches:
         raise TrainingError(
-            f"a step must have {num_micro_batches} micro-batches on this rank, got {len(losses)} (epoch "
+            f"the loader delivered {len(losses)} of this rank's {num_micro_batches} micro-batches (epoch "
             f"{epoch}, step {step}); this is a bug of the loader."
         )
     # One wait for the device a step, not one a micro-batch.
@@ -169,8 +174,8 @@ def warm_up(model: nn.Module, inputs: MicroInputs, *, autocast: torch.dtype | No
     idle = [name for name, p in unwrap(model).named_parameters() if p.requires_grad and p.grad is None]
     if idle:
         raise TrainingError(
-            f"every parameter must take part in every step, got {len(idle)} without a gradient, {idle[0]} "
-            "among them; use it in the forward, or set requires_grad to false."
+            f"{len(idle)} parameters got no gradient, {idle[0]} among them, but every trained parameter must "
+            "take part in every step; use it in the forward, or set requires_grad to false."
         )
     model.zero_grad(set_to_none=True)
 
@@ -180,21 +185,6 @@ def compute_loss(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | 
     with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
         logits = model(*inputs.model_arguments)
     return weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B)
-
-
-_LOWEST_SCALE: Final = 2.0**-24
-_HIGHEST_SCALE: Final = 2.0**24
-_GROWTH_STEPS: Final = 1_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """What became of one step's gradient."""
-
-    norm: float | None
-    """Before clipping; None for a step without tokens or with a gradient that is not finite."""
-    is_skipped: bool
-    """The gradient was not finite, and nothing changed."""
 
 
 class Updates:
@@ -238,13 +228,13 @@ class Updates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; one of another precision has no loss scale, and an old one nothing."""
+        """Restore a checkpoint's state; one of another precision has no loss scale, and an old one nothing."""
         if self._is_scaled and state.get("loss_scale") is not None:
             self.loss_scale, self._good_steps = float(state["loss_scale"]), int(state["good_steps"])
         self.num_skipped = int(state.get("num_skipped", 0))
         self._skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
 
-    def apply(self, num_tokens: float, *, loss: float, where: str) -> Update:
+    def apply(self, num_tokens: float, *, loss: float, where: str) -> float | None:
         """Divide the summed gradient by the step's tokens, clip it and update the weights; then forget it.
 
         Args:
@@ -253,8 +243,9 @@ class Updates:
             where: Names the step in an error.
 
         Returns:
-            What became of it. A step without tokens changes neither weights nor optimizer (AdamW would
-            decay weights and coast on its momentum even with a zero gradient).
+            The norm before clipping; None where nothing changed, because the gradient was not finite or the
+            step had no tokens (AdamW would decay weights and coast on its momentum even with a zero
+            gradient).
 
         Raises:
             TrainingError: the gradient is not finite, and the settings do not let the step be skipped;
@@ -265,9 +256,9 @@ class Updates:
         finally:
             self._optimizer.zero_grad(set_to_none=True)
 
-    def _apply(self, num_tokens: float, loss: float, where: str) -> Update:
+    def _apply(self, num_tokens: float, loss: float, where: str) -> float | None:
         if num_tokens == 0.0:
-            return Update(norm=None, is_skipped=False)
+            return None
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for gradient in gradients:
@@ -275,14 +266,14 @@ class Updates:
         norm = gather_whole(nn.utils.get_total_norm(gradients))
         if not bool(torch.isfinite(norm)):
             self._skip(loss, where)
-            return Update(norm=None, is_skipped=True)
+            return None
         nn.utils.clip_grads_with_norm_(parameters, self._settings.max_gradient_norm, norm)
         self._optimizer.step()
         self._skipped_in_a_row = 0
         self._good_steps += 1
         if self._is_scaled and self._good_steps >= _GROWTH_STEPS:
             self.loss_scale, self._good_steps = min(self.loss_scale * 2.0, _HIGHEST_SCALE), 0
-        return Update(norm=float(norm), is_skipped=False)
+        return float(norm)
 
     def _skip(self, loss: float, where: str) -> None:
         self.num_skipped += 1
@@ -295,6 +286,6 @@ class Updates:
         if settings.on_nonfinite == "raise" or self._skipped_in_a_row > settings.max_skipped_steps:
             times = f" {self._skipped_in_a_row} times in a row" if self._skipped_in_a_row > 1 else ""
             raise TrainingError(
-                f"the gradient must be finite, got a norm that is not{times} ({where}); lower "
-                "optimizer.learning_rate, or look at this step's samples in the run ledger."
+                f"the gradient is not finite{times} ({where}); lower optimizer.learning_rate, or look at "
+                "this step's samples in the run ledger."
             )

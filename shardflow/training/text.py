@@ -7,7 +7,6 @@ only, so every world size sees the same tensors.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.keys import REPORT_FIELD
 from shardflow.storage import write_atomic
+from shardflow.training.tokenizing import tokenizer_digest
 
 _BEGIN, _END, _PADDING = "<s>", "</s>", "<pad>"
 _FILE = "tokenizer.json"
@@ -71,13 +71,7 @@ class ReportTokenizer:
         Raises:
             ConfigError: no ``tokenizer.json`` there, or one that cannot be read.
         """
-        try:
-            content = (folder / _FILE).read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"text.tokenizer must be a folder with {_FILE}, got {type(error).__name__} ({folder.name}); "
-                "make one with: shardflow train-tokenizer --help."
-            ) from None
+        digest = tokenizer_digest(folder)
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a broken file
@@ -85,7 +79,7 @@ class ReportTokenizer:
                 f"text.tokenizer must be a readable tokenizer, got {type(error).__name__} ({folder.name}); "
                 "make it anew, or correct its files."
             ) from None
-        return cls(tokenizer, hashlib.sha256(content).hexdigest())
+        return cls(tokenizer, digest)
 
     def framed(self, *, begin_id: int, end_ids: Sequence[int]) -> Self:
         """Return one whose rows begin and end otherwise, as a chat template or a decoder wants."""

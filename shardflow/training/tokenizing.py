@@ -65,16 +65,17 @@ def tokenizer_digest(path: Path) -> str:
     Raises:
         ConfigError: There is no such file.
     """
-    return hashlib.sha256(_read_tokenizer(path)).hexdigest()
+    return hashlib.sha256(read_tokenizer(path)).hexdigest()
 
 
-def _read_tokenizer(path: Path) -> bytes:
+def read_tokenizer(path: Path) -> bytes:
+    """Read the ``tokenizer.json`` of a tokenizer; arguments and errors as of `tokenizer_digest`."""
     try:
         return (path / _FILE if path.is_dir() else path).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"the tokenizer must be a {_FILE} or a folder with one, got {type(error).__name__}; "
-            f"make one with: shardflow train-tokenizer --help."
+            f"The tokenizer {path.name!r} is not a {_FILE} or a folder with one ({type(error).__name__}); "
+            "correct text.tokenizer or --tokenizer, or make one with: shardflow train-tokenizer --help."
         ) from None
 
 
@@ -95,7 +96,7 @@ class TextTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
-        content = _read_tokenizer(path)
+        content = read_tokenizer(path)
         try:
             tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a broken file

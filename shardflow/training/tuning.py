@@ -31,7 +31,7 @@ from shardflow.storage import CacheConfig
 from shardflow.storage.local import write_atomic
 from shardflow.telemetry import Interval, Move, TunableLimit
 from shardflow.telemetry.process import available_bytes, num_processors
-from shardflow.training.config import DataLoadingConfig, TuneConfig
+from shardflow.training.config import DataLoadingConfig, TuneConfig, changed_settings
 from shardflow.training.distributed import Ranks
 from shardflow.training.hooks import LoopHook, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.metrics import MetricsWriter, StepMetrics
@@ -280,16 +280,8 @@ def configurable(values: Values) -> dict[str, int | str]:
 
 def given_settings(loader: DataLoadingConfig, cache: CacheConfig) -> set[str]:
     """Return the names of the settings that differ from their default."""
-    tables: dict[str, tuple[Any, Any]] = {
-        "loader": (loader, DataLoadingConfig()),
-        "cache": (cache, CacheConfig()),
-    }
-    return {
-        f"{table}.{one.name}"
-        for table, (given, default) in tables.items()
-        for one in fields(default)
-        if getattr(given, one.name) != getattr(default, one.name)
-    }
+    tables = {"loader": loader, "cache": cache}
+    return {f"{table}.{name}" for table, settings in tables.items() for name in changed_settings(settings)}
 
 
 def capped(limits: Mapping[str, TunableLimit], present: Values, tune: TuneConfig) -> dict[str, TunableLimit]:

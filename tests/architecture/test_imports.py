@@ -36,6 +36,10 @@ STARTS = {
     ),
     "shardflow --help": ("from shardflow.cli.main import build_parser; build_parser('')", NUMERICS),
     "shardflow plan --help": ("from shardflow.cli.main import build_parser; build_parser('plan')", NUMERICS),
+    "shardflow train --help": (
+        "from shardflow.cli.main import build_parser; build_parser('train')",
+        NUMERICS,
+    ),
     "shardflow info --help": ("from shardflow.cli.main import build_parser; build_parser('info')", NUMERICS),
 }
 

@@ -378,4 +378,4 @@ def test_a_tokenizer_that_is_not_there(call: Call, dataset: Path, tmp_path: Path
         _plan(call, dataset, "--max-tokens", 9, *missing, micro_batch_size=None),
     ):
         assert called.code == 2
-        assert "tokenizer must be" in called.err
+        assert "is not a tokenizer.json or a folder with one" in called.err

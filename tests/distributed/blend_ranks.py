@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from shardflow.config import load_config
-from shardflow.training import TrainConfig
-from shardflow.training.config import TimeoutConfig
+from shardflow.training.config import TimeoutConfig, TrainConfig
 from shardflow.training.distributed import StopRequest, join_ranks
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train_on

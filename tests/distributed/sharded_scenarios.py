@@ -144,7 +144,7 @@ def one_rank_fails_to_write(stage: Stage) -> Result:
 
     def full(folder: CheckpointFolder, unfinished: Path, global_step: int, **parts: Any) -> dict[str, Any]:
         if stage.ranks.rank == 2 and global_step == 4:
-            raise CheckpointError("checkpoint step-00000004 must be written, got a full disk on rank 2.")
+            raise CheckpointError("checkpoint step-00000004 could not be written: a full disk on rank 2.")
         return real(folder, unfinished, global_step, **parts)
 
     try:

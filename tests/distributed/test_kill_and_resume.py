@@ -13,7 +13,7 @@ import torch
 
 from shardflow.cli.main import main
 from shardflow.config import load_config
-from shardflow.training import TrainConfig
+from shardflow.training.config import TrainConfig
 from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train

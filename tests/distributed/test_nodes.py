@@ -15,7 +15,7 @@ import torch
 
 from shardflow.config import load_config
 from shardflow.logs import read_events
-from shardflow.training import TrainConfig
+from shardflow.training.config import TrainConfig
 from shardflow.training.ledger import compare_ledgers, read_records
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train

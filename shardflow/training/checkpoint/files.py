@@ -80,38 +80,12 @@ class CheckpointFolder:
         found = [entry.name for entry in self.path.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=_step_of, reverse=True)
 
-    def save(
-        self,
-        global_step: int,
-        *,
-        state: Mapping[str, Any],
-        model: Mapping[str, torch.Tensor],
-        optimizer: Mapping[str, torch.Tensor],
-    ) -> str:
-        """Write a whole checkpoint; when this returns it survives a power cut.
-
-        Args:
-            global_step: Steps that are done.
-            state: JSON object of everything that is no tensor.
-            model: Flat tensors of the model, on the CPU.
-            optimizer: Flat tensors of the optimizer, on the CPU.
-
-        Returns:
-            Its name.
-
-        Raises:
-            CheckpointError: it could not be written (no space, no permission); earlier checkpoints are
-                untouched.
-        """
-        unfinished = self.begin(global_step)
-        files = self.write_part(unfinished, global_step, model=model, optimizer=optimizer)
-        return self.publish(unfinished, global_step, state=state, files=files)
-
     def begin(self, global_step: int) -> Path:
         """Make the hidden folder that a checkpoint is written into, and return it.
 
         Raises:
-            CheckpointError: as in :meth:`save`, of the other two parts as well.
+            CheckpointError: it could not be written (no space, no permission); earlier checkpoints are
+                untouched. The same holds for :meth:`write_part` and :meth:`publish`.
         """
         unfinished = self.path / f".unfinished-{_name_of(global_step)}-{secrets.token_hex(4)}"
         try:
@@ -159,7 +133,7 @@ class CheckpointFolder:
     def publish(
         self, unfinished: Path, global_step: int, *, state: Mapping[str, Any], files: Mapping[str, Any]
     ) -> str:
-        """Give a checkpoint whose tensors all stand its name, point ``latest`` to it, remove old ones.
+        """Give a completely written checkpoint its name, point ``latest`` to it, remove old ones.
 
         Args:
             unfinished: What :meth:`begin` returned.
@@ -220,7 +194,7 @@ class CheckpointFolder:
             fsync_directory(self.path)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints newer than {name} must be set aside, got {_reason_of(error)}; make run.output "
+                f"checkpoints newer than {name} could not be set aside: {_reason_of(error)}; make run.output "
                 "writable and start again."
             ) from None
         self._point_latest(name)
@@ -313,13 +287,15 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _damaged(name: str, expected: str, found: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {name} must have {expected}, got {found}; it is not used.")
+    return CheckpointError(
+        f"checkpoint {name} is damaged: expected {expected}, found {found}; it is not used."
+    )
 
 
 def _unwritten(global_step: int, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {_name_of(global_step)} must be written, got {_reason_of(error)}; earlier checkpoints "
-        "are untouched: free space in run.output and start again."
+        f"checkpoint {_name_of(global_step)} could not be written: {_reason_of(error)}; earlier checkpoints "
+        "are untouched: free up space in run.output and start again."
     )
 
 

@@ -241,9 +241,8 @@ class CheckpointSaver:
             self.close()
             if self._work.stage is SavingStage.BUSY:
                 raise WaitTimeoutError(
-                    f"checkpoint step-{self._work.global_step:08d} must be written within "
-                    f"{limit_s:g} s, got no end on rank {self._ranks.rank}; look at "
-                    "the storage of run.output, or raise timeouts.control_s."
+                    f"checkpoint step-{self._work.global_step:08d} was not written within {limit_s:g} s on "
+                    f"rank {self._ranks.rank}; check the storage of run.output, or raise timeouts.control_s."
                 )
             self._ranks.barrier("checkpoint written", limit_s)
             stages = self._ranks.all_gather_numbers([self.stage], limit_s)[:, 0]
@@ -273,7 +272,7 @@ class CheckpointSaver:
             work.error, work.stage = error.message, SavingStage.FAILED
         except Exception as error:  # noqa: BLE001 - raised on every rank at the next exchange
             work.error = (
-                f"checkpoint step-{work.global_step:08d} must be written, got {type(error).__name__}; this "
+                f"checkpoint step-{work.global_step:08d} could not be written: {type(error).__name__}; this "
                 "is a bug."
             )
             work.stage = SavingStage.FAILED

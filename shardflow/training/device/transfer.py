@@ -146,39 +146,10 @@ class Parcel:
     """Events around the copy."""
 
 
-class Transfer(Protocol):
-    """Moves arrays to where the model computes."""
+class Transfer:
+    """Transfer of arrays to where the model computes; this one is for models on the CPU.
 
-    def ask(self) -> None:
-        """Say that the loop needs the next micro-batch now; what it waits from here on is data wait."""
-
-    def got(self) -> None:
-        """Say that the wait which `ask` began is over, though nothing was received yet."""
-
-    def send(self, arrays: Arrays) -> Parcel:
-        """Begin to move arrays; they may be overwritten or freed as soon as this returns, on a device.
-
-        Args:
-            arrays: By name, any shapes and dtypes that torch has.
-        """
-
-    def receive(self, parcel: Parcel) -> dict[str, torch.Tensor]:
-        """Return the tensors, for use on the current stream; the wait that `ask` began ends here."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Pinned memory that is held."""
-
-    def drain(self) -> float:
-        """Return the seconds that the loop or the device waited since the last call.
-
-        On a device this waits for the newest micro-batch to arrive: call it where the step has waited for the
-        device anyway.
-        """
-
-
-class HostTransfer:
-    """For models on the CPU, whose tensors are the arrays; for a device without a ring, which gets copies.
+    Their tensors are the arrays. A device without a ring of its own gets copies.
 
     Args:
         counters: Gets the stage ``data_wait``.
@@ -192,11 +163,11 @@ class HostTransfer:
         self._wait_s = 0.0
 
     def ask(self) -> None:
-        """See `Transfer.ask`."""
+        """Begin a data wait: the loop needs the next micro-batch now."""
         self._asked_s = time.perf_counter()
 
     def got(self) -> None:
-        """See `Transfer.got`."""
+        """End the wait that `ask` began, though nothing was received yet."""
         if self._asked_s is not None:
             waited_s = time.perf_counter() - self._asked_s
             self._wait_s += waited_s
@@ -204,27 +175,35 @@ class HostTransfer:
             self._asked_s = None
 
     def send(self, arrays: Arrays) -> Parcel:
-        """See `Transfer.send`; the tensors share the arrays' memory and keep it alive."""
+        """Begin to move arrays, by name, of any shapes and of dtypes that torch has.
+
+        On a device they may be overwritten or freed as soon as this returns; on the CPU the tensors share
+        their memory and keep it alive.
+        """
         return Parcel({name: torch.from_numpy(_plain(array)) for name, array in arrays.items()})
 
     def receive(self, parcel: Parcel) -> dict[str, torch.Tensor]:
-        """See `Transfer.receive`."""
+        """Return the tensors, for use on the current stream; the wait that `ask` began ends here."""
         self.got()
         return {name: tensor.to(self._device) for name, tensor in parcel.tensors.items()}
 
     @property
     def pinned_bytes(self) -> int:
-        """See `Transfer.pinned_bytes`."""
+        """Pinned memory that is held."""
         return 0
 
     def drain(self) -> float:
-        """See `Transfer.drain`."""
+        """Return the seconds that the loop or the device waited since the last call.
+
+        On a device this waits for the newest micro-batch to arrive: call it where the step has waited for the
+        device anyway.
+        """
         waited_s, self._wait_s = self._wait_s, 0.0
         return waited_s
 
 
-class CudaTransfer:
-    """For models on a GPU: one copy a micro-batch, on a stream of its own.
+class CudaTransfer(Transfer):
+    """Transfer for models on a GPU: one copy a micro-batch, on a stream of its own.
 
     Args:
         device: The GPU.
@@ -235,8 +214,7 @@ class CudaTransfer:
     """
 
     def __init__(self, device: torch.device, *, ring_bytes: int, counters: StageCounters) -> None:
-        self._device = device
-        self._counters = counters
+        super().__init__(counters, device)
         self._copies: torch.cuda.Stream = _stream(device)
         self._ring = PinnedRing(ring_bytes, _pinned)
         self._asked: torch.cuda.Event | None = None
@@ -314,7 +292,7 @@ def open_transfer(device: torch.device, *, ring_bytes: int, counters: StageCount
     """Return what moves micro-batches to a device."""
     if device.type == "cuda":
         return CudaTransfer(device, ring_bytes=ring_bytes, counters=counters)
-    return HostTransfer(counters, device)
+    return Transfer(counters, device)
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:

@@ -149,12 +149,12 @@ stopped it. ``held``: it runs no Python, as where an extension keeps the interpr
 main thread does not get on. ``silent``: nothing comes from its machine."""
 
 _FOUND = {
-    "gone": "an end without a word, as by SIGKILL or for want of memory",
-    "failed": "an error",
-    "stopped": "a process that a signal has stopped",
-    "held": "no sign of its interpreter",
-    "stuck": "no progress",
-    "silent": "nothing from its machine",
+    "gone": "ended without an error, as after SIGKILL or when memory runs out",
+    "failed": "failed",
+    "stopped": "was stopped by a signal",
+    "held": "shows no sign of its interpreter",
+    "stuck": "makes no progress",
+    "silent": "is unreachable: nothing arrives from its machine",
 }
 _REMEDIES = {
     "gone": "check the kernel log of that machine, and start again to resume",
@@ -207,8 +207,8 @@ class Fault:
         if self.after_s:
             found = f"{found} for {self.after_s:.0f} s"
         return (
-            f"rank {self.rank} must take part to the end, got {found} (host {self.host}, process {self.pid}, "
-            f"{self.beat.describe()}); {_REMEDIES[self.kind]}."
+            f"rank {self.rank} {found} (host {self.host}, process {self.pid}, {self.beat.describe()}); "
+            f"{_REMEDIES[self.kind]}."
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardflow.config import load_config
 from shardflow.errors import ConfigError
@@ -14,8 +12,8 @@ from shardflow.format import Dataset
 from shardflow.loading import Loader, Selection, World, select
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
-from shardflow.training import TrainConfig
-from shardflow.training.data import batch_spec, mesh_world
+from shardflow.training.config import TrainConfig
+from shardflow.training.data import batch_spec
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
@@ -101,14 +99,3 @@ def test_a_run_under_a_budget_is_as_long_as_its_epochs_and_goes_on_after_a_stop(
     # The learning rate's cosine of a shorter run is another one, so only the samples are compared.
     one, other = (read_ledger(tmp_path / name) for name in ("whole", "cut"))
     assert [step.micro_batches for step in one] == [step.micro_batches for step in other]
-
-
-def test_a_mesh_says_which_data_parallel_rank_this_is(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
-        assert mesh_world(mesh, ("data",)) == World(rank=0, world_size=1)
-        with pytest.raises(ConfigError, match="data_dimensions must be of the mesh"):
-            mesh_world(mesh, ("pipeline",))
-    finally:
-        dist.destroy_process_group()

@@ -20,8 +20,22 @@ from shardflow.training.checkpoint.files import CheckpointFolder, read_checkpoin
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 
 
+def write(
+    folder: CheckpointFolder,
+    step: int,
+    *,
+    state: dict[str, Any],
+    model: dict[str, torch.Tensor],
+    optimizer: dict[str, torch.Tensor],
+) -> str:
+    unfinished = folder.begin(step)
+    files = folder.write_part(unfinished, step, model=model, optimizer=optimizer)
+    return folder.publish(unfinished, step, state=state, files=files)
+
+
 def save(folder: CheckpointFolder, step: int, **state: Any) -> str:
-    return folder.save(
+    return write(
+        folder,
         step,
         state={"global_step": step, "share": 0.1, **state},
         model={"weight": torch.arange(6.0).reshape(2, 3) + step},
@@ -47,7 +61,7 @@ def test_what_was_saved_comes_back(folder: CheckpointFolder) -> None:
 
 
 def test_optimizer_without_state_is_no_mistake(folder: CheckpointFolder) -> None:
-    folder.save(0, state={}, model={"weight": torch.zeros(1)}, optimizer={})
+    write(folder, 0, state={}, model={"weight": torch.zeros(1)}, optimizer={})
     checkpoint, _ = folder.newest_sound()
     assert checkpoint is not None
     assert checkpoint.optimizer == {}
@@ -203,7 +217,7 @@ def test_full_disk_is_named_and_leaves_the_earlier_checkpoint(folder: Checkpoint
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(CheckpointError, match="step-00000004 must be written"):
+        with pytest.raises(CheckpointError, match="step-00000004 could not be written"):
             save(folder, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -216,7 +230,7 @@ def test_damaged_checkpoints_that_were_passed_over_never_push_out_sound_ones(
 ) -> None:
     """They have larger numbers than what the run writes next; they would outlive it."""
     for step in (10, 18, 20):
-        CheckpointFolder(folder.path, keep_last=3).save(step, state={}, model={}, optimizer={})
+        write(CheckpointFolder(folder.path, keep_last=3), step, state={}, model={}, optimizer={})
     for step in (18, 20):
         (folder.path / f"step-{step:08d}" / "state.json").write_bytes(b"")
     folder.resume_from("step-00000010")

@@ -10,7 +10,7 @@ import pytest
 
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError
-from shardflow.training import TrainConfig
+from shardflow.training.config import TrainConfig
 
 pytestmark = pytest.mark.fast
 
@@ -56,8 +56,8 @@ def test_settings_survive_being_written_and_read(tmp_path: Path) -> None:
         ("run.sede=1", "'seed'"),
         ("optimiser.learning_rate=1", "'optimizer'"),
         ("batch.micro_batch_size=0", "at least 1"),
-        ("batch.over_budget=skip", r"batch\.over_budget must come with max_tokens"),
-        ("batch.text_tokens=counted", r"batch\.text_tokens must come with max_tokens"),
+        ("batch.over_budget=skip", r"batch\.over_budget needs batch\.max_tokens"),
+        ("batch.text_tokens=counted", r"batch\.text_tokens needs batch\.max_tokens"),
         (
             'data.subset=["rows>1", "keys = wanted.txt"]',
             r"data\.subset must hold no keys=, got one; .*data\.keys",

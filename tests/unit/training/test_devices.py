@@ -43,7 +43,8 @@ import torch
 import torch.distributed as dist
 from shardflow.errors import ConfigError
 from shardflow.training.distributed import backend_of, choose_device
-from shardflow.training.distributed import Timeouts, join_ranks
+from shardflow.training.config import TimeoutConfig
+from shardflow.training.distributed import join_ranks
 
 found = {"auto": str(choose_device("auto", 0)), "second": str(choose_device("npu", 1))}
 found["backend"] = backend_of(torch.device("npu", 1))

@@ -12,7 +12,7 @@ from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
-from shardflow.training.device.transfer import HostTransfer, Parcel
+from shardflow.training.device.transfer import Parcel, Transfer
 from shardflow.training.hooks import LoopHook
 from shardflow.training.inputs import DeviceFeed, InputMaker, step_inputs
 from shardflow.training.ledger import LedgerMicroBatch
@@ -20,7 +20,7 @@ from shardflow.training.text import ReportTokenizer
 from tests.tiny_runs import TinyInput
 
 
-class Watched(HostTransfer):
+class Watched(Transfer):
     """Notes what the feed does, in order."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def open_loader(tiny: TinyInput, per_step: int = 2, prefetch_bytes: int = 1 << 2
     )
 
 
-def maker(tiny: TinyInput, transfer: HostTransfer) -> InputMaker:
+def maker(tiny: TinyInput, transfer: Transfer) -> InputMaker:
     return InputMaker(ReportTokenizer.load(tiny.tokenizer), max_tokens=24, transfer=transfer)
 
 
@@ -143,7 +143,7 @@ def test_a_bad_sample_is_counted_with_its_step(tiny: TinyInput, monkeypatch: pyt
 def test_a_batch_is_not_kept_after_it_was_sent(tiny: TinyInput) -> None:
     """On a device its memory goes back to the loader at once."""
 
-    class Copying(HostTransfer):
+    class Copying(Transfer):
         def send(self, arrays: dict[str, NDArray[Any]]) -> Parcel:  # type: ignore[override]
             return Parcel({name: torch.tensor(array) for name, array in arrays.items()})
 

@@ -79,7 +79,7 @@ def test_wrong_arguments_are_one_line_and_exit_with_two(capsys: pytest.CaptureFi
 def test_failure_exits_with_one(tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run(tiny, tmp_path, "optimizer.learning_rate=1e30", "optimizer.max_gradient_norm=1e30")
     assert code == EXIT_FAILED
-    assert "must be finite" in capsys.readouterr().err
+    assert "gradient is not finite" in capsys.readouterr().err
 
 
 def test_stop_signal_exits_with_its_own_code(

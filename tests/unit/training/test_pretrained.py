@@ -263,7 +263,7 @@ def test_another_folder_prompt_or_rank_is_refused_by_name(
         run(tiny, tmp_path, folders["encoder-decoder"])
     torch.distributed.destroy_process_group()
     run(tiny, tmp_path / "adapted", folders["llava"], "run.max_steps=2", "lora.rank=2")
-    with pytest.raises(StateError, match=r"lora\.rank must be that of checkpoint step-00000002, 2, got None"):
+    with pytest.raises(StateError, match=r"lora\.rank is None, but checkpoint .* was trained with 2"):
         run(tiny, tmp_path / "adapted", folders["llava"])
 
 

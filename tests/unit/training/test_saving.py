@@ -35,7 +35,7 @@ class HeldFolder(CheckpointFolder):
     def write_part(self, unfinished: Path, global_step: int, **parts: Any) -> dict[str, Any]:
         assert self.released.wait(60)
         if self.full_disk:
-            raise CheckpointError(f"checkpoint step-{global_step:08d} must be written, got a full disk.")
+            raise CheckpointError(f"checkpoint step-{global_step:08d} could not be written: a full disk.")
         return super().write_part(unfinished, global_step, **parts)
 
 
@@ -149,7 +149,7 @@ def test_a_write_that_fails_ends_the_run_at_the_next_step_and_older_ones_stay(
     run.step()
     run.begin()
     run.saver.close()
-    with pytest.raises(CheckpointError, match="step-00000001 must be written, got a full disk"):
+    with pytest.raises(CheckpointError, match="step-00000001 could not be written: a full disk"):
         run.step()
     sound, problems = folder.newest_sound()
     assert sound is not None
@@ -168,7 +168,7 @@ def test_a_disk_that_never_answers_is_an_error_after_the_timeout(folder: HeldFol
     with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=short, hang_s=0)) as ranks:
         run = Run(ranks, folder)
         run.begin()
-        with pytest.raises(WaitTimeoutError, match=r"step-00000000 must be written within 0\.2 s"):
+        with pytest.raises(WaitTimeoutError, match=r"step-00000000 was not written within 0\.2 s"):
             run.saver.finish()
         folder.released.set()
         run.saver.close()

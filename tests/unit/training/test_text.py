@@ -128,7 +128,7 @@ def test_missing_dataset_is_a_wrong_argument(tmp_path: Path) -> None:
 
 
 def test_missing_or_broken_tokenizer_is_named_without_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a folder with tokenizer") as missing:
+    with pytest.raises(ConfigError, match=r"not a tokenizer\.json or a folder with one") as missing:
         ReportTokenizer.load(tmp_path / "nothing")
     assert str(tmp_path) not in missing.value.message
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")

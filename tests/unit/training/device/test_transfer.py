@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardflow.telemetry import StageCounters
-from shardflow.training.device.transfer import HostTransfer, _layout, _tensors, open_transfer
+from shardflow.training.device.transfer import Transfer, _layout, _tensors, open_transfer
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
@@ -19,7 +19,7 @@ def test_tensors_are_the_arrays() -> None:
         "image": np.arange(12, dtype=np.int16).reshape(3, 4),
         "mask": np.ones(3, np.uint8),
     }
-    transfer = HostTransfer(StageCounters())
+    transfer = Transfer(StageCounters())
     tensors = transfer.receive(transfer.send(arrays))
     arrays["image"][1, 1] = 99
     assert tensors["image"][1, 1] == 99
@@ -30,7 +30,7 @@ def test_tensors_are_the_arrays() -> None:
 def test_an_array_that_nobody_may_write_to_is_copied() -> None:
     array = np.arange(3)
     array.flags.writeable = False
-    tensors = HostTransfer(StageCounters()).send({"row": array}).tensors
+    tensors = Transfer(StageCounters()).send({"row": array}).tensors
     tensors["row"][0] = 7  # would be a fault in read-only memory
     assert array[0] == 0
 
@@ -39,7 +39,7 @@ def test_the_wait_is_from_asking_to_receiving_and_is_drained_once(monkeypatch: p
     clock = iter([10.0, 12.5, 20.0, 21.0])
     monkeypatch.setattr("shardflow.training.device.transfer.time.perf_counter", lambda: next(clock))
     counters = StageCounters()
-    transfer = HostTransfer(counters)
+    transfer = Transfer(counters)
     transfer.ask()
     parcel = transfer.send({"row": np.zeros(1)})
     transfer.receive(parcel)
@@ -76,4 +76,4 @@ def test_a_flat_copy_is_cut_into_the_same_arrays() -> None:
 
 def test_a_cpu_gets_no_copies() -> None:
     transfer = open_transfer(torch.device("cpu"), ring_bytes=1 << 40, counters=StageCounters())
-    assert isinstance(transfer, HostTransfer)
+    assert isinstance(transfer, Transfer)

@@ -133,7 +133,7 @@ def test_rank_that_said_goodbye_is_not_missed() -> None:
 def test_fault_crosses_as_json() -> None:
     fault = Fault(kind="failed", rank=1, host="a", pid=2, beat=Beat(phase="p"), text="why", is_refusal=True)
     assert Fault.from_json(fault.to_json()) == fault
-    assert "an error: why" in fault.sentence()
+    assert "failed: why" in fault.sentence()
 
 
 def test_board_shows_what_was_written_and_never_half_of_it() -> None:
