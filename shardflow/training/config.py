@@ -9,7 +9,7 @@ its own tables; only ``run`` sees the whole `TrainConfig`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from shardflow.storage import CacheConfig
 
 Count = Annotated[int, Bounds(1)]
 CountOrZero = Annotated[int, Bounds(0)]
-_LONGEST_S = 10_000_000.0  # four months; what is far above no clock of the system takes
+_LONGEST_S = 10_000_000.0  # four months; larger values overflow some clocks of the system
 Seconds = Annotated[float, Bounds(0.1, _LONGEST_S)]
 SecondsOrZero = Annotated[float, Bounds(0.0, _LONGEST_S)]
 Share = Annotated[float, Bounds(0.0, 1.0)]
@@ -57,7 +57,7 @@ class DataConfig:
         check_fields(self)
         if any(term.partition("=")[0].strip() == "keys" for term in self.subset):
             raise ConfigError(
-                "data.subset must hold no keys=, got one; name the file as data.keys, which is found from "
+                "data.subset must hold no keys=, got one; name the file as data.keys, a path relative to "
                 "the configuration's folder."
             )
         if self.is_blend:
@@ -108,7 +108,7 @@ class ImageConfig:
     """Slices of another shape are stretched, or keep their shape in a frame that is dark outside them."""
     windows: tuple[str, ...] = ()
     """Names of windows, such as ``["lung", "bone"]``: each CT sample of each epoch gets one of them, keyed by
-    (seed, epoch, sample). None: what the study says."""
+    (seed, epoch, sample). None: the window stored with the study."""
     augment_pool: Share = 0.0
     """Share of the samples that get one of the augmented variants that packing made of them
     (``variants.augment``), keyed by (seed, epoch, sample); none in evaluations."""
@@ -137,21 +137,16 @@ class ImageConfig:
                 f"{bad[0]!r}."
             )
         if self.sizes and self.max_tiles:
-            raise ConfigError(
-                "image.sizes and image.max_tiles must not both be set, got both; leave out one."
-            )
+            raise ConfigError("image.sizes and image.max_tiles are both set; leave out one.")
         if self.augment_pool and (self.sizes or self.max_tiles or self.resolution != "full"):
             raise ConfigError(
-                "image.augment_pool must be 0 with image.sizes, image.max_tiles or image.resolution small, "
-                f"got {self.augment_pool:g}; leave out one of them."
+                "image.augment_pool works neither with image.sizes and image.max_tiles nor with "
+                "image.resolution 'small'; leave out one of them."
             )
-        is_framed = (
-            self.padding != "cap" or self.fit != "stretch" or self.transfer_rows or self.transfer_columns
-        )
-        if is_framed and (self.sizes or self.max_tiles):
+        framing = {"padding", "fit", "transfer_rows", "transfer_columns"} & set(changed_settings(self))
+        if framing and (self.sizes or self.max_tiles):
             raise ConfigError(
-                "image.padding, fit, transfer_rows and transfer_columns must be left out with image.sizes or "
-                "image.max_tiles, got one of them; those decide it."
+                f"image.{min(framing)} is set, but image.sizes and image.max_tiles decide it; leave it out."
             )
 
     @property
@@ -170,7 +165,7 @@ class ImageConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
-    """How reports become tokens."""
+    """Tokenization of reports."""
 
     tokenizer: Path
     """Folder of a ``PreTrainedTokenizerFast``; ``shardflow train-tokenizer`` makes one."""
@@ -180,7 +175,7 @@ class TextConfig:
     """Tokenized while training, or taken from what ``shardflow tokenize`` stored with this tokenizer:
     the same tokens."""
     prompt: str = "Describe the findings."
-    """What the user says behind the slices, in the chat template of a LLaVA-style model; never predicted."""
+    """The user's words after the slices, in the chat template of a LLaVA-style model; never predicted."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -198,7 +193,7 @@ class BatchConfig:
     max_tokens: Count | None = None
     """Token budget of a micro-batch instead; padding counted, but where ``packed``."""
     packed: bool = False
-    """All samples of a micro-batch stand in one sequence, each attending to itself alone, and nothing is
+    """All samples of a micro-batch share one sequence, each attending to itself alone, and nothing is
     padded."""
     text_tokens: Literal["estimated", "counted"] = "estimated"
     """Tokens of text under ``max_tokens``: from the bytes of a report, or as ``shardflow tokenize`` counted
@@ -263,7 +258,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.path is None and self.weights != "stored":
-            raise ConfigError("model.weights must come with model.path, got it without; remove it.")
+            raise ConfigError("model.weights needs model.path, which is not set; remove it.")
         for part in ("vision", "language"):
             width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
             if width % heads or (width // heads) % 2:
@@ -287,10 +282,9 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.rank == 0 and replace(self, rank=1) != LoraConfig(rank=1):
+        if self.rank == 0 and changed_settings(self):
             raise ConfigError(
-                "lora.alpha, lora.dropout and lora.targets must come with lora.rank, got one without; remove "
-                "it, or set a rank."
+                f"lora.{changed_settings(self)[0]} needs lora.rank, which is 0; remove it, or set a rank."
             )
 
 
@@ -344,7 +338,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.strategy == "ddp" and (self.accumulation != "whole" or not self.reshard_after_forward):
+        if self.strategy == "ddp" and changed_settings(self):
             raise ConfigError(
                 "parallel.accumulation and parallel.reshard_after_forward must be left out under ddp, got "
                 "one; remove it, or set parallel.strategy to 'fsdp2'."
@@ -412,8 +406,8 @@ class TimeoutConfig:
     control_s: Seconds = 600.0
     """For barriers outside the gradient path: a checkpoint being written, an evaluation ending."""
     hang_s: SecondsOrZero = 60.0
-    """A rank that does not get on in a step of its own, or shows no sign of its interpreter, for longer is
-    named, and ends the run. 0 waits for ever, as under a debugger."""
+    """A rank that makes no progress in its own work, or shows no sign of its interpreter, for longer is
+    named, and ends the run. 0 waits forever, as under a debugger."""
     lost_s: Seconds = 10.0
     """A machine that is silent for longer is considered lost."""
 
@@ -495,7 +489,7 @@ class RunConfig:
     holds checkpoints. Or a checkpoint folder to start from where the run folder holds none yet."""
     max_failed_starts: CountOrZero = 3
     """So many starts in a row that end before a next checkpoint are enough: another one is refused, with exit
-    code 2. 0 starts for ever."""
+    code 2. 0 never refuses."""
     evaluate_every_steps: CountOrZero = 0
     """0 evaluates at the end of each epoch; needs ``data.eval_split``."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
@@ -540,8 +534,8 @@ class TrainConfig:
         self._keep_folders_apart()
         if self.image.augment_pool and self.augment.is_active:
             raise ConfigError(
-                "image.augment_pool must be 0 with [augment], got both: a sample would be turned twice, "
-                "beyond what its modality allows; leave out one."
+                "image.augment_pool and [augment] are both set, so a sample would be augmented twice, beyond "
+                "what its modality allows; leave out one."
             )
         for name in ("rows", "columns"):
             size, patch = getattr(self.image, name), self.model.patch_size
@@ -552,12 +546,12 @@ class TrainConfig:
                 )
         if self.batch.packed and self.model.path is not None:
             raise ConfigError(
-                "batch.packed must be false with model.path, got true; the reference model alone packs."
+                "batch.packed works with the reference model only, but model.path is set; leave out one."
             )
         if self.model.path is not None and (self.image.sizes or self.image.max_tiles):
             raise ConfigError(
-                "image.sizes and image.max_tiles must be left out with model.path, got one; that model takes "
-                "one number of slices."
+                "image.sizes and image.max_tiles do not work with model.path, whose model takes one number "
+                "of slices; leave them out."
             )
         if self.loader.wait_timeout_s >= self.timeouts.steady_s:
             # Else the ranks that wait in the gradient exchange give up first, and the message names no shard.
@@ -566,15 +560,15 @@ class TrainConfig:
                 f"got {self.loader.wait_timeout_s:g}; lower it, or raise timeouts.steady_s."
             )
         if self.cache.is_on and self.cache.wait_s >= self.loader.wait_timeout_s:
-            # A block that another rank fetches is fetched again before the loader gives up on it.
+            # A block that another rank fetches must be fetched again before the loader gives up on it.
             raise ConfigError(
                 f"cache.wait_s must be less than loader.wait_timeout_s ({self.loader.wait_timeout_s:g}), got "
                 f"{self.cache.wait_s:g}; lower it, or raise loader.wait_timeout_s."
             )
         if self.run.evaluate_every_steps and not self.data.eval_split:
             raise ConfigError(
-                "data.eval_split must name a split where run.evaluate_every_steps is set, got an empty text; "
-                "name one, or remove evaluate_every_steps."
+                "run.evaluate_every_steps needs data.eval_split, which is not set; name a split, or remove "
+                "evaluate_every_steps."
             )
 
     def _keep_folders_apart(self) -> None:

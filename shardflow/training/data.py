@@ -374,7 +374,7 @@ def _image_maker(image: ImageConfig, augment: AugmentConfig, *, seed: int) -> Im
     return ImageMaker(
         pipeline=torch.compile(pipeline, fullgraph=True) if image.compile else pipeline,
         size=size,
-        standardised=image.standardise,
+        standardized=image.standardise,
         augment=augment,
         seed=seed,
     )

@@ -4,12 +4,13 @@ Owns the labels (report tokens only) and the transforms of each image. Images cr
 (int16 is half of float32) and are resized, windowed and rotated there, see ``shardflow.training.device``.
 
 On a device the feed is one micro-batch ahead across the end of a step: while the device still computes the
-last backward, the next step's first micro-batch is copied. The loader's position counts what was handed out,
+last backward, the next step's first micro-batch is copied. The loader's position counts what was delivered,
 never what was only sent ahead, so a checkpoint between the two has the right step.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -64,15 +65,15 @@ class MicroInputs:
     weights_B: torch.Tensor
     """float32, a weight for each row of labels, 0 for padding slots."""
     num_tokens: float
-    """Weighted labelled tokens, the micro-batch's part of the step's N; known without asking the device."""
+    """Weighted labeled tokens, the micro-batch's part of the step's N; known without asking the device."""
     num_samples: float
     """Sum of the weights of the samples."""
     packing: Packing | None = None
-    """How the slots stand in one sequence; None where each has a row."""
+    """Positions of the slots in one sequence; None where each has a row."""
 
     @property
     def model_arguments(self) -> tuple[Any, ...]:
-        """What the model is called with; a model that knows no packing gets none."""
+        """Arguments of the model's call; without packing for a model that does not support it."""
         rows = (
             self.images_BKHW,
             self.slice_mask_BK,
@@ -125,24 +126,24 @@ class SentInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageMaker:
-    """What becomes of images on the device, in place of the window that the model applies by itself."""
+    """Transforms of images on the device, in place of the window that the model applies by itself."""
 
     pipeline: Callable[[torch.Tensor, torch.Tensor, ImageParameters], torch.Tensor]
     """An `ImagePipeline`, compiled or not."""
     size: tuple[int, int]
     """Rows and columns of its result."""
-    standardised: tuple[str, ...] = ()
+    standardized: tuple[str, ...] = ()
     """Modalities whose images get their own mean and deviation in place of a window."""
     augment: AugmentConfig | None = None
     """None for an evaluation."""
     seed: int = 0
 
     def arrays(self, batch: Batch, reports: list[str]) -> dict[str, NDArray[Any]]:
-        """Work out what each sample gets, on the host: a few numbers a sample."""
+        """Compute each sample's parameters on the host: a few numbers a sample."""
         modalities = batch.modalities
         arrays: dict[str, NDArray[Any]] = {}
-        if self.standardised:
-            arrays["is_standardised"] = np.array([name in self.standardised for name in modalities], np.uint8)
+        if self.standardized:
+            arrays["is_standardized"] = np.array([name in self.standardized for name in modalities], np.uint8)
         if self.augment is not None and self.augment.is_active:
             place = (batch.epoch, batch.step, batch.micro)
             draws = [
@@ -164,13 +165,13 @@ class ImageMaker:
 
     def images(self, tensors: dict[str, torch.Tensor], slice_mask_BK: torch.Tensor) -> torch.Tensor:
         """Make the images that the vision model takes."""
-        standardised = tensors.get("is_standardised")
+        standardized = tensors.get("is_standardized")
         return self.pipeline(
             tensors["image"],
             slice_mask_BK,
             ImageParameters(
                 display_range_B2=tensors["display_range"],
-                is_standardised_B=None if standardised is None else standardised.bool(),
+                is_standardized_B=None if standardized is None else standardized.bool(),
                 intensity_B3=tensors.get("intensity"),
                 affine_B23=tensors.get("affine"),
                 content_box_B4=tensors.get("content_box"),
@@ -179,7 +180,7 @@ class ImageMaker:
 
 
 class InputMaker:
-    """Makes the model's tensors from batches, in two halves: what the host does, and what the device does.
+    """Maker of the model's tensors from batches, in two halves: one on the host, one on the device.
 
     Args:
         tokenizer: Turns reports into token ids.
@@ -212,22 +213,18 @@ class InputMaker:
 
     def for_evaluation(self) -> InputMaker:
         """Return the same without augmentation."""
-        images = None if self._images is None else replace(self._images, augment=None)
-        return InputMaker(
-            self._tokenizer,
-            max_tokens=self._max_tokens,
-            transfer=self.transfer,
-            images=images,
-            packed=self._packed,
-            size=self._size,
-        )
+        other = copy.copy(self)
+        other._counters = StageCounters()
+        if self._images is not None:
+            other._images = replace(self._images, augment=None)
+        return other
 
     def __call__(self, batch: Batch) -> MicroInputs:
-        """Do both halves at once."""
+        """Run both halves at once."""
         return self.receive(self.send(batch))
 
     def send(self, batch: Batch) -> SentInputs:
-        """Do the host's half: text becomes tokens, and everything begins to move.
+        """Run the host's half: text becomes tokens, and everything begins to move.
 
         Args:
             batch: One micro-batch of the loader; on a device its memory may be reused once this returns, on
@@ -271,7 +268,7 @@ class InputMaker:
         )
 
     def receive(self, sent: SentInputs) -> MicroInputs:
-        """Do the device's half, on the current stream."""
+        """Run the device's half, on the current stream."""
         tensors = self.transfer.receive(sent.parcel)
         slice_mask = tensors["slice_mask"].bool()
         if sent.places is not None and self._size is not None:
@@ -290,7 +287,7 @@ class InputMaker:
 
 
 def _image_arrays(source: Mapping[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], list[Place] | None]:
-    """Return what of a batch's images travels, and where the slices are that lie flat."""
+    """Return the arrays of images that travel, and the places of slices in a flat array, if they are flat."""
     names = ("image", "slice_mask", "display_range", "content_box")
     if "image" in source:
         return {name: source[name] for name in names if name in source}, None
@@ -309,14 +306,14 @@ def make_inputs(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FedMicroBatch:
-    """A micro-batch on the device, and what the ledger says of it."""
+    """A micro-batch on the device, and its entry in the ledger."""
 
     inputs: MicroInputs
     entry: LedgerMicroBatch
 
 
 class MicroFeed(Protocol):
-    """Where steps take their micro-batches from."""
+    """Source of the micro-batches of steps."""
 
     looks_ahead: bool
     """Whether `look_ahead` does anything."""
@@ -325,7 +322,7 @@ class MicroFeed(Protocol):
         """Return the next micro-batch on the device; None where there is none left."""
 
     def look_ahead(self) -> None:
-        """Begin with the micro-batch that comes after those that were taken."""
+        """Start on the micro-batch that follows those that were taken."""
 
     def drain(self) -> float:
         """Return the seconds waited for data since the last call."""
@@ -368,9 +365,9 @@ class DeviceFeed:
             self._maker.transfer.got()
 
     def apply_pending(self) -> bool:
-        """Let changes of the loader's settings act that wait for a boundary, see `Loader.apply_pending`.
+        """Apply changes of the loader's settings that wait for a boundary, see `Loader.apply_pending`.
 
-        Call it between two steps. What was sent ahead stays, and is handed out next.
+        Call it between two steps. A micro-batch that was sent ahead remains, and is delivered next.
         """
         return self._loader.apply_pending()
 
@@ -379,7 +376,7 @@ class DeviceFeed:
         return self._maker.transfer.drain()
 
     def close(self) -> None:
-        """End the loader's threads; what was sent ahead is forgotten."""
+        """End the loader's threads; what was sent ahead is dropped."""
         self._ahead = None
         self._batches.close()
 

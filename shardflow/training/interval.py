@@ -146,10 +146,10 @@ class DeviceClock(HostClock):
 
 
 class LastGradient(LoopHook):
-    """Tells a clock when the last gradient of a backward has come, for the price of one hook a step.
+    """Notifier of a clock when the last gradient of a backward has come; costs one hook a step.
 
-    Which parameter's comes last depends on the graph: a look at all of them finds it out, and until the next
-    look that one alone is asked.
+    Which parameter's comes last depends on the graph: one backward with a hook on each finds it, and until
+    the next such search only that one has a hook.
 
     Args:
         model: Its parameters get the hooks, for the time of a backward.
@@ -162,17 +162,17 @@ class LastGradient(LoopHook):
         self._last: nn.Parameter | None = None
         self._handles: list[RemovableHandle] = []
 
-    def look_again(self) -> None:
-        """Look at all parameters in the next backward."""
+    def search_again(self) -> None:
+        """Put a hook on each parameter in the next backward."""
         self._last = None
 
     def on_backward(self, *, is_exchanged: bool) -> None:
         """Time the backward, if it ends with an exchange."""
         if is_exchanged:
-            asked = self._parameters if self._last is None else [self._last]
+            hooked = self._parameters if self._last is None else [self._last]
             self._handles = [
-                parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-                for parameter in asked
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                for parameter in hooked
             ]
 
     def on_backward_end(self) -> None:
@@ -181,13 +181,13 @@ class LastGradient(LoopHook):
             handle.remove()
         self._handles = []
 
-    def _came(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._last = cast("nn.Parameter", parameter)
         self._clock.on_last_gradient()
 
 
 class CacheUse(LoopHook):
-    """Turns the growing totals of the cache stages into numbers of a step.
+    """Cache counters of a step, from the growing totals of the cache stages.
 
     Args:
         counters: Of the loader.
@@ -289,7 +289,7 @@ class RunMeasures(LoopHook):
         self._num_steps = 0
         self._num_samples = self._num_tokens = 0.0
         self._newest: StepMetrics | None = None
-        self._began_s = self._told_s = time.perf_counter()
+        self._began_s = self._reported_s = time.perf_counter()
 
     def close(self) -> None:
         """Stop measuring this process."""
@@ -302,8 +302,8 @@ class RunMeasures(LoopHook):
 
     def fill(self, report: StepReport) -> None:
         """Report the time since the last call."""
-        before, self._told_s = self._told_s, time.perf_counter()
-        report.elapsed_s = self._told_s - before
+        before, self._reported_s = self._reported_s, time.perf_counter()
+        report.elapsed_s = self._reported_s - before
 
     def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
         """Count the step, and end the interval if it is time; an exchange then.
@@ -331,7 +331,7 @@ class RunMeasures(LoopHook):
         by_rank = self._ranks.all_gather_numbers(self._rows.take(), self._ranks.timeouts.control_s)
         before_s, self._began_s = self._began_s, time.perf_counter()
         if self._ranks.rank == 0:
-            self._tell(
+            self._publish(
                 interval_of(
                     by_rank.tolist(),
                     hosts=self._hosts,
@@ -353,16 +353,16 @@ class RunMeasures(LoopHook):
         self._num_steps, self._num_samples, self._num_tokens = 0, 0.0, 0.0
         self._newest, self._is_warm_up = None, False
         if self.last_gradient is not None:
-            self.last_gradient.look_again()
+            self.last_gradient.search_again()
 
-    def _tell(self, interval: Interval) -> None:
+    def _publish(self, interval: Interval) -> None:
         if self._metrics is not None:
             self._metrics.write_interval(interval)
         for listener in list(self.listeners):
             try:
                 listener.measured(interval)
             except Exception:
-                # Who looks on must not end what it looks at.
+                # A listener must not end the run that it observes.
                 _LOGGER.exception("%s failed on an interval and gets no more", type(listener).__name__)
                 self.listeners.remove(listener)
 
@@ -370,7 +370,7 @@ class RunMeasures(LoopHook):
 def _clock(device: torch.device, counters: StageCounters) -> StepClock:
     if device.type == "cuda":
         return DeviceClock(counters, device)
-    # The wall says nothing of a device that works on its own, and of others we know no events.
+    # The wall clock cannot time an asynchronous device, and of devices but CUDA we know no events.
     return HostClock(counters) if device.type == "cpu" else StepClock()
 
 
@@ -385,13 +385,13 @@ def _memory(loader: Loader, transfer: Transfer, device: torch.device) -> dict[st
             memory["cache_ram_bytes"] = memory.get("cache_ram_bytes", 0) + ram.num_bytes
         if disk is not None and cache.config.directory is not None:
             memory["cache_disk_bytes"] = memory.get("cache_disk_bytes", 0) + disk.num_bytes
-            with suppress(OSError):  # somebody removed the folder, say: the cache will find out by itself
+            with suppress(OSError):  # the folder may have been removed; the cache reports that itself
                 free = shutil.disk_usage(cache.config.directory.expanduser()).free
                 memory["cache_free_bytes"] = min(memory.get("cache_free_bytes", free), free)
     return memory
 
 
 def _tier(loader: Loader) -> str:
-    """Return where the data comes from: ``local``, or the scheme of its address; the farthest of a blend."""
+    """Return ``local``, or the scheme of the data's address; in a blend, of the first remote component."""
     schemes = [urlsplit(dataset.store.url).scheme for dataset in loader.selection.datasets]
     return next((scheme for scheme in schemes if scheme not in {"", "file"}), _LOCAL)

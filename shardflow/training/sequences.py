@@ -158,7 +158,7 @@ IGNORED_LABEL = -100
 def weighted_token_loss(
     logits_BTV: torch.Tensor, labels_BT: torch.Tensor, weights_B: torch.Tensor
 ) -> torch.Tensor:
-    """Sum the negative log-likelihood over the labelled tokens, each weighted as its sample is.
+    """Sum the negative log-likelihood over the labeled tokens, each weighted as its sample is.
 
     Args:
         logits_BTV: ``(B, T, V)``, any float type; half precision is widened to float32 first.
@@ -166,7 +166,7 @@ def weighted_token_loss(
         weights_B: ``(B,)`` float, 1 for a sample and 0 for a padding slot.
 
     Returns:
-        A scalar in nats, 0 with zero gradients where nothing is labelled or weighted.
+        A scalar in nats, 0 with zero gradients where nothing is labeled or weighted.
     """
     if logits_BTV.dtype in {torch.float16, torch.bfloat16}:
         logits_BTV = logits_BTV.float()

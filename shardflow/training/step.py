@@ -228,7 +228,7 @@ class Updates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's state; one of another precision has no loss scale, and an old one nothing."""
+        """Restore a checkpoint's state; that of another precision has no loss scale, an old one nothing."""
         if self._is_scaled and state.get("loss_scale") is not None:
             self.loss_scale, self._good_steps = float(state["loss_scale"]), int(state["good_steps"])
         self.num_skipped = int(state.get("num_skipped", 0))

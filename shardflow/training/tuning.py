@@ -45,7 +45,7 @@ Values = Mapping[str, int | str]
 
 
 class Tuning(LoopHook):
-    """Drives a tuner over the ranks of a run; all ranks make one and call the same methods.
+    """Tuner of a run over its ranks; all ranks make one and call the same methods.
 
     Args:
         settings: The table ``[tune]``; its mode is not ``off``.
@@ -57,7 +57,7 @@ class Tuning(LoopHook):
 
     Attributes:
         tuner: On rank 0.
-        due: What is to be set once this step is done.
+        due: Change to make once this step is done.
 
     Raises:
         ConfigError: ``tune.start_from`` is no file of settings; on every rank.
@@ -76,7 +76,7 @@ class Tuning(LoopHook):
         self._tune, self._ranks, self._loader, self._metrics = settings, ranks, loader, metrics
         self._file, self._given = run / TUNED_FILE, given
         self._place: StepPlace | None = None
-        self._knobs = loader.tunables
+        self._tunables = loader.tunables
         self._is_on = settings.mode == "on"
         self._num_sent = self._num_done = 0
         self._sent: tuple[int, float] = (0, 0.0)
@@ -84,7 +84,7 @@ class Tuning(LoopHook):
         self._gil_wait_share = 0.0
         for name, value in self._agreed_start().items():
             self._set(Change(setting=name, value=value))
-        own = {name: asdict(limit) for name, limit in self._knobs.limits().items()}
+        own = {name: asdict(limit) for name, limit in self._tunables.limits().items()}
         self._limits = common_limits(
             [{name: _limit(one) for name, one in found.items()} for found in ranks.all_gather_json(own)]
         )
@@ -92,16 +92,12 @@ class Tuning(LoopHook):
         self.tuner: Tuner | None = None
         if ranks.rank == 0:
             self.tuner = Tuner(
-                self._knobs.values(),
-                capped(self._limits, self._knobs.values(), settings),
+                self._tunables.values(),
+                capped(self._limits, self._tunables.values(), settings),
                 report=self._report,
                 mode="on" if self._is_on else "observe",
                 rules=TunerRules(settle_steps=settings.settle_steps),
             )
-
-    def settings(self) -> dict[str, int | str]:
-        """Return this rank's settings as they are."""
-        return self._knobs.values()
 
     def on_step_begin(self, place: StepPlace) -> None:
         """Note the place, for messages."""
@@ -115,8 +111,8 @@ class Tuning(LoopHook):
 
     def on_step_end(self, metrics: StepMetrics, reports: StepReports) -> None:
         """Record rank 0's decision, and pass the step to its tuner."""
-        self._heard(reports.first)
-        self._stepped(metrics)
+        self._take_decision(reports.first)
+        self._decide(metrics)
 
     def on_boundary(self, feed: PendingFeed, *, is_last: bool) -> None:
         """Make the change that is due, if any."""
@@ -124,8 +120,8 @@ class Tuning(LoopHook):
             self._ranks.health.enter(f"{self._place}, changing a setting", self._ranks.timeouts.control_s)
         self.execute(feed, is_last=is_last)
 
-    def _heard(self, first: StepReport) -> None:
-        """Take note of rank 0's decision; it says the same until there is a new one."""
+    def _take_decision(self, first: StepReport) -> None:
+        """Record rank 0's decision; it is repeated in each exchange until there is a new one."""
         if not self._is_on or int(first.tuner_change) == self._num_done:
             return
         self._num_done = int(first.tuner_change)
@@ -138,8 +134,8 @@ class Tuning(LoopHook):
 
         Args:
             feed: Of the running epoch.
-            is_last: There is no step left in it. A change of processes then waits for the next epoch's first
-                step: should they not start, nothing would be left to continue with.
+            is_last: No step is left in the epoch. A change of processes then waits for the next epoch's first
+                step: if they fail to start there, the running ones continue.
         """
         if self.due is None or (is_last and not self._is_live(self.due)):
             return
@@ -151,14 +147,14 @@ class Tuning(LoopHook):
             # The loader continues as before; the next windows must not credit a change that was not made.
             _LOGGER.warning("a setting could not be changed: %s", type(error).__name__)
         if self.tuner is not None:
-            # What is kept, and written down, is what came about.
-            self.tuner.values[change.setting] = self.settings()[change.setting]
+            # The setting may have been clipped or refused.
+            self.tuner.values[change.setting] = self._tunables.values()[change.setting]
 
     def measured(self, interval: Interval) -> None:
-        """Note what only intervals tell: how much of the time the interpreter is held."""
+        """Record how much of the time the interpreter is held, which only intervals measure."""
         self._gil_wait_share = max((rank.gil_wait_share for rank in interval.ranks), default=0.0)
 
-    def _stepped(self, step: StepMetrics) -> None:
+    def _decide(self, step: StepMetrics) -> None:
         """Pass a step to the tuner, on rank 0, and keep its decision for the next exchange."""
         if self.tuner is None:
             return
@@ -175,7 +171,7 @@ class Tuning(LoopHook):
         try:
             change = self.tuner.step(numbers, step.global_step)
         except Exception:
-            # Who looks on must not end what it looks at. The settings stay as they are.
+            # A tuner must not end the run that it tunes. The settings stay as they are.
             _LOGGER.exception("the tuner failed and is off for the rest of this start")
             self.tuner = None
             return
@@ -185,22 +181,20 @@ class Tuning(LoopHook):
             self._num_sent += 1
             self._sent = (self._names.index(change.setting), float(value))
 
-    # ---- inside ----------------------------------------------------------------------------------
-
     def _is_live(self, change: Change) -> bool:
-        limit = self._knobs.limits().get(change.setting)
+        limit = self._tunables.limits().get(change.setting)
         return limit is None or limit.is_live
 
     def _set(self, change: Change) -> None:
-        """Set it here; a machine that lacks the room for it keeps what it has, and trains the same."""
+        """Apply a change; a machine without the memory for it keeps its setting, and trains the same."""
         try:
-            self._knobs.set(change.setting, change.value)
+            self._tunables.set(change.setting, change.value)
         except (ShardflowError, OSError) as error:
             found = error.message if isinstance(error, ShardflowError) else type(error).__name__
             _LOGGER.warning("the tuner's choice is not for this rank: %s", found)
 
     def _agreed_start(self) -> dict[str, int | str]:
-        """Let rank 0 choose, and tell everybody, a refusal included."""
+        """Let rank 0 choose, and broadcast its choice, a refusal included."""
         answer: dict[str, Any] = {}
         if self._ranks.rank == 0:
             try:
@@ -214,7 +208,7 @@ class Tuning(LoopHook):
         return settings
 
     def _start(self) -> dict[str, int | str]:
-        """Choose what to begin with: what this run found, or another one, or what suits the machine."""
+        """Choose the first settings: found by this run or another one, or the machine's defaults."""
         if self._is_on and self._file.is_file():
             try:
                 return read_tuned(self._file)
@@ -229,23 +223,23 @@ class Tuning(LoopHook):
         return self._defaults() if self._is_on else {}
 
     def _fitting(self, found: Values) -> dict[str, int | str]:
-        """Set, on rank 0, the nearest that this machine allows; returns what came about.
+        """Set, on rank 0, the nearest values that this machine allows; returns them.
 
-        One after the other: what one of them may be follows from those before.
+        In order, because the limits of each depend on those set before.
         """
         fitting: dict[str, int | str] = {}
         for name, value in found.items():
-            limits = capped(self._knobs.limits(), self._knobs.values(), self._tune)
+            limits = capped(self._tunables.limits(), self._tunables.values(), self._tune)
             nearest = _clipped(value, limits[name]) if name in limits else None
             if nearest is None:
                 _LOGGER.info("a tuned setting is not for this run and is left out: %s", name)
-            elif nearest != self._knobs.values()[name]:
+            elif nearest != self._tunables.values()[name]:
                 self._set(Change(setting=name, value=nearest))
                 fitting[name] = nearest
         return fitting
 
     def _defaults(self) -> dict[str, int | str]:
-        """Settings for what the configuration leaves as it is by default."""
+        """Return settings of this machine for those that the configuration does not set."""
         loader = self._loader
         machine = MachineFacts(num_cpus=num_processors(), available_bytes=available_bytes())
         data = DataFacts(
@@ -260,7 +254,7 @@ class Tuning(LoopHook):
         _LOGGER.log(level, "tuner: %s", move.text)
         if self._metrics is not None:
             self._metrics.write_move(move)
-        # What is kept is written at once: a run that is stopped before it settles resumes from there.
+        # Written at once: a run that is stopped before it settles resumes from there.
         if move.kind in {"keep", "settle"} and self._is_on and self.tuner is not None:
             text = tuned_text(configurable(self.tuner.values))
             try:

@@ -72,7 +72,7 @@ def _train_watched(ranks: Ranks, stage: Stage, name: str, mode: str) -> list[lis
         due = self.due
         carry_out(self, feed, is_last=is_last)
         if due is not None and self.due is None:
-            done.append([num_steps, due.setting, due.value, self.settings()[due.setting]])
+            done.append([num_steps, due.setting, due.value, self._tunables.values()[due.setting]])
 
     with mock.patch.object(Tuning, "execute", watched):
         stage.train(ranks, f"tuned-{name}", f"tune.mode={mode}", *SETTINGS)

@@ -33,7 +33,7 @@ class ImageParameters:
 
     display_range_B2: torch.Tensor
     """float32, the intensities that become 0 and 1; an empty range is taken as one unit wide."""
-    is_standardised_B: torch.Tensor | None = None
+    is_standardized_B: torch.Tensor | None = None
     """bool: these samples get their own mean 0 and deviation 1 in place of a window (MR, which has no unit).
     None: no sample."""
     intensity_B3: torch.Tensor | None = None
@@ -90,9 +90,9 @@ class ImagePipeline(nn.Module):
             )
             values = functional.grid_sample(values, grid, align_corners=False, padding_mode="zeros")
         normal = (values - self.mean) / self.deviation
-        if parameters.is_standardised_B is not None:
-            own = _standardised(values, slice_mask_BK)
-            normal = torch.where(parameters.is_standardised_B[:, None, None, None], own, normal)
+        if parameters.is_standardized_B is not None:
+            own = _standardized(values, slice_mask_BK)
+            normal = torch.where(parameters.is_standardized_B[:, None, None, None], own, normal)
         return torch.where(is_there, normal, torch.zeros_like(normal))
 
 
@@ -155,16 +155,16 @@ def _darken_frame(values_BKHW: torch.Tensor, box_B4: torch.Tensor) -> torch.Tens
     return torch.where(inside, values_BKHW, torch.zeros_like(values_BKHW))
 
 
-def _standardised(values_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor) -> torch.Tensor:
+def _standardized(values_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor) -> torch.Tensor:
     """Take off each sample's mean and divide by its deviation, over the slices that are there."""
     mask = slice_mask_BK[:, :, None, None].to(values_BKHW.dtype)
     num_pixels = (mask.sum(dim=(1, 2, 3), keepdim=True) * values_BKHW.shape[2] * values_BKHW.shape[3]).clamp(
         min=1
     )
     mean = (values_BKHW * mask).sum(dim=(1, 2, 3), keepdim=True) / num_pixels
-    centred = (values_BKHW - mean) * mask
-    deviation = ((centred * centred).sum(dim=(1, 2, 3), keepdim=True) / num_pixels).sqrt()
-    return centred / deviation.clamp(min=_EPSILON)
+    centered = (values_BKHW - mean) * mask
+    deviation = ((centered * centered).sum(dim=(1, 2, 3), keepdim=True) / num_pixels).sqrt()
+    return centered / deviation.clamp(min=_EPSILON)
 
 
 def stack_draws(

@@ -105,7 +105,7 @@ class SliceLook:
     """How the vision encoder wants pixels: as its processor would hand them over."""
 
     mean: tuple[float, ...]
-    """Of each channel, for pixels from 0 to 1; a grey slice is repeated over the channels."""
+    """Of each channel, for pixels from 0 to 1; a gray slice is repeated over the channels."""
     std: tuple[float, ...]
 
     def pixels(
@@ -121,9 +121,9 @@ class SliceLook:
             windowed = images_BKHW.to(exact)
         else:
             windowed = window_images(images_BKHW, slice_mask_BK, display_range_B2, exact)
-        grey = (windowed.flatten(0, 1)[:, None] + 1) / 2
-        mean, std = (torch.tensor(v, dtype=exact, device=grey.device) for v in (self.mean, self.std))
-        return ((grey - mean[:, None, None]) / std[:, None, None]).to(dtype)
+        gray = (windowed.flatten(0, 1)[:, None] + 1) / 2
+        mean, std = (torch.tensor(v, dtype=exact, device=gray.device) for v in (self.mean, self.std))
+        return ((gray - mean[:, None, None]) / std[:, None, None]).to(dtype)
 
 
 class LlavaReports(nn.Module):
@@ -323,7 +323,7 @@ def _read_look(path: Path, *, num_channels: int) -> SliceLook:
         content = content.get("image_processor", content)
         if content.get("image_mean") and content.get("image_std"):
             mean, std = (tuple(map(float, content[key])) for key in ("image_mean", "image_std"))
-            if num_channels == 1:  # one grey channel looks at the mean of the three
+            if num_channels == 1:  # one gray channel looks at the mean of the three
                 mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
             return SliceLook(mean=mean, std=std)
     return SliceLook(mean=(0.5,) * num_channels, std=(0.5,) * num_channels)

@@ -65,12 +65,12 @@ def test_settings_survive_being_written_and_read(tmp_path: Path) -> None:
         ("batch.tail=keep", "one of 'drop', 'repeat', 'mask'"),
         ("image.rows=60", "multiple of model.patch_size"),
         ("model.vision_width=130", "even multiple of vision_heads"),
-        ("model.weights=random", r"model\.weights must come with model\.path"),
+        ("model.weights=random", r"model\.weights needs model\.path"),
         ("parallel.accumulation=sharded", "must be left out under ddp"),
         ("model.dropout=1.0", "from 0 to 0.9"),
         ("optimizer.max_gradient_norm=0", "above 0"),
         ("loader.wait_timeout_s=100", "less than timeouts.steady_s"),
-        ("run.evaluate_every_steps=2", "data.eval_split must name a split"),
+        ("run.evaluate_every_steps=2", "needs data.eval_split"),
         ("run.resume=", "'auto', 'never' or a checkpoint folder"),
         ("run.keep_last=0", "at least 1"),
         ("cache.ram_bytes=-1", "ram_bytes must be a size"),
@@ -80,7 +80,7 @@ def test_settings_survive_being_written_and_read(tmp_path: Path) -> None:
         ("text.max_tokens=1", "at least 2"),
         ("timeouts.startup_s=1e22", r"timeouts\.startup_s must be from 0\.1 to 10000000"),
         ("optimizer.epsilon=0", "epsilon must be above 0"),
-        ('lora.targets=["q_proj"]', r"lora\.targets must come with lora\.rank"),
+        ('lora.targets=["q_proj"]', r"lora\.targets needs lora\.rank"),
     ],
 )
 def test_wrong_setting_is_refused_by_name(tmp_path: Path, override: str, message: str) -> None:

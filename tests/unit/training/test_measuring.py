@@ -213,7 +213,7 @@ def test_the_gradient_that_comes_last_is_found_and_then_asked_alone(
         assert clock.num_gradients == expected
     # The first layer's weight is the last that a backward reaches.
     assert last._last is next(model.parameters())
-    last.look_again()
+    last.search_again()
     clock.num_gradients = 0
     last.on_backward(is_exchanged=True)
     model(inputs).sum().backward()

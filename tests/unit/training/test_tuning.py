@@ -107,7 +107,8 @@ def started(tiny: TinyInput, output: Path, *overrides: str) -> dict[str, int | s
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
     running = LoaderConfig(num_threads=1, prefetch_bytes=1 << 20)
     with Loader(Dataset.open(tiny.dataset), split="train", batch=spec, seed=3, config=running) as loader:
-        return Tuning(config.tune, OneRank(), loader, None, run=output).settings()  # type: ignore[arg-type]
+        Tuning(config.tune, OneRank(), loader, None, run=output)  # type: ignore[arg-type]
+        return loader.tunables.values()
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -245,7 +246,9 @@ def test_processes_that_cannot_start_leave_the_run_as_it_is(
     (tuning,) = kept
     assert tuning.tuner is not None
     # What would be written into the file is what came about.
-    assert tuning.tuner.values["loader.execution"] == tuning.settings()["loader.execution"] == "threads"
+    assert (
+        tuning.tuner.values["loader.execution"] == tuning._tunables.values()["loader.execution"] == "threads"
+    )
 
 
 def test_a_run_that_is_tuned_leaves_no_more_behind_than_another(

@@ -116,12 +116,12 @@ def test_intensity_is_gain_and_offset_and_gamma_of_the_windowed_value() -> None:
 
 
 def test_a_standardised_sample_has_mean_0_and_deviation_1_over_its_own_slices() -> None:
-    result = run(images(), is_standardised_B=torch.tensor([True, True]))
+    result = run(images(), is_standardized_B=torch.tensor([True, True]))
     for sample, num_slices in ((0, 3), (1, 1)):
         own = result[sample, :num_slices]
         assert abs(float(own.mean())) < 1e-5
         assert abs(float(own.std(unbiased=False)) - 1) < 1e-4
-    one = run(images(), is_standardised_B=torch.tensor([True, False]))
+    one = run(images(), is_standardized_B=torch.tensor([True, False]))
     assert torch.equal(one[1], plain()[1])
 
 
@@ -143,7 +143,7 @@ def test_all_of_it_is_one_graph() -> None:
     )
     parameters = ImageParameters(
         display_range_B2=RANGES,
-        is_standardised_B=torch.tensor([True, False]),
+        is_standardized_B=torch.tensor([True, False]),
         intensity_B3=torch.from_numpy(intensity),
         affine_B23=torch.from_numpy(affine),
         content_box_B4=torch.tensor([[1, 1, 30, 15], [0, 0, 36, 20]]),
@@ -155,5 +155,5 @@ def test_all_of_it_is_one_graph() -> None:
 def test_garbage_in_padding_goes_nowhere() -> None:
     source = images(dtype=torch.float32)
     source[1, 1:] = float("nan")
-    result = run(source, [Draw(rotate_deg=3, gain=1.1), Draw()], is_standardised_B=torch.tensor([True, True]))
+    result = run(source, [Draw(rotate_deg=3, gain=1.1), Draw()], is_standardized_B=torch.tensor([True, True]))
     assert bool(torch.isfinite(result).all())

@@ -142,7 +142,7 @@ def test_rank_stuck_in_a_phase_is_named_with_what_it_waits_for(tmp_path: Path) -
         assert "rank 1 makes no progress" in text
         assert "stage read of shard train-000003, tier remote" in text
         code, text = found[1].end()
-        assert (code, "rank 1 shows no sign" in text) == (1, True)
+        assert (code, "rank 1 makes no progress" in text) == (1, True)
 
 
 def test_rank_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
