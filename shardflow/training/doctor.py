@@ -3,12 +3,10 @@
 `inspect_environment` takes a snapshot of the machine; each rule is a function of that snapshot and yields
 findings: what must hold, what was found, and the fix. Needs no torch.
 
-Tables of the environment variables of NCCL and torch's process groups, taken from their sources.
-
-Sources. NCCL: docs/userguide/source/env.rst of NVIDIA/nccl at 0186f08 (2.32), with the old names of
-variables; ``_UNDOCUMENTED``: NCCL_PARAM lines of its src. torch: torch/csrc/distributed/c10d/
-ProcessGroupNCCL.hpp of pytorch/pytorch at 4c2f280. Not every name has a rule; a name that is not listed here
-is reported as a mistake.
+The tables of environment variables come from the sources of NCCL (docs/userguide/source/env.rst of
+NVIDIA/nccl at 0186f08, 2.32, with the old names of variables; ``_UNDOCUMENTED``: NCCL_PARAM lines of its src)
+and of torch (torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp of pytorch/pytorch at 4c2f280). Not every name
+has a rule; a name that is not listed here is reported as a mistake.
 """
 
 from __future__ import annotations

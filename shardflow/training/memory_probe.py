@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 MARGIN: Final = 0.1
 """Of the memory that stays free: kernels, communication, fragments of the allocator."""
 _TIMEOUT_S: Final = 900.0
-_OF_RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryCurve:
-    """What micro-batches take, and how many samples fit."""
+    """Memory of micro-batches by their size, and how many samples fit."""
 
     device: str
     points: tuple[tuple[int, int], ...]
-    """Sizes that were run, and the most memory at once: of the device, or of the process on a CPU."""
+    """Sizes that were run, and the peak memory of each: of the device, or of the process on a CPU."""
     fixed_bytes: int
     """Weights, gradients, optimizer, libraries."""
     sample_bytes: int
-    """Of each sample of a micro-batch."""
+    """Additional bytes of each sample of a micro-batch."""
     room_bytes: int
-    """That a rank may fill, margin taken off."""
+    """Memory that a rank may fill, less the margin."""
     largest: int
-    """Samples of a micro-batch that fit; 0 for none."""
+    """Samples of the largest micro-batch that fits; 0 for none."""
     proposed: int
-    """The largest that leaves a step's samples as they are; 0 for none."""
+    """Largest micro-batch size that keeps the samples of a step; 0 for none."""
     proposed_micro_batches: int
     """Micro-batches of a step with it."""
 
     def text(self) -> str:
-        """Say what is proposed, in a sentence."""
+        """Describe the proposal in a sentence."""
         each = f"{self.fixed_bytes / 1e9:.3g} GB and {self.sample_bytes / 1e9:.3g} GB a sample"
         if not self.proposed:
             return f"not one sample fits into {self.room_bytes / 1e9:.3g} GB: the model takes {each}"
@@ -73,10 +73,10 @@ class MemoryCurve:
 
 
 def fit_memory(points: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return what is taken by no sample, and by each: a line by least squares, raised above all points.
+    """Return the bytes of no sample and of each one: a least-squares line, raised above all points.
 
     Args:
-        points: Sizes and bytes, at least one pair; of a single one all bytes are taken for the samples'.
+        points: Sizes and bytes, at least one pair; of a single one all bytes are attributed to the samples.
 
     Example:
         >>> fit_memory([(size, 100 + 20 * size) for size in (1, 2, 4)])
@@ -94,21 +94,21 @@ def measure_memory_curve(config: TrainConfig, *, ranks_per_node: int = 1) -> Mem
 
     Args:
         config: All settings; its device, precision and shapes count.
-        ranks_per_node: How many share the memory of the node, where that is what they compute in.
+        ranks_per_node: Ranks that share the memory of the node, on CPUs.
 
     Raises:
         ConfigError: The settings have a token budget, or share the model among ranks.
-        TrainingError: Not even one sample could be run; the message has the last line that was said.
+        TrainingError: Not even one sample could be run; the message has the last line of the process.
     """
     batch = config.batch
     if batch.micro_batch_size is None:
         raise ConfigError(
-            "batch.micro_batch_size must be set to have one proposed, got a token budget; the curve counts "
-            "samples."
+            "no micro-batch size can be proposed for a token budget, as the curve counts samples; set "
+            "batch.micro_batch_size in place of batch.max_tokens."
         )
     if config.parallel.strategy != "ddp":
         raise ConfigError(
-            f"parallel.strategy must be 'ddp' to have a micro-batch proposed, got "
+            f"a micro-batch size is proposed for parallel.strategy 'ddp' only, got "
             f"'{config.parallel.strategy}'; one process alone cannot hold a share of the model."
         )
     room_bytes, device, points = _run_sizes(config)
@@ -132,7 +132,7 @@ def measure_memory_curve(config: TrainConfig, *, ranks_per_node: int = 1) -> Mem
 
 
 def _run_sizes(config: TrainConfig) -> tuple[int, str, list[tuple[int, int]]]:
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     with tempfile.TemporaryDirectory(prefix="shardflow-memory-") as folder:
         path = Path(folder) / "run.toml"
         path.write_text(dump_config(config), encoding="utf-8")
@@ -141,9 +141,9 @@ def _run_sizes(config: TrainConfig) -> tuple[int, str, list[tuple[int, int]]]:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
             )
-            text, said = done.stdout, done.stderr
+            text, errors = done.stdout, done.stderr
         except subprocess.TimeoutExpired as error:  # what it has measured by then counts
-            text, said = _text(error.stdout), _text(error.stderr)
+            text, errors = _text(error.stdout), _text(error.stderr)
     room_bytes, device, points = 0, "", []
     for line in text.splitlines():
         found = json.loads(line)
@@ -152,10 +152,10 @@ def _run_sizes(config: TrainConfig) -> tuple[int, str, list[tuple[int, int]]]:
         else:
             points.append((found["size"], found["peak_bytes"]))
     if not points:
-        last = (said.strip().splitlines() or ["nothing"])[-1]
+        last = (errors.strip().splitlines() or ["nothing"])[-1]
         raise TrainingError(
-            f"one sample must be trainable to measure memory, got a process that said: {last} Lower the "
-            "sizes of [image], [text] or [model]."
+            f"not one sample could be trained to measure memory: {last} Lower the sizes of [image], [text] "
+            "or [model]."
         )
     return room_bytes, device, points
 
@@ -166,7 +166,7 @@ def _text(output: str | bytes | None) -> str:
 
 
 def main(path: str) -> int:
-    """Measure in this process; prints JSON lines."""
+    """Measure in this process, and print JSON lines."""
     import torch
 
     from shardflow.training.data import sample_inputs
@@ -178,7 +178,7 @@ def main(path: str) -> int:
     config = load_config(TrainConfig, path)
     device = choose_device(config.run.device, 0)
     peak = _PeakOfDevice(device) if device.type != "cpu" else _PeakOfProcess()
-    _say(room_bytes=peak.room_bytes(), device=device.type)
+    _print(room_bytes=peak.room_bytes(), device=device.type)
     model, _ = build_report_model(
         config.model,
         ReportTokenizer.load(config.text.tokenizer),
@@ -208,20 +208,20 @@ def main(path: str) -> int:
             torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            seen = peak.end()
+            peak_bytes = peak.end()
         except (torch.OutOfMemoryError, MemoryError):
             break
         finally:
             del inputs
         del loss
-        _say(size=size, peak_bytes=seen)
-        if seen > room_bytes // 2:
+        _print(size=size, peak_bytes=peak_bytes)
+        if peak_bytes > room_bytes // 2:
             break
     return 0
 
 
 class _PeakOfDevice:
-    """Most bytes of tensors on an accelerator, with what the allocator keeps beside them."""
+    """Peak bytes of tensors on an accelerator, with what the allocator reserves."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -230,34 +230,34 @@ class _PeakOfDevice:
         self._module = getattr(torch, device.type)
 
     def room_bytes(self) -> int:
-        """Return what this process may fill: what is free, and what it has."""
+        """Return what this process may fill: free memory, and what it holds."""
         free, _ = self._module.mem_get_info(self._device)
         return int(free + self._module.memory_reserved(self._device))
 
     def begin(self) -> None:
-        """Forget what was."""
+        """Reset the peak."""
         self._module.empty_cache()
         self._module.reset_peak_memory_stats(self._device)
 
     def end(self) -> int:
-        """Return the most since `begin`."""
+        """Return the peak since `begin`."""
         self._module.synchronize(self._device)
         return int(self._module.max_memory_reserved(self._device))
 
 
 class _PeakOfProcess:
-    """Most resident bytes of this process (proc(5), VmHWM, which 5 in clear_refs sets back)."""
+    """Peak resident bytes of this process (proc(5), VmHWM, which 5 in clear_refs resets)."""
 
     def room_bytes(self) -> int:
-        """Return what it may fill: what is available, and what it has."""
+        """Return what it may fill: available memory, and what it holds."""
         return available_bytes() + _status("VmRSS:")
 
     def begin(self) -> None:
-        """Forget what was."""
+        """Reset the peak."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def end(self) -> int:
-        """Return the most since `begin`."""
+        """Return the peak since `begin`."""
         return _status("VmHWM:")
 
 
@@ -266,7 +266,7 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def _say(**values: object) -> None:
+def _print(**values: object) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 

@@ -190,7 +190,7 @@ class RunLock:
         except BlockingIOError:
             self.release()
             raise ConfigError(
-                "run.output is in use by another running job; stop that job, or choose another folder."
+                "another job is running in run.output; stop it, or choose another folder."
             ) from None
         except OSError as error:
             _LOGGER.warning(

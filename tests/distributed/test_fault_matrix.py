@@ -105,7 +105,7 @@ def test_killed_rank_costs_nothing_and_is_named(matrix: Matrix, name: str) -> No
 def test_stopped_rank_is_named_in_time_and_everybodys_stacks_are_kept(matrix: Matrix) -> None:
     starts = matrix.check("stop-without-end")
     assert 0 not in starts[0]
-    assert "rank 1 was stopped by a signal" in (matrix.said("stop-without-end", 0))
+    assert "rank 1 has been stopped by a signal" in (matrix.said("stop-without-end", 0))
     health = matrix.run("stop-without-end") / "health"
     (fault,) = (json.loads(line) for line in (health / "faults.jsonl").read_text().splitlines())
     assert (fault["kind"], fault["rank"]) == ("stopped", 1)

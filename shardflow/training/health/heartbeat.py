@@ -151,10 +151,10 @@ main thread does not get on. ``silent``: nothing comes from its machine."""
 _FOUND = {
     "gone": "ended without an error, as after SIGKILL or when memory runs out",
     "failed": "failed",
-    "stopped": "was stopped by a signal",
-    "held": "shows no sign of its interpreter",
-    "stuck": "makes no progress",
-    "silent": "is unreachable: nothing arrives from its machine",
+    "stopped": "has been stopped by a signal",
+    "held": "has shown no sign of its interpreter",
+    "stuck": "has made no progress",
+    "silent": "is unreachable: nothing has arrived from its machine",
 }
 _REMEDIES = {
     "gone": "check the kernel log of that machine, and start again to resume",

@@ -42,10 +42,10 @@ from shardflow.training.health.heartbeat import (
 _LOGGER = logging.getLogger(__name__)
 
 _PROCESS: Final = "shardflow.training.health.side"
-_OF_RANKS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+_RANK_VARIABLES: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 _EXIT_FAILED: Final = 1
 _LONGEST_TICK_S: Final = 1.0
-_LAST_WORDS_S: Final = 5.0
+_REPORT_S: Final = 5.0
 """For logging and writing stacks, before a rank is killed."""
 
 
@@ -170,7 +170,7 @@ class RankHealthMonitor(HealthMonitor):
             folder=str(folder),
             listen=listen,
             token=token,
-            kill_after_s=grace_s + _LAST_WORDS_S,
+            kill_after_s=grace_s + _REPORT_S,
         )
         read_end, self._to_process = os.pipe()
         self._from_process, write_end = os.pipe()
@@ -308,5 +308,5 @@ class RankHealthMonitor(HealthMonitor):
 
 def _environment() -> dict[str, str]:
     """Return the environment of the monitor process: the same code, but not that of a rank."""
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    kept = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -25,12 +25,13 @@ from shardflow.training.models.pretrained import build_pretrained
 from shardflow.training.models.reference import build_model
 from shardflow.training.text import ReportTokenizer
 
+_LOGGER = logging.getLogger(__name__)
 _LINEAR = ("Linear", "Conv1D")
 """Conv1D is what transformers calls the linear layers of GPT-2."""
 
 
 def add_lora(model: nn.Module, language: nn.Module, settings: LoraConfig, *, seed: int) -> None:
-    """Put adapters into linear layers and freeze the rest; the model computes what it did before.
+    """Insert adapters into linear layers and freeze the rest; the model's outputs stay the same.
 
     Args:
         model: The model; changed in place.
@@ -43,8 +44,8 @@ def add_lora(model: nn.Module, language: nn.Module, settings: LoraConfig, *, see
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
-            "lora.rank must be 0 where the package peft is not installed, got "
-            f"{settings.rank}; install shardflow[lora], or remove the table [lora]."
+            "lora.rank needs the package peft, which is not installed; install shardflow[lora], or remove "
+            "the table [lora]."
         )
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -75,13 +76,10 @@ def _targets(model: nn.Module, language: nn.Module, wanted: tuple[str, ...]) -> 
         found = [name for name, module in linear.items() if id(module) in inside]
     if not found:
         raise ConfigError(
-            f"lora.targets must be ends of names of linear layers, got {list(wanted)} and none that ends so; "
-            f"{next(iter(linear), 'none')} is one."
+            f"lora.targets: the name of no linear layer ends with one of {list(wanted)}; "
+            f"{next(iter(linear), 'none')} is one of them."
         )
     return found
-
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def build_report_model(
@@ -131,12 +129,12 @@ def build_report_model(
     if lora.rank:
         add_lora(model, language, lora, seed=seed)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("model.frozen must leave something to train, got nothing left; name fewer parts.")
+        raise ConfigError("model.frozen leaves nothing to train; name fewer parts.")
     return model, tokenizer
 
 
 def folder_digest(path: Path) -> str:
-    """Name a model's folder by its configuration and the sizes of its weights, wherever it lies."""
+    """Return the identity of a model's folder: a digest of its configuration and the sizes of its weights."""
     digest = hashlib.sha256()
     try:
         digest.update((path / "config.json").read_bytes())
@@ -156,8 +154,8 @@ def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
         chosen = [name for name in names if name.startswith(beginning)]
         if not chosen:
             raise ConfigError(
-                f"model.frozen must be beginnings of parameter names, got {beginning!r} and none that begins "
-                f"so; {next(iter(names))} is one."
+                f"model.frozen: no parameter name begins with {beginning!r}; {next(iter(names))} is one "
+                "of them."
             )
         for name in chosen:
             names[name].requires_grad_(False)
@@ -166,7 +164,7 @@ def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
 def _freeze_idle(model: nn.Module, image: ImageConfig) -> None:
     """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
 
-    A parameter without a gradient makes an exchange of gradients wait for ever.
+    A parameter without a gradient makes the exchange of gradients wait forever.
     """
     with torch.enable_grad():
         logits = model(

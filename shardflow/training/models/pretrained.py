@@ -54,14 +54,14 @@ def chat_frame(
 
     Args:
         tokenizer: With the chat template of the model.
-        prompt: What the user says behind the slices.
+        prompt: The user's words after the slices.
         num_slices: Most slices of a sample.
         tokens_per_slice: Places of the sequence that a slice takes.
-        image_token_id: Token that the template puts down for an image.
+        image_token_id: Token that the template writes for an image.
 
     Raises:
-        ConfigError: there is no template, or it does not put down one image token for each slice behind a
-            first word.
+        ConfigError: there is no template, or it does not write one image token for each slice after a first
+            word.
     """
     user = [*({"type": "image"} for _ in range(num_slices)), {"type": "text", "text": prompt}]
     assistant = [{"type": "text", "text": _MARKER}]
@@ -72,8 +72,8 @@ def chat_frame(
     # A sequence that began with a padded slice would have a first position that may look at nothing.
     if found != num_slices or image_token_id in {before[0], before[-1]}:
         raise ConfigError(
-            f"the chat template of text.tokenizer must put down one image token for each of {num_slices} "
-            f"slices, behind some words and before others, got {found}; take the template of model.path."
+            f"the chat template of text.tokenizer must write one image token for each of {num_slices} "
+            f"slices, after some words and before others, but writes {found}; take that of model.path."
         )
     ids: list[int] = []
     slice_of: list[int] = []
@@ -101,8 +101,8 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SliceLook:
-    """How the vision encoder wants pixels: as its processor would hand them over."""
+class PixelNormalization:
+    """Pixel normalization of the vision encoder, as its processor would do it."""
 
     mean: tuple[float, ...]
     """Of each channel, for pixels from 0 to 1; a gray slice is repeated over the channels."""
@@ -127,18 +127,18 @@ class SliceLook:
 
 
 class LlavaReports(nn.Module):
-    """A LLaVA-style model in a chat whose answer is the report.
+    """LLaVA-style model in a chat whose answer is the report.
 
     Args:
         model: A model of ``AutoModelForImageTextToText`` that replaces image tokens by features.
         frame: The chat around a report.
-        look: How the encoder wants pixels.
+        normalization: Of the encoder's pixels.
     """
 
-    def __init__(self, model: nn.Module, frame: ChatFrame, look: SliceLook) -> None:
+    def __init__(self, model: nn.Module, frame: ChatFrame, normalization: PixelNormalization) -> None:
         super().__init__()
         self.model = model
-        self._look = look
+        self._normalization = normalization
         self._slice_of = torch.tensor(frame.slice_of)
         self.before_N: torch.Tensor
         self.register_buffer("before_N", torch.tensor(frame.before), persistent=False)
@@ -162,7 +162,7 @@ class LlavaReports(nn.Module):
         mask_BS = torch.cat([mask_BN, token_mask_BT], dim=1).long()
         output = self.model(
             input_ids=torch.cat([before_BN, token_ids_BT], dim=1),
-            pixel_values=self._look.pixels(
+            pixel_values=self._normalization.pixels(
                 images_BKHW, slice_mask_BK, display_range_B2, _floating_type(self.model)
             ),
             attention_mask=mask_BS,
@@ -176,17 +176,17 @@ class LlavaReports(nn.Module):
 
 
 class EncoderDecoderReports(nn.Module):
-    """A vision encoder-decoder whose decoder looks at the patches of all slices of a study.
+    """Vision encoder-decoder whose decoder attends to the patches of all slices of a study.
 
     Args:
         model: A ``VisionEncoderDecoderModel``.
-        look: How the encoder wants pixels.
+        normalization: Of the encoder's pixels.
     """
 
-    def __init__(self, model: nn.Module, look: SliceLook) -> None:
+    def __init__(self, model: nn.Module, normalization: PixelNormalization) -> None:
         super().__init__()
         self.model = model
-        self._look = look
+        self._normalization = normalization
 
     def forward(
         self,
@@ -198,13 +198,15 @@ class EncoderDecoderReports(nn.Module):
     ) -> torch.Tensor:
         """Predict the next token at every position of the rows; arguments as of the reference model."""
         model: Any = self.model
-        pixels = self._look.pixels(images_BKHW, slice_mask_BK, display_range_B2, _floating_type(model))
+        pixels = self._normalization.pixels(
+            images_BKHW, slice_mask_BK, display_range_B2, _floating_type(model)
+        )
         patches_NPD = model.encoder(pixel_values=pixels).last_hidden_state
         if hasattr(model, "enc_to_dec_proj"):
             patches_NPD = model.enc_to_dec_proj(patches_NPD)
         patches_BKPD = patches_NPD.unflatten(0, slice_mask_BK.shape)
         seen_BKPD = torch.where(slice_mask_BK[:, :, None, None], patches_BKPD, torch.zeros_like(patches_BKPD))
-        # A study without images looks at zeros: attention to nothing at all is not a number.
+        # A study without images attends to zeros: a softmax over nothing is NaN.
         visible_BK = slice_mask_BK | ~slice_mask_BK.any(dim=1, keepdim=True)
         output = model.decoder(
             input_ids=token_ids_BT,
@@ -248,7 +250,7 @@ def build_pretrained(
     torch.manual_seed(derive(seed, "model-weights"))
     inner = _read_model(kind, path, config, is_stored=settings.weights == "stored").train()
     vision = config.encoder if config.model_type == _ENCODER_DECODER else config.vision_config
-    look = _read_look(path, num_channels=int(getattr(vision, "num_channels", 3)))
+    normalization = _read_normalization(path, num_channels=int(getattr(vision, "num_channels", 3)))
     _check_view(image, vision)
     words = config.decoder if config.model_type == _ENCODER_DECODER else config.get_text_config()
     _check_words(words, tokenizer)
@@ -258,16 +260,18 @@ def build_pretrained(
             begin_id=tokenizer.begin_id if begin is None else int(begin), end_ids=tokenizer.end_ids
         )
         _check_length(words, text.max_tokens)
-        return EncoderDecoderReports(inner, look), framed
+        return EncoderDecoderReports(inner, normalization), framed
     frame = chat_frame(
         tokenizer,
         text.prompt,
         num_slices=image.num_slices,
-        tokens_per_slice=_tokens_per_slice(inner, image, len(look.mean)),
+        tokens_per_slice=_tokens_per_slice(inner, image, len(normalization.mean)),
         image_token_id=int(config.image_token_id),
     )
     _check_length(words, len(frame.before) + text.max_tokens)
-    return LlavaReports(inner, frame, look), tokenizer.framed(begin_id=frame.begin, end_ids=frame.end)
+    return LlavaReports(inner, frame, normalization), tokenizer.framed(
+        begin_id=frame.begin, end_ids=frame.end
+    )
 
 
 def _read_config(path: Path) -> Any:
@@ -309,7 +313,7 @@ def _make_model(kind: Any, config: Any) -> nn.Module:
     return model.float()
 
 
-def _read_look(path: Path, *, num_channels: int) -> SliceLook:
+def _read_normalization(path: Path, *, num_channels: int) -> PixelNormalization:
     """Read mean and deviation from the folder's processor; without one pixels go from -1 to 1."""
     for name in _PROCESSOR_FILES:
         try:
@@ -325,8 +329,8 @@ def _read_look(path: Path, *, num_channels: int) -> SliceLook:
             mean, std = (tuple(map(float, content[key])) for key in ("image_mean", "image_std"))
             if num_channels == 1:  # one gray channel looks at the mean of the three
                 mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
-            return SliceLook(mean=mean, std=std)
-    return SliceLook(mean=(0.5,) * num_channels, std=(0.5,) * num_channels)
+            return PixelNormalization(mean=mean, std=std)
+    return PixelNormalization(mean=(0.5,) * num_channels, std=(0.5,) * num_channels)
 
 
 def _check_view(image: ImageConfig, vision: Any) -> None:
@@ -357,7 +361,7 @@ def _check_length(words: Any, num_positions: int) -> None:
 
 
 def _tokens_per_slice(model: Any, image: ImageConfig, num_channels: int) -> int:
-    """Ask the model itself: how many features a slice has is spread over its configuration."""
+    """Count the features of a slice by a forward pass: configurations spread the number over many keys."""
     with torch.no_grad():
         features = model.get_image_features(
             pixel_values=torch.zeros((1, num_channels, image.rows, image.columns))

@@ -101,7 +101,7 @@ class ReportModel(nn.Module):
         self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor | None
     ) -> torch.Tensor:
         pixels = self._pixels(images_BKHW, slice_mask_BK, display_range_B2)
-        embeddings_BKD = self._look_at(pixels.flatten(0, 1)).view(*slice_mask_BK.shape, -1)
+        embeddings_BKD = self._embed_slices(pixels.flatten(0, 1)).view(*slice_mask_BK.shape, -1)
         return torch.where(slice_mask_BK[:, :, None], embeddings_BKD, torch.zeros_like(embeddings_BKD))
 
     def _packed_logits(
@@ -111,14 +111,14 @@ class ReportModel(nn.Module):
         token_ids_1T: torch.Tensor,
         packing: Packing,
     ) -> torch.Tensor:
-        """Do the same for one sequence of all samples; only slices that are there go through the tower."""
+        """Predict for one sequence of all samples; only present slices go through the vision model."""
         num_places = images_BKHW.shape[1]
         chosen_N1HW = images_BKHW.flatten(0, 1).index_select(0, packing.slice_index_N)[:, None]
         ranges = display_range_B2
         if ranges is not None:
             ranges = ranges.index_select(0, packing.slice_index_N // num_places)
         present_N1 = torch.ones_like(packing.slice_index_N, dtype=torch.bool)[:, None]
-        slices_ND = self._look_at(self._pixels(chosen_N1HW, present_N1, ranges)[:, 0])
+        slices_ND = self._embed_slices(self._pixels(chosen_N1HW, present_N1, ranges)[:, 0])
         text_TD = self._language_call("get_input_embeddings")(token_ids_1T)[0]
         start_1D = self.start_embedding[None].to(text_TD.dtype)
         elements = torch.cat([start_1D, slices_ND.to(text_TD.dtype), text_TD])
@@ -129,12 +129,12 @@ class ReportModel(nn.Module):
             logits_to_keep=packing.text_place_T,
             **self._boundaries(packing, text_TD.dtype),
         )
-        # No view of it: FSDP2 warns of views, as of memory that somebody might change in place.
+        # Not a view of it: FSDP2 warns of views, which might be changed in place.
         logits: torch.Tensor = output.logits
         return logits
 
     def _boundaries(self, packing: Packing, dtype: torch.dtype) -> dict[str, Any]:
-        """Keep attention inside each sample, in the way that the model's attention takes."""
+        """Return the arguments that keep attention inside each sample, for the model's kind of attention."""
         kind = str(getattr(self.language.config, "_attn_implementation", "eager"))
         if kind.startswith("flash"):
             return {
@@ -156,7 +156,7 @@ class ReportModel(nn.Module):
         exact = torch.promote_types(dtype, torch.float32)
         return window_images(images_BKHW, slice_mask_BK, display_range_B2, exact).to(dtype)
 
-    def _look_at(self, pixels_NHW: torch.Tensor) -> torch.Tensor:
+    def _embed_slices(self, pixels_NHW: torch.Tensor) -> torch.Tensor:
         features = self.vision(pixel_values=pixels_NHW[:, None]).last_hidden_state[:, 0]
         embeddings_ND: torch.Tensor = self.projection(features)
         return embeddings_ND

@@ -135,7 +135,7 @@ def test_other_format_version_is_refused(folder: CheckpointFolder, monkeypatch: 
     monkeypatch.setattr(module, "FORMAT_VERSION", 3)
     name = save(folder, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format version 1 or 2, got 3"):
+    with pytest.raises(CheckpointError, match="format version 1 or 2, found 3"):
         read_checkpoint(folder.path / name)
 
 

@@ -142,4 +142,4 @@ def test_what_is_not_there_is_an_error_of_one_line(
 def test_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text('{"event": "something"}\n')
     assert main(["ledger", "show", str(tmp_path / "notes.txt")]) == 1
-    assert "must be a run folder" in capsys.readouterr().err
+    assert "neither a run folder" in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_targets_are_ends_of_names(tiny: TinyInput, folders: dict[str, Path]) ->
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(names) == 2
     assert all("layers.0.self_attn.q_proj.lora_" in name for name in names)
-    with pytest.raises(ConfigError, match=r"lora\.targets must be ends"):
+    with pytest.raises(ConfigError, match=r"lora\.targets: the name of no"):
         build(tiny, folders["llava"], "lora.rank=2", 'lora.targets=["nothing"]')
 
 
@@ -272,8 +272,8 @@ def test_another_folder_prompt_or_rank_is_refused_by_name(
     [
         (("image.rows=24",), r"image\.rows and image\.columns must be 16 and 16"),
         (("text.max_tokens=240",), "must fit the 256 positions"),
-        (('model.frozen=["nothing"]',), r"model\.frozen must be beginnings"),
-        (('model.frozen=["model"]',), "must leave something to train"),
+        (('model.frozen=["nothing"]',), r"model\.frozen: no parameter name begins"),
+        (('model.frozen=["model"]',), "leaves nothing to train"),
         (("model.path=missing",), r"model\.path must be a folder"),
     ],
 )

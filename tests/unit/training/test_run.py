@@ -224,7 +224,7 @@ def test_a_stop_cuts_an_evaluation_off_and_the_next_start_makes_up_for_it(
     stop = StopRequest()
     with monkeypatch.context() as patch, stop.listening():
         patch.setattr(evaluate_module, "compute_loss", and_signal)
-        patch.setattr(evaluate_module, "_LOOK_EVERY_S", 0.0)
+        patch.setattr(evaluate_module, "_POLL_EVERY_S", 0.0)
         stopped = train(tiny_config(tiny, tmp_path, *settings), stop=stop)
     assert (stopped.outcome, stopped.stop_signal, stopped.global_step) == ("stopped", "SIGTERM", 6)
     assert len(seen) == num_seen

@@ -119,7 +119,7 @@ def test_silent_machine_is_named_with_what_it_was_last_seen_at() -> None:
         assert (fault is not None) == (now > 29), now
     assert fault is not None
     assert (fault.kind, fault.rank) == ("silent", 2)
-    assert "nothing from its machine for" in fault.sentence()
+    assert "nothing has arrived from its machine for" in fault.sentence()
     assert "step 2, computing" in fault.sentence()
 
 

@@ -115,7 +115,7 @@ def test_rank_that_is_killed_is_named_to_the_others(tmp_path: Path, victim: int)
 
 @pytest.mark.parametrize(
     ("order", "kind"),
-    [("stop", "was stopped by a signal"), ("hold", "shows no sign of its interpreter")],
+    [("stop", "has been stopped by a signal"), ("hold", "has shown no sign of its interpreter")],
 )
 def test_rank_that_hangs_is_named_and_all_stacks_are_written(tmp_path: Path, order: str, kind: str) -> None:
     with start(tmp_path) as found:
@@ -139,10 +139,10 @@ def test_rank_stuck_in_a_phase_is_named_with_what_it_waits_for(tmp_path: Path) -
         found[1].told({"stick": True})
         code, text = found[0].end()
         assert code == 1
-        assert "rank 1 makes no progress" in text
+        assert "rank 1 has made no progress" in text
         assert "stage read of shard train-000003, tier remote" in text
         code, text = found[1].end()
-        assert (code, "rank 1 makes no progress" in text) == (1, True)
+        assert (code, "rank 1 has made no progress" in text) == (1, True)
 
 
 def test_rank_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
