@@ -26,7 +26,7 @@ from shardflow.monitoring.history import RunFile, read_settings
 from shardflow.monitoring.lines import MetricsTail, damage_note
 from shardflow.monitoring.verdict.judging import judge_each
 from shardflow.telemetry import Verdict
-from shardflow.training.ledger import StepRecord, compare_ledgers, read_records
+from shardflow.training.ledger import LedgerStep, compare_ledgers, read_records
 
 LEDGER_DESCRIPTION = """\
 Reads the committed steps of a training run: those that its newest checkpoint counts, each once, as the
@@ -79,7 +79,7 @@ def run_ledger(arguments: argparse.Namespace) -> int:
     return _diff_ledgers(ledgers[0], ledgers[1], arguments)
 
 
-def _read_ledger(path: Path) -> list[StepRecord]:
+def _read_ledger(path: Path) -> list[LedgerStep]:
     if not path.exists():
         raise ConfigError(
             f"RUN must be a run folder or a file of ledger lines, got {path.name!r}; correct it."
@@ -87,7 +87,7 @@ def _read_ledger(path: Path) -> list[StepRecord]:
     return read_records(path)
 
 
-def _show_ledger(records: list[StepRecord], arguments: argparse.Namespace) -> None:
+def _show_ledger(records: list[LedgerStep], arguments: argparse.Namespace) -> None:
     if arguments.json:
         for record in records:
             write_json(record.to_json(compact=arguments.compact))
@@ -100,7 +100,7 @@ def _show_ledger(records: list[StepRecord], arguments: argparse.Namespace) -> No
     show_lines(lines)
 
 
-def _diff_ledgers(first: list[StepRecord], second: list[StepRecord], arguments: argparse.Namespace) -> int:
+def _diff_ledgers(first: list[LedgerStep], second: list[LedgerStep], arguments: argparse.Namespace) -> int:
     differences = list(compare_ledgers(first, second))
     described = differences[: arguments.limit]
     kinds = Counter(difference.kind for difference in differences)
