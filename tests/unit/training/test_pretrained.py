@@ -240,7 +240,7 @@ def test_peft_is_named_where_it_is_missing(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else real(name, *rest)
     )
-    with pytest.raises(ConfigError, match=r"package peft is not installed.*shardflow\[lora\]"):
+    with pytest.raises(ConfigError, match=r"needs the package peft.*shardflow\[lora\]"):
         build(tiny, folders["llava"], "lora.rank=2")
 
 
