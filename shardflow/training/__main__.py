@@ -93,10 +93,10 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
     except (ConfigError, NoProgressError, PlanError, StateError) as error:
         # Every rank finds the same mistake; one line of it is enough.
         if rank == 0:
-            _LOGGER.error("%s", error.message)  # noqa: TRY400 - the sentence says it, a traceback would hide it
+            _LOGGER.error("%s", error.message)  # noqa: TRY400 - a traceback would hide the sentence
         return EXIT_CONFIGURATION
     except RankLostError as error:
-        # The traceback would be that of a broken connection; the sentence says which rank broke it.
+        # The traceback would be that of a broken connection; the sentence names the rank that broke it.
         _LOGGER.error("%s", error.message)  # noqa: TRY400
         return EXIT_CONFIGURATION if error.is_refusal else EXIT_FAILED
     except ShardflowError as error:
@@ -201,7 +201,7 @@ def _progress(rank: int) -> Iterator[Callable[[StepMetrics, int], None] | None]:
         def log(metrics: StepMetrics, num_steps: int) -> None:
             nonlocal shown_at, began
             number, now = metrics.global_step + 1, time.monotonic()
-            # The first step warms up, and a resumed run begins in the middle: neither tells how fast it goes.
+            # The first step warms up, and a resumed run begins in the middle: both are left out of the speed.
             first, since = began = began or (number, now)
             if now - shown_at >= LINE_EVERY_S or number == num_steps:
                 shown_at = now

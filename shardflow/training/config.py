@@ -463,7 +463,7 @@ class TuneConfig:
     """Most memory that each setting of bytes may take in a rank: what is under way, what is read ahead, the
     cache in memory. All of a node together stay within ``loader.max_node_bytes`` as well."""
     max_disk_bytes: ByteSizeOrZero = 0
-    """Largest cache folder; 0: it is not made larger than ``cache.max_bytes`` says."""
+    """Largest cache folder; 0: at most ``cache.max_bytes``."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -50,14 +50,14 @@ from shardflow.training.tokenizing import tokenizer_digest
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingData:
-    """What a run reads."""
+    """Selections of samples that a run reads."""
 
     training: Selection
     evaluation: Selection | None
-    """None where nothing is measured."""
+    """None without an evaluation split."""
 
     def check_modalities(self, name: str, wanted: Sequence[str]) -> None:
-        """Refuse modalities that no sample has: a mistyped one would go without a word.
+        """Refuse modalities that no sample has: a mistyped one would have no effect.
 
         Args:
             name: Of the setting.
@@ -82,7 +82,7 @@ class TrainingData:
 def open_data(
     settings: DataConfig, saved: Mapping[str, Any] | None, *, cache: CacheConfig | None = None
 ) -> TrainingData:
-    """Open what a run trains on and is measured on.
+    """Open the training and evaluation data of a run.
 
     Args:
         settings: The table ``[data]``.
@@ -198,7 +198,7 @@ def _budget(batch: BatchConfig, image: ImageConfig, text: TextConfig) -> TokenBu
 
 
 def _image_cost(image: ImageConfig, tokens: int) -> dict[str, Any]:
-    """Return what a sample's images cost, as the view takes them."""
+    """Return the token cost of a sample's images, as the view delivers them."""
     if not tokens:
         return {}
     if image.sizes:
@@ -217,7 +217,7 @@ def _image_cost(image: ImageConfig, tokens: int) -> dict[str, Any]:
 
 
 def image_view(settings: ImageConfig, *, is_evaluation: bool = False) -> View:
-    """Return what the loader reads of each study.
+    """Return the loader's view of each study.
 
     Args:
         settings: The table ``[image]``.
@@ -268,12 +268,12 @@ def open_inputs(
     pinned_bytes: int,
     seed: int,
 ) -> InputMaker:
-    """Return what makes the model's tensors from the loader's batches.
+    """Return the maker of the model's tensors from the loader's batches.
 
     Args:
         tokenizer: Frames the reports.
-        device: Where the tensors go.
-        counters: Get the stages of the way.
+        device: Device of the tensors.
+        counters: Get the stages of the transfer.
         image: The table ``[image]``.
         text: The table ``[text]``.
         augment: The table ``[augment]``.
@@ -302,17 +302,17 @@ def sample_inputs(
     num_tokens: int = 2,
     is_full: bool = False,
 ) -> MicroInputs:
-    """Return a made-up micro-batch in the run's shapes.
+    """Return a synthetic micro-batch in the run's shapes.
 
     Args:
         image: The table ``[image]``.
         augment: The table ``[augment]``; whether the device prepares images.
-        device: Where its tensors lie.
+        device: Device of its tensors.
         packed: Whether all samples share one sequence.
         num_samples: Of the micro-batch.
         num_tokens: Of each text.
-        is_full: As large as the settings let it become, with every slice; else padding of weight 0, as for
-            the warm-up.
+        is_full: Whether it is as large as the settings allow, with every slice; else padding of weight 0, as
+            for the warm-up.
     """
     is_windowed = _prepares_images(image, augment)
     label = 0 if is_full else IGNORED_LABEL
@@ -352,12 +352,12 @@ def sample_inputs(
 
 
 def _transfer_size(settings: ImageConfig) -> tuple[int, int]:
-    """Rows and columns that images have on their way to the device."""
+    """Return rows and columns of images during their transfer to the device."""
     return settings.transfer_rows or settings.rows, settings.transfer_columns or settings.columns
 
 
 def _prepares_images(image: ImageConfig, augment: AugmentConfig) -> bool:
-    """Whether images need more on the device than the model's own window."""
+    """Return whether images need more on the device than the model's own window."""
     return bool(
         augment.is_active
         or image.standardise

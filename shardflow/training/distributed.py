@@ -82,7 +82,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the device is for people: the model of a GPU, else its kind."""
+    """Return a readable name of the device: the model of a GPU, else its kind."""
     return str(getattr(torch, device.type).get_device_name(device)) if device.type in _NAMES else device.type
 
 
@@ -118,7 +118,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether this process has been asked to stop, and by what."""
+    """Stop request to this process, and the signal that made it."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -259,7 +259,7 @@ def join_ranks(wanted_device: str, timeouts: TimeoutConfig, *, traces: Path | No
         The ranks; the groups are taken down at the end of the block unless it fails.
 
     Raises:
-        ConfigError: no such device, or a variable of NCCL or torch is set that neither knows.
+        ConfigError: no such device, or a variable of NCCL or torch is set that neither reads.
         WaitTimeoutError: not all ranks joined in time.
     """
     device = choose_device(wanted_device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -269,7 +269,7 @@ def join_ranks(wanted_device: str, timeouts: TimeoutConfig, *, traces: Path | No
         _set_flight_recorder(traces)
     _init_default_group(backend, timeouts.startup_s)
     group = dist.group.WORLD
-    if group is None:  # never after a successful init; tells the type checker so
+    if group is None:  # never after a successful init; for the type checker
         raise ShardflowError("the default process group must exist after joining, got none; this is a bug.")
     ranks = Ranks(
         rank=dist.get_rank(),
@@ -282,7 +282,7 @@ def join_ranks(wanted_device: str, timeouts: TimeoutConfig, *, traces: Path | No
     _LOGGER.info("joined as rank %d of %d on %s with %s", ranks.rank, ranks.world_size, device, backend)
     yield ranks
     # Not reached after a failure, on purpose: the other ranks may be stuck in a collective that an orderly
-    # goodbye would wait for. The process ends, its connections close, and the others notice at once.
+    # shutdown would wait for. The process ends, its connections close, and the others notice at once.
     dist.destroy_process_group()
 
 
@@ -357,7 +357,7 @@ def shard(
 
 
 def replicate(model: nn.Module, ranks: Ranks) -> DistributedDataParallel:
-    """Wrap a model that every rank holds whole; a collective."""
+    """Wrap a model that every rank holds as a whole; a collective."""
     return DistributedDataParallel(
         model,
         device_ids=None if ranks.device.type == "cpu" else [ranks.device.index],
@@ -390,7 +390,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def settle(model: nn.Module) -> None:
-    """Give up what a forward without a backward left gathered, so that parameters are shares again."""
+    """Release the parameters that a forward without a backward left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

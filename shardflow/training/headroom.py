@@ -1,14 +1,14 @@
 """Headroom of a job: its speed without the model, without the data, and with both.
 
-Three contestants take turns in rounds, made of the parts that a run is made of (`prepare_run`), so nothing is
-measured that training does not do:
+Three contestants take turns in rounds, and use the parts of a run (`prepare_run`), so only what
+training does is measured:
 
 - ``loader``: the loader, and the transfer of its micro-batches to the device; no model;
 - ``compute``: whole training steps on micro-batches that stay on the device, the job's first ones, repeated;
   the loader is idle;
 - ``together``: whole training steps on what the loader delivers.
 
-Weights, ledger and metrics go into a temporary folder that is deleted afterwards. A cache that the settings
+Weights, ledger and metrics go into a temporary folder that is deleted at the end. A cache that the settings
 name is read and filled, as in training.
 """
 
@@ -50,7 +50,7 @@ _FEWEST_STEPS, _MOST_STEPS = 2, 2_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadroomOptions:
-    """How long to measure."""
+    """Length of the measurement."""
 
     num_rounds: int = 5
     num_steps: int | None = None
@@ -60,7 +60,7 @@ class HeadroomOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadroomRound:
-    """What one contestant did in one round, over all ranks."""
+    """Measurements of one contestant in one round, over all ranks."""
 
     num_steps: int
     seconds: float
@@ -85,12 +85,12 @@ class Headroom:
     """Bytes that rank 0's loader read in those rounds: ``read``, all of them; ``ram`` and ``disk``, found in
     its caches; ``origin``, fetched into them, ahead or not."""
     num_replayed: int
-    """Micro-batches that ``compute`` of rank 0 goes round."""
+    """Micro-batches that ``compute`` of rank 0 repeats."""
     replayed_bytes: int
 
 
 class ReplayFeed:
-    """Micro-batches that are on the device already, over and over; takes the place of a `DeviceFeed`.
+    """Replay of micro-batches that are on the device already, in place of a `DeviceFeed`.
 
     Args:
         held: At least one.
@@ -118,7 +118,7 @@ def measure_headroom(
     options: HeadroomOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> Headroom | None:
-    """Measure what a job could do at most; every rank that torchrun started calls this once.
+    """Measure the highest speed of a job; every rank that torchrun started calls this once.
 
     Args:
         config: The job's settings. Its run folder is neither read nor written.
@@ -143,7 +143,7 @@ def measure_headroom_on(
     options: HeadroomOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> Headroom | None:
-    """Do the same on ranks that have joined already; arguments and errors as in `measure_headroom`."""
+    """Run `measure_headroom` on ranks that have joined already; same arguments and errors."""
     with tempfile.TemporaryDirectory(prefix="shardflow-bench-") as folder, ExitStack() as stack:
         output = Path(folder)
         aside = replace(
@@ -164,7 +164,7 @@ def measure_headroom_on(
 
 
 class _Turns:
-    """Gives each contestant its turns."""
+    """Rounds of the contestants, which take turns."""
 
     def __init__(self, parts: RunParts, options: HeadroomOptions) -> None:
         self._parts = parts
@@ -207,7 +207,7 @@ class _Turns:
         )
 
     def _hold(self) -> list[FedMicroBatch]:
-        """Take the first steps' micro-batches of this rank, and keep copies that are nobody else's."""
+        """Copy the first steps' micro-batches of this rank, since a loader's memory is lent."""
         loader = self._parts.loader
         start = loader.state_dict()
         feed = DeviceFeed(loader, self._parts.inputs, looks_ahead=False)
@@ -306,11 +306,11 @@ class _Turns:
         position = self._parts.loader.position
         self._loop.run_step(feed, position.epoch, position.step)
         self._progress.global_step += 1
-        # A step knows the samples of all ranks; they are added up again afterwards.
+        # A step reports the samples of all ranks, and its caller adds up the ranks.
         return self._steps[-1].num_samples / self._ranks.world_size
 
     def _settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         device = self._ranks.device
         if device.type != "cpu":
             getattr(torch, device.type).synchronize(device)

@@ -244,8 +244,8 @@ class RunMeasures(LoopHook):
 
     Attributes:
         clock: Times the parts of a step.
-        last_gradient: Knows when only the exchange remains; None where no exchange can be told from the
-            backward.
+        last_gradient: Detects when only the exchange remains; None where no exchange can be separated from
+            the backward.
         listeners: Get each interval, on rank 0.
         total_steps: Steps of the whole run.
     """

@@ -59,7 +59,7 @@ class ShardDataModule(LightningDataModule):
         return -(-self._spec.micro_batches_per_step // world_size)
 
     def train_dataloader(self) -> Any:
-        """Open the training batches at the start, or where Lightning's checkpoint says.
+        """Open the training batches at the start, or at the position of Lightning's checkpoint.
 
         Raises:
             ConfigError: the trainer would step after another number of micro-batches than the plan.
@@ -116,7 +116,7 @@ class _Batches:
 
 
 class _TrainBatches(_Batches):
-    """Goes on epoch after epoch; its state is the position, which Lightning saves and restores."""
+    """Training batches, epoch after epoch; Lightning saves and restores their position."""
 
     def state_dict(self) -> dict[str, object]:
         return self._loader.state_dict()
@@ -126,7 +126,7 @@ class _TrainBatches(_Batches):
 
 
 class _EvaluationBatches(_Batches):
-    """The same batches at every evaluation."""
+    """Evaluation batches, the same at every evaluation."""
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.close()

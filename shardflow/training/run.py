@@ -58,7 +58,7 @@ from shardflow.training.tuning import Tuning, given_settings
 
 _LOGGER = logging.getLogger(__name__)
 _OPTIONAL = {"model.path digest", "model.frozen", "lora.rank"}
-"""Bindings that are there only where the setting is; one that a checkpoint has must not be taken away."""
+"""Bindings that exist only where the setting does; one that a checkpoint has must not be removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
 
 
 def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str, Any]:
-    """Collect the settings that the tensors of a checkpoint only fit together with."""
+    """Collect the settings that must match the tensors of a checkpoint."""
     bindings: dict[str, Any] = {}
     for table in ("model", "image", "augment"):
         for name, value in asdict(getattr(config, table)).items():
@@ -144,7 +144,7 @@ def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
     Raises:
         StateError: naming the first setting that differs.
     """
-    # Checkpoints that were written before there was a choice did what its default does.
+    # Checkpoints from before a setting existed behaved as its default does.
     saved = {**_chosen_later(), **checkpoint.state["bindings"]}
     for name in [*bindings, *sorted(_OPTIONAL & saved.keys() - bindings.keys())]:
         value = bindings.get(name)
@@ -156,7 +156,7 @@ def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
 
 
 def _chosen_later() -> dict[str, Any]:
-    """Return the defaults of settings that are younger than the first checkpoints."""
+    """Return the defaults of settings that are newer than the first checkpoints."""
     image, augment = asdict(ImageConfig()), asdict(AugmentConfig())
     younger = [
         name for name in image if name not in {"num_slices", "rows", "columns", "slice_choice", "dtype"}
@@ -198,7 +198,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Let another job in."""
+        """Release the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -213,7 +213,7 @@ def prepare_run(
     stop: StopRequest,
     stack: ExitStack,
 ) -> RunParts:
-    """Build everything a run is made of.
+    """Build all parts of a run.
 
     Args:
         config: All settings.
@@ -402,7 +402,7 @@ _REFUSALS: Final = (ConfigError, CheckpointError, NoProgressError, StorageError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSummary:
-    """What a run did; plain JSON values, equal on all ranks but for ``rank``."""
+    """Summary of a run; plain JSON values, equal on all ranks except ``rank``."""
 
     outcome: Outcome
     """``stopped``: a signal asked for it, a checkpoint is saved, start again to resume."""
@@ -424,7 +424,7 @@ class TrainSummary:
     evaluation_loss: float | None
     """Newest evaluation of this start."""
     num_masked_samples: int
-    """Samples that this rank knows to be masked because they could not be read."""
+    """Samples that were masked because they could not be read, as far as this rank knows."""
     elapsed_s: float
 
     def to_json(self) -> dict[str, Any]:
@@ -468,7 +468,7 @@ def train_on(
     on_step: Callable[[StepMetrics, int], None] | None = None,
     stop: StopRequest | None = None,
 ) -> TrainSummary:
-    """Do the same on ranks that have joined already; arguments and errors as in :func:`train`."""
+    """Run :func:`train` on ranks that have joined already; same arguments and errors."""
     started = time.perf_counter()
     stop = stop or StopRequest()
     with ExitStack() as stack:
@@ -519,7 +519,7 @@ def _decide(
             answer["decision"] = asdict(decision)
         except _REFUSALS as error:
             answer[type(error).__name__] = error.message
-    # Rank 0 may read and verify large checkpoints; the others wait here, not in a collective's own timeout.
+    # Rank 0 may verify large checkpoints; the others wait here, not within the timeout of a collective.
     ranks.barrier("choosing a checkpoint", ranks.timeouts.startup_s)
     answer = ranks.broadcast(answer)
     for kind in _REFUSALS:

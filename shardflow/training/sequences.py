@@ -22,13 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-# ruff: noqa: N803, N815
+# ruff: noqa: N803, N806, N815
 # Tensors carry their axes as a suffix: B slots, K slices, T text tokens, S elements of the sequence, N slices
-# that are there, D width.
+# that are present, D width, V vocabulary.
 
-
-# A vision tower that looks at nothing has no gradients, and ranks would wait for them; one that looks at a
-# single slice has gradients of another memory layout, which DistributedDataParallel has to copy.
+IGNORED_LABEL = -100
+"""Label of a position that is not predicted: padding, and the last token of a row."""
+# A vision model without input has no gradients, and ranks would wait for them; with a single slice its
+# gradients have another memory layout, which DistributedDataParallel has to copy.
 _FEWEST_SLICES = 2
 _LENGTH_MULTIPLE = 8  # kernels like round sizes, and fewer distinct shapes fragment memory less
 _START = 0
@@ -39,8 +40,8 @@ class Packing:
     """Where the elements of a packed sequence come from; on the device."""
 
     slice_index_N: torch.Tensor
-    """int64, the slices to look at, as places in the flattened ``(B, K)``; two at least, whether or not they
-    stand in the sequence."""
+    """int64, the slices to look at, as places in the flattened ``(B, K)``; two at least, even if they
+    are not in the sequence."""
     source_S: torch.Tensor
     """int64, what is at each place: 0 the start embedding, from 1 on the slices of ``slice_index_N``,
     then the text tokens."""
@@ -49,7 +50,7 @@ class Packing:
     segment_S: torch.Tensor
     """int64, number of the study; what rounds the length up is one of its own."""
     text_place_T: torch.Tensor
-    """int64, where the text tokens stand in the sequence."""
+    """int64, positions of the text tokens in the sequence."""
     study_start_U: torch.Tensor
     """int32, where each study begins, and the length: ``cu_seqlens`` of variable-length attention."""
     longest: int
@@ -100,7 +101,7 @@ def pack_row(
         token_ids_BT: Text, padded on the right; at least one token in each row.
         token_mask_BT: Which tokens are there.
         labels_BT: The next token of each.
-        weights_B: Weight of each slot; slots of weight 0 stand in the sequence and count nothing.
+        weights_B: Weight of each slot; slots of weight 0 are in the sequence and count nothing.
     """
     is_slice = np.asarray(slice_mask_BK, bool)
     num_slices = is_slice.sum(axis=1)
@@ -145,14 +146,6 @@ def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.i
         starts - before, sizes
     )
     return places
-
-
-# ruff: noqa: N803, N806
-# Tensors carry their axes as a suffix: B slots, T tokens, V vocabulary.
-
-
-IGNORED_LABEL = -100
-"""Label of a position that is not predicted: padding, and the last token of a row."""
 
 
 def weighted_token_loss(

@@ -188,7 +188,7 @@ def compute_loss(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | 
 
 
 class Updates:
-    """Applies the gradients of one run.
+    """Updates of the weights from the gradients of one run.
 
     Args:
         model: Its parameters hold the gradients; whole or shares.

@@ -39,21 +39,21 @@ from shardflow.storage import ByteRange, LocalStore, write_atomic
 
 _FILE = "tokenizer.json"
 _MANIFEST = "manifest.json"
-# Texts that are read and tokenized together: it bounds the memory of a thread, not the result.
+# Texts that are read and tokenized together; bounds the memory of a thread, and has no effect on the ids.
 _BATCH = 1024
 _WIDEST_UINT16 = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedDataset:
-    """What a job did."""
+    """Summary of a job."""
 
     tokenizer: str
     num_samples: int
     num_tokens: int
     num_shards: int
     num_shards_kept: int
-    """Shards that an earlier job had done."""
+    """Shards that an earlier job had finished."""
 
 
 def tokenizer_digest(path: Path) -> str:
@@ -80,7 +80,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 class TextTokenizer:
-    """A tokenizer for whole texts, without marks at their beginning and end. Safe for many threads.
+    """Tokenizer for whole texts, without begin and end tokens. Safe for many threads.
 
     Args:
         path: ``tokenizer.json``, or the folder that holds it.
@@ -128,11 +128,11 @@ def tokenize_dataset(
     Args:
         dataset: A dataset in a folder, or a view of one.
         tokenizer: The tokenizer.
-        num_threads: Shards that are under way at once; each holds its own ids.
-        on_shard: Told how many shards are done, and of how many.
+        num_threads: Shards that are tokenized at once; each holds its own ids in memory.
+        on_shard: Called with the number of shards done, and of all.
 
     Raises:
-        ConfigError: The dataset lies in no folder.
+        ConfigError: The dataset is not in a local folder.
         ShardflowError: A text cannot be read or trusted.
     """
     if not isinstance(dataset.store, LocalStore):
@@ -196,7 +196,7 @@ def _shard_rows(dataset: Dataset) -> Iterator[range]:
 def _tokenize_shard(
     dataset: Dataset, tokenizer: TextTokenizer, folder: Path, number: int, rows: range
 ) -> tuple[TokenFile, npt.NDArray[Any], bool]:
-    """Return the file of a shard, the counts of its rows, and whether an earlier job had left it."""
+    """Return the file of a shard, the counts of its rows, and whether an earlier job wrote it."""
     path = folder / ids_name(number)
     try:
         data = path.read_bytes()
@@ -249,12 +249,12 @@ def _texts(dataset: Dataset, rows: range) -> Iterator[tuple[npt.NDArray[np.int64
             f"samples table and index must name the same samples, got others ({index.shard}); run "
             "`shardflow verify`."
         )
-    # A sample that was removed has no row, but its bytes lie in the shard until it is compacted.
+    # A sample that was removed has no row, but its bytes stay in the shard until it is compacted.
     is_text = np.array([name == index.text_field for name in index.field_names])
     found = np.flatnonzero(is_text[index.field_name_ids] & (index.field_num_bytes > 0))
     field_of = np.full(index.num_samples, -1)
     field_of[np.searchsorted(index.first_field, found, side="right") - 1] = found
-    # One behind another, as their rows are: ids lie in the order of the rows.
+    # In the order of the rows, as the ids are stored.
     fields = field_of[samples]
     places = np.flatnonzero(fields >= 0)
     for start in range(0, len(places), _BATCH):
@@ -284,7 +284,7 @@ def _texts(dataset: Dataset, rows: range) -> Iterator[tuple[npt.NDArray[np.int64
 
 
 def _pieces(dataset: Dataset, rows: npt.NDArray[np.int64]) -> list[slice]:
-    """Return which bytes of its report each row speaks of: all, but for entities."""
+    """Return which bytes of its report each row covers: all of them, except for entities."""
     if not isinstance(dataset, EntityDataset):
         return [slice(None)] * len(rows)
     starts = dataset.samples.gather("text_start", rows).astype(np.int64)

@@ -193,7 +193,7 @@ class PiecewiseTensors(Mapping[str, torch.Tensor]):
         return (first[0] + sum(shape[0] for shape in others), *first[1:]) if others else first
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return some rows of the whole tensor; copied only where they lie in several files."""
+        """Return some rows of the whole tensor; copied only if they are in several files."""
         found: list[torch.Tensor] = []
         at = 0
         for file in self._pieces[name]:

@@ -29,7 +29,7 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageParameters:
-    """What each sample of a micro-batch gets."""
+    """Transform parameters of each sample of a micro-batch."""
 
     display_range_B2: torch.Tensor
     """float32, the intensities that become 0 and 1; an empty range is taken as one unit wide."""
@@ -40,15 +40,15 @@ class ImageParameters:
     """float32, gain, offset and gamma: a windowed value v becomes ``(v ** gamma) * gain + offset``. None
     leaves them."""
     affine_B23: torch.Tensor | None = None
-    """float32, where each place of the result lies in the source, both from -1 to 1 over the image, x before
-    y; what lies outside is as dark as the window goes. None leaves images where they are."""
+    """float32, source position of each place of the result, both from -1 to 1 over the image, x before y;
+    positions outside give the window's lowest value. None leaves images where they are."""
     content_box_B4: torch.Tensor | None = None
     """int64, first row, first column, rows and columns that hold the image in its frame; the rest is as dark
     as the window goes. None: all of it does."""
 
 
 class ImagePipeline(nn.Module):
-    """Stored units in, what a vision model takes out. Holds no weights.
+    """Pipeline from stored units to the input of a vision model. Holds no weights.
 
     Args:
         rows: Rows of the result.
@@ -99,7 +99,7 @@ class ImagePipeline(nn.Module):
 def window_images(
     images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Map each sample's display range to [-1, 1] and clip what lies outside.
+    """Map each sample's display range to [-1, 1] and clip what is outside.
 
     Padded slices become 0 whatever their bytes are, so that nothing of a recycled buffer reaches the model.
 
@@ -116,7 +116,7 @@ def window_images(
 def windowed_share(
     images_BKHW: torch.Tensor, display_range_B2: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return where each intensity lies in its sample's display range, cut to 0 and 1."""
+    """Return each intensity as a share of its sample's display range, clipped to 0 and 1."""
     low_B111 = display_range_B2[:, 0].to(dtype)[:, None, None, None]
     high_B111 = display_range_B2[:, 1].to(dtype)[:, None, None, None]
     width_B111 = high_B111 - low_B111
@@ -125,7 +125,7 @@ def windowed_share(
 
 
 def resized(values_BKHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Bring images to a size: first what shrinks, by area, so that nothing aliases; then what grows."""
+    """Resize images: first the axes that shrink, by area, so that nothing aliases; then those that grow."""
     common = (min(values_BKHW.shape[2], size[0]), min(values_BKHW.shape[3], size[1]))
     if common != tuple(values_BKHW.shape[2:]):
         rows = _area_weights(values_BKHW.shape[2], common[0], values_BKHW)
@@ -156,7 +156,7 @@ def _darken_frame(values_BKHW: torch.Tensor, box_B4: torch.Tensor) -> torch.Tens
 
 
 def _standardized(values_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor) -> torch.Tensor:
-    """Take off each sample's mean and divide by its deviation, over the slices that are there."""
+    """Subtract each sample's mean and divide by its deviation, over its present slices."""
     mask = slice_mask_BK[:, :, None, None].to(values_BKHW.dtype)
     num_pixels = (mask.sum(dim=(1, 2, 3), keepdim=True) * values_BKHW.shape[2] * values_BKHW.shape[3]).clamp(
         min=1
@@ -170,7 +170,7 @@ def _standardized(values_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor) -> tor
 def stack_draws(
     draws: Sequence[Draw], *, rows: int, columns: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Turn draws into what the device takes.
+    """Convert draws to the arrays that the device takes.
 
     Args:
         draws: One a slot.
@@ -186,10 +186,6 @@ def stack_draws(
         affine[slot] = source_affine(draw, aspect=rows / columns)
         intensity[slot] = draw.gain, draw.offset, draw.gamma
     return affine, intensity
-
-
-# ruff: noqa: N806
-# Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns.
 
 
 Place: TypeAlias = tuple[int, int, int, int]

@@ -31,14 +31,14 @@ from shardflow.fields.views import ArraySpec
 from shardflow.loading.batch import BatchLayout
 from shardflow.telemetry import StageCounters
 
-_ALIGNMENT = 512  # what device copies like, and a multiple of every array's own alignment
+_ALIGNMENT = 512  # fast for device copies, and a multiple of every array's own alignment
 
 
 class Mark(Protocol):
     """A point in a device's work, such as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed it."""
 
     def synchronize(self) -> None:
         """Wait until it has."""
@@ -51,14 +51,14 @@ class Region:
     memory: torch.Tensor
     """``(num_bytes,)`` uint8."""
     start: int
-    """Where it lies in the ring."""
+    """Its first byte in the ring."""
     stop: int
     mark: Mark | None = None
     """Set once the copy is under way; the region is free when the device has passed it."""
 
 
 class PinnedRing:
-    """Lends regions of ``num_bytes`` of pinned memory; one thread uses it.
+    """Ring of ``num_bytes`` of pinned memory that lends regions; used by one thread.
 
     Args:
         num_bytes: Size of the ring; taken with the first region.
@@ -92,7 +92,7 @@ class PinnedRing:
         return len(self._lent)
 
     def lend(self, num_bytes: int) -> Region:
-        """Return a region that nobody else reads or writes until its mark is passed.
+        """Lend a region that nothing else reads or writes until its mark is passed.
 
         Args:
             num_bytes: Its size.
@@ -289,7 +289,7 @@ class CudaTransfer(Transfer):
 
 
 def open_transfer(device: torch.device, *, ring_bytes: int, counters: StageCounters) -> Transfer:
-    """Return what moves micro-batches to a device."""
+    """Return the transfer of micro-batches to a device."""
     if device.type == "cuda":
         return CudaTransfer(device, ring_bytes=ring_bytes, counters=counters)
     return Transfer(counters, device)

@@ -134,7 +134,7 @@ class HeartbeatPage:
             return
         data = self._page[start + _HEAD.size : start + _HEAD.size + num_bytes]
         if _HEAD.unpack_from(self._page, start)[0] != count:
-            return  # it changed while we read; the next read sees the new text
+            return  # it changed during the read; the next one returns the new text
         self._seen[slot] = (count, json.loads(data))
 
 
@@ -195,7 +195,7 @@ class Fault:
     after_s: float = 0.0
     """Length of the silence, if that is the fault."""
     text: str = ""
-    """Of ``failed``: the error, in words that hold no identifier."""
+    """Of ``failed``: the error, in text without identifiers."""
     is_refusal: bool = False
     """Of ``failed``: a start like this one fails again, as after a wrong setting."""
 

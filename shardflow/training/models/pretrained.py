@@ -30,6 +30,12 @@ from shardflow.training.config import ImageConfig, ModelConfig, TextConfig
 from shardflow.training.device.images import window_images
 from shardflow.training.text import ReportTokenizer
 
+# ruff: noqa: N803, N806
+# Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns, T tokens, P places of a slice, D
+# width, V vocabulary, N any number.
+
+_ENCODER_DECODER = "vision-encoder-decoder"
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MARKER = "shardflow-report-stands-here"
 
 
@@ -89,15 +95,6 @@ def chat_frame(
         begin=before[-1],
         end=tuple(end) or tokenizer.end_ids,
     )
-
-
-# ruff: noqa: N803, N806
-# Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns, T tokens, P places of a slice, D
-# width, V vocabulary, N any number.
-
-
-_ENCODER_DECODER = "vision-encoder-decoder"
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

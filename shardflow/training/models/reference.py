@@ -73,7 +73,7 @@ class ReportModel(nn.Module):
             display_range_B2: ``(B, 2)`` float32; None for images that are as the vision model takes them.
             token_ids_BT: ``(B, T)`` int64, each row opened by the begin token; ``(1, T)`` where packed.
             token_mask_BT: ``(B, T)`` bool.
-            packing: How the samples stand in one sequence; None where each has a row.
+            packing: Layout of the samples in one sequence; None where each has a row.
 
         Returns:
             Logits ``(B, T, V)``; those of padded positions mean nothing. Where packed ``(1, T, V)``.
@@ -228,7 +228,7 @@ def _language_config(settings: ModelConfig, vocab_size: int, num_positions: int)
             resid_pdrop=settings.dropout,
             embd_pdrop=settings.dropout,
             attn_pdrop=settings.dropout,
-            # The default ids (50256) lie outside a small vocabulary.
+            # The default ids (50256) are outside a small vocabulary.
             bos_token_id=None,
             eos_token_id=None,
         )
