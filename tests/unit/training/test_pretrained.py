@@ -300,7 +300,7 @@ def test_weights_that_are_not_safetensors_are_refused(
         (TEMPLATE.replace("{{ c['text'] }}", ""), "pass the assistant's words on"),
         (TEMPLATE.replace("<image>", ""), "one image token for each of 3"),
         ("{{ no_such_function() }}", "can be rendered"),
-        (TEMPLATE.replace("{{ bos_token }}", "").replace("{{ m['role'] }}: ", ""), "behind some words"),
+        (TEMPLATE.replace("{{ bos_token }}", "").replace("{{ m['role'] }}: ", ""), "after some words"),
     ],
 )
 def test_a_chat_template_that_does_not_fit_is_refused(
