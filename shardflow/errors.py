@@ -42,7 +42,16 @@ class ShardflowError(Exception):
 
 
 class ConfigError(ShardflowError, ValueError):
-    """A setting is unknown, missing, of the wrong type or out of range."""
+    """A setting is unknown, missing, of the wrong type or out of range.
+
+    Attributes:
+        path: The input path at fault, for the operator's own terminal; ``""`` if there is none. It is no part
+            of the message, because messages are logged.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class StorageError(ShardflowError):

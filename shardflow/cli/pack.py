@@ -111,7 +111,11 @@ def run(args: argparse.Namespace) -> int:
                 is_merge=args.merge,
             )
     except ConfigError as error:
-        return _fail("configuration_error", error.message, _EXIT_CONFIGURATION, as_json=args.json)
+        code = _fail("configuration_error", error.message, _EXIT_CONFIGURATION, as_json=args.json)
+        if error.path and sys.stderr.isatty():
+            # Only on a terminal: a redirected stream is a log, and logs hold no input path.
+            sys.stderr.write(f"shardflow: the path is {error.path}\n")
+        return code
     except ShardflowError as error:
         return _fail("error", f"{error.message} What is packed stands; run the job again.", _EXIT_FAILED)
     except KeyboardInterrupt:

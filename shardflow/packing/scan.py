@@ -107,7 +107,17 @@ class AttachmentFinder:
         sop_class = sop_class_of(path, limits=self.limits)
         if sop_class:
             return next((kind for kind in kinds if sop_class in kind.sop_classes), None)
-        return next((kind for kind in kinds if kind.recognise(path, head)), None)
+        return next((kind for kind in kinds if _recognises(kind, path, head)), None)
+
+
+def _recognises(kind: AttachmentKind, path: Path, head: bytes) -> bool:
+    """Whether a file is of a kind; a recognizer that fails over arbitrary bytes does not know the file."""
+    try:
+        return kind.recognise(path, head)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - the parsers of all formats, over whatever a file holds
+        return False
 
 
 def _digest(path: Path, beside: str) -> str:

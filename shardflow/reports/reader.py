@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -63,37 +63,7 @@ class ReportContent:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; spans are pairs of characters, closed-open."""
-        return {
-            "sections": [
-                {
-                    "kind": one.kind,
-                    "span": list(one.span),
-                    "header": list(one.header),
-                    "exam": one.exam,
-                    "part": one.part,
-                }
-                for one in self.sections
-            ],
-            "entities": [
-                {
-                    "span": list(one.span),
-                    "concept": one.concept,
-                    "assertion": one.assertion,
-                    "anatomy": None
-                    if one.anatomy is None
-                    else {"span": list(one.anatomy.span), "name": one.anatomy.name},
-                    "laterality": one.laterality,
-                    "size_mm": list(one.size_mm),
-                    "severity": one.severity,
-                    "source": one.source,
-                }
-                for one in self.entities
-            ],
-            "mentions": [
-                {"span": list(one.span), "series": one.series, "first": one.first, "last": one.last}
-                for one in self.mentions
-            ],
-        }
+        return asdict(self)
 
 
 class ReportReader:

@@ -33,6 +33,12 @@ def _edit(case: PackCase, old: str, new: str) -> None:
     case.config_path.write_text(text.replace(old, new), encoding="utf-8")
 
 
+def _reports_without_text(case: PackCase) -> None:
+    """Refused by its first line: there is no output folder yet, and no header row."""
+    case.config_path.with_name("reports.csv").write_text("study_instance_uid,findings\n", encoding="utf-8")
+    _edit(case, '["dicom"]', '["dicom"]\nreports = "reports.csv"')
+
+
 MISTAKES: dict[str, tuple[Callable[[PackCase], None], str]] = {
     "unknown key": (lambda c: _edit(c, "dicom =", "dcom ="), "'dicom'"),
     "unknown table": (lambda c: _edit(c, "[execution]", "[exceution]"), "'execution'"),
@@ -61,6 +67,7 @@ MISTAKES: dict[str, tuple[Callable[[PackCase], None], str]] = {
         lambda c: _edit(c, '["dicom"]', '["dicom"]\nreports = "none.csv"'),
         "inputs.reports must be an existing",
     ),
+    "reports without their column": (_reports_without_text, "must have one column 'text', got 0"),
     "reports required": (
         lambda c: _edit(c, "[splits]", "[policy]\nrequire_report = true\n[splits]"),
         "require_report needs inputs.reports",

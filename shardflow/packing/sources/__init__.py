@@ -1,18 +1,6 @@
-"""Sources: readers of images, reports and attachments, and the reasons for which an input is not packed.
+"""Sources: readers of images, reports and attachments.
 
-`dicom` and `images` read pixels, `reports` and `documents` read text, and `layouts` finds out which study an
-input belongs to. The reasons themselves are part of the format (`shardflow.format.reasons`).
+`dicom`, `nifti` and `raster` read pixels, `reports` and `documents` read text, and `layouts` finds out which
+study an input belongs to. The reasons for which an input is not packed are part of the format
+(`shardflow.format.reasons`).
 """
-
-from __future__ import annotations
-
-from shardflow.format.reasons import REASONS, Outcome, Reason, ReasonInfo, outcome_of, source_error
-
-__all__ = [
-    "REASONS",
-    "Outcome",
-    "Reason",
-    "ReasonInfo",
-    "outcome_of",
-    "source_error",
-]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardflow.reports.alignment.evidence import AlignmentRules, Evidence
+from shardflow.reports.alignment.evidence import AlignmentRules, Evidence, Rule
 from shardflow.reports.alignment.images import SeriesFacts
 from shardflow.reports.alignment.lesions import Finding, are_same_side
 from shardflow.reports.lexicon import tokenize
@@ -260,7 +260,8 @@ class MentionResolver:
             found = {one.index: one.slices_of(first, last) for one in fitting}
         if not fitting:
             return [], UNRESOLVED
-        rule, base = ("E2", self._rules.image_only) if named is None else ("E1", self._rules.series_and_image)
+        rule: Rule = "E2" if named is None else "E1"
+        base = self._rules.image_only if named is None else self._rules.series_and_image
         plane = plane_of(words)
         evidence = []
         for one in fitting:
@@ -268,7 +269,7 @@ class MentionResolver:
             is_other = bool(plane and one.plane and one.plane != plane)
             evidence.append(
                 Evidence(
-                    rule="E1" if rule == "E1" else "E2",
+                    rule=rule,
                     family="mention",
                     series=one.index,
                     weights=dict.fromkeys(found[one.index], 1.0),

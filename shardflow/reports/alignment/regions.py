@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardflow.errors import FormatError
-from shardflow.reports.alignment.evidence import AlignmentRules, Evidence
+from shardflow.reports.alignment.evidence import AlignmentRules, Evidence, Rule
 from shardflow.reports.alignment.images import SeriesFacts
 from shardflow.reports.alignment.lesions import (
     Finding,
@@ -250,7 +250,7 @@ def _conflicts(finding: Finding, region: Region) -> tuple[str, ...]:
 
 
 def _evidence(
-    rule: str,
+    rule: Rule,
     base: float,
     finding: Finding,
     findings: Sequence[Finding],
@@ -273,7 +273,7 @@ def _evidence(
             confidence *= rules.other_side if conflict == "other_side" else rules.other_size
         found += [
             Evidence(
-                rule="E3" if rule == "E3" else "E4",
+                rule=rule,
                 family="roi",
                 series=series,
                 weights=weights,

@@ -43,12 +43,8 @@ def read_attributes(
         SourceError: As `read_elements`.
     """
     wanted = {keyword: _attribute(keyword) for keyword in keywords}
-    elements = read_elements(
-        path,
-        frozenset({_CHARACTER_SET, *(attribute.tag for attribute in wanted.values())}),
-        max_header_bytes=limits.max_header_bytes,
-        max_inflated_bytes=limits.max_inflated_bytes,
-    )
+    tags = {attribute.tag for attribute in wanted.values()}
+    elements = read_elements(path, {_CHARACTER_SET, *tags}, limits)
     found = {keyword: _READERS[one.representation](elements, one.tag) for keyword, one in wanted.items()}
     return {keyword: value for keyword, value in found.items() if value}
 
@@ -73,10 +69,6 @@ def _doubles(elements: Elements, tag: int) -> tuple[float, ...]:
     return values.doubles(elements, tag, max(1, len(elements.values.get(tag, b"")) // 8)) or ()
 
 
-def _shorts(elements: Elements, tag: int) -> tuple[int, ...]:
-    return values.integers(elements, tag)
-
-
 def _integer(elements: Elements, tag: int) -> tuple[int, ...]:
     number = values.integer(elements, tag)
     return () if number is None else (number,)
@@ -87,7 +79,7 @@ _READERS: dict[str, Callable[[Elements, int], AttributeValue]] = {
     "DS": _decimals,
     "FD": _doubles,
     "IS": _integer,
-    "US": _shorts,
+    "US": values.integers,
 }
 
 
@@ -120,12 +112,7 @@ def read_everywhere(
         SourceError: As `read_attributes`.
     """
     tags = {_attribute(keyword).tag: keyword for keyword in keywords}
-    elements = read_elements(
-        path,
-        frozenset({_CHARACTER_SET, *tags, *SEQUENCES}),
-        max_header_bytes=limits.max_header_bytes,
-        max_inflated_bytes=limits.max_inflated_bytes,
-    )
+    elements = read_elements(path, {_CHARACTER_SET, *tags, *SEQUENCES}, limits)
     found: dict[str, set[str]] = {}
     for keyword, text in _Visit(tags).values(elements, 0):
         found.setdefault(keyword, set()).update(part.strip() for part in text.split("\\"))

@@ -47,8 +47,7 @@ def discover(roots: Sequence[Path]) -> list[DiscoveredFile]:
 
     Raises:
         ConfigError: There is no root, a root does not exist, or one root lies inside another (its files would
-            be read
-            twice).
+            be read twice).
     """
     if not roots:
         raise ConfigError("the inputs must name at least one folder, got none; set it in the configuration.")
@@ -68,8 +67,9 @@ def _check_roots(roots: Sequence[Path]) -> None:
             resolved.append(root.resolve(strict=True))
         except OSError as error:
             raise ConfigError(
-                f"input folder {number} of {len(roots)} must exist, got {type(error).__name__}; "
-                "check the configuration."
+                f"input folder {number} of {len(roots)} must exist and be readable, got "
+                f"{type(error).__name__}; correct its path in the configuration.",
+                path=str(root),
             ) from None
     for number, root in enumerate(resolved, start=1):
         for other_number, other in enumerate(resolved, start=1):

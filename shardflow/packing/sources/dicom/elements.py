@@ -17,7 +17,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -299,10 +299,8 @@ _FIRST_READ = 1 << 15
 _TRANSFER_SYNTAX, _MEDIA_SOP_CLASS = 0x00020010, 0x00020002
 
 
-def read_elements(
-    path: Path, wanted: frozenset[int], *, max_header_bytes: int, max_inflated_bytes: int
-) -> FileElements:
-    """Read the asked-for elements that come before the pixel data.
+def read_elements(path: Path, wanted: Iterable[int], limits: HeaderLimits) -> FileElements:
+    """Read the requested elements that come before the pixel data.
 
     A file that is damaged after its meta information comes back with a `FileElements.problem`, so that its
     identifiers are known where they precede the damage.
@@ -310,16 +308,17 @@ def read_elements(
     Raises:
         SourceError: FILE_UNREADABLE, NOT_DICOM, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
+    tags = frozenset(wanted)
     try:
-        with open_file(path, max_inflated_bytes) as descriptor:
+        with open_file(path, limits.max_inflated_bytes) as descriptor:
             num_bytes = os.fstat(descriptor).st_size
             size = min(_FIRST_READ, num_bytes)
             while True:
                 data = os.pread(descriptor, size, 0)
                 try:
-                    return _parse(data, num_bytes, wanted, max_inflated_bytes)
+                    return _parse(data, num_bytes, tags, limits.max_inflated_bytes)
                 except NeedMoreError:
-                    size = _next_size(len(data), size, num_bytes, max_header_bytes)
+                    size = _next_size(len(data), size, num_bytes, limits.max_header_bytes)
     except OSError as error:
         raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
     except MalformedError as error:

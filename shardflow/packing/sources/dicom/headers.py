@@ -179,9 +179,7 @@ def read_header(
         SourceError: The file is no image, or damaged so that nobody can say what it is; ``reason`` is a
             `Reason`.
     """
-    elements = read_elements(
-        path, _WANTED, max_header_bytes=limits.max_header_bytes, max_inflated_bytes=limits.max_inflated_bytes
-    )
+    elements = read_elements(path, _WANTED, limits)
     sop_class = _check_kind(elements)
     try:
         return _read_instance(elements, sop_class, file_index, limits, identify)
@@ -200,12 +198,7 @@ def read_header(
 def sop_class_of(path: Path, *, limits: HeaderLimits = _DEFAULT_LIMITS) -> str:
     """Return the SOP Class UID of a DICOM object of any class; ``""`` for other and unreadable files."""
     try:
-        elements = read_elements(
-            path,
-            frozenset({_SOP_CLASS}),
-            max_header_bytes=limits.max_header_bytes,
-            max_inflated_bytes=limits.max_inflated_bytes,
-        )
+        elements = read_elements(path, {_SOP_CLASS}, limits)
     except SourceError:
         return ""
     return values.code(elements, _SOP_CLASS) or elements.media_sop_class_uid

@@ -127,13 +127,7 @@ _ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER = (
     0x00200100,
     0x00181060,
 )
-_B_VALUE_PLANES, _DIRECTION_PLANES, _SEQUENCE_NAME, _KERNEL, _CONTRAST = (
-    0x00189087,
-    0x00189089,
-    0x00180024,
-    0x00181210,
-    0x00180010,
-)
+_SEQUENCE_NAME, _KERNEL, _CONTRAST = 0x00180024, 0x00181210, 0x00180010
 _STACK_ID, _TEMPORAL_INDEX, _EFFECTIVE_ECHO, _CARDIAC_DELAY = 0x00209056, 0x00209128, 0x00189082, 0x00209153
 
 PLANE_TAGS = frozenset(
@@ -259,8 +253,8 @@ def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
             _double(nearest(_ECHO_GROUP, _EFFECTIVE_ECHO), _EFFECTIVE_ECHO),
             _long(nearest(_CONTENT_GROUP, _TEMPORAL_INDEX), _TEMPORAL_INDEX),
             _double(nearest(_CARDIAC_GROUP, _CARDIAC_DELAY), _CARDIAC_DELAY),
-            _double(diffusion, _B_VALUE_PLANES),
-            _double(direction, _DIRECTION_PLANES, 3),
+            _double(diffusion, _B_VALUE),
+            _double(direction, _DIRECTION, 3),
             "",
             _type_tail(frame_type, _FRAME_TYPE),
             "",
@@ -281,8 +275,7 @@ def _type_tail(elements: Elements, tag: int) -> str:
 
 
 def _double(elements: Elements, tag: int, count: int = 1) -> str:
-    numbers = values.doubles(elements, tag, count)
-    return "\\".join(f"{number:g}" for number in numbers) if numbers else ""
+    return _text(values.doubles(elements, tag, count))
 
 
 def _long(elements: Elements, tag: int) -> str:

@@ -29,7 +29,6 @@ from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.dictionary import DEFLATED, EXPLICIT_BIG, RLE
 from shardflow.packing.sources.dicom.elements import (
     Elements,
-    FileElements,
     HeaderLimits,
     open_file,
     read_elements,
@@ -67,7 +66,7 @@ def read_modality_lut(path: Path, limits: HeaderLimits, *, is_signed: bool) -> L
     Raises:
         SourceError: INVALID_IMAGE_DESCRIPTION where the table is damaged; else as `read_elements`.
     """
-    item = _read(path, {_MODALITY_LUT}, limits).items(_MODALITY_LUT)[0]
+    item = read_elements(path, {_MODALITY_LUT}, limits).items(_MODALITY_LUT)[0]
     num_entries, first, bits = _descriptor(item, _LUT_DESCRIPTOR, is_signed=is_signed)
     data = item.values.get(_LUT_DATA, b"")
     if bits == 8 and len(data) in (num_entries, num_entries + 1):
@@ -85,7 +84,7 @@ def read_palette(path: Path, limits: HeaderLimits, *, is_signed: bool) -> Lookup
         SourceError: INVALID_IMAGE_DESCRIPTION where the palette is absent or damaged; else as
             `read_elements`.
     """
-    elements = _read(path, {*_PALETTE_DESCRIPTORS, *_PALETTE_DATA, *_SEGMENTED_DATA}, limits)
+    elements = read_elements(path, {*_PALETTE_DESCRIPTORS, *_PALETTE_DATA, *_SEGMENTED_DATA}, limits)
     num_entries, first, bits = _descriptor(elements, _PALETTE_DESCRIPTORS[0], is_signed=is_signed)
     from pydicom.dataset import Dataset
     from pydicom.pixels import apply_color_lut
@@ -109,15 +108,6 @@ def read_palette(path: Path, limits: HeaderLimits, *, is_signed: bool) -> Lookup
     # Sixteen-bit entries that hold eight-bit values all lie in the low byte.
     is_wide = shift > 0 and int(entries.max(initial=0)) > 255
     return LookupTable((entries >> shift if is_wide else entries).astype(np.uint8), first)
-
-
-def _read(path: Path, tags: set[int], limits: HeaderLimits) -> FileElements:
-    return read_elements(
-        path,
-        frozenset(tags),
-        max_header_bytes=limits.max_header_bytes,
-        max_inflated_bytes=limits.max_inflated_bytes,
-    )
 
 
 def _descriptor(elements: Elements, tag: int, *, is_signed: bool) -> tuple[int, int, int]:

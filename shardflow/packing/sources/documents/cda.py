@@ -19,11 +19,12 @@ from shardflow.packing.sources.documents.facts import (
     DocumentReport,
     NoReport,
     People,
+    first_moment,
     heading_of,
     is_report_section,
     join_sections,
-    parse_moment,
     uid_of,
+    unique,
 )
 
 _REPORT_CODES: Final = frozenset({"18748-4"})
@@ -71,12 +72,12 @@ def cda_sections(root: XmlNode) -> Iterator[tuple[XmlNode, str, str]]:
     for node in root.walk():
         if node.name != "section":
             continue
-        code = node.find("code")
         title = " ".join("".join(part.text() for part in node.elements("title")).split())
-        coded = "" if code is None else code.get("code")
+        code = node.find("code") or XmlNode("code")
+        coded = code.get("code")
         if coded == _CATALOG:
             continue
-        name = title or ("" if code is None else code.get("displayName"))
+        name = title or code.get("displayName")
         text = "\n".join(narrative_text(part) for part in node.elements("text"))
         yield node, heading_of(coded, name), text
 
@@ -97,13 +98,12 @@ def cda_facts(root: XmlNode) -> DocumentFacts:
         (node.get("root") == _SOCIAL, node.get("extension"))
         for node in root.find_all("recordTarget/patientRole/id")
     ]
-    facts.patient_ids = _unique(number for _, number in sorted(numbers, key=lambda one: one[0]))
+    facts.patient_ids = unique(number for _, number in sorted(numbers, key=lambda one: one[0]))
     study, series, images = list[str](), list[str](), list[str]()
     for node in root.walk():
         if node.name not in {"act", "observation"}:
             continue
-        code = node.find("code")
-        coded = "" if code is None else code.get("code")
+        coded = (node.find("code") or XmlNode("code")).get("code")
         target = study if coded == _STUDY else series if coded == _SERIES else None
         if node.get("classCode") == _IMAGE:
             target = images
@@ -112,18 +112,18 @@ def cda_facts(root: XmlNode) -> DocumentFacts:
     if not any(study):
         events = root.find_all("documentationOf/serviceEvent/id")
         study = [uid_of(node.get("root")) for node in events if not node.get("extension")]
-    facts.study_uids, facts.series_uids = _unique(study), _unique(series)
-    facts.sop_uids = _unique(images)[:_MAX_REFERENCES]
+    facts.study_uids, facts.series_uids = unique(study), unique(series)
+    facts.sop_uids = unique(images)[:_MAX_REFERENCES]
     order = list(root.find_all("inFulfillmentOf/order"))
     numbered = [node.get("extension") for one in order for node in one.elements("accessionNumber")]
-    facts.accessions = _unique(
+    facts.accessions = unique(
         [*numbered, *(node.get("extension") for one in order for node in one.elements("id"))]
     )
     times = [
         *_times(root, "documentationOf/serviceEvent/effectiveTime"),
         *_times(root, "effectiveTime"),
     ]
-    facts.time = next((moment for moment in map(parse_moment, times) if moment is not None), None)
+    facts.time = first_moment(times)
     return facts
 
 
@@ -195,7 +195,3 @@ def _plain_body(node: XmlNode) -> str:
         return base64.b64decode("".join(node.text().split()), validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
         return ""
-
-
-def _unique(values: Iterator[str] | list[str]) -> list[str]:
-    return list(dict.fromkeys(value for value in values if value))

@@ -116,6 +116,16 @@ def parse_moment(text: str) -> datetime | None:
         return None
 
 
+def first_moment(texts: Iterable[str]) -> datetime | None:
+    """Return the first of several texts that `parse_moment` can read; None if there is none."""
+    return next((moment for moment in map(parse_moment, texts) if moment is not None), None)
+
+
+def unique(texts: Iterable[str]) -> list[str]:
+    """Return the texts that are not empty, each once, in their order."""
+    return list(dict.fromkeys(text for text in texts if text))
+
+
 def uid_of(text: str) -> str:
     """Return the DICOM UID that a text is, bare or as ``urn:oid:``; ``""`` where it is none.
 

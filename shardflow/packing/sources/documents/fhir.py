@@ -20,8 +20,9 @@ from shardflow.packing.sources.documents.facts import (
     DocumentReport,
     NoReport,
     People,
-    parse_moment,
+    first_moment,
     uid_of,
+    unique,
 )
 
 Resource: TypeAlias = Mapping[str, Any]
@@ -135,16 +136,10 @@ class FhirIndex:
             facts.patient_ids += patient_ids(patient)
             known = self._patients.setdefault(id(patient), resource_people(patient))
             facts.people.merge(known.values())
-        facts.patient_ids = _unique(facts.patient_ids)
-        facts.study_uids, facts.accessions = _unique(facts.study_uids), _unique(facts.accessions)
-        facts.time = next(
-            (
-                moment
-                for name in _TIMES
-                for value in as_list(resource.get(name))
-                if (moment := parse_moment(_start(value))) is not None
-            ),
-            None,
+        facts.patient_ids = unique(facts.patient_ids)
+        facts.study_uids, facts.accessions = unique(facts.study_uids), unique(facts.accessions)
+        facts.time = first_moment(
+            _start(value) for name in _TIMES for value in as_list(resource.get(name))
         )
         return facts
 
@@ -281,10 +276,6 @@ def _kind_of(identifier: Resource) -> str:
 
 def _start(value: Any) -> str:
     return as_text(value.get("start")) if isinstance(value, dict) else as_text(value)
-
-
-def _unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(value for value in values if value))
 
 
 _STATUS: Final = {

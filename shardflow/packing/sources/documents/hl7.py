@@ -22,10 +22,11 @@ from shardflow.packing.sources.documents.facts import (
     DocumentReport,
     NoReport,
     People,
+    first_moment,
     heading_of,
     join_sections,
-    parse_moment,
     uid_of,
+    unique,
 )
 
 _LINE_END: Final = re.compile(r"\r\n|\r|\n")
@@ -318,7 +319,7 @@ def group_facts(message: Message, group: Iterable[Segment], people: People | Non
             kind = parts[4].strip().upper() if len(parts) > 4 else ""
             numbers.append((2 if kind == _SOCIAL else int(kind != _RECORD_NUMBER), parts[0].strip()))
         numbers += [(1, segment.get(number)) for number in (2, 4)]
-    facts.patient_ids = _unique(number for _, number in sorted(numbers, key=lambda one: one[0]))
+    facts.patient_ids = unique(number for _, number in sorted(numbers, key=lambda one: one[0]))
     order = list(group)
     obr = next((segment for segment in order if segment.name == "OBR"), None)
     ipc = list(message.of("IPC"))
@@ -330,9 +331,9 @@ def group_facts(message: Message, group: Iterable[Segment], people: People | Non
         accessions += [obr.get(18), obr.get(20), obr.get(3)]
         moments = [obr.get(7), obr.get(22), *moments]
     accessions += [segment.get(3) for segment in order if segment.name == "ORC"]
-    facts.accessions = _unique(accessions)
-    facts.study_uids = _unique(map(uid_of, uids))
-    facts.time = next((moment for moment in map(parse_moment, moments) if moment is not None), None)
+    facts.accessions = unique(accessions)
+    facts.study_uids = unique(map(uid_of, uids))
+    facts.time = first_moment(moments)
     return facts
 
 
@@ -341,10 +342,6 @@ def _parts(segment: Segment, table: Mapping[str, tuple[int, ...]]) -> Iterator[s
         for components in segment.components(number):
             for component in components:
                 yield from (part.strip() for part in component.split("&") if part.strip())
-
-
-def _unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(value for value in values if value))
 
 
 _TEXTS: Final = frozenset({"", "FT", "ST", "TX"})

@@ -69,7 +69,7 @@ def iter_document_reports(
         for found in reader.read(file):
             for record in _records(found, copies=copies):
                 place += 1
-                yield _numbered(record, place)
+                yield dataclasses.replace(record, place=place)
 
 
 class _Reader:
@@ -176,6 +176,3 @@ def _records(
                 people=found.facts.people.values(),
             )
 
-
-def _numbered(record: ReportRecord | BrokenReport, place: int) -> ReportRecord | BrokenReport:
-    return dataclasses.replace(record, place=place)

@@ -15,7 +15,7 @@ from shardflow.errors import SourceError
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicom import values
 from shardflow.packing.sources.dicom.attributes import read_everywhere
-from shardflow.packing.sources.dicom.elements import Elements, read_elements
+from shardflow.packing.sources.dicom.elements import Elements, HeaderLimits, read_elements
 from shardflow.packing.sources.documents.bounded import DocumentLimits
 from shardflow.packing.sources.documents.facts import (
     NOT_REPORT,
@@ -25,6 +25,7 @@ from shardflow.packing.sources.documents.facts import (
     heading_of,
     join_sections,
     parse_moment,
+    unique,
 )
 
 SR_CLASSES: Final = frozenset(
@@ -93,9 +94,8 @@ def read_sr_report(path: Path, limits: DocumentLimits) -> DocumentReport | NoRep
     Raises:
         SourceError: As from the header pass.
     """
-    elements = read_elements(
-        path, _WANTED, max_header_bytes=limits.max_bytes, max_inflated_bytes=limits.max_bytes
-    )
+    header_limits = HeaderLimits(max_header_bytes=limits.max_bytes, max_inflated_bytes=limits.max_bytes)
+    elements = read_elements(path, _WANTED, header_limits)
     if elements.problem is not None:
         raise SourceError(Reason.REPORT_UNREADABLE, "The structured report ends early.")
     if values.code(elements, _CLASS) not in SR_CLASSES:
@@ -123,8 +123,8 @@ def _facts(elements: Elements) -> DocumentFacts:
     time = values.code(elements, _STUDY_TIME if elements.values.get(_STUDY_DATE) else _CONTENT_TIME)
     patient = values.text(elements, _PATIENT)
     return DocumentFacts(
-        study_uids=[own] if own else list(dict.fromkeys(uid for uid in seen if uid)),
-        accessions=list(dict.fromkeys(number for number in accessions if number)),
+        study_uids=[own] if own else unique(seen),
+        accessions=unique(accessions),
         patient_ids=[patient] if patient else [],
         time=parse_moment(f"{day}{time}") or parse_moment(day),
     )

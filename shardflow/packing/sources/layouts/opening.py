@@ -30,7 +30,7 @@ _LAYOUTS: Final[dict[str, LayoutFactory]] = {
 
 
 def open_layout(inputs: LayoutInputs, splits: Sequence[str]) -> Layout:
-    """Open the layout of a job; its tables are read.
+    """Open the layout of a job; its tables and the first report of a table are read.
 
     Args:
         inputs: The settings of the inputs.
@@ -41,7 +41,12 @@ def open_layout(inputs: LayoutInputs, splits: Sequence[str]) -> Layout:
             of another package cannot be imported.
     """
     kind = inputs.layout.kind
-    return (_LAYOUTS.get(kind) or _load(kind))(inputs, splits)
+    layout = (_LAYOUTS.get(kind) or _load(kind))(inputs, splits)
+    source = inputs.reports
+    if source is not None and not source.is_dir() and inputs.reports_format != "documents":
+        # The first line of a table shows whether it has its columns, before any image is read.
+        next(iter(layout.reports()), None)
+    return layout
 
 
 def _load(kind: str) -> LayoutFactory:

@@ -223,3 +223,11 @@ def test_a_row_rescales_as_it_says_or_not_at_all(
     elsewhere = _open("manifest", tmp_path, table=table).place(_file(path))
     if isinstance(elsewhere, Placement) and path == "a.nii":
         assert elsewhere.rescale is None  # the header of the volume says it
+
+
+def test_a_reports_table_without_its_column_is_refused_when_the_layout_opens(tmp_path: Path) -> None:
+    reports = tmp_path / "reports.csv"
+    reports.write_text("study_instance_uid,findings\n1,SENTINEL\n", encoding="utf-8")
+    inputs = InputsConfig(dicom=(tmp_path,), reports=reports)
+    with pytest.raises(ConfigError, match="must have one column 'text', got 0"):
+        open_layout(inputs, ("train", "val"))

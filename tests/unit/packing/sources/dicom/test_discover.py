@@ -88,10 +88,17 @@ def test_roots_must_exist_and_not_overlap(tmp_path: Path) -> None:
     (tmp_path / "SENTINEL" / "inner").mkdir(parents=True)
     for roots, message in (
         ([], "at least one folder"),
-        ([tmp_path / "absent"], "input folder 1 of 1 must exist"),
+        ([tmp_path / "absent"], "input folder 1 of 1 must exist and be readable"),
         ([tmp_path / "SENTINEL", tmp_path / "SENTINEL" / "inner"], "number 2 inside number 1"),
         ([tmp_path / "SENTINEL", tmp_path / "SENTINEL"], "number 1 inside number 2"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             discover(roots)
         assert "SENTINEL" not in str(caught.value)
+
+
+def test_a_missing_root_is_named_beside_the_message(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        discover([tmp_path / "SENTINEL"])
+    assert caught.value.path == str(tmp_path / "SENTINEL")
+    assert "SENTINEL" not in str(caught.value)

@@ -22,7 +22,13 @@ from pydicom.uid import (
 )
 
 from shardflow.errors import SourceError
-from shardflow.packing.sources.dicom.elements import Elements, FileElements, read_elements, read_inflated
+from shardflow.packing.sources.dicom.elements import (
+    Elements,
+    FileElements,
+    HeaderLimits,
+    read_elements,
+    read_inflated,
+)
 from shardflow.packing.sources.dicom.headers import _WANTED
 from tests.unit.packing.sources.dicom.factory import make_dataset, make_file, write
 
@@ -35,7 +41,9 @@ SYNTAX = b"\x02\x00\x10\x00UI\x14\x001.2.840.10008.1.2.1\0"
 
 
 def _read(path: Path, *, max_header_bytes: int = 1 << 26, max_inflated_bytes: int = 1 << 26) -> FileElements:
-    return read_elements(path, KEPT, max_header_bytes=max_header_bytes, max_inflated_bytes=max_inflated_bytes)
+    return read_elements(
+        path, KEPT, HeaderLimits(max_header_bytes=max_header_bytes, max_inflated_bytes=max_inflated_bytes)
+    )
 
 
 def _reason(path: Path, **limits: int) -> tuple[str, str]:
@@ -95,7 +103,9 @@ def test_raw_values_equal_those_of_pydicom() -> None:
     num_compared = 0
     for path in _bundled():
         try:
-            found = read_elements(path, _WANTED, max_header_bytes=1 << 26, max_inflated_bytes=1 << 26)
+            found = read_elements(
+                path, _WANTED, HeaderLimits(max_header_bytes=1 << 26, max_inflated_bytes=1 << 26)
+            )
         except SourceError:
             with pytest.raises(InvalidDicomError):
                 _reference(path, force=False)

@@ -24,7 +24,7 @@ from shardflow.packing.deid.allowlist import KEYWORDS, allow_patient, allow_tech
 from shardflow.packing.sources.dicom.attributes import read_attributes
 from shardflow.packing.sources.dicom.dictionary import ENCAPSULATED_SYNTAXES
 from shardflow.packing.sources.dicom.discover import discover
-from shardflow.packing.sources.dicom.elements import read_elements
+from shardflow.packing.sources.dicom.elements import HeaderLimits, read_elements
 from shardflow.packing.sources.dicom.headers import _WANTED, BrokenInstance, InstanceHeader, read_header
 from shardflow.packing.sources.dicom.pixels import (
     DisplayRange,
@@ -133,7 +133,7 @@ class Said:
 
 def _exercise(path: Path, said: Said) -> None:
     try:
-        said.add(read_elements(path, _WANTED, max_header_bytes=1 << 20, max_inflated_bytes=1 << 20))
+        said.add(read_elements(path, _WANTED, HeaderLimits(max_header_bytes=1 << 20, max_inflated_bytes=1 << 20)))
         header = read_header(path)
         said.add(header)
         if isinstance(header, BrokenInstance):
