@@ -224,7 +224,7 @@ def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:
     first, last = clause.sentence
     text_start, text_end = tokens.starts[first], tokens.ends[last - 1]
     for match in _SIZE.finditer(tokens.text, text_start, text_end):
-        size = _millimetres(match)
+        size = _millimeters(match)
         if size is None or _DISTANCE.match(tokens.text, match.end(), text_end):
             continue
         before = tokens.text[max(text_start, match.start() - 60) : match.start()]
@@ -236,7 +236,7 @@ def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:
     return found
 
 
-def _millimetres(match: re.Match[str]) -> tuple[float, ...] | None:
+def _millimeters(match: re.Match[str]) -> tuple[float, ...] | None:
     unit_behind = match.group(8)
     if unit_behind is None and not (match.group(2) or match.group(4) or match.group(6)):
         return None

@@ -28,7 +28,7 @@ import numpy as np
 from shardflow.errors import SourceError
 from shardflow.format.reasons import PHASE_NAMES, Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
-from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.placement import make_header
@@ -43,7 +43,7 @@ Vector = tuple[float, float, float]
 
 _HEADER_BYTES: Final = {348: "n+1", 540: "n+2"}
 _UNITS_MM: Final = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
-"""Millimetres of one unit, by the low three bits of ``xyzt_units``; unknown ones are millimeters."""
+"""Millimeters of one unit, by the low three bits of ``xyzt_units``; unknown ones are millimeters."""
 _MAX_SPACING_MM: Final = 1000.0
 _LPS_OF_RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])
 
@@ -316,14 +316,12 @@ def _is_spacing(value: float) -> bool:
 
 def _check_size(volume: _Volume, limits: HeaderLimits) -> None:
     num_i, num_j, num_k, num_times = volume.shape
-    for what, got, limit in (
+    check_limits(
         ("pixels a slice", num_i * num_j, limits.max_frame_pixels),
         ("slices", num_k * num_times, limits.max_frames),
         ("bytes of voxels", math.prod(volume.shape) * volume.dtype.itemsize, limits.max_pixel_bytes),
         ("bytes before the voxels", volume.data_offset, limits.max_header_bytes),
-    ):
-        if not 0 <= got <= limit:
-            raise source_error(Reason.LIMIT_EXCEEDED, f"{got} {what} declared, at most {limit} allowed")
+    )
 
 
 def _is_gzip(path: Path) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
-from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.placement import make_header
@@ -69,29 +69,27 @@ def read_raster(path: Path, placement: Placement, *, limits: HeaderLimits) -> In
     if pixels == 0:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"{size.rows} rows and {size.columns} columns")
     num_bytes = pixels * size.samples * (size.bits // 8)
-    for what, got, limit in (
+    check_limits(
         ("pixels", pixels, limits.max_frame_pixels),
         ("bytes of pixels", num_bytes, limits.max_pixel_bytes),
-    ):
-        if got > limit:
-            raise source_error(Reason.LIMIT_EXCEEDED, f"{got} {what} declared, at most {limit} allowed")
+    )
     if size.samples == 3 and size.bits != 8:
-        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"colour of {size.bits} bits")
-    is_colour = size.samples == 3 and not placement.is_gray
-    if is_colour and placement.rescale is not None:
-        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "slope and intercept of a picture in colour")
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"color of {size.bits} bits")
+    is_color = size.samples == 3 and not placement.is_gray
+    if is_color and placement.rescale is not None:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "slope and intercept of a picture in color")
     slope, intercept = placement.rescale or (None, None)
     image = ImageDescription(
         rows=size.rows,
         columns=size.columns,
-        samples_per_pixel=3 if is_colour else 1,
+        samples_per_pixel=3 if is_color else 1,
         num_frames=1,
         bits_allocated=size.bits,
         bits_stored=size.bits,
         high_bit=size.bits - 1,
         is_signed=False,
         planar_configuration=0,
-        photometric_interpretation="RGB" if is_colour else "MONOCHROME2",
+        photometric_interpretation="RGB" if is_color else "MONOCHROME2",
     )
     plane = PlaneHeader(
         pixel_spacing=placement.spacing_mm and placement.spacing_mm[:2], slope=slope, intercept=intercept
@@ -121,9 +119,9 @@ def iter_raster(
     if decoded is None:
         raise source_error(Reason.DECODE_FAILED, "opencv")
     pixels = decoded[..., ::-1] if decoded.ndim == 3 else decoded
-    if decoded.ndim == 3 and not header.image.is_colour:
+    if decoded.ndim == 3 and not header.image.is_color:
         pixels = _gray(pixels)
-    expected = (header.image.rows, header.image.columns, *((3,) if header.image.is_colour else ()))
+    expected = (header.image.rows, header.image.columns, *((3,) if header.image.is_color else ()))
     if pixels.shape != expected or pixels.dtype.itemsize * 8 != header.image.bits_allocated:
         raise source_error(Reason.DECODE_FAILED, "another image than the head declares")
     for _ in frames:
@@ -134,7 +132,7 @@ def _gray(pixels: Array) -> Array:
     """Take one sample of three that are equal; a radiograph with color in it is annotated, or none."""
     wide = pixels.astype(np.int16)
     if int((wide.max(axis=2) - wide.min(axis=2)).max()) > _GRAY_TOLERANCE:
-        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "colour in an image that must be gray")
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "color in an image that must be gray")
     return np.ascontiguousarray(pixels[..., 1])
 
 
@@ -161,10 +159,10 @@ def _size_of(data: bytes) -> _Size:
 def _png_size(data: bytes) -> _Size:
     if len(data) < 33 or data[12:16] != b"IHDR" or zlib.crc32(data[12:29]) != _big(data, 29, 4):
         raise source_error(Reason.HEADER_UNREADABLE, "the first chunk of the PNG")
-    columns, rows, depth, colour = _big(data, 16, 4), _big(data, 20, 4), data[24], data[25]
-    if colour not in _PNG_SAMPLES or depth not in {1, 2, 4, 8, 16}:
-        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"colour type {colour}, {depth} bits")
-    return _Size(PNG, rows, columns, _PNG_SAMPLES[colour], 16 if depth == 16 and colour != 3 else 8)
+    columns, rows, depth, color = _big(data, 16, 4), _big(data, 20, 4), data[24], data[25]
+    if color not in _PNG_SAMPLES or depth not in {1, 2, 4, 8, 16}:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"color type {color}, {depth} bits")
+    return _Size(PNG, rows, columns, _PNG_SAMPLES[color], 16 if depth == 16 and color != 3 else 8)
 
 
 def _jpeg_size(data: bytes) -> _Size:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from shardflow.errors import ConfigError
 from shardflow.format.reasons import Reason
@@ -88,41 +88,47 @@ def iter_reports(path: Path, kind: ReportFormat = "csv") -> Iterator[ReportRecor
 
 
 def _iter_csv(path: Path) -> Iterator[ReportRecord | BrokenReport]:
-    # The csv module knows one limit per process; its default of 128 KiB is shorter than real reports may be.
-    csv.field_size_limit(MAX_REPORT_BYTES)
     with _open_table(path) as file:
-        # Bytes that are no UTF-8 become lone surrogates, so that one bad row does not end the table.
-        rows = csv.reader(
-            io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=""), strict=True
-        )
-        key, text, num_columns = _find_columns(_next_row(rows))
-        while True:
-            place = rows.line_num + 1
-            row = _next_row(rows)
-            if row is None:
-                return
-            if not row:
-                continue
+        rows = iter_csv_rows(file, "the report table")
+        _, header = next(rows, (1, []))
+        key, text, num_columns = _find_columns(header)
+        for place, row in rows:
             if len(row) != num_columns:
                 yield _broken(place, Reason.REPORT_UNREADABLE, f"{len(row)} columns instead of {num_columns}")
             else:
                 yield make_record(place, row[key], row[text])
 
 
-def _next_row(rows: Any) -> list[str] | None:
-    try:
-        row: list[str] | None = next(rows, None)
-    except csv.Error:
-        raise ConfigError(
-            "the report table must be well-formed CSV, got a quote or a field that does not end "
-            f"(line {rows.line_num}); "
-            "repair the table, rows after this place would be lost."
-        ) from None
-    return row
+def iter_csv_rows(file: BinaryIO, what: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield each row of a CSV table with the line where it begins, the header first, without blank lines.
+
+    Args:
+        file: The table in UTF-8, with or without a byte order mark; closed at the end.
+        what: Name of the table in errors.
+
+    Raises:
+        ConfigError: A quote or a field does not end.
+    """
+    # The csv module knows one limit per process; its default of 128 KiB is shorter than real reports may be.
+    csv.field_size_limit(MAX_REPORT_BYTES)
+    # Bytes that are no UTF-8 become lone surrogates, so that one bad row does not end the table.
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        rows = csv.reader(text, strict=True)
+        place = 1
+        try:
+            for row in rows:
+                if row or place == 1:
+                    yield place, row
+                place = rows.line_num + 1
+        except csv.Error:
+            raise ConfigError(
+                f"{what} must be well-formed CSV, but a quote on line {rows.line_num} does not end; repair "
+                "the table, or the rows after this line would be lost."
+            ) from None
 
 
-def _find_columns(header: list[str] | None) -> tuple[int, int, int]:
-    names = [name.strip().lower() for name in header or []]
+def _find_columns(header: list[str]) -> tuple[int, int, int]:
+    names = [name.strip().lower() for name in header]
     for wanted in (_KEY, _TEXT):
         if names.count(wanted) != 1:
             raise ConfigError(

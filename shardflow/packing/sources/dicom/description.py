@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom import values
-from shardflow.packing.sources.dicom.elements import Elements, HeaderLimits
+from shardflow.packing.sources.dicom.elements import Elements, HeaderLimits, check_limits
 
 _SAMPLES, _PHOTOMETRIC, _PLANAR, _NUM_FRAMES = 0x00280002, 0x00280004, 0x00280006, 0x00280008
 _ROWS, _COLUMNS, _ALLOCATED, _STORED = 0x00280010, 0x00280011, 0x00280100, 0x00280101
@@ -48,7 +48,7 @@ class ImageDescription:
     photometric_interpretation: str
 
     @property
-    def is_colour(self) -> bool:
+    def is_color(self) -> bool:
         """Whether a decoded frame has three samples a pixel."""
         return not self.photometric_interpretation.startswith("MONOCHROME")
 
@@ -124,14 +124,12 @@ def _check_size(image: ImageDescription, limits: HeaderLimits) -> None:
     if image.planar_configuration > 1:
         raise _invalid(f"planar configuration {image.planar_configuration}")
     pixels = image.rows * image.columns
-    num_bytes = pixels * image.num_frames * (3 if image.is_colour else 1) * ((image.bits_allocated + 7) // 8)
-    for what, got, limit in (
+    num_bytes = pixels * image.num_frames * (3 if image.is_color else 1) * ((image.bits_allocated + 7) // 8)
+    check_limits(
         ("pixels a frame", pixels, limits.max_frame_pixels),
         ("frames", image.num_frames, limits.max_frames),
         ("bytes of pixels", num_bytes, limits.max_pixel_bytes),
-    ):
-        if got > limit:
-            raise source_error(Reason.LIMIT_EXCEEDED, f"{got} {what} declared, at most {limit} allowed")
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -47,6 +47,20 @@ class HeaderLimits:
     """Bytes that a file in the deflated transfer syntax inflates to."""
 
 
+def check_limits(*declared: tuple[str, int, int]) -> None:
+    """Refuse a file that declares more than is allowed, or a negative number.
+
+    Args:
+        declared: What is counted, how much of it the file declares, and the limit.
+
+    Raises:
+        SourceError: LIMIT_EXCEEDED.
+    """
+    for what, found, limit in declared:
+        if not 0 <= found <= limit:
+            raise source_error(Reason.LIMIT_EXCEEDED, f"{found} {what} declared, at most {limit} allowed")
+
+
 MAX_DEPTH = 32
 """Deepest nesting of sequences that is followed; real files stay below ten."""
 

@@ -118,7 +118,7 @@ def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
         for each in instances
         for rescale in {(plane.slope, plane.intercept) for plane in each.planes}
     }
-    if any(fact.image.is_colour for fact in facts):
+    if any(fact.image.is_color for fact in facts):
         return SliceForm(dtype="uint8", unit="rgb")
     low = min(fact.bounds[0] for fact in facts)
     high = max(fact.bounds[1] for fact in facts)
@@ -217,7 +217,7 @@ def iter_stack(
     form = form or form_of([one.instance for one in stack.slices])
     position = 0
     while position < len(stack.slices):
-        # Neighbours out of one multi-frame file are read in one go.
+        # Neighbors out of one multi-frame file are read in one go.
         instance = stack.slices[position].instance
         stop = position + 1
         while stop < len(stack.slices) and stack.slices[stop].instance is instance:
@@ -265,7 +265,7 @@ def _to_modality(
     lut: LookupTable | None,
     decoder: str,
 ) -> DecodedSlice:
-    if header.image.is_colour:
+    if header.image.is_color:
         return DecodedSlice(pixels=stored, num_clipped=0, num_padding=0, valid=None, decoder=decoder)
     valid = _valid(stored, header.padding) if not header.is_float else _finite(stored)
     if header.is_float and valid is not None:

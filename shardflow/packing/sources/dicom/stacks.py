@@ -29,7 +29,7 @@ from shardflow.packing.sources.dicom.planes import MAX_SPACING_MM, PlaneHeader
 _ORIENTATION_TOLERANCE = 1e-3
 _MIN_VOLUME_SLICES = 4
 _SECONDARY_MODALITIES = frozenset({"DOC", "OT", "SC"})
-_NEVER_COLOUR = frozenset({"CT", "MR", "PT", "NM"})
+_NEVER_COLOR = frozenset({"CT", "MR", "PT", "NM"})
 _MISSING_NUMBER = 1 << 62
 
 
@@ -156,7 +156,7 @@ def _group(slices: Iterable[SliceRef], key: Callable[[SliceRef], Hashable]) -> l
 def _shape_key(one: SliceRef, orientations: _Orientations) -> Hashable:
     instance, image, spacing = one.instance, one.instance.image, one.plane.pixel_spacing
     return (
-        *(instance.modality, image.rows, image.columns, image.is_colour, instance.is_localizer),
+        *(instance.modality, image.rows, image.columns, image.is_color, instance.is_localizer),
         image.photometric_interpretation == "MONOCHROME1",
         instance.sop_class_uid in SECONDARY_CLASSES,
         instance.frame_of_reference_uid,
@@ -268,7 +268,7 @@ def _stack(index: int, ordered: list[SliceRef], geometry: StackGeometry, flags: 
         modality=first.modality,
         rows=first.image.rows,
         columns=first.image.columns,
-        samples_per_pixel=3 if first.image.is_colour else 1,
+        samples_per_pixel=3 if first.image.is_color else 1,
         series_number=first.series_number,
         slices=tuple(ordered),
         geometry=geometry,
@@ -283,7 +283,7 @@ def _kind(ordered: Sequence[SliceRef], *, is_mosaic: bool) -> StackKind:
     if (
         first.sop_class_uid in SECONDARY_CLASSES
         or first.modality in _SECONDARY_MODALITIES
-        or (first.image.is_colour and first.modality in _NEVER_COLOUR)
+        or (first.image.is_color and first.modality in _NEVER_COLOR)
     ):
         return StackKind.SECONDARY
     has_positions = ordered[0].plane.position is not None and ordered[0].plane.orientation is not None

@@ -262,7 +262,7 @@ def iter_stored(
         for array, name in raw:
             if palette is not None:
                 yield palette.apply(array), name
-            elif image.is_colour:
+            elif image.is_color:
                 yield _to_rgb8(array, image, is_native=header.is_native), name
             else:
                 yield array, name
@@ -398,7 +398,7 @@ def _fits(array: Array, image: ImageDescription) -> bool:
 def _to_rgb8(array: Array, image: ImageDescription, *, is_native: bool) -> Array:
     """RGB in 8 bits: native YCbCr is converted (decoders did it for theirs); wide samples lose low bits."""
     if image.is_signed:
-        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "signed colour samples")
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "signed color samples")
     if image.bits_stored > 8:
         array = np.right_shift(array, image.bits_stored - 8)
     array = array.astype(np.uint8, copy=False)

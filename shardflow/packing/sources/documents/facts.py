@@ -256,7 +256,7 @@ def is_report_section(heading: str) -> bool:
 
 
 def join_sections(sections: list[tuple[str, str]]) -> str:
-    r"""Join headings and texts; neighbours of one heading share it.
+    r"""Join headings and texts; neighbors of one heading share it.
 
     Example:
         >>> join_sections([("FINDINGS", "A."), ("FINDINGS", "B."), ("", "C.")])

@@ -8,8 +8,7 @@ the doctor wrote, and is not read.
 from __future__ import annotations
 
 import base64
-import binascii
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from typing import Any, Final, TypeAlias
 
@@ -138,9 +137,7 @@ class FhirIndex:
             facts.people.merge(known.values())
         facts.patient_ids = unique(facts.patient_ids)
         facts.study_uids, facts.accessions = unique(facts.study_uids), unique(facts.accessions)
-        facts.time = first_moment(
-            _start(value) for name in _TIMES for value in as_list(resource.get(name))
-        )
+        facts.time = first_moment(_start(value) for name in _TIMES for value in as_list(resource.get(name)))
         return facts
 
     def patient(self, resource: Resource) -> Resource | None:
@@ -331,7 +328,7 @@ def attachment_text(attachment: Resource, holder: Resource, index: FhirIndex) ->
         return ""
     try:
         raw = base64.b64decode("".join(data.split()), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         return ""
     text = _decode(raw, parameters)
     return _html_text(text) if kind.strip() == "text/html" else text.replace("\r\n", "\n")

@@ -9,7 +9,6 @@ Source: HL7 v2.5.1, chapters 2 (syntax), 3, 4 and 7.
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -477,6 +476,6 @@ def _encapsulated(segment: Segment) -> str:
     if {parts[1].strip().lower(), parts[2].strip().lower()} & {"text", "plain", "txt", "text/plain"}:
         try:
             return decode_message(base64.b64decode(parts[4], validate=True)).replace("\r\n", "\n").strip()
-        except (binascii.Error, ValueError):
+        except ValueError:
             return ""
     return ""

@@ -175,4 +175,3 @@ def _records(
                 patient_ids=tuple(found.facts.patient_ids),
                 people=found.facts.people.values(),
             )
-

@@ -14,12 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
-from xml.etree import ElementTree as ET
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.documents.bounded import DocumentLimits, parse_xml, read_bounded
 from shardflow.packing.sources.layouts.base import LayoutInputs, PlacedLayout, patient_attributes, read_table
-from shardflow.packing.sources.layouts.table_layout import TableLayout, read_report_rows
+from shardflow.packing.sources.layouts.table_layout import TableLayout
 from shardflow.packing.sources.placement import ImageForm, Placement
 from shardflow.packing.sources.reports import (
     MAX_REPORT_BYTES,
@@ -39,12 +39,6 @@ _PLUS: Final = {
     "sex": "sex",
     "view": "frontal_lateral",
 }
-_CHEXPERT_REPORT: Final = {
-    "findings": "section_findings",
-    "image": "path_to_image",
-    "impression": "section_impression",
-    "text": "report",
-}
 
 
 class Chexpert(TableLayout):
@@ -62,6 +56,13 @@ class Chexpert(TableLayout):
         "view": "Frontal/Lateral",
     }
     required: ClassVar[tuple[str, ...]] = ("image",)
+    report_columns: ClassVar[Mapping[str, str]] = {
+        "findings": "section_findings",
+        "image": "path_to_image",
+        "impression": "section_impression",
+        "text": "report",
+    }
+    report_required: ClassVar[tuple[str, ...]] = ("image",)
 
     def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
         table = inputs.layout.table
@@ -104,40 +105,23 @@ class Chexpert(TableLayout):
             is_gray=True,
         )
 
-    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
-        """Read the texts of CheXpert Plus: the whole report, or the sections where it is not there."""
-        source = self.inputs.reports
-        if source is None:
-            return iter(())
-        if not source.is_file():
-            raise ConfigError("inputs.reports must be the table of CheXpert Plus, got a folder; correct it.")
-        return read_report_rows(
-            source,
-            self.settings.report_columns,
-            _CHEXPERT_REPORT,
-            ("image",),
-            _chexpert_studies,
-            _chexpert_text,
-        )
+    def studies_of(self, values: Mapping[str, str]) -> Sequence[str]:
+        """Return the study in the path of the row's image."""
+        match = _CHEXPERT_IMAGE.fullmatch(values["image"])
+        return [f"{match[2]}/{match[3]}"] if match else []
+
+    def text_of(self, values: Mapping[str, str]) -> str:
+        """Return the whole report, or its sections where the table has no whole one."""
+        sections = [f"{name.upper()}: {values[name]}" for name in ("findings", "impression") if values[name]]
+        return values["text"] or "\n".join(sections)
 
 
-def _is_plus(table: object) -> bool:
-    row = next(read_table(table, "layout.table", _PLUS), None)  # type: ignore[arg-type]
+def _is_plus(table: Path) -> bool:
+    row = next(read_table(table, "layout.table", _PLUS), None)
     return row is not None and bool(row.values and row.values["image"])
 
 
-def _chexpert_studies(values: Mapping[str, str]) -> Sequence[str]:
-    match = _CHEXPERT_IMAGE.fullmatch(values["image"])
-    return [f"{match[2]}/{match[3]}"] if match else []
-
-
-def _chexpert_text(values: Mapping[str, str]) -> str:
-    sections = [f"{name.upper()}: {values[name]}" for name in ("findings", "impression") if values[name]]
-    return values["text"] or "\n".join(sections)
-
-
 _VOLUME: Final = re.compile(r"(?:.*/)?((((train|valid)_\d+)_[a-z]+)_(\d+))\.nii(?:\.gz)?")
-_CT_RATE_REPORT: Final = {"findings": "Findings_EN", "image": "VolumeName", "impression": "Impressions_EN"}
 
 
 class CtRate(TableLayout):
@@ -159,6 +143,12 @@ class CtRate(TableLayout):
         "z": "ZSpacing",
     }
     required: ClassVar[tuple[str, ...]] = ("image",)
+    report_columns: ClassVar[Mapping[str, str]] = {
+        "findings": "Findings_EN",
+        "image": "VolumeName",
+        "impression": "Impressions_EN",
+    }
+    report_required: ClassVar[tuple[str, ...]] = ("image", "findings", "impression")
 
     def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
         super().__init__(inputs, splits)
@@ -210,28 +200,15 @@ class CtRate(TableLayout):
             rescale=rescale,
         )
 
-    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
-        """Read the reports; every reconstruction repeats the one of its scan."""
-        if self.inputs.reports is None:
-            return iter(())
-        return read_report_rows(
-            self.inputs.reports,
-            self.settings.report_columns,
-            _CT_RATE_REPORT,
-            ("image", "findings", "impression"),
-            _ct_rate_studies,
-            _ct_rate_text,
-        )
+    def studies_of(self, values: Mapping[str, str]) -> Sequence[str]:
+        """Return the scan of a reconstruction; all reconstructions of a scan repeat its report."""
+        match = _VOLUME.fullmatch(values["image"])
+        return [match[2]] if match else []
 
-
-def _ct_rate_studies(values: Mapping[str, str]) -> Sequence[str]:
-    match = _VOLUME.fullmatch(values["image"])
-    return [match[2]] if match else []
-
-
-def _ct_rate_text(values: Mapping[str, str]) -> str:
-    sections = {"FINDINGS": values["findings"], "IMPRESSION": values["impression"]}
-    return "\n".join(f"{name}: {text}" for name, text in sections.items() if text)
+    def text_of(self, values: Mapping[str, str]) -> str:
+        """Join the sections that are not empty."""
+        sections = {"FINDINGS": values["findings"], "IMPRESSION": values["impression"]}
+        return "\n".join(f"{name}: {text}" for name, text in sections.items() if text)
 
 
 def _table_facts(values: Mapping[str, str]) -> tuple[tuple[float, float], tuple[float, float, float]] | None:
@@ -269,10 +246,6 @@ class MimicCxr(TableLayout):
         "view": "ViewPosition",
     }
     required: ClassVar[tuple[str, ...]] = ("image", "patient", "study")
-
-    def key_of_row(self, values: Mapping[str, str]) -> str:
-        """Return the image's identifier."""
-        return values["image"]
 
     def key_of_file(self, path: str) -> str:
         """Return the identifier, which is the file's name."""
@@ -335,6 +308,7 @@ def _texts_below(folder: Path) -> Iterator[str]:
                 yield (Path(where) / name).relative_to(folder).as_posix()
 
 
+_XML_LIMITS: Final = DocumentLimits(max_bytes=MAX_REPORT_BYTES)
 _SECTIONS: Final = ("COMPARISON", "INDICATION", "FINDINGS", "IMPRESSION")
 
 
@@ -401,26 +375,15 @@ class OpenI(PlacedLayout):
 
 def _read_report(path: Path) -> _Report | Reason:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_REPORT_BYTES + 1)
-    except OSError:
-        return Reason.FILE_UNREADABLE
-    if len(data) > MAX_REPORT_BYTES:
-        return Reason.LIMIT_EXCEEDED
-    # A report needs no entities, and with them a few bytes can become gigabytes.
-    if b"<!DOCTYPE" in data or b"<!ENTITY" in data:
-        return Reason.REPORT_UNREADABLE
-    try:
-        root = ET.fromstring(data)  # noqa: S314 - no entities, bounded size
-    except ET.ParseError:
-        return Reason.REPORT_UNREADABLE
-    images = tuple(image.get("id", "").strip() for image in root.iter("parentImage"))
+        root = parse_xml(read_bounded(path, _XML_LIMITS), _XML_LIMITS)
+    except SourceError as error:
+        return Reason(error.reason)
+    images = [node.get("id") for node in root.walk() if node.name == "parentImage"]
     said = {
-        part.get("Label", "").strip().upper(): "".join(part.itertext()).strip()
-        for part in root.iter("AbstractText")
+        node.get("Label").upper(): node.text().strip() for node in root.walk() if node.name == "AbstractText"
     }
     text = "\n".join(f"{name}: {said[name]}" for name in _SECTIONS if said.get(name))
-    return _Report(path.stem, tuple(image for image in images if image), text)
+    return _Report(path.stem, tuple(filter(None, images)), text)
 
 
 _VIEWS = {"ANTEROPOSTERIOR": "AP", "LATERAL": "LATERAL", "POSTEROANTERIOR": "PA"}
@@ -441,10 +404,8 @@ class PadChest(TableLayout):
         "view": "ViewPosition_DICOM",
     }
     required: ClassVar[tuple[str, ...]] = ("image", "patient", "study")
-
-    def key_of_row(self, values: Mapping[str, str]) -> str:
-        """Return the name of the file."""
-        return values["image"]
+    report_columns: ClassVar[Mapping[str, str]] = {"study": "StudyID", "text": "Report"}
+    report_required: ClassVar[tuple[str, ...]] = ("study", "text")
 
     def key_of_file(self, path: str) -> str:
         """Return the name of the file."""
@@ -476,15 +437,6 @@ class PadChest(TableLayout):
             is_gray=True,
         )
 
-    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
-        """Read the texts; every image of a study repeats its report."""
-        if self.inputs.reports is None:
-            return iter(())
-        return read_report_rows(
-            self.inputs.reports,
-            self.settings.report_columns,
-            {"study": "StudyID", "text": "Report"},
-            ("study", "text"),
-            lambda values: [values["study"]] if values["study"] else [],
-            lambda values: values["text"],
-        )
+    def studies_of(self, values: Mapping[str, str]) -> Sequence[str]:
+        """Return the study of an image; all images of a study repeat its report."""
+        return [values["study"]] if values["study"] else []

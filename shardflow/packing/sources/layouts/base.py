@@ -6,9 +6,7 @@ which settings can change.
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +20,17 @@ from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.documents.reports import iter_document_reports
 from shardflow.packing.sources.placement import ImageForm, Placement
-from shardflow.packing.sources.reports import BrokenReport, ReportFormat, ReportRecord, iter_reports
+from shardflow.packing.sources.reports import (
+    BrokenReport,
+    ReportFormat,
+    ReportRecord,
+    iter_csv_rows,
+    iter_reports,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_MAX_FIELD_BYTES: Final = 1 << 24
 _BATCH_ROWS: Final = 1 << 14
 
 
@@ -70,29 +73,15 @@ def read_table(
 
 
 def _read_csv(path: Path, what: str, columns: Mapping[str, str], required: Iterable[str]) -> Iterator[Row]:
-    csv.field_size_limit(_MAX_FIELD_BYTES)
     with _open(path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(text, strict=True)
-        try:
-            header = next(rows, [])
-            found = _find(header, what, columns, required)
-            place = rows.line_num + 1
-            for row in rows:
-                if row:
-                    whole = len(row) == len(header)
-                    values = (
-                        {role: row[at].strip() if at is not None else "" for role, at in found.items()}
-                        if whole
-                        else None
-                    )
-                    yield Row(place, values)
-                place = rows.line_num + 1
-        except csv.Error:
-            raise ConfigError(
-                f"{what} must be well-formed CSV, got a quote or field without end (line {rows.line_num}); "
-                "repair the table."
-            ) from None
+        rows = iter_csv_rows(file, what)
+        _, header = next(rows, (1, []))
+        found = _find(header, what, columns, required)
+        for place, row in rows:
+            values = None
+            if len(row) == len(header):
+                values = {role: "" if at is None else row[at].strip() for role, at in found.items()}
+            yield Row(place, values)
 
 
 def _read_parquet(

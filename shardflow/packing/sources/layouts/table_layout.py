@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -50,7 +51,10 @@ class TableLayout(PlacedLayout):
     columns: ClassVar[Mapping[str, str]] = {}
     """Role to the name that the collection gives the column."""
     required: ClassVar[tuple[str, ...]] = ()
-    """Roles without which the table is of no use."""
+    """Roles whose columns the table must have."""
+    report_columns: ClassVar[Mapping[str, str]] = {}
+    """The same for the table of reports; the role ``role`` tells preliminary reports and addenda."""
+    report_required: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
         super().__init__(inputs, splits)
@@ -70,15 +74,50 @@ class TableLayout(PlacedLayout):
 
     def key_of_row(self, values: Values) -> str:
         """Return the key of a row; ``""`` for a row that names no image."""
-        raise NotImplementedError
+        return values["image"]
 
     def key_of_file(self, path: str) -> str:
         """Return the key of a file, by its path below the input folder."""
-        raise NotImplementedError
+        return path
 
     def place_row(self, values: Values, path: str, form: ImageForm) -> Placement | Reason:
         """Place a file by its row; without a table all roles are empty."""
         raise NotImplementedError
+
+    def studies_of(self, values: Values) -> Sequence[str]:
+        """Return the studies that a row of the reports names."""
+        raise NotImplementedError
+
+    def text_of(self, values: Values) -> str:
+        """Return the text of a row of the reports."""
+        return values["text"]
+
+    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
+        """Read the table of reports."""
+        if self.inputs.reports is None:
+            return
+        settings, copies = self.settings.report_columns, self.settings.report_of_several_studies == "copy"
+        _check_roles("layout.report_columns", settings, self.report_columns)
+        columns = {**self.report_columns, **settings}
+        required = sorted({*self.report_required, *settings})
+        place = 0
+        for row in read_table(self.inputs.reports, "inputs.reports", columns, required):
+            place += 1
+            if row.values is None:
+                yield _unreadable(place, "another number of columns")
+                continue
+            studies = self.studies_of(row.values)
+            role = _ROLES.get(row.values.get("role", "").casefold())
+            for number, study in enumerate(studies or ("",)):
+                place += number > 0
+                if role is None:
+                    yield _unreadable(place, "an unknown status", study)
+                elif len(studies) > 1 and not copies:
+                    yield BrokenReport(
+                        place=place, reason=Reason.AMBIGUOUS_LINK, detail="", study_instance_uid=study
+                    )
+                else:
+                    yield make_record(place, study, self.text_of(row.values), role)
 
     def rows(self) -> Iterator[tuple[str, Values]]:
         """Yield all rows without contradiction, by key."""
@@ -148,54 +187,9 @@ class TableLayout(PlacedLayout):
                 self._rows[key] = None
 
 
-def read_report_rows(
-    path: Path,
-    settings: Mapping[str, str],
-    columns: Mapping[str, str],
-    required: Sequence[str],
-    studies_of: Callable[[Values], Sequence[str]],
-    text_of: Callable[[Values], str],
-    *,
-    copies: bool = False,
-) -> Iterator[ReportRecord | BrokenReport]:
-    """Read reports from a table.
-
-    Args:
-        path: The table.
-        settings: Names of columns by the settings.
-        columns: Role to the usual name of the column; role ``role`` tells preliminary reports and addenda.
-        required: Roles that must have a column.
-        studies_of: The studies that a row names.
-        text_of: Its text.
-        copies: Whether a report of several studies is copied to each; else it is ambiguous.
-    """
-    _check_roles("layout.report_columns", settings, columns)
-    all_columns, needed = {**columns, **settings}, sorted({*required, *settings})
-    place = 0
-    for row in read_table(path, "inputs.reports", all_columns, needed):
-        place += 1
-        if row.values is None:
-            yield BrokenReport(
-                place=place, reason=Reason.REPORT_UNREADABLE, detail="another number of columns"
-            )
-            continue
-        studies = studies_of(row.values)
-        role = _ROLES.get(row.values.get("role", "").casefold())
-        for number, study in enumerate(studies or ("",)):
-            place += number > 0
-            if role is None:
-                yield BrokenReport(
-                    place=place,
-                    reason=Reason.REPORT_UNREADABLE,
-                    detail="an unknown status",
-                    study_instance_uid=study,
-                )
-            elif len(studies) > 1 and not copies:
-                yield BrokenReport(
-                    place=place, reason=Reason.AMBIGUOUS_LINK, detail="", study_instance_uid=study
-                )
-            else:
-                yield make_record(place, study, text_of(row.values), role)
+def _unreadable(place: int, detail: str, study: str = "") -> BrokenReport:
+    reason = Reason.REPORT_UNREADABLE
+    return BrokenReport(place=place, reason=reason, detail=detail, study_instance_uid=study)
 
 
 def _check_roles(what: str, named: Mapping[str, str], known: Mapping[str, str]) -> None:
@@ -205,7 +199,6 @@ def _check_roles(what: str, named: Mapping[str, str], known: Mapping[str, str]) 
 
 
 _MAX_DIGITS: Final = 18
-_REPORT_COLUMNS = {name: name for name in ("accession", "patient", "report", "role", "study", "text")}
 
 
 class Manifest(TableLayout):
@@ -223,6 +216,10 @@ class Manifest(TableLayout):
         )
     }
     required: ClassVar[tuple[str, ...]] = ("path",)
+    report_columns: ClassVar[Mapping[str, str]] = {
+        name: name for name in ("accession", "patient", "report", "role", "study", "text")
+    }
+    report_required: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(self, inputs: LayoutInputs, splits: Sequence[str]) -> None:
         super().__init__(inputs, splits)
@@ -235,10 +232,6 @@ class Manifest(TableLayout):
     def key_of_row(self, values: Values) -> str:
         """Return the path without a leading ``./``."""
         return values["path"].removeprefix("./")
-
-    def key_of_file(self, path: str) -> str:
-        """Return the path."""
-        return path
 
     def place_row(self, values: Values, path: str, form: ImageForm) -> Placement | Reason:
         """Place by the row; it overrides the header wherever it has a value."""
@@ -268,20 +261,13 @@ class Manifest(TableLayout):
             rescale=_rescale(values["slope"], values["intercept"]) if has_table_rescale else None,
         )
 
-    def reports(self) -> Iterator[ReportRecord | BrokenReport]:
-        """Read the table of reports."""
-        source = self.inputs.reports
-        if source is None:
-            return iter(())
-        return read_report_rows(
-            source,
-            self.settings.report_columns,
-            _REPORT_COLUMNS,
-            ("text",),
-            _Join(self).studies_of,
-            lambda values: values["text"],
-            copies=self.settings.report_of_several_studies == "copy",
-        )
+    @cached_property
+    def _join(self) -> _Join:
+        return _Join(self)
+
+    def studies_of(self, values: Values) -> Sequence[str]:
+        """Return the studies by the most reliable key of the row."""
+        return self._join.studies_of(values)
 
     def study_of_row(self, values: Values) -> str:
         """Return the study of a row of images or reports."""

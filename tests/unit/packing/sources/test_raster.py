@@ -129,7 +129,7 @@ def test_a_picture_is_rescaled_by_its_row(tmp_path: Path) -> None:
     assert np.array_equal(decoded.pixels, stored.astype(np.int32) - 32768)
     assert (form_of([header]).unit, str(decoded.pixels.dtype), decoded.num_clipped) == ("HU", "int16", 0)
     write_png(tmp_path / "b.png", np.zeros((6, 5, 3), np.uint8))
-    with pytest.raises(SourceError, match="slope and intercept of a picture in colour"):
+    with pytest.raises(SourceError, match="slope and intercept of a picture in color"):
         read_image(tmp_path / "b.png", row, limits=HeaderLimits())
 
 

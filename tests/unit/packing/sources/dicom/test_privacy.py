@@ -133,7 +133,9 @@ class Said:
 
 def _exercise(path: Path, said: Said) -> None:
     try:
-        said.add(read_elements(path, _WANTED, HeaderLimits(max_header_bytes=1 << 20, max_inflated_bytes=1 << 20)))
+        said.add(
+            read_elements(path, _WANTED, HeaderLimits(max_header_bytes=1 << 20, max_inflated_bytes=1 << 20))
+        )
         header = read_header(path)
         said.add(header)
         if isinstance(header, BrokenInstance):

@@ -107,7 +107,7 @@ def test_wide_colour_loses_its_low_bits(tmp_path: Path) -> None:
 
 
 def test_signed_colour_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="signed colour"):
+    with pytest.raises(SourceError, match="signed color"):
         _stored(make_file(tmp_path / "a.dcm", pixels=COLOUR, PixelRepresentation=1))
 
 

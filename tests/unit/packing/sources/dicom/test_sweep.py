@@ -106,7 +106,7 @@ def _expected(path: Path, header: InstanceHeader) -> list[Array]:
         if header.image.photometric_interpretation == "PALETTE COLOR":
             frames.append(_palette(path, stored))
             continue
-        if header.image.is_colour:
+        if header.image.is_color:
             frames.append(stored >> (header.image.bits_stored - 8))
             continue
         values = stored.astype(np.float64) * (plane.slope or 1.0) + (plane.intercept or 0.0)
@@ -122,8 +122,8 @@ def _expected(path: Path, header: InstanceHeader) -> list[Array]:
 def _palette(path: Path, stored: Array) -> Array:
     dataset = _read(path)
     tables = [
-        np.frombuffer(dataset[f"{colour}PaletteColorLookupTableData"].value, np.uint16) >> 8
-        for colour in ("Red", "Green", "Blue")
+        np.frombuffer(dataset[f"{color}PaletteColorLookupTableData"].value, np.uint16) >> 8
+        for color in ("Red", "Green", "Blue")
     ]
     return np.stack([table[stored] for table in tables], axis=-1)
 
