@@ -279,12 +279,12 @@ def _own_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         ) from None
     if missing:
         raise ConfigError(
-            f"a lexicon must have the columns {', '.join(columns)}, got none called {', '.join(missing)}; "
-            "name them in the first line."
+            f"a lexicon must have the columns {', '.join(columns)}, but its first line lacks "
+            f"{', '.join(missing)}; add them."
         )
     if any(not row["name"].strip() for row in rows):
         raise ConfigError(
-            "every row of a lexicon must have a name, got an empty one; fill or remove the row."
+            "every row of a lexicon must have a name, but one is empty; fill or remove that row."
         )
     return rows
 

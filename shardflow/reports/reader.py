@@ -145,7 +145,7 @@ def _checked(entity: Entity, text: str) -> Entity:
     spans = [entity.span] if entity.anatomy is None else [entity.span, entity.anatomy.span]
     if not all(0 <= first < last <= len(text) for first, last in spans):
         raise ConfigError(
-            f"the spans of the report extractor {entity.source!r} must lie in the text, got one outside; "
-            "count characters from 0, the end excluded."
+            f"the report extractor {entity.source!r} returned a span outside the text; count "
+            "characters from 0, with the end excluded."
         )
     return entity

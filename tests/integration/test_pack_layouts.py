@@ -255,8 +255,8 @@ MISTAKES: dict[str, tuple[Callable[[list[dict[str, str]]], object], tuple[str, .
         ("inputs.layout.columns={pattient = 'patient'}",),
         "must name roles out of",
     ),
-    "a row without a path": (_set(1, path=""), (), "got a row that names none (line 3)"),
-    "an unknown split": (_set(1, split="holdout"), (), "splits must name every split"),
+    "a row without a path": (_set(1, path=""), (), "line 3 names none"),
+    "an unknown split": (_set(1, split="holdout"), (), "[splits] lacks a split"),
     "a patient in two splits": (
         lambda rows: (_set(0, split="train")(rows), _set(1, split="valid")(rows)),
         (),
@@ -349,9 +349,9 @@ def test_a_row_that_contradicts_its_folder_links_nobody(case: PackCase) -> None:
 def test_a_split_table_with_a_patient_twice_is_refused(case: PackCase) -> None:
     tree = make_mimic(case.folder)
     _edit_table(case.folder / "mimic-cxr-2.0.0-split.csv", _set(0, split="test"))
-    with pytest.raises(ConfigError, match="splits must name every split"):
+    with pytest.raises(ConfigError, match=r"\[splits\] lacks a split"):
         case.pack(*tree.settings)
-    with pytest.raises(ConfigError, match=r"each patient in one split, got a patient in two \(line 3\)"):
+    with pytest.raises(ConfigError, match=r"each patient in one split, but the patient on line 3 is in two"):
         case.pack(*tree.settings, "splits.test=1")
 
 

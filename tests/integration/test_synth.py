@@ -29,10 +29,11 @@ from shardflow.cli import synth
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.packing.sources.dicom.discover import discover
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
-from shardflow.packing.sources.dicom.pixels import check_copies, form_of, iter_stack
+from shardflow.packing.sources.dicom.pixels import check_copies, form_of
 from shardflow.packing.sources.dicom.stacks import StackKind, Study, build_studies
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, MODALITIES, PATHOLOGIES, SynthOptions, generate
 from shardflow.synthetic.scene import LESION_CONTRASTS, contrast_index
+from tests.stacks import iter_stack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Many oddities, so that a few small studies show all of them; damage in few of them.

@@ -81,5 +81,5 @@ def test_an_extractor_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("shardflow.reports.reader.entry_points", lambda group: [broken])
     with pytest.raises(ConfigError, match=r"'broken' must be importable, got ModuleNotFoundError"):
         load_extractors()
-    with pytest.raises(ConfigError, match="must lie in the text"):
+    with pytest.raises(ConfigError, match="a span outside the text"):
         ReportReader(extractors=[("outside", outside)]).read("A nodule.")

@@ -235,9 +235,6 @@ KNOWN: Final[dict[str, tuple[int, str]]] = {
 }
 
 
-WITHOUT_PEOPLE: Final = frozenset({0x52009229, 0x52009230, 0x00880200, 0x54000100, 0x00620002, 0x30060039})
-"""Functional groups, icons, waveforms, segments, contours: one item a frame, or pixels, and nobody's name."""
-
 _ELEMENTS: Final = """
     0004: 1220
     0008: 0006 0051 0063 0082 0096 009D 0109 0110 0121 0123 0124 0220 0300 0305 0310 0400 0406 0410 0411

@@ -34,7 +34,7 @@ class DiscoveredFile:
         return f"DiscoveredFile({self.num_bytes} bytes, problem={self.problem})"
 
     def path(self, roots: Sequence[Path]) -> Path:
-        """Full path, given the same list of roots."""
+        """Return the full path, given the same list of roots."""
         return roots[self.root_index] / self.relative_path
 
 
@@ -75,9 +75,8 @@ def _check_roots(roots: Sequence[Path]) -> None:
         for other_number, other in enumerate(resolved, start=1):
             if number != other_number and root.is_relative_to(other):
                 raise ConfigError(
-                    "input folders must not lie inside one another, "
-                    f"got number {number} inside number {other_number}; "
-                    "remove one of them."
+                    f"input folders must not lie inside one another, got number {number} inside number "
+                    f"{other_number}; remove one of them."
                 )
 
 

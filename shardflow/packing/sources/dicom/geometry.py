@@ -35,7 +35,7 @@ _MULTIPLE_TOLERANCE = 0.05
 _MAX_TILT_DEGREES = 0.5
 
 _OFFSET_DECIMALS = 4
-"""A tenth of a micrometre."""
+"""A tenth of a micrometer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class StackGeometry:
 
 
 def normal_of(orientation: Orientation) -> Vector:
-    """Unit normal of a plane: row direction x column direction.
+    """Return the unit normal of a plane: row direction x column direction.
 
     Example:
         >>> normal_of((1, 0, 0, 0, 1, 0))
@@ -74,12 +74,14 @@ def normal_of(orientation: Orientation) -> Vector:
 
 
 def distance_along(normal: Vector, position: Vector) -> float:
-    """Signed distance of a plane from the origin, mm."""
+    """Return the signed distance of a plane from the origin, mm."""
     return normal[0] * position[0] + normal[1] * position[1] + normal[2] * position[2]
 
 
 def position_tolerance(pixel_spacing: tuple[float, float] | None) -> float:
-    """How close slices of one position lie, mm; optical coherence tomography has planes 6 micrometers apart.
+    """Return the distance below which two slices count as one position, mm.
+
+    Planes of optical coherence tomography are 6 micrometers apart.
 
     Example:
         >>> position_tolerance((0.5, 0.5)), round(position_tolerance((0.002, 0.006)), 6)

@@ -121,7 +121,7 @@ class InstanceHeader:
     study_time: str = ""
 
     def plane(self, frame: int) -> PlaneHeader:
-        """Facts of one frame."""
+        """Return the facts of one frame."""
         return self.planes[frame if len(self.planes) > 1 else 0]
 
     @property

@@ -199,34 +199,6 @@ def iter_slices(
         yield _to_modality(stored, header, header.plane(frame), form, lut, decoder)
 
 
-def iter_stack(
-    stack: Stack,
-    locate: Callable[[InstanceHeader], Path],
-    *,
-    form: SliceForm | None = None,
-    limits: HeaderLimits = _DEFAULT_LIMITS,
-) -> Iterator[DecodedSlice]:
-    """Decode a stack in geometric order, all slices in one form. Raises as `iter_slices`.
-
-    Args:
-        stack: What to decode.
-        locate: Path of an instance's file.
-        form: The form of the whole stack, where the caller has it already.
-        limits: Bounds on what a file may inflate to.
-    """
-    form = form or form_of([one.instance for one in stack.slices])
-    position = 0
-    while position < len(stack.slices):
-        # Neighbors out of one multi-frame file are read in one go.
-        instance = stack.slices[position].instance
-        stop = position + 1
-        while stop < len(stack.slices) and stack.slices[stop].instance is instance:
-            stop += 1
-        frames = [one.frame for one in stack.slices[position:stop]]
-        yield from iter_slices(locate(instance), instance, form=form, frames=frames, limits=limits)
-        position = stop
-
-
 def check_copies(
     study: Study,
     locate: Callable[[InstanceHeader], Path],

@@ -80,13 +80,13 @@ _MAX_NUMBER = 1e12
 
 
 def code(elements: Elements, tag: int) -> str:
-    """A short ASCII value such as a UID or a code string, interned; ``""`` where absent."""
+    """Return a short ASCII value such as a UID or a code string, interned; ``""`` where absent."""
     raw = elements.values.get(tag)
     return sys.intern(raw.decode("latin-1").strip("\0 \t\r\n")) if raw else ""
 
 
 def codes(elements: Elements, tag: int) -> tuple[str, ...]:
-    """All values of a code string, upper-cased; () where absent."""
+    """Return all values of a code string, upper-cased; () where absent."""
     return (
         tuple(part.strip().upper() for part in code(elements, tag).split("\\"))
         if tag in elements.values
@@ -95,7 +95,7 @@ def codes(elements: Elements, tag: int) -> tuple[str, ...]:
 
 
 def text(elements: Elements, tag: int) -> str:
-    """A text value in the character set that the file names; bytes that do not fit are replaced."""
+    """Return a text in the character set that the file names; bytes that do not fit are replaced."""
     raw = elements.values.get(tag, b"")
     if not raw.isascii():
         # Few files need it, and pydicom is a third of a second to import.
@@ -111,7 +111,7 @@ def text(elements: Elements, tag: int) -> str:
 
 
 def decimals(elements: Elements, tag: int, count: int | None = None) -> tuple[float, ...] | None:
-    """Values of a decimal string; None where absent, implausible, or not as many as asked for."""
+    """Return the values of a decimal string; None if absent, implausible, or not ``count`` values."""
     raw = elements.values.get(tag)
     numbers = _parse_decimals(raw) if raw else None
     return None if numbers is None or (count is not None and len(numbers) != count) else numbers
@@ -128,7 +128,7 @@ def _parse_decimals(raw: bytes) -> tuple[float, ...] | None:
 
 
 def doubles(elements: Elements, tag: int, count: int = 1) -> tuple[float, ...] | None:
-    """Values of VR FD; None where absent, implausible, or not as many as asked for."""
+    """Return the values of VR FD; None if absent, implausible, or not ``count`` values."""
     raw = elements.values.get(tag)
     if raw is None or len(raw) != 8 * count:
         return None
@@ -141,7 +141,7 @@ def _are_plausible(numbers: tuple[float, ...]) -> bool:
 
 
 def integer(elements: Elements, tag: int) -> int | None:
-    """First value of an integer string; None where absent or no integer."""
+    """Return the first value of an integer string; None where absent or no integer."""
     raw = elements.values.get(tag)
     if not raw:
         return None
@@ -154,7 +154,7 @@ def integer(elements: Elements, tag: int) -> int | None:
 
 
 def integers(elements: Elements, tag: int, *, is_signed: bool = False) -> tuple[int, ...]:
-    """Values of VR US or SS; () where absent or of odd length."""
+    """Return the values of VR US or SS; () where absent or of odd length."""
     raw = elements.values.get(tag, b"")
     if len(raw) % 2:
         return ()
@@ -163,6 +163,6 @@ def integers(elements: Elements, tag: int, *, is_signed: bool = False) -> tuple[
 
 
 def short(elements: Elements, tag: int) -> int | None:
-    """First value of VR US; None where absent."""
+    """Return the first value of VR US; None where absent."""
     values = integers(elements, tag)
     return values[0] if values else None

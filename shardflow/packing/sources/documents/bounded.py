@@ -53,17 +53,17 @@ class XmlNode:
     """Elements and the text between them, in order."""
 
     def elements(self, *names: str) -> Iterator[XmlNode]:
-        """Child elements, of these names or all."""
+        """Yield the child elements with one of these names, or all."""
         for child in self.children:
             if isinstance(child, XmlNode) and (not names or child.name in names):
                 yield child
 
     def find(self, path: str) -> XmlNode | None:
-        """First element below a path of names joined by ``/``."""
+        """Return the first element below a path of names joined by ``/``."""
         return next(self.find_all(path), None)
 
     def find_all(self, path: str) -> Iterator[XmlNode]:
-        """Elements below a path of names joined by ``/``, in order."""
+        """Yield the elements below a path of names joined by ``/``, in order."""
         name, _, rest = path.partition("/")
         for child in self.elements(name):
             if rest:
@@ -72,7 +72,7 @@ class XmlNode:
                 yield child
 
     def walk(self) -> Iterator[XmlNode]:
-        """This element and all below it, in order."""
+        """Yield this element and all below it, in order."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -80,11 +80,11 @@ class XmlNode:
             stack += reversed(list(node.elements()))
 
     def get(self, attribute: str) -> str:
-        """Value of an attribute without the space around it; ``""`` where absent."""
+        """Return the value of an attribute without the space around it; ``""`` where absent."""
         return self.attributes.get(attribute, "").strip()
 
     def text(self) -> str:
-        """All text below, as it stands."""
+        """Return all text below this element, unchanged."""
         return "".join(child if isinstance(child, str) else child.text() for child in self.children)
 
 

@@ -61,21 +61,21 @@ class Segment:
     separators: Separators = field(repr=False)
 
     def raw(self, number: int) -> str:
-        """A field with its separators and escapes; ``""`` where absent."""
+        """Return a field with its separators and escapes; ``""`` where absent."""
         return self.fields[number - 1] if 0 < number <= len(self.fields) else ""
 
     def repetitions(self, number: int) -> list[str]:
-        """The repetitions of a field, raw."""
+        """Return the repetitions of a field, raw."""
         text = self.raw(number)
         return text.split(self.separators.repetition) if text else []
 
     def components(self, number: int) -> Iterator[list[str]]:
-        """The components of each repetition of a field, without escapes."""
+        """Yield the components of each repetition of a field, without escapes."""
         for one in self.repetitions(number):
             yield [self.plain(part) for part in one.split(self.separators.component)]
 
     def get(self, number: int, component: int = 1) -> str:
-        """A component of the first repetition of a field, without escapes, its space made single."""
+        """Return a component of a field's first repetition, unescaped, with single spaces."""
         first = next(self.components(number), [])
         return " ".join(first[component - 1].split()) if component <= len(first) else ""
 
@@ -91,7 +91,7 @@ class Message:
     segments: tuple[Segment, ...] = field(repr=False)
 
     def of(self, *names: str) -> Iterator[Segment]:
-        """Segments of some names, in order."""
+        """Yield the segments with one of some names, in order."""
         return (segment for segment in self.segments if segment.name in names)
 
 
@@ -428,7 +428,7 @@ def _read_group(group: Sequence[Segment], facts: DocumentFacts) -> DocumentRepor
 
 
 def section_of(segment: Segment) -> tuple[str, str] | None:
-    """Heading and text of one result; None where it has none that is text."""
+    """Return the heading and text of one result; None if it has no text."""
     kind = segment.get(2).upper()
     value = _value(segment, kind)
     if not value:

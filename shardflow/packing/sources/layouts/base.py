@@ -222,9 +222,9 @@ class LayoutConfig:
         if self.kind == "folder":
             self._check_pattern()
         elif self.pattern:
-            raise ConfigError(f"pattern must be empty for kind {self.kind!r}, got one; remove it.")
+            raise ConfigError(f"pattern is of kind 'folder' alone, but kind is {self.kind!r}; remove it.")
         if self.kind == "manifest" and self.table is None:
-            raise ConfigError("table must name the table of images for kind 'manifest', got none; name it.")
+            raise ConfigError("kind 'manifest' needs a table of images, got none; name it in layout.table.")
 
     def _check_pattern(self) -> None:
         try:
@@ -239,7 +239,7 @@ class LayoutConfig:
                 f"got {', '.join(sorted(unknown))}; rename them."
             )
         if "study" not in groups:
-            raise ConfigError("pattern must have a group (?P<study>...), got none; add it.")
+            raise ConfigError("pattern must have a group (?P<study>...), but it has none; add it.")
 
     def content(self) -> dict[str, Any] | None:
         """Return the settings that decide the dataset's bytes; None for the default layout."""
@@ -346,7 +346,7 @@ class PlacedLayout:
         return Reason.LAYOUT_FILE if is_table or path.resolve() in self._own_files else Reason.NOT_IMAGE
 
     def relative_path(self, path: Path) -> str:
-        """POSIX path below the input folder that holds it; a file that is an input itself has its name."""
+        """Return the POSIX path below its input folder; of a file that is an input itself, its name."""
         for root in self._roots:
             if path != root and path.is_relative_to(root):
                 return path.relative_to(root).as_posix()
@@ -369,8 +369,8 @@ class PlacedLayout:
         split = given.get(folded) or (folded if folded in self._splits else _SPLIT_WORDS.get(folded, folded))
         if split not in self._splits:
             raise ConfigError(
-                "splits must name every split of the layout, got one that they do not; add it to [splits], "
-                "or map it in layout.split_names."
+                "[splits] lacks a split that the layout names; add it to [splits], or map it in "
+                "layout.split_names."
             )
         return split
 
@@ -391,14 +391,14 @@ class PlacedLayout:
         for row in read_table(table, "layout.split_table", columns, ("patient", "split")):
             if row.values is None or not row.values["patient"]:
                 raise ConfigError(
-                    f"layout.split_table must name a patient and a split in every row, got another row (line "
-                    f"{row.place}); correct it."
+                    "layout.split_table must name a patient and a split in every row, but the row on line "
+                    f"{row.place} does not; correct it."
                 )
             patient, split = self.patient_name(row.values["patient"]), self.known_split(row.values["split"])
             if found.setdefault(patient, split) != split:
                 raise ConfigError(
-                    "layout.split_table must have each patient in one split, got a patient in two (line "
-                    f"{row.place}); correct it: a patient that is trained on must not be tested on."
+                    "layout.split_table must have each patient in one split, but the patient on line "
+                    f"{row.place} is in two; correct it: a patient that is trained on must not be tested on."
                 )
         return found
 

@@ -172,14 +172,13 @@ class TableLayout(PlacedLayout):
         for row in read_table(table, _TABLE, columns, sorted(required)):
             if row.values is None:
                 raise ConfigError(
-                    f"{_TABLE} must have as many values as columns in every row, got another number (line "
-                    f"{row.place}); repair the table."
+                    f"{_TABLE} must have as many values as columns in every row, but line {row.place} has "
+                    "another number; repair the table."
                 )
             key = self.key_of_row(row.values)
             if not key:
                 raise ConfigError(
-                    f"{_TABLE} must name an image in every row, got a row that names none "
-                    f"(line {row.place}); correct it."
+                    f"{_TABLE} must name an image in every row, but line {row.place} names none; correct it."
                 )
             # Few values differ: sexes, views, splits, patients with several images.
             values = tuple(known.setdefault(row.values[role], row.values[role]) for role in self._roles)
@@ -202,7 +201,7 @@ _MAX_DIGITS: Final = 18
 
 
 class Manifest(TableLayout):
-    """The table's ``path`` is relative to the input folder; every other column may be left to the header.
+    """Layout by a table of the user's own: ``path`` below the input folder, and what the header lacks.
 
     Reports join by ``study``; by ``report``, which rows of images name as well; or by ``patient`` and
     ``accession`` together, never by accession number alone: two hospitals count alike.
@@ -225,8 +224,8 @@ class Manifest(TableLayout):
         super().__init__(inputs, splits)
         if "accession" in self.settings.columns and not any(row["patient"] for _, row in self.rows()):
             raise ConfigError(
-                "layout.columns must name patients with accession numbers, got accession numbers alone; add "
-                "the column of patients."
+                "layout.columns names accession numbers without patients, and two hospitals may use the same "
+                "numbers; add the column of patients."
             )
 
     def key_of_row(self, values: Values) -> str:
@@ -321,7 +320,7 @@ def _is_ordinal(text: str) -> bool:
 
 
 class Folder(PlacedLayout):
-    """A pattern with named groups must match the whole path below the input folder.
+    """Layout by paths: a pattern with named groups must match the whole path below the input folder.
 
     Reports are read as without a layout; they name the study as the group ``study`` does (behind
     ``patient/`` with ``is_study_within_patient``).
@@ -397,7 +396,7 @@ class Headers:
 
 
 class Lidc(PlacedLayout):
-    """LIDC-IDRI: headers identify the study; the readers' XML is linked later, as an attachment."""
+    """Layout of LIDC-IDRI: headers identify the study; the readers' XML is linked later, as an attachment."""
 
     def place(self, file: DiscoveredFile) -> Placement | Reason | None:
         """Leave images to their headers."""
@@ -410,7 +409,7 @@ class Lidc(PlacedLayout):
 
 
 class Rsna(PlacedLayout):
-    """RSNA challenges: ``train_images/<study>/<series>/<instance>.dcm``; their tables are labels."""
+    """Layout of RSNA's challenges: ``train_images/<study>/<series>/<instance>.dcm``; tables are labels."""
 
     def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
         """Take study and series from the path, the patient from the header."""
@@ -426,5 +425,5 @@ class Rsna(PlacedLayout):
         )
 
     def reason_of_other(self, path: Path) -> Reason:
-        """Tables of labels are annotations."""
+        """Return ANNOTATION_FILE for tables of labels."""
         return Reason.ANNOTATION_FILE if path.suffix.lower() == ".csv" else super().reason_of_other(path)

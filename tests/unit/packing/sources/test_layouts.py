@@ -66,8 +66,8 @@ def test_no_layout_keeps_the_settings_of_old_datasets(tmp_path: Path) -> None:
         ({"kind": "folder", "pattern": "(?P<study>"}, "must be a regular expression"),
         ({"kind": "folder", "pattern": "(?P<stduy>.*)"}, "groups out of"),
         ({"kind": "folder"}, r"\(\?P<study>\.\.\.\)"),
-        ({"kind": "rsna", "pattern": "x"}, "must be empty"),
-        ({"kind": "manifest"}, "table must name"),
+        ({"kind": "rsna", "pattern": "x"}, "is of kind 'folder' alone"),
+        ({"kind": "manifest"}, "needs a table of images"),
     ],
 )
 def test_mistaken_settings_are_named(settings: dict[str, str], expected: str) -> None:

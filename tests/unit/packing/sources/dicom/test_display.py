@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardflow.packing.sources.dicom.pixels import DisplayRange, form_of, iter_stack
+from shardflow.packing.sources.dicom.pixels import DisplayRange, form_of
 from shardflow.packing.sources.dicom.stacks import build_studies
+from tests.stacks import iter_stack
 from tests.unit.packing.sources.dicom.factory import make_header
 
 pytestmark = pytest.mark.fast

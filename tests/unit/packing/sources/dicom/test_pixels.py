@@ -21,10 +21,10 @@ from shardflow.packing.sources.dicom.pixels import (
     check_copies,
     form_of,
     iter_slices,
-    iter_stack,
 )
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.dicom.stacks import build_studies
+from tests.stacks import iter_stack
 from tests.unit.packing.sources.dicom.factory import header_of, make_dataset, make_file, make_header, write
 
 pytestmark = pytest.mark.fast

@@ -31,11 +31,11 @@ from shardflow.packing.sources.dicom.pixels import (
     check_copies,
     form_of,
     iter_slices,
-    iter_stack,
 )
 from shardflow.packing.sources.dicom.planes import DIFFUSION_TAGS
 from shardflow.packing.sources.dicom.stacks import build_studies
 from shardflow.packing.sources.dicom.values import third_party_silence
+from tests.stacks import iter_stack
 from tests.unit.packing.sources.dicom.factory import make_dataset, write
 
 WORD, DIGITS = "ZQXJSENTINEL", "7771237"

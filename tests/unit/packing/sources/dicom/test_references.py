@@ -12,8 +12,8 @@ import pydicom
 import pytest
 import SimpleITK
 
-from shardflow.packing.sources.dicom.pixels import iter_stack
 from shardflow.packing.sources.dicom.stacks import Stack, StackKind, build_studies
+from tests.stacks import iter_stack
 from tests.unit.packing.sources.dicom.corpus import read_corpus
 
 Array = np.ndarray[Any, np.dtype[Any]]

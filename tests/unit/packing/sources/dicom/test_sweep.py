@@ -22,9 +22,9 @@ from shardflow.packing.sources.dicom.pixels import (
     check_copies,
     form_of,
     iter_slices,
-    iter_stack,
 )
 from shardflow.packing.sources.dicom.stacks import Stack, build_studies
+from tests.stacks import iter_stack
 from tests.unit.packing.sources.dicom.corpus import BUNDLED, Corpus, read_corpus, reference_frames
 
 Array = np.ndarray[Any, np.dtype[Any]]
