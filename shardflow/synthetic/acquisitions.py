@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from shardflow.synthetic.draws import Kernel
 from shardflow.synthetic.geometry import (
     AXIAL,
     CORONAL,
+    IDENTITY,
     SAGITTAL,
     Frame,
     Grid,
@@ -52,6 +54,10 @@ _WINDOWS: dict[Kernel, tuple[str, str]] = {
 }
 # Tilt in degrees for the quaternion (20, b, 0, 0), so that no arc tangent is needed.
 _TILTS = ((2, "11.4"), (3, "17.1"), (4, "22.6"))
+_IMAGE_TYPES = {
+    "volume": ("ORIGINAL", "PRIMARY", "AXIAL"),
+    "reformat": ("DERIVED", "SECONDARY", "REFORMATTED", "AVERAGE"),
+}
 _PHASE_WORDS = {
     "native": "without contrast",
     "arterial": "arterial phase",
@@ -117,7 +123,7 @@ class _Protocol:
 
     def _run_head(self) -> None:
         phase = self.draws.weighted((("native", 75), ("portal", 25)))
-        turn, tilt = None, ""
+        turn, tilt = IDENTITY, ""
         if self.draft.happens(self.draws, "tilt"):
             quarter, tilt = self.draws.choice(_TILTS)
             turn = rotation(20, quarter if self.draws.chance(50) else -quarter, 0, 0)
@@ -132,22 +138,15 @@ class _Protocol:
         kernel: Kernel,
         phases: tuple[str, ...],
         *,
-        turn: Frame | None = None,
+        turn: Frame = IDENTITY,
         tilt: str = "",
     ) -> None:
         every = self.thick_factor if width == "thick" else 1
         spacing = self.thin_mm * every
         num_planes = max(1, self.num_slices // every)
         steps = [spacing * (place - (num_planes - 1) / 2) for place in range(num_planes)]
-        planes = stack_of_planes(
-            self.grid,
-            self.center,
-            AXIAL,
-            steps,
-            advance=(0.0, 0.0, 1.0),
-            **({"turn": turn} if turn is not None else {}),
-        )
-        pathologies = (("tilt",) if turn is not None else ()) + (("mixed-phases",) if len(phases) > 1 else ())
+        planes = stack_of_planes(self.grid, self.center, AXIAL, steps, advance=(0.0, 0.0, 1.0), turn=turn)
+        pathologies = (("tilt",) if tilt else ()) + (("mixed-phases",) if len(phases) > 1 else ())
         words = " and ".join(_PHASE_WORDS[phase] for phase in phases)
         self._add(
             f"axial {spacing:g} mm {kernel}, {words}",
@@ -200,7 +199,7 @@ class _Protocol:
             kind="localizer",
             name="scout",
             image_type=("ORIGINAL", "PRIMARY", "LOCALIZER"),
-            encoding=replace(self.encoding, slope="1") if self.encoding.slope != "1" else self.encoding,
+            encoding=replace(self.encoding, slope="1"),
             noise=14.0,
             attributes={"KVP": self.kvp, "WindowCenter": "0", "WindowWidth": "1600"},
         )
@@ -209,7 +208,7 @@ class _Protocol:
     def _add(
         self,
         name: str,
-        kind: str,
+        kind: Literal["volume", "reformat"],
         blocks: list[Block],
         *,
         kernel: Kernel,
@@ -228,14 +227,11 @@ class _Protocol:
             "XRayTubeCurrent": str(self.draws.integer(80, 420)),
             "GantryDetectorTilt": tilt or "0",
         }
-        is_reformat = kind == "reformat"
         self.draft.add(
             Recipe(
-                kind="reformat" if is_reformat else "volume",
+                kind=kind,
                 name=name,
-                image_type=("DERIVED", "SECONDARY", "REFORMATTED", "AVERAGE")
-                if is_reformat
-                else ("ORIGINAL", "PRIMARY", "AXIAL"),
+                image_type=_IMAGE_TYPES[kind],
                 encoding=self.encoding,
                 kernel=kernel,
                 thickness_mm=spacing,

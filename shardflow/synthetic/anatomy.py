@@ -66,7 +66,7 @@ class Body:
         return (x * self.scale, y * self.scale, z * self.scale)
 
     def add(self, tissue: str, *parts: Quadric, parent: str, hollow: Quadric | None = None) -> Quadric:
-        """Paint a solid over what is there; returns its first part."""
+        """Paint a solid over the previous ones; return its first part."""
         self._solids.append(Solid(tissue=tissue, parts=parts, parent=parent, hollow=hollow))
         return parts[0]
 
@@ -90,8 +90,8 @@ def build_head(draws: Draws, *, scale: float) -> Anatomy:
     """Build the head of one patient."""
     body = Body(scale)
     at = body.at
-    body.add("muscle", *pillar(at(0, 26, -195), 56 * scale, 60 * scale, 92 * scale), parent="air")
-    body.add("spongy-bone", *pillar(at(0, 34, -195), 15 * scale, 13 * scale, 90 * scale), parent="muscle")
+    body.add("muscle", *_upright(body, (0, 26, -195), (56, 60, 92)), parent="air")
+    body.add("spongy-bone", *_upright(body, (0, 34, -195), (15, 13, 90)), parent="muscle")
     # A projection never sees the head rest.
     body.add(
         "table",
@@ -145,11 +145,7 @@ def _add_inner_brain(body: Body, draws: Draws, brain: Quadric) -> None:
     body.add("brain-gray", ellipsoid(at(0, 44, -52), at(48, 32, 26)), parent="csf")
     body.add("brain-white", ellipsoid(at(0, 42, -50), at(24, 18, 13)), parent="brain-gray")
     body.add("csf", ellipsoid(at(0, 26, -48), at(6, 5, 12)), parent="brain-white")
-    body.add(
-        "brain-white",
-        *pillar(at(0, 12, -62), 13 * body.scale, 12 * body.scale, 32 * body.scale),
-        parent="csf",
-    )
+    body.add("brain-white", *_upright(body, (0, 12, -62), (13, 12, 32)), parent="csf")
 
 
 def _add_base(body: Body) -> None:
@@ -224,13 +220,8 @@ def _add_ribs(body: Body) -> None:
     body.add("mediastinum", ellipsoid(at(0, -1, 92), at(136, 84, 178)), parent="muscle")
     for rib in range(_NUM_RIBS):
         middle = at(0, 0, 228 - 24.0 * rib)
-        body.add(
-            "rib",
-            outer,
-            slab(middle, _RIB_NORMAL, 5.5 * body.scale),
-            parent="muscle",
-            hollow=inner,
-        )
+        between = slab(middle, _RIB_NORMAL, 5.5 * body.scale)
+        body.add("rib", outer, between, parent="muscle", hollow=inner)
     body.add("spongy-bone", ellipsoid(at(0, -90, 122), at(17, 6, 72)), parent="muscle")
     for side in (-1.0, 1.0):
         tilt = rotation(12, 0, -1 if side > 0 else 1, 2 if side > 0 else -2)
@@ -264,7 +255,7 @@ def _add_vertebra(body: Body, name: str, z: float) -> None:
 
 
 def _upright(body: Body, center: Vector, size: Vector) -> tuple[Quadric, Quadric]:
-    """Parts of a pillar of two radii and a half height."""
+    """Return the parts of a pillar of two radii and a half height."""
     radius_x, radius_y, half = (value * body.scale for value in size)
     return pillar(body.at(*center), radius_x, radius_y, half)
 

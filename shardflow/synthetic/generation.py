@@ -10,8 +10,9 @@ import csv
 import io
 import json
 import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def generate(
 
     Args:
         options: What to generate.
-        output: Folder to fill; made where it is missing.
+        output: Folder to fill; created if it is missing.
         num_processes: Processes to share the work; the bytes do not depend on it.
         progress: Called with the number of studies that are done.
 
@@ -120,13 +121,13 @@ def generate(
         return _generate(options, output, num_processes, progress)
     except BrokenProcessPool:
         raise ShardflowError(
-            "a generating process must end by itself, got one that was killed; OUT is incomplete: empty it, "
-            "and run again with fewer --processes or a smaller --size."
+            "a generating process was killed, probably for lack of memory; OUT is incomplete: empty it, and "
+            "run again with fewer --processes or a smaller --size."
         ) from None
     except OSError as error:
         raise StorageError(
-            f"OUT must be writable, got {error.strerror or type(error).__name__}; it is incomplete: "
-            "make room, empty it and run again."
+            f"OUT cannot be written ({error.strerror or type(error).__name__}) and is incomplete; make room, "
+            "empty it and run again."
         ) from None
 
 
@@ -166,14 +167,14 @@ def _generate(
 
 
 def _claim(output: Path) -> None:
-    """Make the folder, or see that nothing is in it."""
+    """Create the folder, or check that it is empty."""
     if output.exists() and not output.is_dir():
-        raise ConfigError("OUT must be a folder, got a file of that name; choose another name.")
+        raise ConfigError("OUT is the name of a file; choose another name for the folder.")
     output.mkdir(parents=True, exist_ok=True)
     found = next(output.iterdir(), None)
     if found is not None:
         raise ConfigError(
-            "OUT must be an empty or missing folder, got one that holds files; choose another, or empty it."
+            "OUT is a folder that holds files; choose an empty or new folder, or empty this one."
         )
 
 
@@ -185,22 +186,16 @@ def _run(options: SynthOptions, output: Path, tasks: Iterable[_Task], num_proces
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        waiting: dict[int, Future[_Made]] = {}
-        next_number = 0
+        waiting: deque[Future[_Made]] = deque()
         try:
             for task in tasks:
-                waiting[task.number] = pool.submit(_make, options, output, task)
-                while len(waiting) >= 4 * num_processes:
-                    if next_number in waiting and waiting[next_number].done():
-                        yield waiting.pop(next_number).result()
-                        next_number += 1
-                    else:
-                        wait([waiting[next_number]], return_when=FIRST_COMPLETED)
+                waiting.append(pool.submit(_make, options, output, task))
+                if len(waiting) >= 4 * num_processes:
+                    yield waiting.popleft().result()
             while waiting:
-                yield waiting.pop(next_number).result()
-                next_number += 1
+                yield waiting.popleft().result()
         finally:
-            for future in waiting.values():
+            for future in waiting:
                 future.cancel()
 
 

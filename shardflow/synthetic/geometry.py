@@ -128,7 +128,7 @@ def stack_of_planes(
     turn: Frame = IDENTITY,
     advance: Vector | None = None,
 ) -> list[Plane]:
-    """Lay parallel planes around a point.
+    """Return parallel planes around a point.
 
     Args:
         grid: Pixels of each.
@@ -187,7 +187,7 @@ class Solid:
     hollow: Quadric | None = None
 
     def contains(self, point: Vector) -> bool:
-        """Say whether a point lies inside."""
+        """Return whether a point lies inside."""
         inside = all(part.value(point) <= 1 for part in self.parts)
         return inside and (self.hollow is None or self.hollow.value(point) > 1)
 

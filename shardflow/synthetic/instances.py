@@ -80,7 +80,7 @@ def _outside(rows: int, columns: int) -> _Array:
 def _set_high_bits(stored: _Array, bits_stored: int) -> None:
     """Write an overlay, a frame in the corner, into the bit above those that count, and clear the others.
 
-    Signed pixels lose their sign extension by this, which is what a reader must put right.
+    This destroys the sign extension of signed pixels, which a reader must restore.
     """
     bits = stored.view(np.uint16)
     bits &= np.uint16((1 << bits_stored) - 1)
@@ -115,7 +115,7 @@ def _pack_bits(rows: _Array) -> bytes:
     flat, width = rows.reshape(-1), rows.shape[1]
     starts, lengths = _runs(flat, width)
     is_run = lengths >= _RUN
-    # Neighbouring short runs of one row make one literal stretch.
+    # Neighboring short runs of one row make one literal packet.
     row = starts // width
     begins = np.ones(len(starts), dtype=bool)
     begins[1:] = is_run[1:] | is_run[:-1] | (row[1:] != row[:-1])
@@ -141,7 +141,7 @@ def _pack_bits(rows: _Array) -> bytes:
 
 
 def _runs(flat: _Array, width: int) -> tuple[_Array, _Array]:
-    """Starts and lengths of runs of equal bytes; a run ends with its row."""
+    """Return starts and lengths of runs of equal bytes; a run ends with its row."""
     change = np.empty(flat.size, dtype=bool)
     change[1:] = flat[1:] != flat[:-1]
     change[0::width] = True

@@ -45,7 +45,7 @@ DEFAULT_PATHOLOGIES: dict[str, int] = {
     "tilt": 25,
     "truncated": 0,
 }
-"""Chance of each in percent, for every series (or study) it can happen to. Damage is never made unasked."""
+"""Chance of each in percent, for every series (or study) it can happen to. None is damage by default."""
 
 REPORT_ODDITIES: dict[str, str] = {
     "no-image": "no image of a finding is named",
@@ -86,14 +86,14 @@ class SynthOptions:
         _check_range("max_lesions", self.max_lesions, self.min_lesions, 20)
         if self.modality not in MODALITIES:
             raise ConfigError(f"modality must be one of {', '.join(MODALITIES)}, got {self.modality!r}.")
-        for name, percent in self.pathologies.items():
-            if name not in PATHOLOGIES:
-                raise ConfigError(f"a pathology must be one of {', '.join(PATHOLOGIES)}, got {name!r}.")
-            _check_range(name, percent, 0, 100)
-        for name, percent in self.report_oddities.items():
-            if name not in REPORT_ODDITIES:
-                raise ConfigError(f"an oddity must be one of {', '.join(REPORT_ODDITIES)}, got {name!r}.")
-            _check_range(name, percent, 0, 100)
+        for what, chances, known in (
+            ("a pathology", self.pathologies, PATHOLOGIES),
+            ("an oddity", self.report_oddities, REPORT_ODDITIES),
+        ):
+            for name, percent in chances.items():
+                if name not in known:
+                    raise ConfigError(f"{what} must be one of {', '.join(known)}, got {name!r}.")
+                _check_range(name, percent, 0, 100)
 
     def chance_of(self, pathology: str) -> int:
         """Return the chance of a pathology in percent."""

@@ -6,7 +6,6 @@ Files are named in four ways found in archives, none of them in the order of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shardflow.synthetic.acquisitions import (
     FOCUS_MM,
@@ -28,21 +27,10 @@ _STYLES = ("numbered", "uid", "hex", "modality")
 _STRAY_NAMES = ("SYNTHETIC-readme.txt", "SYNTHETIC-Thumbs.db", "SYNTHETIC-series.json")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Paths below the output folder."""
-
-    files: dict[str, str]
-    """SOP Instance UID to path."""
-    copies: tuple[tuple[str, str], ...]
-    """(SOP Instance UID, path) of second files."""
-    stray_files: tuple[str, ...]
-
-
 def place_files(
     options: SynthOptions, draws: Draws, *, patient: int, study: int, series: Sequence[SeriesPlan]
-) -> Placement:
-    """Name the files of one study."""
+) -> tuple[dict[str, str], tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Name the files of one study; return its files, copies and stray files, as in `StudyPlan`."""
     style = draws.choice(_STYLES)
     folder = f"{IMAGE_FOLDER}/SYN{patient:07d}/ST{study:07d}"
     files: dict[str, str] = {}
@@ -62,7 +50,7 @@ def place_files(
     stray: tuple[str, ...] = ()
     if draws.at("stray-files").chance(options.chance_of("stray-files")):
         stray = tuple(f"{folder}/{name}" for name in draws.some(_STRAY_NAMES, draws.integer(1, 3)))
-    return Placement(files=files, copies=tuple(copies), stray_files=stray)
+    return files, tuple(copies), stray
 
 
 def _name(style: str, folder: str, plan: SeriesPlan, count: int, uid: str, draws: Draws) -> str:
@@ -89,8 +77,8 @@ def plan_study(options: SynthOptions, number: int, patient: Patient, visit_numbe
     Args:
         options: What is generated.
         number: The study's number, from 0.
-        patient: Who.
-        visit_number: Which of the patient's studies it is.
+        patient: The patient.
+        visit_number: Number of the patient's study, from 0.
     """
     draws = Draws(options.seed, "study", number)
     visit = patient.visits[visit_number]
@@ -105,7 +93,7 @@ def plan_study(options: SynthOptions, number: int, patient: Patient, visit_numbe
     lesions = _grow(options, patient, anatomy, visit_number)
     before = _grow(options, patient, anatomy, visit_number - 1) if visit_number else ()
     present = {lesion.lesion_id for lesion in lesions}
-    placement = place_files(
+    files, copies, stray_files = place_files(
         options, draws.at("files"), patient=patient.number, study=number, series=draft.series
     )
     offset = draws.at("origin")
@@ -120,9 +108,9 @@ def plan_study(options: SynthOptions, number: int, patient: Patient, visit_numbe
         lesions=lesions,
         resolved=tuple(lesion for lesion in before if lesion.lesion_id not in present),
         series=tuple(draft.series),
-        files=placement.files,
-        copies=placement.copies,
-        stray_files=placement.stray_files,
+        files=files,
+        copies=copies,
+        stray_files=stray_files,
     )
 
 

@@ -45,6 +45,7 @@ _HOST_TISSUES = {
     "spleen": "spleen",
     "vertebra": "spongy-bone",
 }
+"""Tissue that a lesion replaces, by organ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +60,10 @@ class Appearance:
     num_pixels: int
 
 
-def host_tissue(organ: str) -> str:
-    """Return the tissue that a lesion of an organ replaces."""
-    return _HOST_TISSUES[organ]
-
-
 def contrast_of(lesion: Lesion, contrast: str) -> float:
     """Return how much a lesion differs from its organ: HU, or MR signal before the series' gain."""
     column = contrast_index(contrast)
-    return LESION_CONTRASTS[lesion.label][column] - TISSUES[host_tissue(lesion.organ)][column]
+    return LESION_CONTRASTS[lesion.label][column] - TISSUES[_HOST_TISSUES[lesion.organ]][column]
 
 
 def find_appearances(study: StudyPlan) -> list[Appearance]:
@@ -176,7 +172,7 @@ class Renderer:
     def _projection(self, plane: Plane) -> _Array:
         total = project(self._study.anatomy.solids, plane)
         for lesion in self._study.lesions:
-            host = TISSUES[host_tissue(lesion.organ)][0]
+            host = TISSUES[_HOST_TISSUES[lesion.organ]][0]
             gain = attenuation(LESION_CONTRASTS[lesion.label][0]) - attenuation(host)
             project_lesion(total, lesion.bounds, plane, gain)
         return total

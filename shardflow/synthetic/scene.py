@@ -322,7 +322,7 @@ _EDGE_PIXELS = 1.2
 
 
 def project(solids: Sequence[Solid], plane: Plane) -> _Array:
-    """Sum up attenuation along the normal of every pixel.
+    """Sum the attenuation along the normal of every pixel.
 
     Returns:
         ``(rows, columns)`` float32: millimeters of water that attenuate as much.
@@ -372,7 +372,7 @@ def _add(total: _Array, solid: Solid, plane: Plane, gain: float) -> None:
 
 
 def _silhouette(quadric: Quadric, plane: Plane) -> tuple[Conic, float]:
-    """The outline, and the quadric's curvature along the beam (0: the beam runs along it for ever)."""
+    """Return the outline, and the quadric's curvature along the beam (0 if the beam never leaves it)."""
     u, v, d = _axes(plane)
     along = _times(quadric, d)
     curvature = dot(d, along)
@@ -395,7 +395,7 @@ def _silhouette(quadric: Quadric, plane: Plane) -> tuple[Conic, float]:
 
 
 def _half_length(outline: Conic, curvature: float, rectangle: Rectangle) -> _Array:
-    """Half the way of each beam through a quadric, mm, float32."""
+    """Return half the length of each beam inside a quadric, mm, float32."""
     if curvature <= 0:
         return np.zeros((rectangle.bottom - rectangle.top, rectangle.right - rectangle.left), np.float32)
     room = conic_field(outline, rectangle, -1 / curvature, 1 / curvature, np.float32)
@@ -404,7 +404,7 @@ def _half_length(outline: Conic, curvature: float, rectangle: Rectangle) -> _Arr
 
 
 def _slab_share(slab: Quadric, plane: Plane, body: Quadric, half: _Array, rectangle: Rectangle) -> _Array:
-    """Share of the body's near and far wall that lies in a slab: exact for thin shells such as ribs."""
+    """Return the share of the body's near and far wall in a slab: exact for thin shells such as ribs."""
     u, v, d = _axes(plane)
     normal = slab.normal or (0.0, 0.0, 0.0)
     slope = dot(normal, d)
@@ -433,7 +433,7 @@ def _slab_share(slab: Quadric, plane: Plane, body: Quadric, half: _Array, rectan
 
 
 def _shadow(slab: Quadric, plane: Plane, body: Quadric, whole: Rectangle) -> Rectangle:
-    """Rows that a slab can reach within the body; all of them where it is not level enough to say."""
+    """Return the rows that a slab can reach within the body; all of them if it is not level."""
     _, v, d = _axes(plane)
     normal = slab.normal or (0.0, 0.0, 0.0)
     down = dot(normal, v)

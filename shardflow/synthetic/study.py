@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from shardflow.synthetic.anatomy import Anatomy
@@ -64,39 +64,47 @@ class SlicePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeriesPlan:
-    """One series; its slices in geometric order, stack after stack."""
+class Recipe:
+    """A series before its numbers are drawn."""
 
-    index: int
-    """Within the study, from 0; keys the noise."""
-    uid: str
-    number: int
-    modality: str
     kind: SeriesKind
     name: str
     """Short words for the series: ``axial 1.25 mm lung``."""
     image_type: tuple[str, ...]
-    frame_of_reference_uid: str
-    kernel: Kernel
-    thickness_mm: float | None
-    spacing_mm: float | None
-    """Between neighboring planes of a stack."""
-    noise: float
-    """Standard deviation, in the unit of the values."""
-    gain: float
-    """Values of `tissues` are multiplied by this (MR)."""
     encoding: Encoding
-    syntax: Syntax
-    slices: tuple[SlicePlan, ...]
-    lost_grid_indexes: tuple[int, ...] = ()
+    kernel: Kernel = "standard"
+    thickness_mm: float | None = None
+    spacing_mm: float | None = None
+    """Between neighboring planes of a stack."""
+    noise: float = 0.0
+    """Standard deviation, in the unit of the values."""
+    gain: float = 1.0
+    """Factor of tissue values (MR)."""
     pathologies: tuple[str, ...] = ()
+    """Pathologies; in a recipe, those of the protocol itself."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     """DICOM keyword to text: technical attributes of this series."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SeriesPlan(Recipe):
+    """One series; its slices in geometric order, stack after stack."""
+
+    index: int
+    """Number within the study, from 0; keys the noise."""
+    uid: str
+    number: int
+    """Series Number."""
+    modality: str
+    frame_of_reference_uid: str
+    syntax: Syntax
+    slices: tuple[SlicePlan, ...]
+    lost_grid_indexes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StudyPlan:
-    """One study with everything that its pixels, report and truth are made from."""
+    """One study, with everything that determines its pixels, report and truth."""
 
     number: int
     patient: Patient
@@ -108,7 +116,7 @@ class StudyPlan:
     """Position of the body's origin in this study's frame of reference, mm."""
     lesions: tuple[Lesion, ...]
     resolved: tuple[Lesion, ...]
-    """There in the patient's study before, and gone now."""
+    """Lesions of the patient's previous study that are gone now."""
     series: tuple[SeriesPlan, ...]
     files: Mapping[str, str]
     """SOP Instance UID to path below the output folder."""
@@ -138,24 +146,6 @@ class Block:
     views: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """A series before its numbers are drawn."""
-
-    kind: SeriesKind
-    name: str
-    image_type: tuple[str, ...]
-    encoding: Encoding
-    kernel: Kernel = "standard"
-    thickness_mm: float | None = None
-    spacing_mm: float | None = None
-    noise: float = 0.0
-    gain: float = 1.0
-    pathologies: tuple[str, ...] = ()
-    """Those that the protocol has made already."""
-    attributes: Mapping[str, str] = field(default_factory=dict)
-
-
 class StudyDraft:
     """Collects the series of one study."""
 
@@ -181,24 +171,18 @@ class StudyDraft:
         self._last_number = 0
 
     def happens(self, draws: Draws, pathology: str) -> bool:
-        """Say whether a pathology happens here."""
+        """Draw whether a pathology happens here."""
         return draws.at(pathology).chance(self.options.chance_of(pathology))
 
     def turn(self, draws: Draws) -> tuple[Frame, tuple[str, ...]]:
-        """Draw an oblique turn, or none; and what it is called."""
+        """Draw an oblique turn or none; return it with its pathologies."""
         if not self.happens(draws, "oblique"):
             return IDENTITY, ()
         i, j, k = (draws.integer(-4, 4) for _ in range(3))
         return rotation(20, i or 2, j, k), ("oblique",)
 
-    def add(self, recipe: Recipe, blocks: Sequence[Block], *, number: int | None = None) -> SeriesPlan:
-        """Add one series.
-
-        Args:
-            recipe: What it is.
-            blocks: Its stacks.
-            number: Series Number; the next of the study's own way of counting by default.
-        """
+    def add(self, recipe: Recipe, blocks: Sequence[Block]) -> None:
+        """Add one series with its stacks."""
         index = len(self.series)
         draws = self.draws.at("series", index)
         pathologies = [*recipe.pathologies]
@@ -216,33 +200,25 @@ class StudyDraft:
                 slices = _truncate(slices, draws.at("cut").integer(0, len(slices) - 1))
         encoding, encoding_names = self._spoil(draws, recipe)
         pathologies += encoding_names
-        used = {series.number for series in self.series}
-        if number is None and used and self.happens(draws, "same-number"):
+        if self.series and self.happens(draws, "same-number"):
             pathologies.append("same-number")
             number = self.series[-1].number
-        plan = SeriesPlan(
-            index=index,
-            uid=make_uid(self.options.seed, "series", self.number, index),
-            number=self._next_number(draws) if number is None else number,
-            modality=self.visit.modality,
-            kind=recipe.kind,
-            name=recipe.name,
-            image_type=recipe.image_type,
-            frame_of_reference_uid=self._frame_of_reference_uid,
-            kernel=recipe.kernel,
-            thickness_mm=recipe.thickness_mm,
-            spacing_mm=recipe.spacing_mm,
-            noise=recipe.noise,
-            gain=recipe.gain,
-            encoding=encoding,
-            syntax=self._syntax if draws.chance(80) else draws.weighted(_SYNTAXES),
-            slices=tuple(slices),
-            lost_grid_indexes=lost,
-            pathologies=tuple(sorted(pathologies)),
-            attributes=recipe.attributes,
+        else:
+            number = self._next_number(draws)
+        recipe = replace(recipe, encoding=encoding, pathologies=tuple(sorted(pathologies)))
+        self.series.append(
+            SeriesPlan(
+                **{field.name: getattr(recipe, field.name) for field in fields(recipe)},
+                index=index,
+                uid=make_uid(self.options.seed, "series", self.number, index),
+                number=number,
+                modality=self.visit.modality,
+                frame_of_reference_uid=self._frame_of_reference_uid,
+                syntax=self._syntax if draws.chance(80) else draws.weighted(_SYNTAXES),
+                slices=tuple(slices),
+                lost_grid_indexes=lost,
+            )
         )
-        self.series.append(plan)
-        return plan
 
     def _next_number(self, draws: Draws) -> int:
         if not self._hundreds:
@@ -254,7 +230,7 @@ class StudyDraft:
     def _number(
         self, draws: Draws, index: int, recipe: Recipe, blocks: Sequence[Block]
     ) -> tuple[list[SlicePlan], bool]:
-        """Give every slice its Instance Number, which rarely follows the places."""
+        """Number the slices; Instance Numbers rarely follow the positions."""
         places = [(stack, place) for stack, block in enumerate(blocks) for place in range(len(block.planes))]
         order, shuffled = places, False
         if recipe.kind in _STACKED:
@@ -307,7 +283,7 @@ class StudyDraft:
             names.append("high-bits")
         is_round = self.visit.modality == "CT" and recipe.kind == "volume" and encoding.bits_stored == 16
         if is_round and self.happens(draws, "padding"):
-            # Two vendors' ways: -2000 in signed pixels, sometimes unmarked; its bit pattern in unsigned ones.
+            # As vendors do it: -2000 in signed pixels, sometimes unmarked; its bit pattern in unsigned ones.
             encoding = replace(
                 encoding,
                 padding=-2000 if encoding.is_signed else 63536,

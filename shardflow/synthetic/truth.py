@@ -6,6 +6,7 @@ one past the last column, one past the last row), spans in characters of the rep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardflow.synthetic.draws import GENERATED, patient_id
@@ -17,7 +18,7 @@ from shardflow.synthetic.render import Appearance, contrast_of
 from shardflow.synthetic.reports.compose import Story
 from shardflow.synthetic.reports.mentions import Report
 from shardflow.synthetic.reports.sentences import place_of
-from shardflow.synthetic.study import SeriesPlan, StudyPlan
+from shardflow.synthetic.study import SeriesPlan, SlicePlan, StudyPlan
 
 TRUTH_VERSION = 1
 
@@ -104,7 +105,7 @@ def _stack(study: StudyPlan, series: SeriesPlan, stack: int) -> dict[str, Any]:
         "contrast": slices[0].contrast,
         "view": slices[0].view or None,
         "orientation": [*plane.row_direction, *plane.column_direction] if is_placed else None,
-        "affine_lps": _affine(study, series, stack) if is_placed else None,
+        "affine_lps": _affine(study, series, slices) if is_placed else None,
         "slices": [
             {
                 "sop_instance_uid": item.sop_instance_uid,
@@ -119,10 +120,9 @@ def _stack(study: StudyPlan, series: SeriesPlan, stack: int) -> dict[str, Any]:
     }
 
 
-def _affine(study: StudyPlan, series: SeriesPlan, stack: int) -> list[list[float]]:
-    """4 x 4: (column, row, grid index, 1) to mm; the step keeps the shear of a tilted gantry."""
+def _affine(study: StudyPlan, series: SeriesPlan, slices: Sequence[SlicePlan]) -> list[list[float]]:
+    """Map (column, row, grid index, 1) to mm, 4 x 4; the step keeps the shear of a tilted gantry."""
     # The first slice is never lost, so it lies at grid index 0.
-    slices = [item for item in series.slices if item.stack == stack]
     first, last = slices[0], slices[-1]
     plane, grid = first.plane, first.plane.grid
     start, end = position_of(study, first), position_of(study, last)

@@ -148,7 +148,7 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep", encoding="ascii")
     done = run(str(tmp_path), "--studies", "1", "--seed", "1")
     assert done.returncode == 2
-    assert "OUT must be an empty or missing folder" in done.stderr
+    assert "choose an empty or new folder" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     done = run(str(tmp_path / "mine.txt"), "--studies", "1", "--seed", "1")
     assert done.returncode == 2
@@ -198,7 +198,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
-    with pytest.raises(Exception, match=r"OUT must be writable, got No space left on device") as caught:
+    with pytest.raises(Exception, match=r"OUT cannot be written \(No space left on device\)") as caught:
         generate(OPTIONS, tmp_path / "out")
     assert str(tmp_path) not in str(caught.value)
 

@@ -125,7 +125,7 @@ def number_of(reason: LineReason) -> int:
 
 
 class LineError(Exception):
-    """A line cannot be packed; never leaves the package, and holds nothing from the line."""
+    """A line cannot be packed; never leaves the package, and contains nothing of the line."""
 
     def __init__(self, reason: LineReason) -> None:
         super().__init__(str(reason))
@@ -140,7 +140,7 @@ _GIB: Final = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusInputsConfig:
-    """Locations of the texts; nothing is ever written there."""
+    """Locations of the texts; they are only read."""
 
     files: tuple[Path, ...]
     """Folders, or single files: ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (also ``.ndjson`` and ``.json.gz``)
@@ -149,12 +149,12 @@ class CorpusInputsConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.files:
-            raise ConfigError("files must name at least one folder or file, got none; add one.")
+            raise ConfigError("inputs.files is empty; name at least one folder or file.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldsConfig:
-    """Which field of a line is what. A dot leads into an object: ``note.text``."""
+    """Names of the fields of a line. A dot enters an object: ``note.text``."""
 
     kind: Literal["text", "pair", "dialogue", "preference"] = "text"
     """``text``: one text. ``pair``: prompt and response. ``dialogue``: a list of turns. ``preference``: a
@@ -182,10 +182,10 @@ class FieldsConfig:
     )
     """Roles by what the lines call them."""
     turn_format: str = "<|{role}|>\n{content}\n"
-    """How a turn stands in ``report.txt``; where the content lies is kept, so it can be cut out again."""
+    """Form of a turn in ``report.txt``; ``corpus.json`` records the byte range of each content."""
     key: str = ""
-    """Field that names a line for good, a text or an integer: its keyed surrogate is the sample key. Empty:
-    file and place are the name."""
+    """Field that identifies a line permanently, a text or an integer: its keyed surrogate is the sample key.
+    Empty: a line is identified by its file and place."""
     keep: tuple[str, ...] = ()
     """Fields that go into ``corpus.json`` as they are, texts scrubbed; none by default."""
 
@@ -193,34 +193,34 @@ class FieldsConfig:
         check_fields(self)
         for name in self.roles.values():
             if not _ROLE.fullmatch(name):
-                raise ConfigError(f"roles must be of [a-z0-9_], got {name!r}; rename it.")
+                raise ConfigError(f"the role {name!r} has other characters than [a-z0-9_]; rename it.")
         parts = self.turn_parts
         if "{content}" in parts[2] or "{role}" in parts[0] + parts[1] + parts[2]:
-            raise ConfigError("turn_format must hold {role} and {content} once each; correct it.")
+            raise ConfigError("turn_format must contain {role} and {content} once each; correct it.")
 
     @property
     def turn_parts(self) -> tuple[str, str, str]:
-        """What stands before the role, between role and content, and behind the content."""
+        """The text before the role, between role and content, and after the content."""
         before, has_role, rest = self.turn_format.partition("{role}")
         between, has_content, behind = rest.partition("{content}")
         if not (has_role and has_content):
-            raise ConfigError("turn_format must hold {role} and then {content}, got another; correct it.")
+            raise ConfigError("turn_format must contain {role} and then {content}; correct it.")
         return before, between, behind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusSplitsConfig:
-    """Which line goes into which split."""
+    """Assignment of lines to splits."""
 
     parts: Annotated[dict[str, int], SPREAD] = field(
         default_factory=lambda: {"train": 98, "val": 1, "test": 1}
     )
-    """Parts of each split; may stand in ``[splits]`` itself, as in the settings of a packing job."""
+    """Parts of each split; may be written in ``[splits]`` directly, as in the settings of a packing job."""
     group: str = ""
     """Field whose lines stay together, such as the patient; a patient of an imaging dataset with the same key
     and the same parts is in the same split there. Empty: lines with the same texts stay together."""
     seed: Annotated[int, Bounds(0, (1 << 63) - 1)] = 0
-    """Another number deals otherwise; keep 0 to agree with an imaging dataset."""
+    """Another number gives other splits; keep 0 to agree with an imaging dataset."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -234,8 +234,8 @@ class CorpusShardsConfig:
     target_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = 512 * _MIB
     """A shard is closed before it passes this; a longer text has a shard of its own."""
     part_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = _GIB
-    """Bytes of input that are packed together: the unit of work, and of what a kill costs. No shard holds
-    lines of two parts. A compressed file is never cut."""
+    """Bytes of input that are packed together: the unit of work, and the most that a kill repeats. No shard
+    holds lines of two parts. A compressed file is never divided."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -259,7 +259,7 @@ class CorpusLimitsConfig:
     """Limits that decide outcomes."""
 
     max_line_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 16 * _MIB
-    """Bytes of one line of JSON; a longer one is read past and never held."""
+    """Bytes of one line of JSON; a longer one is skipped and never held."""
     max_text_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 8 * _MIB
     """Bytes of the texts of one line, before scrubbing."""
 
@@ -273,14 +273,14 @@ class CorpusDeidConfig:
 
     text: ReportTextMode = "scrub"
     """``scrub``: forms of names, numbers, dates and places are replaced, at about a millisecond a kilobyte.
-    ``strict``: words that are on no list too. ``keep``: texts stay as they came, for public ones and those
-    that were de-identified before."""
+    ``strict``: also words that are on no list. ``keep``: texts are unchanged, for public texts and those
+    that are de-identified already."""
     date_order: DateOrder = "unknown"
-    """How texts write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``. All dates are taken out."""
+    """How texts write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``. All dates are removed."""
     names: tuple[str, ...] = ()
-    """Fields with names of people; they are looked for in the line's texts."""
+    """Fields with names of people, which are searched for in the line's texts."""
     identifiers: tuple[str, ...] = ()
-    """Fields with numbers of people, such as a record number; looked for as well."""
+    """Fields with numbers of people, such as a record number; searched for as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -307,11 +307,11 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.execution.engine != "local":
-            raise ConfigError("a corpus is packed on one machine; leave execution.engine out.")
+            raise ConfigError("a corpus is packed on one machine; remove execution.engine.")
 
     @property
     def key_file(self) -> Path:
-        """Where the secret key lies."""
+        """Path of the secret key."""
         return self.identity.key_file or self.private_dir / "secret.key"
 
     def content(self) -> dict[str, Any]:

@@ -33,12 +33,12 @@ CORPUS_FIELD: Final = "corpus.json"
 REJECTED_FIELD: Final = "rejected.txt"
 _MAX_VALUE_BYTES: Final = 4096
 _MAX_LEVELS: Final = 100
-"""Of a kept field: each level is one of the interpreter's stack here, and one in every reader's."""
+"""Levels of a kept field: each takes one of the interpreter's stack, here and in every reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side of a dialogue says."""
+    """One turn of a dialogue."""
 
     role: str
     content: str
@@ -49,9 +49,9 @@ class Record:
     """The texts of one line."""
 
     text: str | None = None
-    """Of a line that is one text."""
+    """The text of a line that is one text."""
     turns: tuple[Turn, ...] = ()
-    """Of any other line; those of a preference end with the chosen answer."""
+    """Turns of any other line; those of a preference end with the chosen answer."""
     rejected: tuple[Turn, ...] = ()
     """Turns that end with the rejected answer."""
 
@@ -63,7 +63,7 @@ class Record:
 
 
 def value_at(fields: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a field, or None; a dot leads into an object, unless a field has that name."""
+    """Return the value of a field, or None; a dot enters an object, unless a field has that name."""
     if path in fields:
         return fields[path]
     value: Any = fields
@@ -144,14 +144,14 @@ def _turn(value: Any, config: FieldsConfig) -> Turn:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a line is called, and where it goes."""
+    """Sample key and split of a line."""
 
     sample_key: str
     split: str
 
 
 def texts_digest(record: Record) -> bytes:
-    """Return 16 bytes that stand for a line's texts and roles, as they came."""
+    """Return a digest of 16 bytes of a line's texts and roles, before scrubbing."""
     turns = [[turn.role, turn.content] for turn in record.turns]
     rejected = [[turn.role, turn.content] for turn in record.rejected]
     text = record.text if record.text is not None else json.dumps([turns, rejected])
@@ -160,7 +160,7 @@ def texts_digest(record: Record) -> bytes:
 
 
 class ContentMaker:
-    """Makes samples of lines' fields.
+    """Makes samples from the fields of lines.
 
     Args:
         config: All settings.
@@ -182,7 +182,7 @@ class ContentMaker:
 
     @property
     def columns(self) -> list[str]:
-        """Top-level fields that a line is asked for."""
+        """Top-level fields that are read of a line."""
         fields, deid, splits = self._fields, self._deid, self.config.splits
         texts = {
             "text": [fields.text],
@@ -198,8 +198,8 @@ class ContentMaker:
         """Make the record of a line.
 
         Raises:
-            LineError: It does not fit, has no text, or too much, or a field that is to be kept is nothing
-                that JSON holds.
+            LineError: Its fields do not fit, it has no text or too much, or JSON cannot hold a field that is
+                to be kept.
         """
         record = read_record(fields, self._fields)
         num_bytes = 0
@@ -219,10 +219,10 @@ class ContentMaker:
         return record
 
     def user_key(self, fields: Mapping[str, Any]) -> str | None:
-        """Return what the line's own key is; None where keys are made of places.
+        """Return the line's own key; None if keys are made from places.
 
         Raises:
-            LineError: It is not there, or is no text and no integer.
+            LineError: It is missing, or neither a text nor an integer.
         """
         return _name(fields, self._fields.key) if self._fields.key else None
 
@@ -230,13 +230,13 @@ class ContentMaker:
         """Name a line and find its split.
 
         Args:
-            fields: Of the line.
-            record: Made of them.
+            fields: Fields of the line.
+            record: What `read` made of them.
             file: Surrogate of its file.
-            place: Where it begins there: a byte, or a row.
+            place: Where it begins in the file: a byte, or a row.
 
         Raises:
-            LineError: Its key or its group is not there, or is none.
+            LineError: Its key or its group is missing, or of another type.
         """
         user_key = self.user_key(fields)
         if user_key is None:
@@ -254,7 +254,7 @@ class ContentMaker:
         """Return the fields of a sample with their bytes, in the order of a shard.
 
         Args:
-            fields: Of the line.
+            fields: Fields of the line.
             record: What `read` made of them.
         """
         has_names = bool(self._deid.names or self._deid.identifiers)
@@ -291,7 +291,7 @@ class ContentMaker:
         if isinstance(value, list):
             return [self._kept(item, known) for item in value]
         if isinstance(value, dict):
-            # Names of a table may be those of people; two that come out alike stay two.
+            # Keys of an object may be names of people; two that are scrubbed to the same text stay two.
             kept: dict[str, Any] = {}
             for name, item in value.items():
                 cleaned = self._clean(name, known)
@@ -304,7 +304,7 @@ class ContentMaker:
 
 
 def _known_values(fields: Mapping[str, Any], deid: CorpusDeidConfig) -> dict[str, list[str]]:
-    """Return values that name people, as headers would have them."""
+    """Return the values that name people, by the DICOM keyword that they correspond to."""
     found: dict[str, list[str]] = {"PatientName": [], "PatientID": []}
     for keyword, paths in (("PatientName", deid.names), ("PatientID", deid.identifiers)):
         for path in paths:
@@ -315,7 +315,7 @@ def _known_values(fields: Mapping[str, Any], deid: CorpusDeidConfig) -> dict[str
 
 
 def _check_kept(value: Any, levels: int = _MAX_LEVELS) -> None:
-    """Refuse what JSON does not hold: Parquet has dates, bytes and more; and what nests without end."""
+    """Refuse values that JSON cannot hold (Parquet has dates, bytes and more) or that nest too deeply."""
     if not levels:
         raise LineError(LineReason.INVALID_JSON)
     if value is None or isinstance(value, (bool, int)):

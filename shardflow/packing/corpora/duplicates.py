@@ -145,7 +145,7 @@ class _Runs:
 
 
 def _halves(names: Sequence[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return 128 bits of each name as two numbers; surrogates (26 characters of 5 bits) are hashed down."""
+    """Return 128 bits of each name as two numbers; surrogates, which have 130, are hashed."""
     digests = [name if len(name) == 16 else hashlib.blake2b(name, digest_size=16).digest() for name in names]
     both = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype("<u8")
     return both[:, 0].copy(), both[:, 1].copy()
@@ -160,7 +160,7 @@ def write_existing(scans: Path, keys: Iterable[NDArray[Any]], run_rows: int = RU
         run_rows: Keys of a run.
 
     Returns:
-        How many there are.
+        Number of keys.
 
     Raises:
         StorageError: A run cannot be written.

@@ -98,7 +98,7 @@ class _Writer:
         self.style = draws.choice(tuple(_HEADERS))
         self.document = Document()
         self.main_series = self._main_series()
-        # One finding may be left open here, the others denied: nothing is said both ways.
+        # One finding may be left open, the others denied, so the report never contradicts itself.
         self.open_finding, *self.denied = draws.at("denied").shuffled(ABSENT_FINDINGS[self.region])
         self.unsaid = self.denied
         self.reported = [lesion for lesion in self.study.lesions if self._is_reported(lesion)]
@@ -118,7 +118,7 @@ class _Writer:
         return self.document.finish()
 
     def _main_series(self) -> int | None:
-        """The series in which most lesions are seen best."""
+        """Return the series in which most lesions are seen best."""
         counts: dict[int, int] = {}
         for sightings in self.seen.values():
             for item in sightings:
@@ -127,11 +127,11 @@ class _Writer:
         return max(counts, key=lambda index: (counts[index], -index)) if counts else None
 
     def _is_reported(self, lesion: Lesion) -> bool:
-        """Nine of ten visible lesions are told of; readers overlook the rest."""
+        """Report nine of ten visible lesions; readers overlook the rest."""
         return lesion.lesion_id in self.seen and self.draws.at("told", int(lesion.lesion_id[-2:])).chance(90)
 
     def _assertion(self, lesion: Lesion) -> str:
-        """Say how sure the whole report is of a lesion."""
+        """Draw how certain the whole report is of a lesion."""
         return "uncertain" if self.draws.at("sure", int(lesion.lesion_id[-2:])).chance(15) else "present"
 
     def _section(self, name: str, words: str) -> None:
@@ -277,31 +277,36 @@ class _Writer:
         return draws.chance(self.oddities.get(name, 0))
 
     def _overcall(self, draws: Draws) -> Sentence:
-        """Think something possible on an image that shows nothing."""
+        """Suspect a finding on an image that shows nothing."""
         series = draws.choice([item for item in self.study.series if item.kind != "localizer"])
         mark = plain_mention(draws, self.study, series, assertion="uncertain")
         noun = draws.choice(("tiny nodule", "subtle lesion", "small mass"))
         return ["possible ", entity(noun, noun, "uncertain"), " ", mark, "."]
 
     def _about_prior(self, draws: Draws, lesion: Lesion) -> Sentence:
-        """Compare with the study before, with its images where they can be named."""
+        """Compare with the previous study, naming its images where possible."""
         if self.prior is None or lesion.prior_mm is None:
             return []
         change = {"growing": "increased", "shrinking": "decreased"}.get(lesion.course, "unchanged")
         words: Sentence = [f", {change}, previously {max(1, round(lesion.prior_mm))} mm"]
-        sightings = self.prior_seen.get(lesion.lesion_id, ())
-        if sightings and draws.chance(60):
-            reference = mention(
-                draws,
-                self.prior.study,
-                draws.choice(sightings),
-                assertion="historical",
-                lesion_id=lesion.lesion_id,
-                is_prior=True,
-            )
-            lead = draws.choice((" ", " on the prior study "))
-            words += [lead, reference]
+        reference = self._prior_reference(draws, lesion, 60)
+        if reference is not None:
+            words += [draws.choice((" ", " on the prior study ")), reference]
         return words
+
+    def _prior_reference(self, draws: Draws, lesion: Lesion, percent: int) -> Mark | None:
+        """Name the images of a lesion in the previous study in ``percent`` of the cases that can be named."""
+        sightings = self.prior_seen.get(lesion.lesion_id, ())
+        if self.prior is None or not sightings or not draws.chance(percent):
+            return None
+        return mention(
+            draws,
+            self.prior.study,
+            draws.choice(sightings),
+            assertion="historical",
+            lesion_id=lesion.lesion_id,
+            is_prior=True,
+        )
 
     def _absent(self, draws: Draws) -> Sentence:
         """Deny findings that this section has not denied yet."""
@@ -314,16 +319,8 @@ class _Writer:
         noun = draws.choice(SYNONYMS[lesion.label])
         mark = entity(noun, lesion.label, "historical", lesion=lesion)
         pieces: Sentence = ["previously seen ", mark, f" in the {place_of(lesion)} has resolved"]
-        sightings = self.prior_seen.get(lesion.lesion_id, ())
-        if self.prior is not None and sightings and draws.chance(50):
-            reference = mention(
-                draws,
-                self.prior.study,
-                draws.choice(sightings),
-                assertion="historical",
-                lesion_id=lesion.lesion_id,
-                is_prior=True,
-            )
+        reference = self._prior_reference(draws, lesion, 50)
+        if reference is not None:
             pieces += [" (formerly ", reference, ")"]
         return [*pieces, "."]
 

@@ -121,7 +121,7 @@ def indefinite(phrase: str) -> str:
 
 
 def place_of(lesion: Lesion) -> str:
-    """Say where a lesion lies, without the article."""
+    """Return the place of a lesion in words, without the article."""
     x, y, z = lesion.host_value
     if lesion.organ == "lung":
         return f"{lesion.side} {_lobe(lesion.side, y, z)}"
@@ -139,7 +139,7 @@ def place_of(lesion: Lesion) -> str:
 
 
 def place_words(draws: Draws, lesion: Lesion) -> str:
-    """Say the same in a drawn way."""
+    """Return the place of a lesion, in full or abbreviated, as drawn."""
     place = place_of(lesion)
     if draws.chance(30):
         return _SHORT_PLACES.get(place, place)
@@ -235,7 +235,7 @@ def entity(
 
 
 def size_text(draws: Draws, lesion: Lesion) -> tuple[str, list[int]]:
-    """Write a lesion's size in a drawn way; also as millimeters."""
+    """Return a lesion's size in a drawn notation, and in millimeters."""
     longest, second, _ = (max(1, round(2 * axis)) for axis in sorted(lesion.semi_axes_mm, reverse=True))
     style = draws.choice(("mm", "mm", "cm", "two", "two-cm"))
     if style == "cm" and longest >= 10:
@@ -250,14 +250,14 @@ def size_text(draws: Draws, lesion: Lesion) -> tuple[str, list[int]]:
 def lesion_sentence(
     draws: Draws, lesion: Lesion, reference: Mark | None, *, assertion: str, tail: Sequence[Piece] = ()
 ) -> Sentence:
-    """Say that a lesion is, or may be, there.
+    """Write that a lesion is, or may be, present.
 
     Args:
         draws: Chooses the words.
-        lesion: Which one.
+        lesion: The lesion.
         reference: The images it is seen on; None leaves them out.
         assertion: ``present`` or ``uncertain``.
-        tail: What stands before the final full stop.
+        tail: Words before the final full stop.
     """
     size, size_mm = size_text(draws, lesion)
     noun = draws.choice(SYNONYMS[lesion.label])
@@ -296,12 +296,12 @@ def uncertain_sentence(draws: Draws, finding: str) -> Sentence:
 
 
 def hypothetical_sentence(draws: Draws, findings: Sequence[str]) -> Sentence:
-    """Speak of a finding that nobody has seen."""
+    """Mention a finding hypothetically."""
     return _about_findings(draws, (draws.choice(_HYPOTHETICAL), 1), findings, "hypothetical")
 
 
 def distractor_sentence(draws: Draws) -> Sentence:
-    """Write numbers that look like images and are none."""
+    """Write numbers that look like image numbers but are not."""
     before, text, kind, after = draws.choice(_DISTRACTORS)
     return [before, Mark(kind="distractor", text=text, facts={"kind": kind}), after]
 

@@ -98,7 +98,7 @@ def read_boxes(path: Path, items: Sequence[int], targets: Targets, writer: Regio
         path: The file.
         items: Numbers of the images, as `describe_boxes` counts them.
         targets: The stored series of their study.
-        writer: Takes the regions.
+        writer: Receives the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -236,7 +236,7 @@ def read_coco(path: Path, items: Sequence[int], targets: Targets, writer: Region
         path: The file.
         items: Places of the images in the file's list.
         targets: The stored series of their study.
-        writer: Takes the regions.
+        writer: Receives the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -395,7 +395,7 @@ def read_lidc(path: Path, targets: Targets, writer: RegionWriter) -> None:
     Args:
         path: The file.
         targets: The stored series of its study.
-        writer: Takes the regions.
+        writer: Receives the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.

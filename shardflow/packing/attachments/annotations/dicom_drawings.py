@@ -52,7 +52,7 @@ def read_key_objects(path: Path, targets: Targets, writer: RegionWriter) -> None
     Args:
         path: The file.
         targets: The stored series of its study.
-        writer: Takes the region.
+        writer: Receives the region.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -89,7 +89,7 @@ def read_presentation_state(path: Path, targets: Targets, writer: RegionWriter) 
     Args:
         path: The file.
         targets: The stored series of its study.
-        writer: Takes the regions.
+        writer: Receives the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -199,7 +199,7 @@ def read_structure_set(path: Path, targets: Targets, writer: RegionWriter) -> No
     Args:
         path: The file.
         targets: The stored series of its study.
-        writer: Takes the regions.
+        writer: Receives the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
@@ -314,7 +314,7 @@ def read_structured_report(path: Path, targets: Targets, writer: RegionWriter) -
     Args:
         path: The file.
         targets: The stored series of its study.
-        writer: Takes the regions.
+        writer: Receives the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.

@@ -84,7 +84,7 @@ def read_segmentation(path: Path, targets: Targets, writer: RegionWriter) -> Non
     Args:
         path: The file.
         targets: The stored series of its study.
-        writer: Takes the regions.
+        writer: Receives the regions.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE, LIMIT_EXCEEDED, DECODE_FAILED or
@@ -106,13 +106,13 @@ def read_segmentation(path: Path, targets: Targets, writer: RegionWriter) -> Non
             pixels: NDArray[Any] = dataset.get_stored_frame(index + 1)
             return pixels
 
-        # Frames that no functional group speaks of: those of slides in tiles, whose order tells their place.
+        # Frames without a functional group: tiles of slides, which are placed by their order.
         writer.dangling("UNSUPPORTED_SHAPE", max(0, int(dataset.number_of_frames) - len(frames)))
         _Segmentation(dataset, writer, stored).read(frames, targets)
 
 
 def _check_size(path: Path, limits: AnnotationLimits) -> None:
-    """Look at what the file declares before anything of it is allocated."""
+    """Check the sizes that the file declares before anything is allocated."""
     import pydicom
 
     names = ["NumberOfFrames", "Rows", "Columns", "SegmentSequence"]
@@ -196,14 +196,14 @@ class _Segmentation:
                 self._regions[int(number)] = writer.open(_facts(segment, is_fractional=self._is_fractional))
 
     def read(self, frames: Sequence[_Frame], targets: Targets) -> None:
-        """Place every frame; what has no place is counted."""
+        """Place every frame; count those without a place."""
         placed: set[int] = set()
         named = {uid for frame in frames for uid, _ in frame.references}
         sources = {target.number for uid in named for target, _ in targets.find(uid)}
         sources |= {target.number for target in targets.of_series(self._series)}
         in_space = targets.of_frame(self._frame_of_reference)
         drawn_on = [target for target in in_space if target.number in sources]
-        # Drawn on a series without a place in space, frames are those of its images and of no other series.
+        # Frames drawn on a series without a place in space belong to its images and to no other series.
         for target in drawn_on or (() if sources else in_space):
             placed |= self._read_in_space(frames, target, is_source=bool(drawn_on))
         rest = [frame for frame in frames if frame.index not in placed]

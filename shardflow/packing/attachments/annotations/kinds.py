@@ -75,7 +75,7 @@ class AnnotationKind:
 
 
 def target_of(series: StoredSeries) -> Target:
-    """Take what annotations need of a stored series."""
+    """Return the facts of a stored series that annotations need."""
     from shardflow.packing.attachments.annotations.targets import Target
 
     facts = series.facts

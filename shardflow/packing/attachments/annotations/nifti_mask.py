@@ -63,7 +63,7 @@ def read_label_volume(path: Path, targets: Targets, writer: RegionWriter) -> Non
     Args:
         path: ``.nii`` or ``.nii.gz``.
         targets: The stored series of its study.
-        writer: Takes the regions. A volume of fractions (not whole numbers, at most 1) is one region.
+        writer: Receives the regions. A volume of fractions (not whole numbers, at most 1) is one region.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE, INVALID_IMAGE_DESCRIPTION, PIXEL_DATA_TRUNCATED,
@@ -118,7 +118,7 @@ def _planes(header: InstanceHeader) -> list[Plane] | None:
 
 
 def _labels(path: Path, header: InstanceHeader, limits: HeaderLimits) -> tuple[list[NDArray[Any]], bool]:
-    """Read the volume in one or two bytes a voxel, a slice at a time; whether it holds fractions.
+    """Read the volume, one or two bytes a voxel, and whether it holds fractions.
 
     Raises:
         SourceError: INVALID_IMAGE_DESCRIPTION where numbers are neither labels nor fractions.
@@ -147,7 +147,7 @@ def _labels(path: Path, header: InstanceHeader, limits: HeaderLimits) -> tuple[l
 def _copy(
     volume: Sequence[NDArray[Any]], targets: Targets, writer: RegionWriter, *, is_fractional: bool
 ) -> None:
-    """Take a volume without a place for the only series that has its shape."""
+    """Copy a volume without a place to the only series that has its shape."""
     same = [
         target
         for target in targets

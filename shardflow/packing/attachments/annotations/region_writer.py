@@ -36,8 +36,8 @@ def fill_outlines(outlines: Sequence[Floats], rows: int, columns: int) -> Bits:
 
     Args:
         outlines: Each closed by itself: the last point is joined to the first.
-        rows: Of the slice.
-        columns: Of the slice.
+        rows: Rows of the slice.
+        columns: Columns of the slice.
 
     Returns:
         ``(rows, columns)`` of 0 and 1. What lies outside of the slice is not there.
@@ -59,8 +59,8 @@ def unite_outlines(
 
     Args:
         outlines: As for `fill_outlines`.
-        rows: Of the slice.
-        columns: Of the slice.
+        rows: Rows of the slice.
+        columns: Columns of the slice.
         is_border_outside: Whether pixels whose centers lie on an outline are outside of it. Else those of
             its upper and left borders are inside, as for `fill_outlines`.
     """
@@ -140,13 +140,13 @@ def ellipse_outline(center: Floats, first: Floats, second: Floats) -> Floats:
 
 
 def outline_box(points: Floats) -> tuple[float, float, float, float]:
-    """Smallest box around points: x0, y0, x1, y1."""
+    """Return the smallest box around points: x0, y0, x1, y1."""
     (x0, y0), (x1, y1) = points.min(axis=0), points.max(axis=0)
     return float(x0), float(y0), float(x1), float(y1)
 
 
 def largest_extent(points: Floats) -> float:
-    """Largest distance between two of ``(n, 2)`` points, in their unit; 0 for fewer than two."""
+    """Return the largest distance between two of ``(n, 2)`` points, in their unit; 0 for fewer than two."""
     if len(points) < 2:
         return 0.0
     hull = _hull(points)
@@ -155,7 +155,7 @@ def largest_extent(points: Floats) -> float:
 
 
 def _hull(points: Floats) -> Floats:
-    """Corners of the convex hull (Andrew's monotone chain), thinned where an outline has very many."""
+    """Return the corners of the convex hull (Andrew's monotone chain), thinned if there are very many."""
     ordered = np.unique(points, axis=0).tolist()
     if len(ordered) < 3:
         return np.asarray(ordered, np.float64)
@@ -245,7 +245,7 @@ class _Entry:
 
 
 class OpenRegion:
-    """One region while its places come in; made by `RegionWriter.open`."""
+    """One region under construction; created by `RegionWriter.open`."""
 
     def __init__(self, writer: RegionWriter, facts: RegionFacts) -> None:
         self._writer = writer
@@ -254,11 +254,11 @@ class OpenRegion:
         self.entries: dict[int, _Entry] = {}
 
     def add_mask(self, target: Target, index: int, mask: Bits) -> None:
-        """Store a mask of one slice; an empty one is none.
+        """Store a mask of one slice; an empty one is ignored.
 
         Args:
             target: The series.
-            index: Of the slice.
+            index: Index of the slice.
             mask: ``(rows, columns)``, 0 and 1, or 0..255 where the region is fractional.
         """
         rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
@@ -275,7 +275,7 @@ class OpenRegion:
 
         Args:
             target: The series.
-            index: Of the slice.
+            index: Index of the slice.
             outlines: ``(n, 2)`` pixel coordinates each; cut at the edges of the slice.
             mask: What they enclose, where it is not what the even-odd rule fills.
         """
@@ -298,7 +298,7 @@ class OpenRegion:
 
         Args:
             target: The series.
-            index: Of the slice.
+            index: Index of the slice.
             points: ``(n, 2)`` pixel coordinates.
         """
         inside = points[((points >= 0) & (points <= (target.columns, target.rows))).all(axis=1)]
@@ -335,7 +335,7 @@ class OpenRegion:
         place.extent_mm = _extent_mm(corners, target)
 
     def add_slice(self, target: Target, index: int) -> None:
-        """Name a slice as a whole."""
+        """Add a slice as a whole."""
         self._place(target, index)
 
     def _place(self, target: Target, index: int) -> _Place:
@@ -460,7 +460,7 @@ class RegionWriter:
         }
 
     def _words(self, facts: RegionFacts) -> dict[str, str | None]:
-        """Label, anatomy and side, in the words of the lexicon."""
+        """Return label, anatomy and side, in the words of the lexicon."""
         terms = [
             self._vocabulary.term(text) if text else None
             for text in (
@@ -512,13 +512,13 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _extent_mm(points: Floats, target: Target) -> float | None:
-    """Largest distance of two points of a slice, mm, where pixels have a size."""
+    """Return the largest distance of two points of a slice, mm; None if pixels have no known size."""
     spacing = target.pixel_mm
     return None if spacing is None else largest_extent(points * (spacing[1], spacing[0]))
 
 
 def _corners(mask: Bits) -> Floats:
-    """Corners of the outermost pixels of every row: all that the hull of a mask can touch."""
+    """Return the corners of the outermost pixels of every row: all that the hull of a mask can touch."""
     rows = np.flatnonzero(mask.any(axis=1))
     is_set = mask[rows] > 0
     left = is_set.argmax(axis=1)

@@ -58,7 +58,7 @@ _SIDE_CODES: Final[dict[tuple[str, str], Literal["B", "L", "R"]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A coded concept as a file states it; nothing of it has been checked."""
+    """A coded concept as a file states it, unchecked."""
 
     scheme: str
     value: str
@@ -73,16 +73,16 @@ class Term:
     """A label as the lexicon reads it."""
 
     name: str
-    """The lexicon's own name; empty where the label says nothing but a side."""
+    """The lexicon's own name; empty if the label is only a side."""
     is_anatomy: bool
     side: Side
 
 
 class Vocabulary:
-    """Labels that may leave.
+    """Labels that may be published.
 
     Args:
-        lexicon: The shipped one where none is given.
+        lexicon: The lexicon; the shipped one by default.
     """
 
     def __init__(self, lexicon: Lexicon | None = None) -> None:
@@ -95,7 +95,7 @@ class Vocabulary:
             label: A segment label, the name of a region, the meaning of a code: any text.
 
         Returns:
-            None where its words are not those of the lexicon, all of them.
+            None unless all of its words are in the lexicon.
 
         Example:
             >>> Vocabulary().term("Lung_Left 2")
@@ -126,11 +126,10 @@ class Vocabulary:
 
 
 def allow_code(code: Code | None) -> dict[str, str] | None:
-    """Let a code pass whose scheme is a public one and whose value has its form.
+    """Return a code if its scheme is public and its value has the form of the scheme.
 
     Returns:
-        ``{"scheme", "value"}``, or None. Schemes of a maker's own (``99...``) may say anything, and do not
-        pass.
+        ``{"scheme", "value"}``, or None. Private schemes (``99...``) may contain anything, and are dropped.
 
     Example:
         >>> allow_code(Code("SCT", "10200004", "Liver"))
@@ -146,12 +145,12 @@ def allow_code(code: Code | None) -> dict[str, str] | None:
 
 
 def allow_unit(value: str) -> str | None:
-    """Let a unit pass that is on the list."""
+    """Return a unit if it is on the list, else None."""
     return value if value in _UNITS else None
 
 
 def side_of_code(code: Code | None) -> Literal["B", "L", "R"] | None:
-    """Side that a code of laterality means, or None."""
+    """Return the side that a code of laterality means, or None."""
     return None if code is None else _SIDE_CODES.get((code.scheme, code.value))
 
 

@@ -64,7 +64,7 @@ def write_document(root: XmlNode, record_filter: RecordFilter) -> None:
 
 
 def _clinical(node: XmlNode) -> Iterator[XmlNode]:
-    """Statements below an element, in order; not those about people, places and images."""
+    """Yield the statements below an element, in order, except those about people, places and images."""
     for child in node.elements():
         if child.name in _PASSED or child.get("classCode") in _IMAGES:
             continue
@@ -112,7 +112,7 @@ def _codes(node: XmlNode, name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _coding(node: XmlNode) -> Iterator[tuple[str, str, str]]:
-    """A coded value and its translations."""
+    """Yield a coded value and its translations."""
     yield node.get("codeSystem"), node.get("code"), node.get("displayName")
     for other in node.elements("translation"):
         yield other.get("codeSystem"), other.get("code"), other.get("displayName")

@@ -135,7 +135,7 @@ _PATTERNS: Final = {short: re.compile(system.pattern) for short, system in _SYST
 
 
 def system_name(system: str) -> str | None:
-    """Return the short name of a code system; None where its codes do not leave.
+    """Return the short name of a code system; None if its codes are not published.
 
     Example:
         >>> system_name("http://loinc.org"), system_name("2.16.840.1.113883.6.96"), system_name("http://our.lab")
@@ -181,7 +181,7 @@ _MAX_LENGTH: Final = 32
 
 
 def clean_unit(text: str) -> str | None:
-    """Return a unit without annotations; None for what is none.
+    """Return a unit without annotations; None if it is not a known unit.
 
     Example:
         >>> clean_unit("10*3/uL"), clean_unit("{Score}"), clean_unit("mg/dL (Okafor)")

@@ -59,7 +59,7 @@ class Resources:
     """Whether the index knows files beside this one."""
 
     def resources(self) -> Iterator[tuple[int, Resource]]:
-        """Return all resources with their numbers.
+        """Yield all resources with their numbers.
 
         Raises:
             SourceError: The file, or one of its lines, cannot be read.
@@ -70,13 +70,13 @@ class Resources:
             return
         for place, value in iter_json_lines(self.path):
             if isinstance(value, SourceError):
-                # Most often the transfer was cut: nothing of it is taken for whole.
+                # Most often the transfer was interrupted, so nothing of it is trusted.
                 raise value
             for _, resource in iter_resources(value):
                 yield place, resource
 
     def at(self, numbers: Iterable[int]) -> Iterator[Resource]:
-        """Return some resources by their numbers."""
+        """Yield some resources by their numbers."""
         if self.form == "fhir":
             wanted = set(numbers)
             yield from (resource for number, resource in self.resources() if number in wanted)
@@ -86,7 +86,7 @@ class Resources:
                 yield resource
 
     def digest(self, facts: DocumentFacts) -> str:
-        """Return what stands for the facts that other files gave to a resource; ``""`` without such files."""
+        """Return a digest of the facts that other files gave to a resource; ``""`` without such files."""
         if not self.has_others:
             return ""
         said = [facts.study_uids, facts.accessions, facts.patient_ids, facts.people.values()]
@@ -94,7 +94,7 @@ class Resources:
 
 
 def read_resources(path: Path) -> Resources:
-    """Open a file of FHIR, and learn what its resources refer to.
+    """Open a file of FHIR, and index what its resources refer to.
 
     Raises:
         SourceError: It cannot be read.
@@ -128,7 +128,7 @@ def _stamp(path: Path) -> _Stamp:
     return str(path), status.st_size, status.st_mtime_ns
 
 
-# One export is read by many tasks of a process; two, so that neighbors do not drive each other out.
+# One export is read by many tasks of a process; two entries, so that neighbors do not evict each other.
 @lru_cache(maxsize=2)
 def _index(files: tuple[_Stamp, ...], is_lines: bool) -> FhirIndex:
     index = FhirIndex()
@@ -331,7 +331,7 @@ def _moment(
 
 
 def _value(resource: Resource, record_filter: RecordFilter, kind: str) -> Fact:
-    """The value of an observation or of a part of one."""
+    """Return the value of an observation or of a part of one."""
     if isinstance(quantity := resource.get("valueQuantity"), dict):
         return {"value": _quantity(quantity, record_filter)}
     if isinstance(concept := resource.get("valueCodeableConcept"), dict):
@@ -355,7 +355,7 @@ def _value(resource: Resource, record_filter: RecordFilter, kind: str) -> Fact:
     if text := as_text(resource.get("valueDateTime")):
         return {"value": _wrapped("when", record_filter.when(text))}
     if text := as_text(resource.get("valueString")):
-        # A number that somebody wrote as a text is one.
+        # A number may be written as a text.
         quantity = record_filter.quantity(text, "1")
         return {"value": quantity} if quantity is not None else record_filter.note(text, kind)
     return {}
@@ -389,7 +389,7 @@ def _reference_range(resource: Resource, record_filter: RecordFilter) -> list[di
 
 
 def _dosage(resource: Resource, record_filter: RecordFilter) -> list[dict[str, Any]]:
-    """Doses, routes and rhythms; instructions in words are not on the list."""
+    """Return doses, routes and frequencies; instructions in words are dropped."""
     found = []
     for one in [*objects(resource.get("dosageInstruction")), *objects(resource.get("dosage"))][:_MAX_PARTS]:
         dose = [

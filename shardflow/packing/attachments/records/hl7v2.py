@@ -97,7 +97,7 @@ def _codes(segment: Segment, number: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _flags(segment: Segment) -> Iterator[tuple[str, str, str]]:
-    """Abnormal flags; bare ones are of HL7's own table."""
+    """Yield the abnormal flags, which are codes of HL7's own table."""
     for parts in segment.components(8):
         yield "HL70078", parts[0].strip(), ""
 

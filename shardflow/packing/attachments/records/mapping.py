@@ -39,23 +39,23 @@ class FieldMapping:
     path: str
     """Its path below the record."""
     type: Literal["choice", "code", "date", "flag", "number", "text"] = "number"
-    """``text`` becomes a scrubbed document; ``choice`` leaves as one of ``choices``."""
+    """``text`` becomes a scrubbed document; ``choice`` is published as one of ``choices``."""
     unit: str = "1"
     """Of a ``number``, where ``unit_path`` does not say it."""
     unit_path: str = ""
     system: str = ""
     """Code system of a ``code``: its URI, OID or name (docs/attachments.md)."""
     choices: tuple[str, ...] = ()
-    """Values that may leave as they are."""
+    """Values that may be published unchanged."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.type == "code" and system_name(self.system) is None:
             raise ConfigError(
-                f"system must be a code system of docs/attachments.md, got {self.system!r}; name one of them."
+                f"{self.system!r} is not a code system of docs/attachments.md; set system to one of those."
             )
         if self.type == "choice" and not all(_WORD.fullmatch(choice) for choice in self.choices):
-            raise ConfigError("choices must be short words, got another value; list what the field may say.")
+            raise ConfigError("choices must be short words; list the values that the field may have.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,12 +82,12 @@ class RecordMapping:
     def __post_init__(self) -> None:
         check_fields(self)
         if not _KIND.fullmatch(self.name):
-            raise ConfigError(f"a mapping's name must be 1 to 20 of [a-z0-9-], got {self.name!r}; rename it.")
+            raise ConfigError(f"the mapping name {self.name!r} is not 1 to 20 of [a-z0-9-]; rename it.")
         for name in self.fields:
             if not _NAME.fullmatch(name) or name in _RESERVED:
-                raise ConfigError(f"a mapped field must be called by [a-z0-9_] and not {name!r}; rename it.")
+                raise ConfigError(f"the field name {name!r} is reserved or not of [a-z0-9_]; rename it.")
         if not self.fields:
-            raise ConfigError("a mapping must have fields, got none; name what is to be kept.")
+            raise ConfigError("a mapping has no fields; name those to keep.")
 
 
 def find_records(root: Node, mapping: RecordMapping) -> list[Node]:
@@ -109,7 +109,7 @@ def mapped_facts(record: Node, root: Node, mapping: RecordMapping) -> DocumentFa
     )
     for path in (*mapping.identifying, mapping.accession, mapping.patient_id):
         for text in values(path):
-            # Nobody says what it is: it is looked for as a name, as a number and as a place.
+            # Its kind is unknown, so it is searched for as a name, as a number and as a place.
             facts.people.patient_name(text)
             facts.people.identifier(text)
             facts.people.place(text)
@@ -152,7 +152,7 @@ def _value(
 
 
 def _texts(record: Node, root: Node, path: str) -> list[str]:
-    """The values at a path that are texts or numbers, as texts; at most a few."""
+    """Return the texts and numbers at a path as texts, at most 64."""
     if not path:
         return []
     start, below = (root, path[1:]) if path.startswith("/") else (record, path)
@@ -201,30 +201,30 @@ class RecordsConfig:
 
     free_text: FreeText = "scrub"
     """``scrub``: narrative and other free text becomes ``document.NNN.txt``, scrubbed as reports are.
-    ``drop``: none of it leaves."""
+    ``drop``: none of it is published."""
     max_days: Annotated[int, Bounds(0, 40_000)] = 3653
-    """Largest distance from the study at which a day is told. What lies farther keeps all but its day."""
+    """Largest distance from the study at which a day is published; facts that lie farther lose their day."""
     mappings: tuple[RecordMapping, ...] = ()
-    """XML and JSON of one's own."""
+    """Mappings of XML and JSON files."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         names = [mapping.name for mapping in self.mappings]
         if len(set(names)) != len(names):
-            raise ConfigError("records.mappings must have different names, got one twice; rename it.")
+            raise ConfigError("two of records.mappings have one name; rename one of them.")
 
     def content(self) -> dict[str, Any] | None:
-        """Return what decides the dataset's bytes; None where nothing is set."""
+        """Return the settings that decide the dataset's bytes; None if nothing is set."""
         return None if self == RecordsConfig() else asdict(self)
 
     def to_text(self) -> str:
-        """Return the settings as text; ``""`` where nothing is set."""
+        """Return the settings as text; ``""`` if nothing is set."""
         content = self.content()
         return "" if content is None else json.dumps(content, sort_keys=True)
 
     @classmethod
     def from_text(cls, text: str) -> RecordsConfig:
-        """Read what `to_text` wrote."""
+        """Parse the output of `to_text`."""
         if not text:
             return cls()
         given = json.loads(text)

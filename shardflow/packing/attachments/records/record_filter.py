@@ -58,9 +58,9 @@ class RecordFilter:
     Args:
         study: The study, and how identifiers may leave it.
         people: Everybody whom the document names.
-        free_text: What becomes of free text.
-        max_days: Largest distance from the study at which a day is told; what lies farther keeps all but
-            its day, since birth dates and ages above 89 are found that way.
+        free_text: Treatment of free text.
+        max_days: Largest distance from the study at which a day is published; facts that lie farther lose
+            only their day, which would reveal birth dates and ages above 89.
         first_document: Number of the first text document.
     """
 
@@ -79,11 +79,11 @@ class RecordFilter:
         self._max_days = max_days
         self._first = first_document
         self._known = KnownValues([self._people])
-        # A code or a number that is somebody's number, in whatever field it stands.
+        # A code or a number that identifies somebody is dropped from every field.
         self._identifiers = {
             form for value in (*people.words(), study.patient_id) for form in _identifying_forms(value)
         }
-        # Displays are short: a word of a name has no business there, be it a common word too.
+        # Displays are short, so one with a word of a name is dropped, even if the word is a common one.
         self._parts = {
             fold(word)
             for keyword, values in self._people.items()
@@ -109,7 +109,7 @@ class RecordFilter:
         self.facts.append({"kind": kind, "source": source, **said})
 
     def codes(self, coded: Iterable[tuple[str, str, str]]) -> list[dict[str, str]]:
-        """Return the codes that may leave.
+        """Return the codes that may be published.
 
         Args:
             coded: System (URI, OID or name), code and display of each.
@@ -131,7 +131,7 @@ class RecordFilter:
         return kept
 
     def quantity(self, number: Any, unit: str, comparator: str = "") -> dict[str, Any] | None:
-        """Return a number with its unit; None where either is none."""
+        """Return a number with its unit; None if either is unusable."""
         value = self.number(number)
         if value is None:
             return None
@@ -191,7 +191,7 @@ class RecordFilter:
         return _SEXES.get(text.strip().lower())
 
     def document(self, text: str, kind: str) -> int | None:
-        """Take a free text; return its number, or None where it does not leave."""
+        """Add a free text; return its number, or None if it is not published."""
         if not text.strip():
             return None
         if self._free_text == "drop":
@@ -204,7 +204,7 @@ class RecordFilter:
         return number
 
     def note(self, text: str, kind: str) -> Fact:
-        """Take a free text that may be a word or two; short ones share a document, a line each."""
+        """Add a free text that may be a word or two; short ones share a document, a line each."""
         cleaned = text.strip()
         if not cleaned or self._free_text == "drop" or "\n" in cleaned or len(cleaned) > _MAX_NOTE:
             return {"document": self.document(text, kind)}
@@ -226,7 +226,7 @@ class RecordFilter:
         return self._displays[cleaned]
 
     def _is_controlled(self, text: str) -> bool:
-        """Whether a display is made of known words alone, none of them anybody's here."""
+        """Return whether a display consists of known words, none of them a name in this record."""
         if any(fold(word) in self._parts for word in _WORDS.findall(text)):
             return False
         if scrub(text, self._known, mode="strict").text != text:
@@ -235,7 +235,7 @@ class RecordFilter:
 
 
 def _identifying_forms(text: str) -> Iterator[str]:
-    """A value without its signs, and the long numbers in it."""
+    """Yield a value without its signs, and the long numbers in it."""
     yield _squeezed(text) or text
     yield from _LONG_NUMBER.findall(_squeezed(text))
 

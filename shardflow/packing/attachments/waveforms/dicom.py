@@ -129,7 +129,7 @@ def _start_of(dataset: Dataset) -> datetime | None:
     content = str(dataset.get("ContentDate") or "") + str(dataset.get("ContentTime") or "")
     for text in (acquired, content):
         with contextlib.suppress(ValueError):
-            # The original clock, without fractions and zone: it links and places, and never leaves.
+            # The original clock, without fractions and zone: used for linking, never published.
             return datetime.strptime(text[:14], "%Y%m%d%H%M%S")  # noqa: DTZ007
     return None
 
@@ -182,7 +182,7 @@ def _padding(group: Dataset) -> int | None:
 
 
 def _events(dataset: Dataset) -> tuple[list[dict[str, Any]], int]:
-    """Return the coded annotations, and how many others there are; their texts are never taken."""
+    """Return the coded annotations, and the number of others; their texts are never read."""
     events: list[dict[str, Any]] = []
     annotations = list(dataset.get("WaveformAnnotationSequence") or ())
     for item in annotations[:_MAX_ANNOTATIONS]:
@@ -194,7 +194,7 @@ def _events(dataset: Dataset) -> tuple[list[dict[str, Any]], int]:
         unit = allow_unit(str(units[0].get("CodeValue") or "")) if units else None
         event: dict[str, Any] = {
             "code": code,
-            # Without a unit a number may be anything: a date, a number of the patient.
+            # Without a unit a number may be a date or identify the patient.
             "values": [number for number in map(float, values) if math.isfinite(number)] if unit else [],
             "unit": unit,
         }

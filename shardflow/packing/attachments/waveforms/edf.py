@@ -108,7 +108,7 @@ def read_edf_recording(path: Path) -> Recording:
 def _source_of(head: bytes) -> str | None:
     for source, magic in _HEADS.items():
         if head.startswith(magic):
-            # The second date field, the number of signals: digits at fixed places tell EDF from a text.
+            # Digits at fixed places (a date, the number of signals) distinguish EDF from a text.
             counted = head[252:256].strip()
             if counted.isdigit() and head[184:192].strip().isdigit() and head[170:171] == b".":
                 return source

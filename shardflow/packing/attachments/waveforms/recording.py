@@ -56,7 +56,7 @@ _EVENTS: Final = frozenset(" ".join(text.split()) for text in _EVENT_TEXTS.split
 _RHYTHM: Final = re.compile(
     r"\((AB|AFIB|AFL|B|BII|IVR|N|NOD|P|PREX|SBR|SVTA|T|VFL|VT|VF|ASYS|BI|AT|MISSB|PSE)"
 )
-# What codes of a scheme look like: a scheme's name alone lets any word pass.
+# Forms of the codes of a scheme: the name of a scheme alone would let any word pass.
 _SCHEMES: Final = {
     "DCM": re.compile(r"1[0-4]\d{4}"),
     "LN": re.compile(r"\d{1,5}-\d"),

@@ -105,7 +105,7 @@ def read_wfdb_recording(path: Path) -> Recording:
     """Read a WFDB record.
 
     Args:
-        path: Of the header, ``.hea``.
+        path: Path of the header, ``.hea``.
 
     Returns:
         Samples as stored, int8 to int32, and the annotations of the annotators known here.
@@ -160,7 +160,7 @@ def read_wfdb_recording(path: Path) -> Recording:
 
 
 def _dtype(fmt: str) -> str:
-    """Smallest integers that hold a format's samples."""
+    """Return the smallest integer dtype that holds a format's samples."""
     return {"80": "int8", "508": "int8", "24": "int32", "32": "int32", "524": "int32"}.get(str(fmt), "int16")
 
 
@@ -176,7 +176,7 @@ def _channel(record: Any, number: int) -> Channel:
 
 
 def _events(path: Path, frames_per_s: float) -> list[dict[str, Any]]:
-    """Return annotations: their standard symbol, and the rhythm that a note names; other notes are left."""
+    """Return the annotations, each with its standard symbol and the rhythm that its note names."""
     events: list[dict[str, Any]] = []
     for member in _annotations(path):
         annotator = member.rsplit(".", 1)[1]
@@ -252,7 +252,7 @@ def _annotations(path: Path) -> list[str]:
 
 
 def _members_beside(path: Path) -> set[str]:
-    """Names that the header beside a file has for its samples and annotations; empty without one."""
+    """Return the files that the header beside a file names; none without a header."""
     header = path.with_suffix(".hea")
     if not header.is_file():
         return set()
