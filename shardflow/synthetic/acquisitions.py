@@ -21,6 +21,7 @@ from shardflow.synthetic.geometry import (
     Grid,
     Plane,
     Vector,
+    centered_steps,
     rotation,
     stack_of_planes,
 )
@@ -144,7 +145,7 @@ class _Protocol:
         every = self.thick_factor if width == "thick" else 1
         spacing = self.thin_mm * every
         num_planes = max(1, self.num_slices // every)
-        steps = [spacing * (place - (num_planes - 1) / 2) for place in range(num_planes)]
+        steps = centered_steps(num_planes, spacing)
         planes = stack_of_planes(self.grid, self.center, AXIAL, steps, advance=(0.0, 0.0, 1.0), turn=turn)
         pathologies = (("tilt",) if tilt else ()) + (("mixed-phases",) if len(phases) > 1 else ())
         words = " and ".join(_PHASE_WORDS[phase] for phase in phases)
@@ -169,7 +170,7 @@ class _Protocol:
         rows = max(8, min(self.grid.rows, int(length / pixel)))
         columns = max(8, int(self.field_mm / pixel))
         grid = Grid(rows=rows, columns=columns, row_spacing_mm=pixel, column_spacing_mm=pixel)
-        steps = [spacing * (place - (num_planes - 1) / 2) for place in range(num_planes)]
+        steps = centered_steps(num_planes, spacing)
         orientation = CORONAL if plane_name == "coronal" else SAGITTAL
         planes = stack_of_planes(grid, self.center, orientation, steps, turn=turn)
         self._add(
@@ -302,7 +303,7 @@ def _add(draft: StudyDraft, orientation: str, weightings: Sequence[str], *, shar
     pixel = round(_field_mm(draft, orientation) / min(rows, columns), 6)
     grid = Grid(rows=rows, columns=columns, row_spacing_mm=pixel, column_spacing_mm=pixel)
     turn, pathologies = draft.turn(draws)
-    steps = [spacing * (place - (num_planes - 1) / 2) for place in range(num_planes)]
+    steps = centered_steps(num_planes, spacing)
     planes = stack_of_planes(grid, FOCUS_MM[region], _ORIENTATIONS[orientation], steps, turn=turn)
     encoding, gain = _scale(draft, len(draft.series))
     recovery, echo, sequence, variant, flip = _TIMING[weightings[0]]

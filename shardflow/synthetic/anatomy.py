@@ -31,7 +31,7 @@ class Host:
     """An organ that lesions grow in."""
 
     organ: str
-    """Such as ``liver``; `lesions` knows what grows there."""
+    """Such as ``liver``; `lesions` lists the kinds that grow there."""
     side: str
     """``left``, ``right`` or empty."""
     bounds: Quadric
@@ -39,7 +39,7 @@ class Host:
     last_solid: int
     """Index of the organ in the painting order: what is painted later lies before it."""
     name: str = ""
-    """Such as ``T9``; empty where organ and side say it all."""
+    """Such as ``T9``; empty if organ and side identify it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def build_head(draws: Draws, *, scale: float) -> Anatomy:
     at = body.at
     body.add("muscle", *_upright(body, (0, 26, -195), (56, 60, 92)), parent="air")
     body.add("spongy-bone", *_upright(body, (0, 34, -195), (15, 13, 90)), parent="muscle")
-    # A projection never sees the head rest.
+    # The head rest, which projections leave out.
     body.add(
         "table",
         ellipsoid(at(0, 6, 0), (96 * scale, 116 * scale, math.inf)),
@@ -200,7 +200,7 @@ def _add_walls(body: Body, belly: float, *, is_female: bool) -> None:
     body.add("fat", wide, parent="skin")
     body.add("muscle", ellipsoid(at(0, 4, -30), at(154, 100, 900)), parent="fat")
     body.add("fat", ellipsoid(at(0, -14, -190), at(136, 74, 215)), parent="muscle")
-    # What a patient lies on; a projection never sees it (see `projection`).
+    # The table, which projections leave out.
     top = 132 * belly + 6
     body.add("table", *_box(body, (0, top + 12, 0), (215, 12, 3000)), parent="air")
     body.add("table-top", *_box(body, (0, top + 2.5, 0), (215, 1.2, 3000)), parent="air")

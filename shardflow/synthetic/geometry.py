@@ -119,6 +119,11 @@ class Plane:
         )
 
 
+def centered_steps(count: int, spacing_mm: float) -> list[float]:
+    """Return evenly spaced places around 0."""
+    return [spacing_mm * (place - (count - 1) / 2) for place in range(count)]
+
+
 def stack_of_planes(
     grid: Grid,
     center: Vector,

@@ -69,7 +69,7 @@ def store(values: _Array, encoding: Encoding, *, full_scale: bool) -> _Array:
 
 @lru_cache(maxsize=4)
 def _outside(rows: int, columns: int) -> _Array:
-    """Pixels outside the reconstructed circle."""
+    """Return the pixels outside the reconstructed circle."""
     down = (np.arange(rows) * 2 - rows + 1) ** 2
     across = (np.arange(columns) * 2 - columns + 1) ** 2
     outside: _Array = down[:, None] + across[None, :] > min(rows, columns) ** 2
@@ -214,7 +214,7 @@ class SeriesWriter:
             dataset.PixelData = pixel_bytes(stored, big_endian=series.syntax == "explicit-big")
             dataset["PixelData"].VR = "OW"
         data = self._file()
-        # A transfer that broke off: the file ends within its pixel data.
+        # An interrupted transfer: the file ends within its pixel data.
         return data[: len(data) - int(stored.nbytes * 0.4)] if item.is_truncated else data
 
     def _place(self, item: SlicePlan) -> None:

@@ -74,7 +74,7 @@ class Lesion:
     semi_axes_mm: Vector
     course: Course
     prior_mm: float | None
-    """Longest diameter in the patient's study before; None where it was not there."""
+    """Longest diameter in the patient's previous study; None if it was absent."""
 
     @property
     def diameter_mm(self) -> float:
@@ -96,20 +96,20 @@ def place_lesions(
     window_mm: tuple[float, float],
     visit: int,
 ) -> tuple[Lesion, ...]:
-    """Grow a patient's lesions up to one of the patient's studies.
+    """Return a patient's lesions at the time of one of the patient's studies.
 
-    Where a lesion lies depends on the patient alone, so the same lesion is found again in the next study.
+    The place of a lesion depends on the patient alone, so the same lesion appears again in the next study.
 
     Args:
         draws: The patient's stream for lesions.
         anatomy: The body to grow in.
-        kinds: What may grow.
-        count: How many to try; one that finds no room is left out.
+        kinds: Kinds of lesions.
+        count: Number of attempts; a lesion that finds no room is left out.
         window_mm: Lowest and highest z of the centers.
         visit: Number of the study of this patient, from 0.
 
     Returns:
-        The lesions that are there at this visit, none touching another one or the edge of its organ.
+        The lesions that are present at this visit, none touching another one or the edge of its organ.
     """
     placed: list[tuple[Vector, float]] = []
     present: list[Lesion] = []
@@ -143,7 +143,7 @@ def place_lesions(
 
 
 def _factor(course: Course, visit: int) -> float | None:
-    """Size at a visit relative to the seeded one; None where the lesion is not there."""
+    """Return the size at a visit relative to the seeded one; None if the lesion is absent."""
     if course == "new":
         return None if visit == 0 else 1.0
     if course == "resolved":
@@ -180,13 +180,13 @@ def _seed(
 
 
 def _reach(bounds: Quadric) -> Vector:
-    """Half extents of an ellipsoid along x, y, z, mm (exact where its axes are; else a little too small)."""
+    """Return half extents of an ellipsoid along x, y, z, mm: exact if aligned, else slightly too small."""
     xx, _, _, yy, _, zz = bounds.matrix
     return (1 / math.sqrt(xx), 1 / math.sqrt(yy), 1 / math.sqrt(zz))
 
 
 def _fits(anatomy: Anatomy, host: Host, center: Vector, radius_mm: float) -> bool:
-    """Whether a ball lies inside the organ, and outside of all that is painted over the organ."""
+    """Return whether a ball lies inside the organ, and outside of all that is painted over it."""
     if math.sqrt(host.bounds.value(center)) + radius_mm / min(_reach(host.bounds)) > 0.97:
         return False
     points = [center] + [
@@ -202,7 +202,7 @@ def _fits(anatomy: Anatomy, host: Host, center: Vector, radius_mm: float) -> boo
 
 
 def _is_obstacle(host: Host, tissue: str) -> bool:
-    """Vessels of the lung and folds of the brain may lie beside or under a lesion."""
+    """Return whether a lesion must avoid a tissue; it may touch lung vessels and folds of the brain."""
     ignored = {"lung": {"blood"}, "brain": {"brain-gray", "brain-white"}, "liver": {"blood"}}
     return tissue not in ignored.get(host.organ, set())
 

@@ -45,7 +45,7 @@ DEFAULT_PATHOLOGIES: dict[str, int] = {
     "tilt": 25,
     "truncated": 0,
 }
-"""Chance of each in percent, for every series (or study) it can happen to. None is damage by default."""
+"""Chance of each in percent, for every series (or study) it can happen to. By default no file is damaged."""
 
 REPORT_ODDITIES: dict[str, str] = {
     "no-image": "no image of a finding is named",

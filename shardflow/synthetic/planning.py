@@ -135,7 +135,7 @@ def _grow(options: SynthOptions, patient: Patient, anatomy: Anatomy, visit: int)
 
 
 def _window(options: SynthOptions, region: Region) -> tuple[float, float]:
-    """Heights at which lesions may lie, so that the shortest stack of the region still shows them."""
+    """Return the heights of lesions that the shortest stack of the region still shows."""
     if options.modality in {"CR", "DX"}:
         return 30.0, 200.0
     middle = FOCUS_MM[region][2]

@@ -161,7 +161,7 @@ class Renderer:
     def _paint_thick(
         self, canvas: _Array, plane: Plane, values: list[float], edge: float, thickness_mm: float
     ) -> None:
-        """Paint lesions as the mean of three planes across the slice: small ones fade, as they do."""
+        """Paint lesions as the mean of three planes across the slice, so that small ones fade."""
         base = canvas.copy()
         for step in (-thickness_mm / 3, 0.0, thickness_mm / 3):
             shifted = plane.moved(plane.normal, step)

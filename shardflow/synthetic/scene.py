@@ -214,7 +214,7 @@ class _Quadrics:
         )
 
     def _times(self, x: Any, y: Any, z: Any) -> tuple[_Array, _Array, _Array]:
-        """Multiply every matrix with one vector, or with one of its own."""
+        """Multiply every matrix by one vector, or by a vector of its own."""
         xx, xy, xz, yy, yz, zz = self._matrices
         return xx * x + xy * y + xz * z, xy * x + yy * y + yz * z, xz * x + yz * y + zz * z
 

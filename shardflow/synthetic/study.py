@@ -24,7 +24,7 @@ class Encoding:
     """Of 16 allocated."""
     is_signed: bool = False
     slope: str | None = "1"
-    """As written; None leaves the attributes out (values are stored as they are)."""
+    """As written; None omits the attributes (values are stored unchanged)."""
     intercept: str = "0"
     photometric: Literal["MONOCHROME1", "MONOCHROME2"] = "MONOCHROME2"
     padding: int | None = None
@@ -52,7 +52,7 @@ class SlicePlan:
     stack: int
     """Number of its stack in the series, from 0."""
     grid_index: int
-    """Place in its stack, from 0, counting lost slices."""
+    """Position in its stack, from 0, counting lost slices."""
     contrast: str
     """Phase or weighting (a column of `tissues`)."""
     instance_number: int

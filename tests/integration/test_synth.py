@@ -152,7 +152,7 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     done = run(str(tmp_path / "mine.txt"), "--studies", "1", "--seed", "1")
     assert done.returncode == 2
-    assert "got a file of that name" in done.stderr
+    assert "OUT is the name of a file" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,6 @@ def _by_class(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """The previous version; empty for a first one."""
-
-    manifest: Manifest | None = None
-    files: Sequence[InputFile] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
     """Execution of a plan, which makes a version of it."""
 
@@ -124,7 +116,10 @@ class Execution:
     engine: Engine
     progress: Progress
     plan: CorpusPlan
-    base: Base
+    base: Manifest | None
+    """The previous version; None for a first one."""
+    known: Sequence[InputFile]
+    """Its files."""
 
     def pack(self) -> Tally:
         """Pack all parts that no earlier run has packed.
@@ -177,7 +172,7 @@ class Execution:
             raise ConfigError(
                 f"the inputs hold no line that can be packed ({unpacked(tally.counts)}); correct them."
             )
-        output, base = self.workspace.output, self.base.manifest
+        output, base = self.workspace.output, self.base
         number = 1 if base is None else base.manifest_version + 1
         shards = self._number_shards(tally)
         if base is not None:
@@ -185,7 +180,7 @@ class Execution:
         self.progress.phase("samples", 0)
         samples = write_samples(output, samples_path(number), shards, key_num_bytes=SURROGATE_LENGTH)
         self.progress.phase("outcomes", 0)
-        files = [*self.base.files, *self._files(tally)]
+        files = [*self.known, *self._files(tally)]
         lines = self._write_outcomes(number, files, tally)
         counts = tally.counts
         tallies = _added(record.tallies for record in tally.records)
@@ -267,8 +262,8 @@ class Execution:
         scans, numbers = self.workspace.work / "scans", list(tasks)
         self.progress.phase("duplicates", len(numbers))
         num_rows = 0
-        if self.base.manifest is not None and self.config.fields.key:
-            num_rows += write_existing(scans, self._existing_keys(self.base.manifest))
+        if self.base is not None and self.config.fields.key:
+            num_rows += write_existing(scans, self._existing_keys(self.base))
             numbers = [0, *numbers]
 
         def done(_: Task, scanned: ScanDone) -> None:
@@ -299,7 +294,7 @@ class Execution:
     def _number_shards(self, tally: Tally) -> list[ShardEntry]:
         """Number the shards of all parts, and write their indexes."""
         following: Counter[str] = Counter()
-        for shard in () if self.base.manifest is None else self.base.manifest.shards:
+        for shard in () if self.base is None else self.base.shards:
             following[shard.split] = max(following[shard.split], shard_number(shard) + 1)
         tasks: list[Task] = []
         shards: list[ShardEntry] = []
@@ -339,8 +334,8 @@ class Execution:
         parts = self.workspace.work / "parts"
 
         def blocks() -> Iterator[NDArray[np.uint8]]:
-            if self.base.manifest is not None:
-                yield from self._former_outcomes(self.base.manifest)
+            if self.base is not None:
+                yield from self._former_outcomes(self.base)
             for part, record in enumerate(tally.records, start=1):
                 for block in outcome_blocks(part_folder(parts, part), record):
                     yield np.frombuffer(block, np.uint8)

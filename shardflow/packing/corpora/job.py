@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 from shardflow.errors import ConfigError
 from shardflow.format.manifest import Manifest, load, versions
 from shardflow.format.writer import package_versions
-from shardflow.packing.corpora.execution import Base, Execution, run_all, unpacked
+from shardflow.packing.corpora.execution import Execution, run_all, unpacked
 from shardflow.packing.corpora.inputs import InputFile, build_plan, discover, list_path, read_list
 from shardflow.packing.corpora.parts import HANDLERS, CorpusSetup, InspectDone, InspectTask
 from shardflow.packing.engines.base import Task, WorkerLimits, WorkerSetup
@@ -176,11 +176,11 @@ class _Job:
             )
         files = self._inspect(files)
         if finished is None:
-            return self._pack(files, Base())
+            return self._pack(files, None, [])
         known = read_list(list_path(self.workspace.private, str(finished.extra.get("plan_digest"))))
         new = _new_files(files, known)
         if mode == "append" and new:
-            return self._pack(new, Base(manifest=finished, files=known))
+            return self._pack(new, finished, known)
         if new:
             raise ConfigError(
                 f"the inputs have {len(new)} files that the dataset in output does not know; add --append to "
@@ -209,9 +209,9 @@ class _Job:
         run_all(self.engine, tasks, InspectDone, done)
         return files
 
-    def _pack(self, files: list[InputFile], base: Base) -> CorpusSummary:
+    def _pack(self, files: list[InputFile], base: Manifest | None, known: list[InputFile]) -> CorpusSummary:
         created_with = package_versions(_PACKAGES)
-        parent = None if base.manifest is None else base.manifest.dataset_id
+        parent = None if base is None else base.dataset_id
         plan = build_plan(self.config, self.key, files, created_with=created_with, parent=parent)
         execution = Execution(
             config=self.config,
@@ -221,6 +221,7 @@ class _Job:
             progress=self.progress,
             plan=plan,
             base=base,
+            known=known,
         )
         tally = execution.pack()
         facts: dict[str, Any] = {"num_parts": len(plan.parts), "num_parts_kept": tally.num_kept}

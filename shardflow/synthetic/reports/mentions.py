@@ -193,9 +193,9 @@ def mention(
     Args:
         draws: Chooses the form.
         study: The study that the images belong to.
-        sighting: What is seen where.
-        assertion: What the sentence says of the finding.
-        lesion_id: Which lesion; None where the sentence speaks of something else.
+        sighting: The lesion in a stack of a series.
+        assertion: Assertion of the sentence about the finding.
+        lesion_id: The lesion; None if the sentence is about something else.
         default_series: Index of the series that the report says image numbers refer to.
         is_prior: Whether the study is an earlier one than the report's.
         says_series: Whether the series may be named.
@@ -243,7 +243,7 @@ def mention(
 def plain_mention(
     draws: Draws, study: StudyPlan, series: SeriesPlan, *, assertion: str, is_prior: bool = False
 ) -> Mark:
-    """Name one drawn image of a series, with nothing of a lesion in mind."""
+    """Name one drawn image of a series, whatever it shows."""
     item = draws.choice(series.slices)
     form, template, _ = draws.weighted([(form, form[2]) for form in _SINGLE_FORMS])
     text = template.format(s=series.number, i=item.instance_number)
@@ -261,7 +261,7 @@ def plain_mention(
 
 
 def wrong_number(draws: Draws, sighting: Sighting) -> int:
-    """Draw the number of an image of the series that does not show it; at times one that does not exist."""
+    """Draw the number of an image of the series that does not show it, or sometimes of none."""
     shown = set(sighting.numbers)
     others = sorted({item.instance_number for item in sighting.series.slices} - shown)
     if not others or draws.chance(20):
@@ -321,7 +321,7 @@ def _mark(
 
 
 def _is_ambiguous(study: StudyPlan, series: SeriesPlan, numbers: set[int], *, says_series: bool) -> bool:
-    """Whether the words alone fit another series too."""
+    """Return whether the words alone fit another series too."""
     return any(
         other.index != series.index
         and (not says_series or other.number == series.number)

@@ -291,7 +291,7 @@ def absent_sentence(draws: Draws, findings: Sequence[str]) -> Sentence:
 
 
 def uncertain_sentence(draws: Draws, finding: str) -> Sentence:
-    """Leave a finding open."""
+    """State a finding as uncertain."""
     return _about_findings(draws, (draws.choice(_UNCERTAIN_FINDINGS), 1), (finding,), "uncertain")
 
 

@@ -258,7 +258,7 @@ def _read_contours(
             writer.dangling("DEGENERATE")
         else:
             points = data.reshape(-1, 3)
-            writer.count_points(len(points))
+            writer.count("points of outlines", len(points))
             references = references_of(items_of(contour, "ContourImageSequence"))
             named = targets.find_all(references)
             places: Sequence[Placed] | Dangling

@@ -157,7 +157,7 @@ def _frames(dataset: Any) -> list[_Frame]:
 
 
 def _group(own: Any, shared: Any, keyword: str) -> Any:
-    """First item of a functional group: the frame's own, else that of all frames."""
+    """Return the first item of a functional group: the frame's own, else that of all frames."""
     return next(iter(items_of(own, keyword)), next(iter(items_of(shared, keyword)), None))
 
 

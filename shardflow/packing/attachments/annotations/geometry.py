@@ -246,7 +246,7 @@ class Drawing:
 
 
 def _section(target: Target, index: int, center: Floats, shrink: Floats) -> Floats | None:
-    """Outline of the ellipsoid in one slice, pixel coordinates."""
+    """Return the outline of the ellipsoid in one slice, pixel coordinates."""
     plane = target.plane(index)
     # |a x + b y + c| = 1 for the column x and the row y: a conic, with its center where the gradient is 0.
     a, b, c = shrink @ plane.per_column, shrink @ plane.per_row, shrink @ (plane.origin - center)
@@ -275,7 +275,7 @@ class Footprint:
     """Column in the plane: ``(1, columns)`` or ``(rows, columns)``."""
 
     def planes(self) -> list[int]:
-        """Positions of the planes that the slice meets, ascending."""
+        """Return the positions of the planes that the slice meets, ascending."""
         found = np.unique(self.position)
         return [int(position) for position in found if position >= 0]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.attachments import Attached, AttachmentItem, StoredSeries, StudyContext
@@ -41,11 +41,11 @@ class AnnotationKind:
 
     def recognise(self, path: Path, head: bytes) -> bool:
         """Tell whether a file that is not DICOM is of this kind."""
-        return bool(self.recogniser) and bool(resolve_name(self.recogniser)(path, head))
+        return bool(self.recogniser) and bool(_resolve(self.recogniser)(path, head))
 
     def describe(self, path: Path) -> Sequence[AttachmentItem]:
         """Identify the patients and studies of a file's records; see `AttachmentKind`."""
-        described = resolve_name(self.describer)(path, _limits())
+        described = _resolve(self.describer)(path, _limits())
         return tuple(described) if isinstance(described, list) else (described,)
 
     def convert(self, path: Path, items: Sequence[int], study: StudyContext) -> Attached:
@@ -64,7 +64,7 @@ class AnnotationKind:
             limits=_limits(),
         )
         targets = Targets([target_of(series) for series in study.series])
-        read = resolve_name(self.reader)
+        read = _resolve(self.reader)
         if self.has_items:
             read(path, items, targets, writer)
         else:
@@ -98,63 +98,67 @@ KINDS: Final = (
     AnnotationKind(
         name="dicom-seg",
         sop_classes=frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"}),
-        describer="shardflow.packing.attachments.annotations.dicom_seg:describe_segmentation",
-        reader="shardflow.packing.attachments.annotations.dicom_seg:read_segmentation",
+        describer="dicom_seg:describe_segmentation",
+        reader="dicom_seg:read_segmentation",
     ),
     AnnotationKind(
         name="rtstruct",
         sop_classes=frozenset({"1.2.840.10008.5.1.4.1.1.481.3"}),
-        describer="shardflow.packing.attachments.annotations.dicom_drawings:describe_structure_set",
-        reader="shardflow.packing.attachments.annotations.dicom_drawings:read_structure_set",
+        describer="dicom_drawings:describe_structure_set",
+        reader="dicom_drawings:read_structure_set",
     ),
     AnnotationKind(
         name="sr-tid1500",
         # Enhanced, comprehensive, comprehensive 3D, mammography, chest and colon CAD: those with coordinates.
         sop_classes=frozenset(_SR + end for end in ("22", "33", "34", "50", "65", "69")),
-        describer="shardflow.packing.attachments.annotations.dicom_drawings:describe_report_object",
-        reader="shardflow.packing.attachments.annotations.dicom_drawings:read_structured_report",
+        describer="dicom_drawings:describe_report_object",
+        reader="dicom_drawings:read_structured_report",
     ),
     AnnotationKind(
         name="gsps",
         # Gray, color, pseudo-color, blending, and those of XA and XRF.
         sop_classes=frozenset(f"1.2.840.10008.5.1.4.1.1.11.{end}" for end in (1, 2, 3, 4, 5)),
-        describer="shardflow.packing.attachments.annotations.dicom_drawings:describe_report_object",
-        reader="shardflow.packing.attachments.annotations.dicom_drawings:read_presentation_state",
+        describer="dicom_drawings:describe_report_object",
+        reader="dicom_drawings:read_presentation_state",
     ),
     AnnotationKind(
         name="ko",
         sop_classes=frozenset({_SR + "59"}),
-        describer="shardflow.packing.attachments.annotations.dicom_drawings:describe_report_object",
-        reader="shardflow.packing.attachments.annotations.dicom_drawings:read_key_objects",
+        describer="dicom_drawings:describe_report_object",
+        reader="dicom_drawings:read_key_objects",
     ),
     AnnotationKind(
         name="lidc-xml",
-        describer="shardflow.packing.attachments.annotations.box_files:describe_lidc",
-        reader="shardflow.packing.attachments.annotations.box_files:read_lidc",
-        recogniser="shardflow.packing.attachments.annotations.box_files:is_lidc",
+        describer="box_files:describe_lidc",
+        reader="box_files:read_lidc",
+        recogniser="box_files:is_lidc",
     ),
     AnnotationKind(
         name="coco",
-        describer="shardflow.packing.attachments.annotations.box_files:describe_coco",
-        reader="shardflow.packing.attachments.annotations.box_files:read_coco",
-        recogniser="shardflow.packing.attachments.annotations.box_files:is_coco",
+        describer="box_files:describe_coco",
+        reader="box_files:read_coco",
+        recogniser="box_files:is_coco",
         has_items=True,
     ),
     AnnotationKind(
         name="csv",
-        describer="shardflow.packing.attachments.annotations.box_files:describe_boxes",
-        reader="shardflow.packing.attachments.annotations.box_files:read_boxes",
-        recogniser="shardflow.packing.attachments.annotations.box_files:is_box_table",
+        describer="box_files:describe_boxes",
+        reader="box_files:read_boxes",
+        recogniser="box_files:is_box_table",
         has_items=True,
     ),
     AnnotationKind(
         name="nifti",
-        describer="shardflow.packing.attachments.annotations.nifti_mask:describe_label_volume",
-        reader="shardflow.packing.attachments.annotations.nifti_mask:read_label_volume",
-        recogniser="shardflow.packing.attachments.annotations.nifti_mask:is_label_volume",
+        describer="nifti_mask:describe_label_volume",
+        reader="nifti_mask:read_label_volume",
+        recogniser="nifti_mask:is_label_volume",
     ),
 )
 """All kinds, in the order in which files are offered to them, and in which their regions are numbered."""
+
+
+def _resolve(name: str) -> Any:
+    return resolve_name(f"{__package__}.{name}")
 
 
 @cache

@@ -100,7 +100,7 @@ def _header_limits(limits: AnnotationLimits) -> HeaderLimits:
 
 
 def _planes(header: InstanceHeader) -> list[Plane] | None:
-    """Planes of the volume; None where it has no place in space, or several times."""
+    """Return the planes of the volume; None if it has no place in space."""
     found = []
     for plane in header.planes:
         if plane.position is None or plane.orientation is None or plane.pixel_spacing is None:

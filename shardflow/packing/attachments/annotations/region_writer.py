@@ -188,6 +188,13 @@ Dangling = Literal[
 ]
 """Reasons for which a part of an annotation has no place in the stored images; see docs/attachments.md."""
 
+Counted = Literal["points of outlines", "regions", "regions read", "slices of regions"]
+_LIMITS: Final[Mapping[Counted, str]] = {
+    "points of outlines": "max_points",
+    "regions": "max_rois",
+    "regions read": "max_items",
+    "slices of regions": "max_slices",
+}
 _DECIMALS: Final = 3
 _FULL: Final = 255
 
@@ -286,7 +293,7 @@ class OpenRegion:
         self._writer.dangling("OUTSIDE", len(clipped) - len(kept))
         if not kept:
             return
-        self._writer.count_points(sum(map(len, kept)))
+        self._writer.count("points of outlines", sum(map(len, kept)))
         place = self._place(target, index)
         self._measure(place, target, fill_outlines(kept, *target.shape) if mask is None else mask)
         points = np.concatenate(kept)
@@ -307,7 +314,7 @@ class OpenRegion:
         if not len(inside):
             self._writer.dangling("OUTSIDE", 1)
             return
-        self._writer.count_points(len(inside))
+        self._writer.count("points of outlines", len(inside))
         place = self._place(target, index)
         box = outline_box(inside)
         before = place.box or box
@@ -341,10 +348,10 @@ class OpenRegion:
     def _place(self, target: Target, index: int) -> _Place:
         entry = self.entries.get(target.number)
         if entry is None:
-            self._writer.count_entry()
+            self._writer.count("regions")
             entry = self.entries[target.number] = _Entry(target)
         if index not in entry.places:
-            self._writer.count_slice()
+            self._writer.count("slices of regions")
             entry.places[index] = _Place()
         return entry.places[index]
 
@@ -388,32 +395,22 @@ class RegionWriter:
         """Begin a region."""
         region = OpenRegion(self, facts)
         self._regions.append(region)
-        self._count("regions read", 1, self.limits.max_items)
+        self.count("regions read")
         return region
 
     def dangling(self, reason: Dangling, count: int = 1) -> None:
-        """Count what has no place in the stored images."""
+        """Count parts of an annotation that have no place in the stored images."""
         if count:
             self._dangling[reason] += count
 
-    def count_entry(self) -> None:
-        """Count a region of a series against the limit.
+    def count(self, what: Counted, number: int = 1) -> None:
+        """Count what the limits bound.
 
         Raises:
-            SourceError: LIMIT_EXCEEDED; so raise the others that count.
+            SourceError: LIMIT_EXCEEDED.
         """
-        self._count("regions", 1, self.limits.max_rois)
-
-    def count_slice(self) -> None:
-        """Count a slice of a region."""
-        self._count("slices of regions", 1, self.limits.max_slices)
-
-    def count_points(self, number: int) -> None:
-        """Count points of outlines."""
-        self._count("points of outlines", number, self.limits.max_points)
-
-    def _count(self, what: str, number: int, limit: int) -> None:
         self._counts[what] += number
+        limit: int = getattr(self.limits, _LIMITS[what])
         if self._counts[what] > limit:
             raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limit} {what}")
 

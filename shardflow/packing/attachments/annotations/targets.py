@@ -165,7 +165,7 @@ class Target:
         return Plane(origin=origin + steps * step, per_column=per_column, per_row=per_row)
 
     def distances_mm(self) -> Floats:
-        """Distance of each slice from the first along the normal, ``(num_slices,)``, ascending.
+        """Return the distance of each slice from the first along the normal, ``(num_slices,)``, ascending.
 
         Raises:
             ValueError: The series has no affine.

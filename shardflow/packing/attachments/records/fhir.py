@@ -111,7 +111,7 @@ def read_resources(path: Path) -> Resources:
 
 
 def _linking_files(path: Path) -> list[Path]:
-    """Files of the same export that others refer to, by their names."""
+    """Return the files of the same export that others refer to, by their names."""
     found = []
     for other in path.parent.iterdir():
         parts = other.name.translate(_SEPARATORS).split(".")
@@ -296,7 +296,9 @@ def write_resource(resource: Resource, index: FhirIndex, record_filter: RecordFi
     record_filter.add(_SOURCE, kind.name, fact)
 
 
-def _coded(resource: Resource, elements: Sequence[str], index: FhirIndex) -> Iterator[tuple[str, str, str]]:
+def _coded(
+    resource: Resource, elements: Sequence[str], index: FhirIndex | None = None
+) -> Iterator[tuple[str, str, str]]:
     for element in elements:
         value = resource.get(element)
         for one in objects(value):
@@ -310,7 +312,7 @@ def _coded(resource: Resource, elements: Sequence[str], index: FhirIndex) -> Ite
                         as_text(coding.get("code")),
                         as_text(coding.get("display")),
                     )
-    if elements == _MEDICATION.codes:
+    if index is not None and elements == _MEDICATION.codes:
         references = [resource.get("medicationReference")]
         references += [one.get("reference") for one in objects(resource.get("medication"))]
         for reference in references:
@@ -337,11 +339,8 @@ def _value(resource: Resource, record_filter: RecordFilter, kind: str) -> Fact:
     if isinstance(concept := resource.get("valueCodeableConcept"), dict):
         if not concept.get("coding"):
             return record_filter.note(as_text(concept.get("text")), kind)
-        return {
-            "value": _wrapped(
-                "codes", record_filter.codes(_coded(resource, ("valueCodeableConcept",), FhirIndex()))
-            )
-        }
+        codes = record_filter.codes(_coded(resource, ("valueCodeableConcept",)))
+        return {"value": {"codes": codes} if codes else None}
     for name in ("valueInteger", "valueDecimal"):
         if isinstance(number := resource.get(name), int | float):
             return {"value": record_filter.quantity(number, "1")}
@@ -353,7 +352,8 @@ def _value(resource: Resource, record_filter: RecordFilter, kind: str) -> Fact:
         parts = [_quantity(ratio.get(name), record_filter) for name in ("numerator", "denominator")]
         return {"value": {"numerator": parts[0], "denominator": parts[1]}} if all(parts) else {}
     if text := as_text(resource.get("valueDateTime")):
-        return {"value": _wrapped("when", record_filter.when(text))}
+        when = record_filter.when(text)
+        return {"value": {"when": when} if when else None}
     if text := as_text(resource.get("valueString")):
         # A number may be written as a text.
         quantity = record_filter.quantity(text, "1")
@@ -362,12 +362,13 @@ def _value(resource: Resource, record_filter: RecordFilter, kind: str) -> Fact:
 
 
 def _component(part: Resource, record_filter: RecordFilter) -> Fact:
-    said = {
-        "codes": record_filter.codes(_coded(part, ("code",), FhirIndex())),
-        "interpretation": record_filter.codes(_coded(part, ("interpretation",), FhirIndex())),
-        **_value(part, record_filter, "observation"),
-    }
-    kept = {name: value for name, value in said.items() if value not in (None, [], {})}
+    kept = _without_empty(
+        {
+            "codes": record_filter.codes(_coded(part, ("code",))),
+            "interpretation": record_filter.codes(_coded(part, ("interpretation",))),
+            **_value(part, record_filter, "observation"),
+        }
+    )
     return kept if "codes" in kept else {}
 
 
@@ -398,7 +399,7 @@ def _dosage(resource: Resource, record_filter: RecordFilter) -> list[dict[str, A
         dose.append(_quantity(one.get("doseQuantity") or one.get("dose"), record_filter))
         said: Fact = {
             "dose": next((each for each in dose if each), None),
-            "route": record_filter.codes(_coded(one, ("route",), FhirIndex())),
+            "route": record_filter.codes(_coded(one, ("route",))),
         }
         for timing in objects(one.get("timing")):
             for repeat in objects(timing.get("repeat")):
@@ -409,15 +410,13 @@ def _dosage(resource: Resource, record_filter: RecordFilter) -> list[dict[str, A
                     said["period"] = {"number": period, "unit": unit}
         if isinstance(one.get("asNeededBoolean"), bool):
             said["as_needed"] = one["asNeededBoolean"]
-        kept = {name: value for name, value in said.items() if value not in (None, [], {})}
-        if kept:
-            found.append(kept)
-    return found
+        found.append(_without_empty(said))
+    return [dose for dose in found if dose]
 
 
 def _modalities(resource: Resource) -> Iterator[tuple[str, str, str]]:
     for holder in (resource, *objects(resource.get("series"))):
-        yield from _coded(holder, ("modality",), FhirIndex())
+        yield from _coded(holder, ("modality",))
 
 
 def _texts(resource: Resource, kind: _Kind, index: FhirIndex) -> Iterator[str]:
@@ -435,5 +434,5 @@ def _texts(resource: Resource, kind: _Kind, index: FhirIndex) -> Iterator[str]:
             yield text
 
 
-def _wrapped(name: str, value: Any) -> dict[str, Any] | None:
-    return {name: value} if value else None
+def _without_empty(fact: Fact) -> Fact:
+    return {name: value for name, value in fact.items() if value not in (None, [], {})}
