@@ -532,7 +532,7 @@ def test_a_killed_process_is_one_clear_error(tmp_path: Path, monkeypatch: pytest
         raise BrokenProcessPool("pid 1234")
 
     monkeypatch.setattr("shardflow.synthetic.generation._run", die)
-    with pytest.raises(ShardflowError, match="got one that was killed"):
+    with pytest.raises(ShardflowError, match="a generating process was killed"):
         generate(OPTIONS, tmp_path / "out")
 
 
