@@ -54,7 +54,7 @@ class InputsConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.dicom:
-            raise ConfigError("dicom must name at least one folder, got none; add one.")
+            raise ConfigError("inputs.dicom must name at least one folder; add one.")
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -64,7 +64,7 @@ class InputsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdentityConfig:
-    """The secret behind every surrogate."""
+    """The secret key of all surrogates."""
 
     key_file: Path | None = None
     """File of at least 32 random bytes, mode 0600. By default ``secret.key`` in the private folder, created
@@ -179,7 +179,7 @@ def check_splits(splits: Mapping[str, int], name: str) -> None:
         if parts < 0:
             raise ConfigError(f"{name}.{split} must be at least 0, got {parts}; correct it.")
     if sum(splits.values()) < 1:
-        raise ConfigError(f"{name} must have at least one part in all, got 0; give a split some.")
+        raise ConfigError(f"{name} has no parts at all; give a split at least one.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

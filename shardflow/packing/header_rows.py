@@ -41,7 +41,15 @@ if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.inventory import FileTable
 
+AMBIGUOUS: Final = -2
+"""In place of a study: several studies match a record equally well."""
+CONFLICTING: Final = -3
+"""In place of a study: a record names a study, and another patient of the inputs than the study's."""
+
 _END: Final = b"end\n"
+_DAY_S: Final = 86_400
+_LINKING: Final = ("accession_number", "study_date", "study_time")
+"""Header fields that only link attachments with the study: they decide none of its bytes."""
 # ASCII: file names that are not UTF-8 contain lone surrogates, which only escapes can express.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 
@@ -54,10 +62,6 @@ class RowPlace:
     """File of rows."""
     offset: int
     num_bytes: int
-
-
-# Header fields that only link attachments with the study: they decide none of its bytes.
-_LINKING: Final = ("accession_number", "study_date", "study_time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +214,6 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
 
 def _encode(value: Any) -> bytes:
     return _ENCODER.encode(value).encode("ascii")
-
-
-AMBIGUOUS: Final = -2
-"""In place of a study: several studies match a record equally well."""
-CONFLICTING: Final = -3
-"""In place of a study: a record names a study, and another patient of the inputs than the study's."""
-_DAY_S: Final = 86_400
 
 
 def digest64(text: str) -> int:

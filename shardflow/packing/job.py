@@ -65,7 +65,7 @@ from shardflow.packing.workspace import CrashLog, locked_workspace
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
-    from shardflow.packing.config import PackConfig
+    from shardflow.packing.config import InputsConfig, PackConfig
     from shardflow.packing.engines.base import Engine
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.plan import PackPlan
@@ -215,14 +215,8 @@ class Execution:
     base: Base | None = None
     """The previous version; None for a first one."""
 
-    def forecast(self) -> PackSummary:
-        """Return what the plan would make, without making it."""
-        self.run.progress.phase("done", 0)
-        seconds = self.run.seconds()
-        return forecast(self.plan, self.ingested, seconds=seconds, peak_memory_bytes=peak_memory(self.engine))
-
-    def publish(self) -> PackSummary:
-        """Pack the plan and publish it.
+    def make(self) -> PackSummary:
+        """Pack the plan and publish it; a dry run only returns what it would make.
 
         Raises:
             ConfigError: There is no sample to publish, or no task to merge.
@@ -230,6 +224,10 @@ class Execution:
             ShardflowError: The packing processes cannot work.
         """
         run, plan, ingested = self.run, self.plan, self.ingested
+        if run.is_dry_run:
+            run.progress.phase("done", 0)
+            memory = peak_memory(self.engine)
+            return forecast(plan, ingested, seconds=run.seconds(), peak_memory_bytes=memory)
         if run.config.inputs.reports is not None:
             note_missing_reports(plan, ingested.reports, run.progress)
         study_pass = self._study_pass()
@@ -363,7 +361,7 @@ def pack(
 
     Raises:
         ConfigError: A setting, a folder or the key is wrong, there is nothing to pack, or the output holds
-            something that this mode or these settings do not go with.
+            something that is incompatible with this mode or these settings.
         StorageError: Something cannot be written; the job can be run again.
         ShardflowError: The packing processes cannot work; the job can be run again.
     """
@@ -374,7 +372,7 @@ def pack(
     check_reports(config.inputs.reports, is_required=config.policy.require_report)
     load_attachment_kinds()  # what cannot be imported is an error here, not in every packing process
     layout = open_layout(config.inputs, list(config.splits))
-    discovered = [] if mode == "retry" else _discover(config, layout)
+    discovered = [] if mode == "retry" else _discover(config.inputs, layout)
     if not discovered and mode != "retry":
         raise ConfigError("inputs.dicom names empty folders; correct them.")
     inputs = config.inputs.roots
@@ -400,14 +398,14 @@ def pack(
             return _Job(run).make(discovered)
 
 
-def _discover(config: PackConfig, layout: Layout) -> list[DiscoveredFile]:
+def _discover(inputs: InputsConfig, layout: Layout) -> list[DiscoveredFile]:
     """List the files of all input folders, attachments last."""
     found = layout.discover()
-    if not config.inputs.attachments:
+    if not inputs.attachments:
         return found
     # Discovered together, so that overlapping folders are refused.
-    first = len(config.inputs.dicom)
-    return found + [file for file in discover(config.inputs.roots) if file.root_index >= first]
+    first = len(inputs.dicom)
+    return found + [file for file in discover(inputs.roots) if file.root_index >= first]
 
 
 class _Job:
@@ -423,7 +421,9 @@ class _Job:
         store = LocalStore(self._workspace.output)
         finished = load(store) if versions(store) else None
         if self._workspace.array_task is not None and finished is not None:
-            raise ConfigError("output holds a finished dataset, so that no task is left; leave --task out.")
+            raise ConfigError(
+                "output holds a finished dataset, which leaves nothing to do for a task; leave --task out."
+            )
         if uploader is not None:
             uploader.check_target()
         if mode == "pack":
@@ -437,8 +437,7 @@ class _Job:
 
     def _first(self, discovered: Sequence[DiscoveredFile]) -> PackSummary:
         """Make the first version."""
-        identity = self._config.identity
-        key = load_key(self._config.key_file, may_create=identity.key_file is None)
+        key = load_key(self._config.key_file, may_create=self._config.identity.key_file is None)
         crash_log = CrashLog(self._workspace.crash_log)
         with self._run.open_engine() as engine:
             ingested = self._ingest_all(engine, discovered, key, crash_log)
@@ -448,7 +447,7 @@ class _Job:
             work = Execution(
                 run=self._run, engine=engine, plan=plan, ingested=ingested, key=key, crash_log=crash_log
             )
-            return work.forecast() if self._run.is_dry_run else work.publish()
+            return work.make()
 
     def _next(self, mode: GrowMode, discovered: Sequence[DiscoveredFile], finished: Manifest) -> PackSummary:
         """Make the next version."""
@@ -481,7 +480,7 @@ class _Job:
             work = Execution(
                 run=run, engine=engine, plan=plan, ingested=ingested, key=key, crash_log=crash_log, base=base
             )
-            return work.forecast() if run.is_dry_run else work.publish()
+            return work.make()
 
     def _compare(self, discovered: Sequence[DiscoveredFile], finished: Manifest) -> PackSummary:
         """Confirm that the finished dataset is of these inputs and settings, or refuse."""

@@ -315,7 +315,7 @@ def load_key(key_file: Path, *, may_create: bool) -> SecretKey:
         except ConfigError:
             if not key_file.exists():
                 raise
-            # Another task of the same job was faster.
+            # Another task of the same job has just created it.
     return SecretKey.load(key_file)
 
 

@@ -47,6 +47,13 @@ if TYPE_CHECKING:
     from shardflow.packing.sources.layouts.base import Layout
     from shardflow.packing.workspace import ArrayTask
 
+NUM_BUCKETS: Final = 10_000
+"""Number of keyed buckets by which patients are assigned to splits; part of the format, never changed."""
+BATCH_FILES: Final = 128
+"""Files of one task; fixed, so that a restart with other processes finds the same batches."""
+
+_ROWS_VERSION: Final = 4
+"""Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
 """A larger file is digested by this many bytes of each end, as an image is by its header."""
 
@@ -132,12 +139,6 @@ def _digest(path: Path, beside: str) -> str:
     hasher.update(size.to_bytes(8, "little"))
     return hasher.hexdigest()
 
-
-NUM_BUCKETS: Final = 10_000
-"""Number of keyed buckets by which patients are assigned to splits; part of the format, never changed."""
-
-# Incremented whenever the meaning of a header row changes: rows of another version are read anew.
-_ROWS_VERSION: Final = 4
 
 NO_IMAGE: Final = frozenset(
     {
@@ -317,10 +318,6 @@ def decoded_num_bytes(header: InstanceHeader) -> int:
     image = header.image
     samples = image.rows * image.columns * (3 if image.is_color else 1) * image.num_frames
     return samples * max(1, -(-image.bits_allocated // 8))
-
-
-BATCH_FILES: Final = 128
-"""Files of one task; fixed, so that a restart with other processes finds the same batches."""
 
 
 def batch_name(file: int) -> str:

@@ -1,4 +1,4 @@
-"""Scheduling of a plan: shards are assigned to array tasks, and packed whatever happens to single processes.
+"""Scheduling of a plan: assignment of shards to array tasks, and packing despite the failure of processes.
 
 The shard with the largest study is opened first, and the studies of a shard are scheduled largest first, so
 that no large study is left for the end. A shard is assembled as soon as its studies are done, so that the
@@ -98,7 +98,7 @@ def missing_tasks(plan: PackPlan, count: int | None, missing: Sequence[int]) -> 
         return ()
     if count is None:
         raise ConfigError(
-            "no array task has run here, so that there is nothing for --merge; run every --task i/n first."
+            "no array task has run here, so there is nothing to merge; run every --task i/n first."
         )
     owners = assign_shards(plan, count)
     return tuple(sorted({owners[number] for number in missing}))

@@ -1,4 +1,4 @@
-"""Summary of a packing job: what it reports when it ends, or, after a dry run, what it would do."""
+"""Summary of a packing job: its result, or, after a dry run, the expected one."""
 
 from __future__ import annotations
 

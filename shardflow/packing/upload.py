@@ -1,4 +1,4 @@
-"""Upload of a dataset into an object store while it is packed: nothing is overwritten, and manifests go last.
+"""Upload of a dataset into an object store while it is packed; nothing is overwritten, manifests come last.
 
 A shard is sent as soon as it is in the output folder, while the next ones are packed. Every put is
 conditional. The first one is a claim with the digest of the plan: of two jobs that pack different datasets to
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from shardflow.packing.workspace import Workspace
     from shardflow.storage import ByteStore
 
+_NUM_THREADS: Final = 4
+"""Concurrent uploads; each takes up to 20 MiB."""
+_OWN_FOLDERS: Final = ("shards/", "samples/", "ledger", "report", "claim-")
+MAX_WAITING_SHARDS: Final = 4
+"""Shards that may wait for their upload if the output folder is to hold none."""
 _NAME: Final = "upload.json"
 
 
@@ -70,7 +75,7 @@ def read_publish_target(workspace: Workspace) -> PublishTarget | None:
 
 
 def write_publish_target(workspace: Workspace, publish_target: PublishTarget) -> None:
-    """Remember the publish target, before anything leaves the output folder.
+    """Store the publish target, before anything is uploaded.
 
     Raises:
         StorageError: It cannot be written.
@@ -114,20 +119,11 @@ def reading_store(output: Path, url: str, manifest: Manifest) -> ByteStore:
     return RelocatedStore(store, {path: f"{base}/{path}" for path in paths})
 
 
-_NUM_THREADS: Final = 4
-"""Concurrent uploads; each takes up to 20 MiB."""
-
-MAX_WAITING_SHARDS: Final = 4
-"""Shards that may wait for their upload if the output folder is to hold none."""
-
-_OWN_FOLDERS: Final = ("shards/", "samples/", "ledger", "report", "claim-")
-
-
 class Uploader:
     """Uploader of one output folder; a context manager, which drops uploads that have not started.
 
     Args:
-        place: The folders of the job.
+        workspace: The folders of the job.
         url: Address to publish to.
         keeps_local: Whether shards stay in the output folder.
     """

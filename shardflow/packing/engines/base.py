@@ -1,6 +1,6 @@
-"""Engines: what runs the tasks of a packing job, the limits of its processes, and the codec of its messages.
+"""Engine interface: runs the tasks of a packing job; limits of its processes and the codec of their messages.
 
-An engine hands tasks to killable, memory-limited packing processes and returns what became of each. It may
+An engine hands tasks to killable, memory-limited packing processes and returns results or failures. It may
 run a task twice, or lose one with its machine and give it to another: tasks are idempotent, and their files
 appear whole or not at all. Which process runs what, and when, never shows in the bytes.
 

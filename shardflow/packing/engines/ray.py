@@ -34,6 +34,21 @@ from shardflow.packing.engines.local import LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+_LOCALHOST: Final = "127.0.0.1"
+_OBJECT_STORE_BYTES: Final = 100 << 20
+"""Tasks and results are some KB each; nothing else passes through Ray."""
+_START_TIMEOUT_S: Final = 300.0
+"""Time without a single worker after which the job gives up."""
+_GRACE_S: Final = 150.0
+"""Time after a task's deadline, when the worker should have killed its process, until it counts as lost."""
+_MAX_LOSSES: Final = 5
+_MAX_FAILED_STARTS: Final = 3
+_QUIET: Final = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # It would kill workers, whose processes have limits of their own.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
 
 
 class PackingWorker:
@@ -69,23 +84,6 @@ class PackingWorker:
         except Exception as error:  # noqa: BLE001 - Ray would log its text
             answer = Answer(cannot_start=f"a Ray worker failed: {describe_exception(error)}")
         return json.dumps(encode(answer))
-
-
-_LOCALHOST: Final = "127.0.0.1"
-_OBJECT_STORE_BYTES: Final = 100 << 20
-"""Tasks and results are some KB each; nothing else passes through Ray."""
-_START_TIMEOUT_S: Final = 300.0
-"""Time without a single worker after which the job gives up."""
-_GRACE_S: Final = 150.0
-"""Time after a task's deadline, when the worker should have killed its process, until it counts as lost."""
-_MAX_LOSSES: Final = 5
-_MAX_FAILED_STARTS: Final = 3
-_QUIET: Final = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # It would kill workers, whose processes have limits of their own.
-    "RAY_memory_monitor_refresh_ms": "0",
-}
 
 
 @dataclass(slots=True, eq=False)

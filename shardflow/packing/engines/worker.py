@@ -34,9 +34,14 @@ from shardflow.packing.registry import TASK_HANDLERS, resolve
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_KIB: Final = 1024
 _LENGTH: Final = struct.Struct("<I")
 _READ_BYTES: Final = 1 << 16
 _MAX_MESSAGE_BYTES: Final = 1 << 28
+
+
+Handler: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+"""Runs one task: ``handler(kind, payload) -> result``, records as JSON; see `answering`."""
 
 
 class ChannelClosedError(Exception):
@@ -126,15 +131,6 @@ class Channel:
         return message
 
 
-Handler: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
-"""Runs one task: ``handler(kind, payload) -> result``, records as JSON; see `answering`."""
-
-HandlerFactory: TypeAlias = Callable[[Mapping[str, Any]], Handler]
-"""Makes the handler from the job's setup, once per process."""
-
-_KIB: Final = 1024
-
-
 def main(channel_fileno: int, parent_pid: int) -> None:
     """Run until the channel closes.
 
@@ -185,8 +181,8 @@ def peak_memory_bytes() -> int:
 
 
 def _make_handler(name: str, setup: Mapping[str, Any]) -> Handler:
-    factory: HandlerFactory = resolve(TASK_HANDLERS.get(name, name))
-    return factory(setup)
+    handler: Handler = resolve(TASK_HANDLERS.get(name, name))(setup)
+    return handler
 
 
 def _silently(make: Callable[[], Handler]) -> Handler:

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from shardflow.packing.studies.privacy import StudyPrivacy
 
 STUDY_JSON_VERSION: Final = 1
+PART_VERSION: Final = 1
+"""``format_version`` of the JSON fields that are made from attachments."""
+_OWN_FIELDS: Final = frozenset({"alignment.json", REPORT_FIELD, REPORT_JSON_FIELD, STUDY_FIELD})
+_DANGLING: Final = "dangling"
 
 
 def describe_series(
@@ -173,13 +177,6 @@ class ContextMaker:
         seconds = min((one for one in times if one is not None), default=None)
         midnight = datetime(day.year, day.month, day.day)  # noqa: DTZ001 - the clock of the hospital
         return None if seconds is None else midnight + timedelta(seconds=seconds)
-
-
-PART_VERSION: Final = 1
-"""``format_version`` of the JSON fields that are made from attachments."""
-
-_OWN_FIELDS: Final = frozenset({"alignment.json", REPORT_FIELD, REPORT_JSON_FIELD, STUDY_FIELD})
-_DANGLING: Final = "dangling"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
