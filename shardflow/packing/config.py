@@ -179,7 +179,7 @@ def check_splits(splits: Mapping[str, int], name: str) -> None:
         if parts < 0:
             raise ConfigError(f"{name}.{split} must be at least 0, got {parts}; correct it.")
     if sum(splits.values()) < 1:
-        raise ConfigError(f"{name} has no parts at all; give a split at least one.")
+        raise ConfigError(f"{name} must have at least one part in all, got 0; give a split some.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
