@@ -1,31 +1,43 @@
-"""Registry of field kinds: the kinds that deliver a view, and the check of a view against its datasets."""
+"""Registry of field types, and the fields of a loader bound to its samples.
+
+Types of other packages come from the entry points of the group ``shardflow.fields``; a type that has none can
+be used from Python, and is named by its module and class.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Final
 
 from shardflow.errors import ConfigError
+from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_names
 from shardflow.fields.images import Slices
 from shardflow.fields.raw import FieldsView, NamedFields
 from shardflow.fields.reader import Samples
 from shardflow.fields.slots import FieldKind
 from shardflow.fields.text import Texts
-from shardflow.fields.views import ImageView, View
+from shardflow.fields.views import Arrays, ArraySpec, ImageView, View
 from shardflow.format import Dataset
+from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.telemetry import StageCounters
 
 
 def field_kinds(
-    view: View | FieldsView | None, *, text: bool, counters: StageCounters
+    view: View | FieldsView | None, fields: FieldSet | None = None, *, text: bool, counters: StageCounters
 ) -> Sequence[FieldKind]:
     """Return the field kinds of a slot.
 
     Args:
         view: Which slices to deliver, or which fields by name.
+        fields: Fields to deliver.
         text: Whether to deliver the text as well.
         counters: Gets the stages ``decode``, ``transform`` and ``saturated`` (items: pixels).
     """
     kinds: list[FieldKind] = [Texts()] if text else []
+    kinds += [] if fields is None else fields.bound
     if isinstance(view, FieldsView):
         kinds.append(NamedFields(view, counters))
     elif view is not None:
@@ -66,3 +78,95 @@ def check_view(samples: Samples, view: View | FieldsView | None) -> None:
 def _variants(dataset: Dataset) -> dict[str, object]:
     variants = dataset.manifest.extra.get("variants")
     return variants if isinstance(variants, dict) else {}
+
+
+FIELD_GROUP: Final = "shardflow.fields"
+_TYPES: Final = {
+    "image": "shardflow.fields.specs:Image",
+    "slices": "shardflow.fields.specs:Slices",
+    "text": "shardflow.fields.specs:Text",
+}
+
+
+@cache
+def field_type(name: str) -> type[Field]:
+    """Return the field type of a name: a built-in one, an entry point, or ``package.module:Class``.
+
+    Raises:
+        ConfigError: There is none, or it cannot be imported.
+    """
+    found = {entry.name: entry.value for entry in entry_points(group=FIELD_GROUP)}
+    place = _TYPES.get(name) or found.get(name) or name
+    module, separator, attribute = place.partition(":")
+    if not separator:
+        raise ConfigError(
+            f"There is no field type {name!r}; there are {', '.join(sorted({*_TYPES, *found}))}."
+        )
+    try:
+        loaded: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"The field type {name!r} cannot be imported ({type(error).__name__}).") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Field)):
+        raise ConfigError(f"{place} is not a field type; derive it from shardflow.fields.Field.")
+    return loaded
+
+
+class FieldSet:
+    """Fields of a loader, bound to its samples. Safe for many threads.
+
+    Args:
+        fields: The fields by name.
+        context: The samples and their tables.
+
+    Raises:
+        ConfigError: A name is reserved, or a field does not fit the datasets.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], context: FieldContext) -> None:
+        check_names(fields)
+        self.specs = dict(fields)
+        self.bound: Sequence[BoundField] = [one.bind(name, context) for name, one in fields.items()]
+        self._entries = [self._describe(one) for one in self.bound]
+        self._digests = [] if "catalog" not in vars(context) else context.catalog.digests
+
+    @property
+    def content_id(self) -> str:
+        """Identity of what fills the slots: the field specs and the digests of the tables that they read."""
+        specs = {
+            name: {"type": entry["type"], "settings": repr(self.specs[name])}
+            for name, entry in zip(self.specs, self._entries, strict=True)
+        }
+        return sha256_hex(canonical_json({"fields": specs, "tables": list(self._digests)}))
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        return [spec for field in self.bound for spec in field.array_specs(slots)]
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Fill the arrays so that every slot is empty."""
+        for field in self.bound:
+            field.prepare(arrays, slots)
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without a sample."""
+        for field in self.bound:
+            field.blank(arrays, slot)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the entries of a batch for its descriptor."""
+        return self._entries
+
+    def _describe(self, field: BoundField) -> dict[str, Any]:
+        kind = type(self.specs[field.name])
+        entry = field.describe()
+        if kind.type_name not in _TYPES:
+            entry["type"] = f"{kind.__module__}:{kind.__qualname__}"
+        return entry
+
+
+def present_entries(entries: Sequence[Mapping[str, Any]], arrays: Arrays) -> dict[str, Any]:
+    """Return what a batch holds by name, see `Field.present`."""
+    found: dict[str, Any] = {}
+    for entry in entries:
+        found.update(field_type(entry["type"]).present(entry, arrays))
+    return found

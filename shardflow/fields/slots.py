@@ -34,6 +34,10 @@ class SlotRequest:
     """Size of the text according to the samples table: of the report, or of a part of it."""
     entity: EntityPlace | None = None
     """Place of a finding in its study; None for the whole study."""
+    component: int = 0
+    """Component of a blend; 0 without a blend."""
+    study_row: int = -1
+    """Row of the samples table of its dataset."""
 
 
 class SlotContent(Protocol):

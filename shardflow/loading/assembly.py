@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from shardflow.errors import SampleError
 from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import Slots
 from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 from shardflow.fields.raw import FieldsView
+from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler, SlotRequest
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
@@ -47,8 +49,8 @@ class PartSize:
 
     __slots__ = ("_has_images", "_max_bytes", "_num_parts")
 
-    def __init__(self, selection: Selection, config: LoaderConfig) -> None:
-        self._has_images = config.view is not None
+    def __init__(self, selection: Selection, config: LoaderConfig, *, has_fields: bool = False) -> None:
+        self._has_images = config.view is not None or has_fields
         self._num_parts = _PARTS_PER_THREAD * config.num_threads
         self._max_bytes = _LOCAL_BYTES if selection.is_local else None
 
@@ -117,6 +119,13 @@ class BatchSource:
     """Arrays of slots whose samples are findings; None if no sample is one."""
     reads: StreamReads | None = None
     """Tracks the reads for the forecast of a cache."""
+    fields: FieldSet | None = None
+    """Fields of the loader, in place of a view, text and tokens."""
+
+    @property
+    def reads_shards(self) -> bool:
+        """Whether shards are read; stored tokens alone are found by row."""
+        return self.config.text or self.config.view is not None or self.fields is not None
 
     def num_threads(self, config: LoaderConfig) -> int:
         """Return how many of the configured threads are useful.
@@ -124,7 +133,7 @@ class BatchSource:
         Tokens alone are copied out of memory maps under the interpreter's lock, so a second thread would only
         add switches. Remote tokens are fetched first, which threads do wait for.
         """
-        is_copied = config.view is None and not config.text and self.selection.is_local
+        is_copied = not self.reads_shards and self.selection.is_local
         return 1 if is_copied else config.num_threads
 
     def open(self, number: int) -> MicroBatchTask:
@@ -169,8 +178,7 @@ class MicroBatchTask:
             self._table_rows = self._padded(source.selection.table_rows(at))
             self._components = self._padded(source.selection.components_of(at))
         nothing = np.zeros_like(self._rows)
-        # Stored tokens alone are found by row, without reading a shard.
-        is_read = config.text or config.view is not None
+        is_read = source.reads_shards
         self._shard = self._column("shard", at) if is_read else nothing
         self._row_in_shard = self._column("row_in_shard", at) if is_read else nothing
         self._offset = self._column("offset_bytes", at) if is_read else nothing
@@ -179,6 +187,7 @@ class MicroBatchTask:
         self._mask_known()
         self._measure_tokens()
         self._facts = self._read_facts(at)
+        self._slots = self._read_slots()
         self._layout = BatchLayout.of(self._array_specs())
         check_layout(self._layout)
         self._parts = self._cut_parts()
@@ -217,6 +226,8 @@ class MicroBatchTask:
             np.cumsum(self._tokens.lengths, out=offsets[1:])
         if self._source.config.view is not None:
             self._source.config.view.prepare(self._arrays, self._facts)
+        if self._source.fields is not None:
+            self._source.fields.prepare(self._arrays, self._slots)
 
     def run(self, part: int, thread: ThreadState) -> None:
         """Fill the slots of a part.
@@ -260,6 +271,8 @@ class MicroBatchTask:
             self._arrays["weight"][slot] = 0
             if view is not None:
                 view.blank(self._arrays, slot)
+            if self._source.fields is not None:
+                self._source.fields.blank(self._arrays, slot)
         entries = self._layout.to_json()
         if text:
             self._close_gaps("text_bytes", "text_offsets", self._text_bytes, blank, entries)
@@ -276,6 +289,7 @@ class MicroBatchTask:
                 "micro": self._micro,
                 "slot": self._slot,
                 "arrays": entries,
+                **({} if self._source.fields is None else {"entries": self._source.fields.describe()}),
                 "keys": None,
                 **({"modalities": self._modalities} if isinstance(view, View) else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
@@ -297,6 +311,8 @@ class MicroBatchTask:
             key=self._keys[slot] or "",
             text_bytes=int(self._text_bytes[slot]),
             entity=self._source.selection.entity(int(self._rows[slot])),
+            component=int(self._slots.components[slot]),
+            study_row=int(self._slots.study_rows[slot]),
         )
 
     def _draw(self, slot: int) -> DrawKey:
@@ -406,12 +422,24 @@ class MicroBatchTask:
     def _read_facts(self, rows: NDArray[np.int64]) -> SliceFacts:
         names = ("num_slices", "rows", "columns", "num_bytes")
         plan, nothing = self._source.plan, np.zeros(len(self._rows), np.int64)
-        is_wanted = self._source.config.view is not None
+        is_wanted = self._source.config.view is not None or self._source.fields is not None
         columns = {name: self._column(name, rows) if is_wanted else nothing for name in names}
         # A padding slot has no row; any row does, because nothing is laid out for it.
         return SliceFacts(
             **columns, table_row=np.maximum(self._table_rows, 0), seed=plan.seed, epoch=plan.epoch
         )
+
+    def _read_slots(self) -> Slots:
+        """Return the samples that fields are laid out for; a slot that is masked already has none."""
+        rows, nothing = self._rows, np.zeros(len(self._rows), np.int64)
+        if self._source.fields is None:
+            return Slots(rows, nothing, nothing)
+        rows = rows.copy()
+        rows[list(self._bad)] = PADDING_ROW
+        studies, selection = nothing.copy(), self._source.selection
+        studies[rows >= 0] = selection.study_rows(rows[rows >= 0])
+        components = nothing if self._components is None else np.maximum(self._components, 0)
+        return Slots(rows, studies, components)
 
     def _array_specs(self) -> list[ArraySpec]:
         num_slots = len(self._rows)
@@ -422,6 +450,8 @@ class MicroBatchTask:
             specs += self._source.findings.array_specs(num_slots)
         if self._source.config.view is not None:
             specs += self._source.config.view.array_specs(self._facts)
+        if self._source.fields is not None:
+            specs += self._source.fields.array_specs(self._slots)
         if self._source.config.text:
             specs.append(ArraySpec.of("text_offsets", np.int64, num_slots + 1))
             specs.append(ArraySpec.of("text_bytes", np.uint8, int(self._text_bytes.sum())))
@@ -432,9 +462,8 @@ class MicroBatchTask:
 
     def _cut_parts(self) -> list[NDArray[np.int64]]:
         """Divide the slots that must be read into parts."""
-        config = self._source.config
         tokens = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
-        if config.view is None and not config.text:
+        if not self._source.reads_shards:
             return tokens
         is_wanted = self._is_sample.copy()
         is_wanted[list(self._bad)] = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from shardflow.errors import StateError
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import decode_value, field_of
+from shardflow.fields.registry import present_entries
 from shardflow.fields.text import text_of
 from shardflow.fields.views import ArraySpec, slices_of
 
@@ -95,8 +96,25 @@ class BatchLayout:
         ]
 
 
-class Batch:
-    """Micro-batch of one rank.
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """What a batch is, beside what it holds."""
+
+    sample_keys: list[str | None]
+    """Sample key per slot; None in a padding slot. A masked sample keeps its key."""
+    weight: NDArray[np.float32]
+    """``(B,)``, 1 for a sample, 0 for padding and for a masked sample."""
+    epoch: int
+    step: int
+    micro_batch: int
+    """Number of the micro-batch in its step."""
+
+
+class Batch(Mapping[str, Any]):
+    """Micro-batch of one rank: a mapping from the names of fields to their values.
+
+    With ``fields`` of the loader the entries are those fields and what belongs to them, such as
+    ``NAME_mask``; otherwise they are `arrays`. `info` says which samples are in it.
 
     Its memory is recycled: it returns to the loader when the batch, its arrays and everything made from them
     without a copy (slices, ``torch.from_numpy``) are gone, never earlier.
@@ -110,7 +128,7 @@ class Batch:
         buffer: The flat buffer.
     """
 
-    __slots__ = ("_arrays", "_descriptor", "_keys", "buffer")
+    __slots__ = ("_arrays", "_descriptor", "_keys", "_values", "buffer")
 
     def __init__(
         self, buffer: NDArray[np.uint8], descriptor: dict[str, Any], *, keys: SlotKeys | None = None
@@ -118,6 +136,7 @@ class Batch:
         self.buffer = buffer
         self._descriptor = descriptor
         self._keys = keys
+        self._values: Mapping[str, Any] | None = None
         self._arrays = {
             entry["name"]: _view(buffer, np.dtype(entry["dtype"]), entry["shape"], entry["offset"])
             for entry in descriptor["arrays"]
@@ -184,7 +203,7 @@ class Batch:
         return int(self._descriptor["slot"])
 
     @property
-    def keys(self) -> list[str | None]:
+    def sample_keys(self) -> list[str | None]:
         """Sample key per slot, as planned: None in a padding slot; a masked sample keeps its key."""
         return list(self.descriptor["keys"])
 
@@ -273,10 +292,44 @@ class Batch:
             return data
         return decode_value(name, data)
 
+    @property
+    def num_slots(self) -> int:
+        """Number of slots (B), padding included."""
+        return len(self._arrays["row"])
+
+    @property
+    def info(self) -> BatchInfo:
+        """Which samples the batch holds, and where in the run it is."""
+        return BatchInfo(self.sample_keys, self._arrays["weight"], self.epoch, self.step, self.micro)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an entry: an array, or a list with an item per slot where sizes differ.
+
+        Raises:
+            KeyError: There is no such entry; the message names those that there are.
+        """
+        values = self._entries()
+        if name not in values:
+            raise KeyError(f"the batch has no entry {name!r}; it has {', '.join(values)}")
+        return values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the entries."""
+        return iter(self._entries())
+
     def __len__(self) -> int:
-        """Number of slots, padding included."""
-        keys = self._descriptor["keys"]
-        return len(self._keys if keys is None and self._keys is not None else keys)
+        """Return the number of entries; `num_slots` is the number of samples it has room for."""
+        return len(self._entries())
+
+    def __bool__(self) -> bool:
+        """Return True: a batch without entries is a batch."""
+        return True
+
+    def _entries(self) -> Mapping[str, Any]:
+        if self._values is None:
+            entries = self._descriptor.get("entries")
+            self._values = self._arrays if entries is None else present_entries(entries, self._arrays)
+        return self._values
 
     def __repr__(self) -> str:
         names = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in self._arrays.items())

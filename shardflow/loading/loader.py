@@ -6,27 +6,31 @@ those that are only prefetched. The plan decides what is in a micro-batch; a str
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from shardflow.errors import StateError
+from shardflow.errors import ConfigError, StateError
+from shardflow.fields.field import Field
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
-from shardflow.fields.registry import check_view
+from shardflow.fields.registry import FieldSet, check_view
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World, check_node
 from shardflow.loading.engine import Pool
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
-from shardflow.loading.selection import Selection, select
+from shardflow.loading.selection import Selection, bind_fields, select
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.telemetry import StageCounters, Tunables
 
+_LOGGER = logging.getLogger(__name__)
 # Around the end of an epoch both its plan and the next one are needed in turn.
 _NUM_PLANS = 2
 
@@ -142,6 +146,15 @@ def _given_batch(batch: BatchSpec | None, spec: BatchSpec | None) -> BatchSpec:
     return batch
 
 
+def _without_view(config: LoaderConfig) -> LoaderConfig:
+    """Return the settings of a loader with fields, which stand in for view, text and tokens."""
+    if config.view is not None or config.tokens is not None:
+        raise ConfigError(
+            "fields= says what a batch holds; leave out view and tokens of LoaderConfig, or fields."
+        )
+    return replace(config, text=False)
+
+
 class Loader:
     """Iterable over this rank's micro-batches of an epoch, in the plan's order.
 
@@ -163,6 +176,10 @@ class Loader:
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
         subset: Terms that all samples must satisfy, such as ``"modality=CT"``, see `select`.
+        fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``; in place of the
+            view, text and tokens of ``config``.
+        accept_content_change: Whether a state of other fields may be loaded, for example to go on with larger
+            images; the order of samples is the same.
         world: This rank; a world of one rank by default.
         config: How to run; never changes what is in a micro-batch.
         spec: The former name of ``batch``, accepted for one release.
@@ -191,6 +208,8 @@ class Loader:
         batch: BatchSpec | None = None,
         seed: int,
         subset: Sequence[str] = (),
+        fields: Mapping[str, Field] | None = None,
+        accept_content_change: bool = False,
         world: World | None = None,
         config: LoaderConfig | None = None,
         spec: BatchSpec | None = None,
@@ -199,6 +218,12 @@ class Loader:
         self.world = world or World()
         config = config or LoaderConfig()
         selection = select(dataset, split, subset)
+        self._fields: FieldSet | None = None
+        counters = StageCounters()
+        if fields is not None:
+            config = _without_view(config)
+            selection, self._fields = bind_fields(selection, fields, counters)
+        self._accept_content_change = accept_content_change
         check_view(selection, config.view)
         check_node(config, selection.datasets, self.world)
         self._schedule = RankSchedule(
@@ -209,7 +234,9 @@ class Loader:
         )
         self._state = selection.state(batch, seed=seed)
         self._plans: list[EpochPlan] = []
-        self._runtime = LoaderRuntime(selection, self._schedule, self.world, self._state, config)
+        self._runtime = LoaderRuntime(
+            selection, self._schedule, self.world, self._state, config, counters, self._fields
+        )
         weakref.finalize(self, self._runtime.close)
         if batch.budget is None:
             self._plan_of(0)  # costs nothing, and raises at once if no step can be formed
@@ -390,7 +417,8 @@ class Loader:
         After the last micro-batch of step k the position is k + 1; inside a step it is that step; after the
         last step of an epoch it is step 0 of the next one.
         """
-        return self._state.at(self._position).to_json()
+        state = self._state.at(self._position).to_json()
+        return state if self._fields is None else {**state, "content_id": self._fields.content_id}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Move to a saved position; takes effect at the next ``iter()`` and retires the current iteration.
@@ -401,11 +429,27 @@ class Loader:
             StateError: The state is malformed or belongs to another seed, dataset, split or batch spec; the
                 message names the field, and the position does not change.
         """
+        state = dict(state)
+        content_id = state.pop("content_id", None)
         loaded = LoaderState.from_json(state)
         loaded.check_matches(self._state)
         loaded.check_within(self.num_steps_in(loaded.epoch))
+        self._check_content(content_id)
         self._retire()
         self._position = loaded.position
+
+    def _check_content(self, content_id: object) -> None:
+        """Refuse a state whose batches held something else."""
+        ours = None if self._fields is None else self._fields.content_id
+        if content_id == ours:
+            return
+        if not self._accept_content_change:
+            raise StateError(
+                "The state belongs to batches of other fields (content_id differs): their specs, a series "
+                "table or a transform changed. Restore them, or pass accept_content_change=True to go on in "
+                "the same order with the new ones."
+            )
+        _LOGGER.warning("resuming with other fields than those of the state (accept_content_change)")
 
     # ---- counters and masks ----------------------------------------------------------------------
 
@@ -488,7 +532,15 @@ class Loader:
         runtime = self._runtime
         if runtime.pid != os.getpid():
             selection = runtime.selection.reopened()
-            self._runtime = LoaderRuntime(selection, self._schedule, self.world, self._state, runtime.config)
+            self._runtime = LoaderRuntime(
+                selection,
+                self._schedule,
+                self.world,
+                self._state,
+                runtime.config,
+                StageCounters(),
+                self._fields,
+            )
             weakref.finalize(self, self._runtime.close)
         return self._runtime
 

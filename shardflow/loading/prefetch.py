@@ -27,7 +27,7 @@ from shardflow.errors import ShardflowError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample
 from shardflow.fields.reader import FieldReader, Shard
-from shardflow.fields.registry import field_kinds
+from shardflow.fields.registry import FieldSet, field_kinds
 from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import DrawKey
 from shardflow.loading.config import LoaderConfig, World
@@ -97,6 +97,7 @@ class PrefetchPlanner:
         config: What is read of a sample.
         run_id: Identity of the run's plan and seed.
         counters: Gets what the caches count while a stream of the loader reads.
+        fields: Fields that are read of a sample.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class PrefetchPlanner:
         *,
         run_id: str,
         counters: StageCounters,
+        fields: FieldSet | None = None,
     ) -> None:
+        self.fields = fields
         self.selection, self.schedule, self.world, self.config = selection, schedule, world, config
         self.counters = counters
         self._cached = _join(selection, world, run_id)
@@ -211,6 +214,7 @@ class StreamReads:
         self._planner, self._plan, self._numbers = planner, plan, numbers
         self._selection, self._schedule, self._config = planner.selection, planner.schedule, planner.config
         self._per_step = self._schedule.num_micro_batches_per_rank
+        self._has_images = self._config.view is not None or planner.fields is not None
         self._changed = threading.Condition()
         self._open: set[int] = set()
         self._next = numbers.start
@@ -221,7 +225,9 @@ class StreamReads:
         self._prefetcher: Prefetcher | None = None
         counters = StageCounters()  # the caches count what is prefetched
         self._reader = FieldReader(self._selection, read_bytes=1, counters=counters)
-        self._kinds = field_kinds(self._config.view, text=self._config.text, counters=counters)
+        self._kinds = field_kinds(
+            self._config.view, planner.fields, text=self._config.text, counters=counters
+        )
         self._plans: dict[int, EpochPlan] = {}
         self._planning = threading.Lock()
         self._planned: Iterator[PlannedRead] = iter(())
@@ -312,7 +318,7 @@ class StreamReads:
             store.cache.config for store in stores if isinstance(store, CachedStore) and store.cache.is_on
         ]
         max_bytes = max((each.read_ahead_bytes for each in settings), default=0)
-        if not max_bytes or not (self._config.text or self._config.view is not None):
+        if not max_bytes or not (self._has_images or self._config.text):
             if self._prefetcher is not None:
                 self._prefetcher.close()
                 self._threads += self._prefetcher.threads
@@ -379,7 +385,8 @@ class StreamReads:
             step, slot = divmod(planned.number, self._per_step)
             micro = self._schedule.micro(self._planner.world.rank, slot)
             place = (step, micro, int(np.flatnonzero(plan.micro_batch(step, micro).rows == row)[0]))
-        table_row = int(self._selection.table_rows(np.array([row], np.int64))[0])
+        at = np.array([row], np.int64)
+        table_row = int(self._selection.table_rows(at)[0])
         request = SlotRequest(
             slot=0,
             draw=DrawKey(plan.seed, plan.epoch, row, place, table_row),
@@ -387,6 +394,8 @@ class StreamReads:
             key="",
             text_bytes=0,
             entity=self._selection.entity(row),
+            component=int(self._selection.components_of(at)[0]),
+            study_row=int(self._selection.study_rows(at)[0]),
         )
         return sorted({field for kind in self._kinds for field in kind.needed(shard, request)})
 
@@ -406,7 +415,7 @@ class StreamReads:
             step, slot = divmod(number, self._per_step)
             rows = plan.micro_batch(step, self._schedule.micro(self._planner.world.rank, slot)).rows
             rows = rows[rows >= 0]
-            num_together = max(len(rows), 1) if self._config.view is None else 1
+            num_together = 1 if self._has_images else max(len(rows), 1)
             for first in range(0, len(rows), num_together):
                 together = rows[first : first + num_together]
                 yield PlannedRead(num_before + number, plan.epoch, number, together)

@@ -23,7 +23,7 @@ from shardflow.errors import ConfigError, ShardflowError
 from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.reader import FieldReader
-from shardflow.fields.registry import field_kinds
+from shardflow.fields.registry import FieldSet, field_kinds
 from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import TokenAssembler
@@ -150,6 +150,8 @@ class LoaderRuntime:
         world: This rank.
         state: The run that the loader belongs to.
         config: How to run.
+        counters: Gets the stages of reading and decoding.
+        fields: Fields to deliver, in place of a view, text and tokens.
 
     Attributes:
         pid: The process that this belongs to.
@@ -165,15 +167,18 @@ class LoaderRuntime:
         world: World,
         state: LoaderState,
         config: LoaderConfig,
+        counters: StageCounters,
+        fields: FieldSet | None = None,
     ) -> None:
         self.pid = os.getpid()
+        self.fields = fields
         self.selection, self.world, self.config = selection, world, config
         stores = [dataset.store for dataset in selection.datasets]
         origins = [store.origin if isinstance(store, CachedStore) else store for store in stores]
         caches = [store.cache for store in stores if isinstance(store, CachedStore)]
         self._caches: list[Cache] = list({id(cache): cache for cache in caches}.values())
         self._remotes = list({id(one): one for one in origins if isinstance(one, RemoteStore)}.values())
-        self.counters = StageCounters()
+        self.counters = counters
         self.pool = BufferPool(config.prefetch_bytes)
         self.planner = PrefetchPlanner(
             selection,
@@ -182,11 +187,12 @@ class LoaderRuntime:
             config,
             run_id=f"{state.plan_id} {state.seed}",
             counters=self.counters,
+            fields=fields,
         )
         self.processes: LoaderProcesses | None = None
         self._retired: list[LoaderProcesses] = []
         self._schedule, self._state = schedule, state
-        self._part_size = PartSize(selection, config)
+        self._part_size = PartSize(selection, config, has_fields=fields is not None)
         self._tokens = None if config.tokens is None else TokenAssembler(selection, config.tokens)
         self._transform: Transform | None = None
         self._changing = threading.RLock()
@@ -203,7 +209,7 @@ class LoaderRuntime:
         with self._changing:
             config = self.config
             reader = FieldReader(self.selection, read_bytes=config.read_bytes, counters=self.counters)
-            kinds = field_kinds(config.view, text=config.text, counters=self.counters)
+            kinds = field_kinds(config.view, self.fields, text=config.text, counters=self.counters)
             source = BatchSource(
                 selection=self.selection,
                 plan=plan,
@@ -220,6 +226,7 @@ class LoaderRuntime:
                 counters=self.counters,
                 known_masks=known_masks,
                 reads=self.planner.follow(plan, numbers) if self.planner.is_on else None,
+                fields=self.fields,
             )
             stream = ThreadStream(source, numbers, reader)
             self.streams.add(stream)
@@ -237,6 +244,7 @@ class LoaderRuntime:
                 "batch": self._state.spec,
                 "seed": self._state.seed,
                 "world": self.world,
+                "fields": None if self.fields is None else self.fields.specs,
             }
             self.processes = LoaderProcesses(arguments, self.config, self.counters)
         return ProcessStream(self.processes, epoch, numbers, known_masks)

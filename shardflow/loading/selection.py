@@ -14,9 +14,10 @@ digest is part of the plan's identity, the terms are not.
 from __future__ import annotations
 
 import hashlib
+import logging
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,15 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError
+from shardflow.fields.field import Field, FieldContext
+from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityPlace
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
 from shardflow.format.tokens import COUNT_COLUMN, open_counts
 from shardflow.sampling import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
 from shardflow.sampling.blend import BLEND_SPLIT, Blend, blend_layout
-from shardflow.sampling.layout import Rows, chosen_layout, mask_of, rows_digest, select_rows
+from shardflow.sampling.layout import Rows, RowSet, chosen_layout, mask_of, rows_digest, select_rows
 from shardflow.storage import LocalStore
+from shardflow.telemetry import StageCounters
 
+_LOGGER = logging.getLogger(__name__)
 _DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TERM = re.compile(r"([a-z_]+)\s*(<=|>=|!=|=|<|>)\s*(\S.*)")
@@ -386,6 +391,15 @@ class Selection:
         """Whether all datasets are local folders, read without a cache."""
         return all(isinstance(dataset.store, LocalStore) for dataset in self.datasets)
 
+    def population_of(self, component: int) -> NDArray[np.bool_]:
+        """Return which studies of a component's dataset are used, ``(num_studies,)``."""
+        dataset, population = self.datasets[component], self.population
+        rows = population.components[component].rows if isinstance(population, Blend) else population
+        used = np.zeros(dataset.studies.num_samples, bool)
+        for block in rows.blocks() if isinstance(rows, RowSet) else [np.arange(rows.start, rows.stop)]:
+            used[dataset.study_rows(block)] = True
+        return used
+
     # ---- plan and state --------------------------------------------------------------------------
 
     def layout(self, spec: BatchSpec) -> SampleLayout:
@@ -589,6 +603,46 @@ def select(source: Dataset | Selection, split: str = "", subset: Sequence[str] =
         return source
     chosen = choose_rows(source, split, subset)
     return Selection(datasets=(source,), population=chosen.rows, split=chosen.split, subset=chosen.digest)
+
+
+def bind_fields(
+    selection: Selection, fields: Mapping[str, Field], counters: StageCounters
+) -> tuple[Selection, FieldSet]:
+    """Bind fields to the samples of a selection, and leave out samples that a field drops.
+
+    Args:
+        selection: The samples.
+        fields: What a batch holds.
+        counters: Gets the stages of decoding.
+
+    Returns:
+        The samples that are left, and the bound fields.
+
+    Raises:
+        ConfigError: A field does not fit the datasets, or no sample is left.
+    """
+    populations = [selection.population_of(place) for place in range(len(selection.datasets))]
+    bound = FieldSet(fields, FieldContext(selection, populations, counters))
+    dropped = [one for one in bound.bound if bound.specs[one.name].missing == "drop"]
+    kept = [each.copy() for each in populations]
+    for one in dropped:
+        for place, has_content in enumerate(one.has_content or ()):
+            kept[place] &= has_content
+    if all((one == other).all() for one, other in zip(kept, populations, strict=True)):
+        return selection, bound
+    if selection.is_blend or selection.has_entities:
+        names = ", ".join(repr(one.name) for one in dropped)
+        raise ConfigError(
+            f"missing='drop' of {names} needs a single dataset of studies; for a blend or an entity view, "
+            "select the samples in its file, or write missing='pad'."
+        )
+    rows = select_rows(range(len(kept[0])), lambda start, stop: kept[0][start:stop])
+    if not rows:
+        raise ConfigError("No sample has all fields with missing='drop'; write missing='pad' for some.")
+    num_dropped = int(populations[0].sum()) - len(rows)
+    _LOGGER.info("left out %d samples that lack a field with missing='drop'", num_dropped)
+    left = replace(selection, population=rows, subset=rows_digest(rows))
+    return left, FieldSet(fields, FieldContext(left, kept, counters))
 
 
 def _bases(sizes: list[int]) -> Int64Array:

@@ -413,7 +413,7 @@ def step_inputs(
 def _entry(batch: Batch) -> LedgerMicroBatch:
     return LedgerMicroBatch(
         micro=batch.micro,
-        keys=tuple(batch.keys),
+        keys=tuple(batch.sample_keys),
         weights=tuple(batch.arrays["weight"].tolist()),
         components=tuple(batch.components) if "component" in batch.arrays else (),
     )

@@ -43,7 +43,7 @@ class Notes:
         def noted(batch: Batch) -> dict[str, torch.Tensor]:
             is_training = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             if is_training:
-                self.seen.append([batch.epoch, batch.step, batch.micro, list(batch.keys)])
+                self.seen.append([batch.epoch, batch.step, batch.micro, list(batch.sample_keys)])
             tensors: dict[str, torch.Tensor] = convert(batch)
             return tensors
 

@@ -43,7 +43,9 @@ def read_to_the_end(dataset: Path, run: Path) -> None:
             first = loader.position
             for number, batch in enumerate(loader, start=1):
                 weights = tuple(batch.arrays["weight"].tolist())
-                taken.append(LedgerMicroBatch(micro=batch.micro, keys=tuple(batch.keys), weights=weights))
+                taken.append(
+                    LedgerMicroBatch(micro=batch.micro, keys=tuple(batch.sample_keys), weights=weights)
+                )
                 if number % SPEC.micro_batches_per_step:
                     continue
                 step = first.step + number // SPEC.micro_batches_per_step - 1

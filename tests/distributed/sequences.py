@@ -126,7 +126,7 @@ def run_task(ranks: Ranks, folder: Path, task: Task) -> None:
                     "epoch": batch.epoch,
                     "step": batch.step,
                     "micro": batch.micro,
-                    "keys": batch.keys,
+                    "keys": batch.sample_keys,
                     "weights": batch.arrays["weight"].tolist(),
                 }
             )

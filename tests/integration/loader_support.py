@@ -123,4 +123,4 @@ def received_keys(batches: Iterable[Batch]) -> Iterator[Keys]:
     """The same of what a loader yields."""
     for batch in batches:
         weights = tuple(batch.arrays["weight"].astype(float).tolist())
-        yield batch.epoch, batch.step, batch.micro, tuple(batch.keys), weights
+        yield batch.epoch, batch.step, batch.micro, tuple(batch.sample_keys), weights

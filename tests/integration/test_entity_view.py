@@ -103,7 +103,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def held(batches: Sequence[Batch]) -> Held:
     return {
-        (batch.epoch, batch.step, batch.micro): (tuple(batch.keys), tuple(batch.components))
+        (batch.epoch, batch.step, batch.micro): (tuple(batch.sample_keys), tuple(batch.components))
         for batch in batches
         if batch.micro < 4
     }
@@ -252,7 +252,7 @@ def test_packed_studies_become_entities_with_the_slices_that_packing_aligned(tmp
         config = LoaderConfig(view=IMAGES)
         with Loader(entities, split=split, batch=SPECS["fixed"], seed=SEED, config=config) as loader:
             for batch in loader:
-                for slot, key in enumerate(batch.keys):
+                for slot, key in enumerate(batch.sample_keys):
                     if key is not None:
                         found.add(key)
                         assert batch.arrays["slice_mask"][slot].any()
@@ -353,7 +353,7 @@ def test_any_plan_holds_every_row_once_on_any_world(
             loader.set_epoch(epoch)
             batches = list(loader)
             lengths.add((loader.num_micro_batches_in(epoch), len(batches)))
-            found += [key for batch in batches for key in batch.keys if key is not None]
+            found += [key for batch in batches for key in batch.sample_keys if key is not None]
     assert len(lengths) == 1
     assert all(first == second for first, second in lengths)
     plan = selection.plan(spec, seed=seed, epoch=epoch)
@@ -392,7 +392,7 @@ def test_what_comes_is_the_entity(
             table = entities.samples
             place = table.place(row)
             study = int(table.gather("study", row))
-            assert batch.keys[slot] == table.sample_key(row)
+            assert batch.sample_keys[slot] == table.sample_key(row)
             chosen = (arrays["image"][slot, :, 0, 0] % 10_000 - study_number(entities, study) * 16).tolist()
             if place.series == 0:  # as stored, not resized
                 assert chosen[0] == place.slices[place.centre] == arrays["entity_centre"][slot]
@@ -488,7 +488,7 @@ def test_random_slices_change_with_the_epoch_and_even_ones_do_not(entities: Enti
             loader.set_epoch(epoch)
             chosen = {}
             for batch in loader:
-                for slot, key in enumerate(batch.keys):
+                for slot, key in enumerate(batch.sample_keys):
                     chosen[key] = batch.arrays["image"][slot, :, 0, 0].tolist()
             found.append(chosen)
         return found
@@ -515,7 +515,7 @@ def test_a_damaged_slice_masks_the_entities_that_need_it(tmp_path: Path) -> None
     loader = Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, config=config)
     weights: dict[str | None, float] = {}
     for batch in loader:
-        weights |= dict(zip(batch.keys, batch.arrays["weight"].tolist(), strict=True))
+        weights |= dict(zip(batch.sample_keys, batch.arrays["weight"].tolist(), strict=True))
     masked = {row.key for row in loader.quarantined}
     needing = {
         entities.samples.sample_key(row)
@@ -610,7 +610,7 @@ def test_stored_tokens_of_a_view_are_those_of_its_texts(tmp_path: Path) -> None:
     for batch in Loader(
         open_blend(tmp_path / "blend.toml"), batch=spec, seed=SEED, config=LoaderConfig(tokens=tokens)
     ):
-        for slot, key in enumerate(batch.keys):
+        for slot, key in enumerate(batch.sample_keys):
             if key is not None:
                 num_texts += 1
                 assert batch.tokens(slot).tolist() == tokenizer.encode([batch.text(slot)])[0]

@@ -206,7 +206,7 @@ def test_views_and_datasets_that_do_not_fit_are_refused(url: str, tmp_path: Path
     config = LoaderConfig(view=FieldsView(fields=("study.json", "report.txt")))
     for batch in _loader(own, config=config):
         for slot in np.flatnonzero(batch.arrays["weight"]).tolist():
-            assert batch.field(slot, "study.json")["sample_key"] == batch.keys[slot]
+            assert batch.field(slot, "study.json")["sample_key"] == batch.sample_keys[slot]
             assert batch.field(slot, "report.txt") == batch.text(slot) != ""
             with pytest.raises(KeyError):
                 batch.field(slot, "jpg")

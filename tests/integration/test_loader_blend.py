@@ -63,7 +63,7 @@ def blend(folder: Path) -> Selection:
 
 def held(batches: list[Batch]) -> Held:
     return {
-        (batch.epoch, batch.step, batch.micro): (tuple(batch.keys), tuple(batch.components))
+        (batch.epoch, batch.step, batch.micro): (tuple(batch.sample_keys), tuple(batch.components))
         for batch in batches
         if batch.micro < 4
     }
@@ -104,7 +104,7 @@ def test_each_component_is_drawn_from_as_often_as_the_file_says(
         loader.set_epoch(epoch)
         draws: Counter[int] = Counter()
         for batch in loader:
-            for key, component in zip(batch.keys, batch.components, strict=True):
+            for key, component in zip(batch.sample_keys, batch.components, strict=True):
                 if key is not None:
                     uses[component, key] += 1
                     draws[component] += 1
@@ -124,10 +124,10 @@ def test_what_comes_belongs_to_its_component(blend: Selection, folder: Path) -> 
         assert arrays["component"].tolist() == batch.components
         for slot, (component, row) in enumerate(zip(batch.components, arrays["row"].tolist(), strict=True)):
             if component < 0:
-                assert (row, batch.keys[slot], arrays["weight"][slot]) == (-1, None, 0)
+                assert (row, batch.sample_keys[slot], arrays["weight"][slot]) == (-1, None, 0)
                 continue
             dataset = datasets[component]
-            assert batch.keys[slot] == dataset.samples.sample_key(row)
+            assert batch.sample_keys[slot] == dataset.samples.sample_key(row)
             assert batch.text(slot) == dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
             has_images = bool(dataset.samples.column("num_slices")[row])
             assert has_images == (component != 1)

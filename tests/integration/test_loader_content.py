@@ -76,7 +76,7 @@ def test_images_and_texts_equal_a_direct_decode(
                 assert np.array_equal(image[place], _resized(slices[index], size).astype(dtype))
             assert batch.image(slot).shape == (len(chosen), *size)
             assert batch.text(slot) == text
-            assert batch.keys[slot] == dataset.samples.sample_key(row)
+            assert batch.sample_keys[slot] == dataset.samples.sample_key(row)
             assert batch.arrays["weight"][slot] == 1
             assert batch.arrays["display_range"][slot].tolist() == [-1000, 1000]
     assert sorted(rows) == list(range(11))

@@ -125,7 +125,7 @@ def test_ragged_micro_batches_hold_what_they_say(dataset: Dataset) -> None:
     sizes = set()
     with Loader(dataset, split="train", batch=SPECS["budget"], seed=SEED, config=config) as loader:
         for batch in loader:
-            size = len(batch.keys)
+            size = len(batch.sample_keys)
             sizes.add(size)
             assert batch.arrays["image"].shape[0] == batch.arrays["weight"].shape[0] == size
             for slot, row in enumerate(batch.arrays["row"].tolist()):

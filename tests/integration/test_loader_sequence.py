@@ -93,7 +93,7 @@ def test_another_world_size_goes_on_exactly(dataset: Dataset, saved_at: int, res
         for rank in range(saved_at):
             loader = _loader(dataset, spec, World(rank=rank, world_size=saved_at))
             for batch in loader if stop else ():
-                run[batch.step, batch.micro] = tuple(batch.keys)
+                run[batch.step, batch.micro] = tuple(batch.sample_keys)
                 if (batch.step + 1, batch.slot + 1) == (stop, loader.num_micro_batches_per_rank):
                     break
             states.append(loader.state_dict())
@@ -102,7 +102,7 @@ def test_another_world_size_goes_on_exactly(dataset: Dataset, saved_at: int, res
             for rank in range(resumed_at):
                 loader = _loader(dataset, spec, World(rank=rank, world_size=resumed_at))
                 loader.load_state_dict(states[0])
-                run |= {(batch.step, batch.micro): tuple(batch.keys) for batch in loader}
+                run |= {(batch.step, batch.micro): tuple(batch.sample_keys) for batch in loader}
         expected = planned_keys(dataset, "train", spec, seed=SEED, epoch=0)
         whole = {(step, micro): keys for _, step, micro, keys, _ in expected}
         assert {place: keys for place, keys in run.items() if place[1] < 4} == whole
@@ -114,7 +114,9 @@ def test_every_sample_comes_exactly_once_with_tail_mask(dataset: Dataset) -> Non
     for rank in range(3):
         for batch in _loader(dataset, spec, World(rank=rank, world_size=3)):
             keys += [
-                key for key, weight in zip(batch.keys, batch.arrays["weight"], strict=True) if key and weight
+                key
+                for key, weight in zip(batch.sample_keys, batch.arrays["weight"], strict=True)
+                if key and weight
             ]
     assert sorted(keys) == sorted(dataset.samples.sample_key(row) for row in dataset.splits["train"])
 
@@ -130,7 +132,7 @@ def test_fillers_have_every_array_in_the_right_shape(dataset: Dataset) -> None:
         assert {name: array.shape for name, array in batch.arrays.items()} == {
             name: (0,) if name == "text_bytes" else array.shape for name, array in batches[0].arrays.items()
         }
-        assert batch.keys == [None, None]
+        assert batch.sample_keys == [None, None]
         assert batch.arrays["row"].tolist() == [-1, -1]
         for name in ("weight", "image", "slice_mask", "display_range", "text_offsets"):
             assert not batch.arrays[name].any(), name

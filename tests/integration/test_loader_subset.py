@@ -42,7 +42,7 @@ def loader_of(dataset: Dataset, spec: BatchSpec, rank: int = 0, world_size: int 
 
 
 def steps_of(batches: list[Batch]) -> dict[tuple[int, int], tuple[str | None, ...]]:
-    return {(batch.step, batch.micro): tuple(batch.keys) for batch in batches if batch.micro < 4}
+    return {(batch.step, batch.micro): tuple(batch.sample_keys) for batch in batches if batch.micro < 4}
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -84,7 +84,7 @@ def test_content_comes_with_the_chosen_samples(dataset: Dataset) -> None:
     for batch in loader:
         for slot, row in enumerate(batch.arrays["row"].tolist()):
             if row >= 0:
-                assert batch.keys[slot] == dataset.samples.sample_key(row)
+                assert batch.sample_keys[slot] == dataset.samples.sample_key(row)
                 assert len(batch.text(slot)) < 70
                 assert batch.arrays["slice_mask"][slot].sum() == 2
 
@@ -101,4 +101,4 @@ def test_torchs_dataloader_takes_a_subset(dataset: Dataset, tmp_path: Path) -> N
         dataset, split="train", subset=[f"keys={path}"], batch=SPECS["fixed"], seed=SEED, config=DRY
     )
     found = list(streamed.track(DataLoader(streamed, batch_size=None)))
-    assert sorted(key for batch in found for key in batch.keys if key) == sorted(keys)
+    assert sorted(key for batch in found for key in batch.sample_keys if key) == sorted(keys)

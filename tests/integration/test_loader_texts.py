@@ -31,7 +31,7 @@ def _texts(loader: Loader) -> dict[str, str]:
     return {
         key: batch.text(slot)
         for batch in loader
-        for slot, key in enumerate(batch.keys)
+        for slot, key in enumerate(batch.sample_keys)
         if key is not None and batch.arrays["weight"][slot]
     }
 

@@ -92,7 +92,7 @@ def test_content_is_the_loaders(url: str, num_workers: int) -> None:
     assert len(received) == len(expected)
     for one, other in zip(received, expected, strict=True):
         assert isinstance(one, Batch)
-        assert one.keys == other.keys
+        assert one.sample_keys == other.sample_keys
         assert [one.text(slot) for slot in range(2)] == [other.text(slot) for slot in range(2)]
         for name, array in other.arrays.items():
             assert one.arrays[name].dtype == array.dtype

@@ -204,7 +204,7 @@ def test_an_error_comes_out_of_its_own_micro_batch_while_threads_change(url: str
     own = make_dataset(tmp_path / "own", num_samples=48, samples_per_shard=10, size=(24, 24))
     dataset = Dataset.open(own)
     with _loader(own, view=None) as loader:
-        keys = [batch.keys for batch in loader]
+        keys = [batch.sample_keys for batch in loader]
     row = int(Dataset.open(own).samples.column("shard").argmax())
     path, offset, _ = locate(dataset, row, "report")
     flip_bit(path, offset)

@@ -24,7 +24,7 @@ def _images(dataset: Dataset) -> dict[str, bytes]:
     with Loader(
         dataset, split="train", batch=spec, seed=1, config=LoaderConfig(view=view, text=False)
     ) as loader:
-        found = {str(batch.keys[0]): batch.arrays["image"].tobytes() for batch in loader}
+        found = {str(batch.sample_keys[0]): batch.arrays["image"].tobytes() for batch in loader}
         assert not loader.quarantined
     return found
 

@@ -234,8 +234,8 @@ def test_a_wrong_byte_of_any_object_never_becomes_a_sample(tmp_path: Path) -> No
 def _assert_equal_but_masked(batches: list[Batch], others: list[Batch]) -> None:
     num_masked = 0
     for batch, other in zip(batches, others, strict=True):
-        for slot, key in enumerate(batch.keys):
-            assert key == other.keys[slot]
+        for slot, key in enumerate(batch.sample_keys):
+            assert key == other.sample_keys[slot]
             if batch.arrays["weight"][slot] != other.arrays["weight"][slot]:
                 num_masked += 1
                 assert batch.arrays["weight"][slot] == 0

@@ -60,7 +60,7 @@ def test_keys_kept_as_bytes_are_those_of_the_descriptor() -> None:
     keys = SlotKeys(np.array([b"a"]), np.array([True, False]))
     lazy = Batch(plain.buffer, {**plain.descriptor, "keys": None}, keys=keys)
     assert len(lazy) == 2
-    assert lazy.keys == ["a", None]
+    assert lazy.sample_keys == ["a", None]
     assert list(lazy.descriptor.items()) == list(plain.descriptor.items())
     assert [keys[0], keys[1]] == ["a", None]
 
@@ -69,7 +69,7 @@ def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:
     batch = _batch()
     descriptor = json.loads(json.dumps(batch.descriptor))
     again = Batch(np.frombuffer(batch.buffer.tobytes(), np.uint8), descriptor)
-    assert (again.epoch, again.step, again.micro, again.slot, again.keys) == (2, 3, 5, 1, ["a", None])
+    assert (again.epoch, again.step, again.micro, again.slot, again.sample_keys) == (2, 3, 5, 1, ["a", None])
     assert len(again) == 2
     for name, array in batch.arrays.items():
         assert again.arrays[name].dtype == array.dtype

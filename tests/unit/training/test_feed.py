@@ -80,7 +80,7 @@ class Noting(LoopHook):
 def test_the_position_counts_what_steps_took(tiny: TinyInput, looks_ahead: bool, per_step: int) -> None:
     with open_loader(tiny, per_step) as loader, open_loader(tiny, per_step) as plain:
         feed = DeviceFeed(loader, maker(tiny, Watched()), looks_ahead=looks_ahead)
-        expected = [tuple(batch.keys) for batch in plain]
+        expected = [tuple(batch.sample_keys) for batch in plain]
         found = []
         for step in range(loader.num_steps):
             assert loader.position.step == step
@@ -158,7 +158,7 @@ def test_settings_change_between_steps_under_a_feed_that_is_one_ahead(tiny: Tiny
     """The execution too: what was sent ahead is handed out next, and nothing comes twice or not at all."""
     with open_loader(tiny) as loader, open_loader(tiny) as plain:
         feed = DeviceFeed(loader, maker(tiny, Watched()), looks_ahead=True)
-        expected = [tuple(batch.keys) for batch in plain]
+        expected = [tuple(batch.sample_keys) for batch in plain]
         found, handed_over = [], []
         for step in range(loader.num_steps):
             one = Noting()

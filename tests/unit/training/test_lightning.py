@@ -34,7 +34,9 @@ class Counting(LightningModule):
 
     def validation_step(self, batch: Batch, _: int) -> None:
         weights = batch.arrays["weight"].tolist()
-        self.validated[-1] += [k for k, w in zip(batch.keys, weights, strict=True) if w and k is not None]
+        self.validated[-1] += [
+            k for k, w in zip(batch.sample_keys, weights, strict=True) if w and k is not None
+        ]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

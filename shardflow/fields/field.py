@@ -1,0 +1,223 @@
+"""Fields of a batch: the interface that every type of field implements, before and after it is bound.
+
+A `Field` is what a user writes: a frozen description without data. Bound to a selection it becomes a
+`BoundField`, which knows from tables what each sample has, lays out the arrays of a micro-batch, names the
+stored fields that a sample needs, and takes their bytes. `Field.present` turns the arrays of a finished batch
+into what ``batch["name"]`` returns; it runs wherever the batch arrives, in another process too.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardflow.fields.catalog import SeriesCatalog
+    from shardflow.fields.reader import Samples, Shard
+    from shardflow.fields.slots import SlotContent, SlotRequest
+    from shardflow.fields.views import Arrays, ArraySpec
+    from shardflow.telemetry import StageCounters
+
+Missing: TypeAlias = Literal["pad", "drop", "error"]
+"""What a sample without the content of a field means: padding with a mask of 0, leaving the sample out of the
+plan, or an error before step 0."""
+FIELD_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+RESERVED_NAMES: Final = frozenset({"row", "weight", "component", "info"})
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Samples of a micro-batch by slot, ``(B,)`` each."""
+
+    rows: NDArray[np.int64]
+    """Row of the selection; -1 where the slot holds no sample, or a masked one."""
+    study_rows: NDArray[np.int64]
+    """Row of the samples table of its dataset; 0 where there is none."""
+    components: NDArray[np.int64]
+    """Component of a blend; 0 without a blend."""
+
+    def __len__(self) -> int:
+        """Return the number of slots, padding included."""
+        return len(self.rows)
+
+    @property
+    def used(self) -> list[int]:
+        """Slots that hold a sample, ascending."""
+        found: list[int] = np.flatnonzero(self.rows >= 0).tolist()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """What a field delivers of a population, and what it leaves out."""
+
+    num_samples: int
+    num_missing: int
+    """Samples that have nothing for the field."""
+    delivered: Mapping[str, int] = field(default_factory=dict)
+    """Number of images by role."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Images that the field selects and has no place for, by role."""
+
+
+class FieldContext:
+    """What a field is bound to: the samples, which of them are used, and the tables beside them.
+
+    Args:
+        samples: The samples and their datasets.
+        populations: For each dataset which of its studies are used, ``(num_studies,)``.
+        counters: Gets the stages ``decode``, ``transform`` and ``saturated``.
+    """
+
+    def __init__(
+        self, samples: Samples, populations: Sequence[NDArray[np.bool_]], counters: StageCounters
+    ) -> None:
+        self.samples, self.populations, self.counters = samples, populations, counters
+
+    @cached_property
+    def catalog(self) -> SeriesCatalog:
+        """Series tables of the datasets.
+
+        Raises:
+            ConfigError: A dataset has none.
+        """
+        from shardflow.fields.catalog import SeriesCatalog
+
+        return SeriesCatalog(self.samples)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the population, over all datasets."""
+        return sum(int(np.count_nonzero(each)) for each in self.populations)
+
+    def count_missing(self, has_content: Sequence[NDArray[np.bool_]]) -> int:
+        """Return how many samples of the population have no content, given which ones have."""
+        pairs = zip(self.populations, has_content, strict=True)
+        return sum(int(np.count_nonzero(used & ~has)) for used, has in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field(ABC):
+    """Description of one entry of a batch; see the subclasses."""
+
+    type_name: ClassVar[str] = ""
+    """Name in TOML and in descriptors of batches."""
+
+    missing: Missing = "error"
+    """What a sample without this content means. Where no table knows which samples have it, ``error`` masks
+    the slot and counts a bad sample, and ``drop`` is refused."""
+
+    @abstractmethod
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection.
+
+        Args:
+            name: Name of the entry in the batch.
+            context: The samples and their tables.
+
+        Raises:
+            ConfigError: The field does not fit the datasets.
+        """
+
+    @classmethod
+    @abstractmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the entries of a batch for this field: its value, and masks beside it.
+
+        Args:
+            entry: What `BoundField.describe` returned for it.
+            arrays: The arrays of the batch by name; views without a copy are preferred.
+        """
+
+
+class BoundField(ABC):
+    """Field bound to a selection. Safe for many threads.
+
+    Args:
+        name: Name of the entry in the batch; arrays have this name, or begin with it and ``_`` or ``.``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
+        """Which samples of each dataset have content, ``(num_studies,)``; None if no table knows."""
+        return None
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """What is delivered and left out of the population; None if no table knows."""
+        return None
+
+    @abstractmethod
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch; sizes follow from tables alone."""
+
+    @abstractmethod
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Fill the arrays so that every slot is empty; slots of samples are filled afterwards."""
+
+    @abstractmethod
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the numbers of the stored fields that a sample needs.
+
+        Raises:
+            BadSample: The shard lacks one of them.
+        """
+
+    @abstractmethod
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot.
+
+        Raises:
+            BadSample: The shard lacks a stored field, or the sample does not fit into its slot.
+        """
+
+    @abstractmethod
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without a sample."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what `Field.present` needs beside the arrays, as plain JSON values."""
+
+
+def check_names(fields: Mapping[str, Field]) -> None:
+    """Refuse names that cannot be entries of a batch.
+
+    Raises:
+        ConfigError: A name is malformed, reserved, or that of an array beside another field.
+    """
+    for name, one in fields.items():
+        if not isinstance(one, Field):
+            raise ConfigError(
+                f"fields[{name!r}] is {type(one).__name__}, not a field; write for example "
+                "sf.Image(size=(512, 512))."
+            )
+        if not FIELD_NAME.fullmatch(name):
+            raise ConfigError(
+                f"The field name {name!r} is not valid: use a-z, 0-9 and _, beginning with a letter."
+            )
+        owner = next((other for other in fields if name.startswith(f"{other}_")), None)
+        if name in RESERVED_NAMES or (owner is not None and name.removeprefix(f"{owner}_") in _SUFFIXES):
+            beside = "every batch has an entry of this name" if owner is None else f"it is beside {owner!r}"
+            raise ConfigError(f"The field name {name!r} is reserved ({beside}); choose another one.")
+
+
+_SUFFIXES: Final = frozenset({"mask", "range", "box", "index", "shape", "label"})
+
+
+def add_counts(counts: Sequence[Counter[str]]) -> Counter[str]:
+    """Return the sum of counts."""
+    return sum(counts, Counter())

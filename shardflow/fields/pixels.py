@@ -1,0 +1,497 @@
+"""Fields of pixels: images and slices, decoded into their places.
+
+Which images a sample has, and their sizes, follow from the series table, so memory is laid out before
+anything is read, and only chosen images are read. With one size for all, an entry is one array; otherwise
+images are stored one after another, and the entry is a list.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError, FormatError
+from shardflow.fields.catalog import SelectedSeries, SeriesImages
+from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
+from shardflow.fields.field import BoundField, Coverage, FieldContext, Slots
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
+from shardflow.fields.slots import SlotRequest
+from shardflow.fields.specs import DEFAULT_SERIES, Image, PixelField, Slices
+from shardflow.fields.views import WINDOWS, Arrays, ArraySpec, DrawKey, content_boxes
+from shardflow.format import array_header, decode_array
+from shardflow.sampling import Permutation
+
+_LOGGER = logging.getLogger(__name__)
+_COLOR: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Image or slice to deliver."""
+
+    series: int
+    """Number of its series in the sample."""
+    index: int
+    """Position in the series."""
+    shape: tuple[int, int]
+    """Stored rows and columns."""
+
+
+class BoundPixels(BoundField):
+    """Field of images or slices, bound to a selection.
+
+    Args:
+        name: Name of the entry.
+        spec: What to deliver.
+        context: The samples and their tables.
+
+    Attributes:
+        selected: Series and images that the field selects.
+        num_places: Places for pictures in each slot (N).
+        size: Rows and columns of every picture; None if they differ.
+
+    Raises:
+        ConfigError: The field selects nothing, or a sample has nothing for it and ``missing`` is ``error``.
+    """
+
+    selected: SelectedSeries
+
+    def __init__(self, name: str, spec: PixelField, context: FieldContext) -> None:
+        super().__init__(name)
+        self.spec = spec
+        self._counters = context.counters
+        self._has_warned = False
+        self.selected = context.catalog.select(spec.series or DEFAULT_SERIES, context.populations)
+        self._check_selected(context)
+        self._populations = context.populations
+        self._num_samples = context.num_samples
+        self._num_missing = context.count_missing(self.has_content)
+        if self._num_missing and spec.missing == "error":
+            raise ConfigError(
+                f"{self._num_missing:,} of {self._num_samples:,} samples have no image for the field {name!r}"
+                f"{'' if spec.series is None else f' (series={spec.series!r})'}; write missing='pad' to pad "
+                "and mask them, or missing='drop' to leave these samples out."
+            )
+        self.channels: int = spec.channels or (_COLOR if max(self.selected.values("channels")) > 1 else 1)
+        stored = [np.dtype(each) for each in self.selected.values("dtype")]
+        self.dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.result_type(*stored)
+        rows, columns = self.selected.values("rows"), self.selected.values("columns")
+        is_one_size = len(rows) == len(columns) == 1 and self._has_one_number()
+        self.size = spec.size or ((int(rows[0]), int(columns[0])) if is_one_size else None)
+        self.num_places = self._count_places()
+
+    @property
+    def has_content(self) -> list[NDArray[np.bool_]]:
+        """Which samples of each dataset have an image, ``(num_studies,)``."""
+        return [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
+
+    @abstractmethod
+    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:
+        """Return the pictures of a sample; their number and sizes do not depend on ``draw``."""
+
+    @abstractmethod
+    def _count_places(self) -> int: ...
+
+    @abstractmethod
+    def _has_one_number(self) -> bool:
+        """Whether pictures of one size form one array."""
+
+    def _most(self, counts: Sequence[NDArray[np.int64]]) -> int:
+        """Return the largest count of a sample of the population."""
+        pairs = zip(counts, self._populations, strict=True)
+        return max((int(count[used].max(initial=0)) for count, used in pairs), default=0)
+
+    def _check_selected(self, context: FieldContext) -> None:
+        if self.selected.roles()[0]:
+            return
+        everything, _ = context.catalog.select(None, context.populations).roles()
+        held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
+        raise ConfigError(
+            f"The field {self.name!r} matches no image of the selected samples"
+            f"{'' if self.spec.series is None else f' with series={self.spec.series!r}'}. Roles of their "
+            f"images: {held}."
+        )
+
+    # ---- BoundField ------------------------------------------------------------------------------
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        name, num_slots, num_places = self.name, len(slots), self.num_places
+        if self.size is None:
+            pictures = [self._pictures(slots, slot) for slot in slots.used]
+            num_pixels = sum(one.shape[0] * one.shape[1] for each in pictures for one in each)
+            specs = [
+                ArraySpec.of(f"{name}.data", self.dtype, self.channels * num_pixels),
+                ArraySpec.of(f"{name}.start", np.int64, num_slots, num_places),
+                ArraySpec.of(f"{name}_shape", np.int64, num_slots, num_places, 3),
+            ]
+        else:
+            specs = [ArraySpec.of(name, self.dtype, num_slots, num_places, self.channels, *self.size)]
+        specs += [
+            ArraySpec.of(f"{name}_mask", np.uint8, num_slots, num_places),
+            ArraySpec.of(f"{name}_range", np.float32, num_slots, num_places, 2),
+            ArraySpec.of(f"{name}_index", np.int64, num_slots, num_places),
+        ]
+        if self.spec.fit == "letterbox":
+            specs.append(ArraySpec.of(f"{name}_box", np.int64, num_slots, num_places, 4))
+        return specs
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Empty every slot, and lay out the pictures of the samples."""
+        name = self.name
+        for beside in ("mask", "range", "box"):
+            if f"{name}_{beside}" in arrays:
+                arrays[f"{name}_{beside}"][:] = 0
+        arrays[f"{name}_index"][:] = -1
+        if self.size is not None:
+            return
+        starts, shapes = arrays[f"{name}.start"], arrays[f"{name}_shape"]
+        starts[:], shapes[:] = 0, 0
+        stop = 0
+        for slot in slots.used:
+            for place, picture in enumerate(self._pictures(slots, slot)):
+                starts[slot, place] = stop
+                shapes[slot, place] = (self.channels, *picture.shape)
+                stop += self.channels * picture.shape[0] * picture.shape[1]
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the numbers of the chosen pictures, and of the study's description."""
+        return self._fields(shard, request, self._chosen(request))
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotPixels:
+        """Begin a slot."""
+        pictures = self._chosen(request)
+        return SlotPixels(self, shard, request, arrays, pictures, self._fields(shard, request, pictures))
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without pictures."""
+        name = self.name
+        if self.size is not None:
+            arrays[name][slot] = 0
+        else:
+            arrays[f"{name}_shape"][slot] = 0
+        for beside in ("mask", "range", "box"):
+            if f"{name}_{beside}" in arrays:
+                arrays[f"{name}_{beside}"][slot] = 0
+        arrays[f"{name}_index"][slot] = -1
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `present_pixels` needs."""
+        return {"type": self.spec.type_name, "name": self.name, "ragged": self.size is None}
+
+    # ---- slots -----------------------------------------------------------------------------------
+
+    def _pictures(self, slots: Slots, slot: int) -> list[Picture]:
+        return self.choose(int(slots.components[slot]), int(slots.study_rows[slot]), None)
+
+    def _chosen(self, request: SlotRequest) -> list[Picture]:
+        return self.choose(request.component, request.study_row, request.draw)
+
+    def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
+        """Return the numbers of the stored fields of pictures, and behind them that of the study."""
+        found: list[int] = []
+        by_series: dict[int, NDArray[np.int64]] = {}
+        for picture in pictures:
+            if picture.series not in by_series:
+                by_series[picture.series] = shard.slices(
+                    request.row_in_shard, self.spec.resolution, picture.series
+                )
+            stored = by_series[picture.series]
+            if picture.index >= len(stored):
+                detail = (
+                    f"image {picture.index} of series {picture.series}, of which {len(stored)} are stored"
+                )
+                raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail)
+            found.append(int(stored[picture.index]))
+        study = shard.study(request.row_in_shard) if found else None
+        return found if study is None else [*found, study]
+
+    def window(self, draw: DrawKey) -> tuple[float, float] | None:
+        """Return the CT window of a sample in an epoch; None for the display range of the series."""
+        names = self.spec.windows
+        if len(names) < 2:
+            return WINDOWS[names[0]] if names else None
+        order = Permutation(len(names), draw.derive("window-choice"))
+        return WINDOWS[names[int(order(np.array([0]))[0])]]
+
+    def decode(
+        self, shard: Shard, number: int, payload: NDArray[np.uint8], target: NDArray[Any], thread: ThreadState
+    ) -> None:
+        """Decode a picture into its place ``(C, H, W)``.
+
+        Raises:
+            BadSample: The bytes cannot be decoded, or have another size than the tables say.
+        """
+        scratch, codec, num_saturated = thread.scratch, shard.codec(number), 0
+        thread.enter("decode", f"shard {shard.name}")
+        try:
+            shape, dtype = array_header(codec, payload)
+            has_color = self.channels == _COLOR and len(shape) == _COLOR and shape[2] == _COLOR
+            is_direct = self.channels == 1 and target.flags.c_contiguous
+            plane = target[0] if is_direct else scratch.array("plane", target.shape[1:], target.dtype)
+            with self._counters.timed("decode", target.nbytes):
+                decoded = self._decode(codec, payload, plane, thread, has_color=has_color)
+        except FormatError as error:
+            raise shard.bad(BadSampleReason.DECODE_FAILED, number, error.message) from None
+        thread.enter("transform", f"shard {shard.name}")
+        with self._counters.timed("transform", target.nbytes):
+            if has_color and decoded is not None:
+                for channel in range(_COLOR):
+                    source = np.ascontiguousarray(decoded[:, :, channel])
+                    num_saturated += convert_slice(source, plane, scratch)
+                    np.copyto(target[channel], plane)
+            else:
+                if decoded is not None:
+                    num_saturated = convert_slice(decoded, plane, scratch)
+                if not is_direct:
+                    np.copyto(target, plane)
+        if num_saturated:
+            self._counters.add("saturated", num_items=num_saturated)
+        if num_saturated or (dtype.kind == "f" and target.dtype.kind != "f"):
+            self._warn_of_loss(dtype)
+
+    def _decode(
+        self,
+        codec: str,
+        payload: NDArray[np.uint8],
+        plane: NDArray[Any],
+        thread: ThreadState,
+        *,
+        has_color: bool,
+    ) -> NDArray[Any] | None:
+        """Decode a picture; None if ``plane`` ``(H, W)`` is filled, else ``(h, w)`` or ``(h, w, 3)``."""
+        if not has_color:
+            return decode_slice(codec, payload, plane, thread.scratch, may_resize=self.spec.size is not None)
+        shape, dtype = array_header(codec, payload)
+        if self.spec.size is None and shape[:2] != plane.shape:
+            raise FormatError(f"an image is {plane.shape} in the tables and {shape[:2]} in its bytes")
+        return decode_array(codec, payload, out=thread.scratch.array("slice", shape, dtype))
+
+    def _warn_of_loss(self, stored: np.dtype[Any]) -> None:
+        """Warn once per field that pixels are not delivered as stored."""
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "pixels of the field %r are cut or rounded: stored as %s, delivered as %s; leave out its "
+                "dtype to keep every bit",
+                self.name,
+                stored,
+                self.dtype,
+            )
+
+
+class BoundImage(BoundPixels):
+    """Images of a sample across its series, bound to a selection."""
+
+    spec: Image
+
+    @property
+    def coverage(self) -> Coverage:
+        """Images that are delivered and left out."""
+        delivered, left_out = self.selected.roles(max_images=self.num_places)
+        return Coverage(
+            num_samples=self._num_samples,
+            num_missing=self._num_missing,
+            delivered=delivered,
+            left_out=left_out,
+        )
+
+    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:  # noqa: ARG002
+        """Return the first images by acquisition."""
+        found = [
+            Picture(one.series, index, one.shape[1:])
+            for one in self.selected.of_sample(component, study_row)
+            for index in list(one.indexes)[: self.num_places]
+        ]
+        return found[: self.num_places]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `present_pixels` needs; a single image has no axis of its own."""
+        return {**super().describe(), "single": self.spec.num_images == 1}
+
+    def _count_places(self) -> int:
+        if self.spec.num_images != "all":
+            return self.spec.num_images
+        counts = [self.selected.num_images(place) for place in range(len(self._populations))]
+        return max(1, self._most(counts))
+
+    def _has_one_number(self) -> bool:
+        return True
+
+
+class BoundSlices(BoundPixels):
+    """Slices of one series of a sample, bound to a selection."""
+
+    spec: Slices
+
+    @property
+    def coverage(self) -> Coverage:
+        """Slices of the series that is delivered, and of other series."""
+        delivered, left_out = self.selected.roles(max_series=1)
+        return Coverage(
+            num_samples=self._num_samples,
+            num_missing=self._num_missing,
+            delivered=delivered,
+            left_out=left_out,
+        )
+
+    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:
+        """Return the chosen slices of the first series by acquisition, in geometric order."""
+        for one in self.selected.of_sample(component, study_row)[:1]:
+            return [Picture(one.series, index, one.shape[1:]) for index in self._sample(one, draw)]
+        return []
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `present_pixels` needs; slices share one display range."""
+        return {**super().describe(), "stack": True}
+
+    def _sample(self, series: SeriesImages, draw: DrawKey | None) -> list[int]:
+        """Return the positions of the slices to deliver, ascending."""
+        available, most = np.asarray(series.indexes, np.int64), self.spec.num_slices
+        if most is None or len(available) <= most:
+            return list(series.indexes)
+        places = np.arange(most, dtype=np.int64)
+        if self.spec.sampling == "even" or draw is None:
+            chosen = (2 * places + 1) * len(available) // (2 * most)
+        elif self.spec.sampling == "slab":
+            chosen = places + draw.derive("slab-choice") * (len(available) - most + 1) // 2**64
+        else:
+            chosen = np.sort(Permutation(len(available), draw.derive("slice-choice"))(places))
+        found: list[int] = available[chosen].tolist()
+        return found
+
+    def _count_places(self) -> int:
+        if self.spec.num_slices is not None:
+            return self.spec.num_slices
+        return max(1, *(int(each) for each in self.selected.values("num_slices")))
+
+    def _has_one_number(self) -> bool:
+        return self.spec.num_slices is not None or len(self.selected.values("num_slices")) == 1
+
+
+class SlotPixels:
+    """Pictures of one slot."""
+
+    __slots__ = ("_arrays", "_field", "_pictures", "_ranges", "_request", "_shard", "fields")
+
+    def __init__(
+        self,
+        field: BoundPixels,
+        shard: Shard,
+        request: SlotRequest,
+        arrays: Arrays,
+        pictures: Sequence[Picture],
+        fields: Sequence[int],
+    ) -> None:
+        self._field, self._shard, self._request, self._arrays = field, shard, request, arrays
+        self._pictures, self.fields = pictures, fields
+        self._ranges: dict[int, tuple[float, float]] = {}
+        name, slot = field.name, request.slot
+        if field.size is not None:
+            arrays[name][slot, len(pictures) :] = 0
+        for place, picture in enumerate(pictures):
+            arrays[f"{name}_mask"][slot, place] = 1
+            arrays[f"{name}_index"][slot, place] = picture.index
+            if field.spec.fit == "letterbox" and field.size is not None:
+                high, wide = (np.array([side], np.int64) for side in picture.shape)
+                arrays[f"{name}_box"][slot, place] = content_boxes(high, wide, field.size)[0]
+                arrays[name][slot, place] = 0
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Decode a picture into its place, or read the display ranges of the study."""
+        if place == len(self._pictures):
+            self._read_study(payload)
+            return
+        self._field.decode(self._shard, self.fields[place], payload, self._target(place), thread)
+
+    def close(self) -> None:
+        """Set the display ranges: those of the series, or else the extremes of the pixels."""
+        name, slot = self._field.name, self._request.slot
+        for place, picture in enumerate(self._pictures):
+            found = self._ranges.get(picture.series)
+            if found is None:
+                pixels = self._target(place)
+                found = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
+            self._arrays[f"{name}_range"][slot, place] = found
+
+    def _target(self, place: int) -> NDArray[Any]:
+        """Return the place of a picture, ``(C, H, W)``."""
+        name, slot, arrays = self._field.name, self._request.slot, self._arrays
+        if self._field.size is None:
+            start, shape = int(arrays[f"{name}.start"][slot, place]), arrays[f"{name}_shape"][slot, place]
+            size = int(shape.prod())
+            flat: NDArray[Any] = arrays[f"{name}.data"][start : start + size]
+            return flat.reshape(shape.tolist())
+        target: NDArray[Any] = arrays[name][slot, place]
+        if self._field.spec.fit == "letterbox":
+            top, left, height, width = arrays[f"{name}_box"][slot, place].tolist()
+            return target[:, top : top + height, left : left + width]
+        return target
+
+    def _read_study(self, payload: NDArray[np.uint8]) -> None:
+        try:
+            series = json.loads(payload.tobytes())["series"]
+            for number in {picture.series for picture in self._pictures}:
+                window = (
+                    self._field.window(self._request.draw) if series[number].get("unit") == "HU" else None
+                )
+                found = window or series[number].get("display_range")
+                if found is not None:
+                    self._ranges[number] = float(found[0]), float(found[1])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            reason = BadSampleReason.TEXT_UNREADABLE
+            raise self._shard.bad(reason, "study.json", type(error).__name__) from None
+
+
+def present_pixels(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+    """Return the entries of a field of pixels, see `Image` and `Slices`."""
+    name = entry["name"]
+    mask, index = arrays[f"{name}_mask"], arrays[f"{name}_index"]
+    ranges = arrays[f"{name}_range"]
+    boxes = {f"{name}_box": arrays[f"{name}_box"]} if f"{name}_box" in arrays else {}
+    if entry.get("stack"):
+        found: dict[str, Any] = {f"{name}_mask": mask, f"{name}_index": index, f"{name}_range": ranges[:, 0]}
+    elif entry.get("single"):
+        boxes = {key: value[:, 0] for key, value in boxes.items()}
+        found = {f"{name}_mask": mask[:, 0], f"{name}_range": ranges[:, 0]}
+    else:
+        found = {f"{name}_mask": mask, f"{name}_range": ranges}
+    if not entry["ragged"]:
+        pixels = arrays[name][:, 0] if entry.get("single") else arrays[name]
+        return {name: pixels, **found, **boxes}
+    flat, starts, shapes = arrays[f"{name}.data"], arrays[f"{name}.start"], arrays[f"{name}_shape"]
+
+    def picture(slot: int, place: int) -> NDArray[Any] | None:
+        shape = shapes[slot, place]
+        if not shape.all():
+            return None
+        start = int(starts[slot, place])
+        found: NDArray[Any] = flat[start : start + int(shape.prod())]
+        return found.reshape(shape.tolist())
+
+    def stack(slot: int) -> NDArray[Any]:
+        num_places, shape = int((shapes[slot, :, 0] > 0).sum()), shapes[slot, 0].tolist()
+        start = int(starts[slot, 0])
+        found: NDArray[Any] = flat[start : start + num_places * int(np.prod(shape))]
+        return found.reshape(num_places, *shape)
+
+    num_slots, num_places = mask.shape
+    values: list[Any]
+    if entry.get("stack"):
+        values = [stack(slot) for slot in range(num_slots)]
+    elif entry.get("single"):
+        values = [picture(slot, 0) for slot in range(num_slots)]
+    else:
+        values = [
+            [one for place in range(num_places) if (one := picture(slot, place)) is not None]
+            for slot in range(num_slots)
+        ]
+    return {name: values, **found}

@@ -1,0 +1,324 @@
+"""Facts of a dataset's series from their ``study.json``, and the job that writes the series table.
+
+A role is what an image is for: the view of a radiograph, the side and view of a mammogram, the weighting of
+an MR series, the contrast of a CT. The rules (docs/fields.md lists them) read technical attributes alone,
+never a description, and `unknown` is an answer. A series has the role that all its images share, otherwise
+`mixed`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardflow.errors import ConfigError, FormatError, NotFoundError
+from shardflow.format.dataset import Dataset
+from shardflow.format.keys import STUDY_FIELD
+from shardflow.format.series import (
+    COUNTS,
+    MANIFEST_NAME,
+    ROLE_MIXED,
+    ROLE_UNKNOWN,
+    SERIES_NAME,
+    SeriesFacts,
+    SeriesTable,
+    encode_manifest,
+    encode_series,
+    merge_series,
+    open_series,
+    series_folder,
+    shard_series_path,
+)
+from shardflow.format.table import Table
+from shardflow.storage import LocalStore, write_atomic
+
+_PROJECTIONS: Final = frozenset({"CR", "DX", "RG", "RF", "XA"})
+# DICOM PS3.3 C.8.1.1 and C.8.11.5 (View Position), with words that public collections use beside them.
+_VIEW_ROLES: Final = {
+    **dict.fromkeys(("AP", "PA"), "frontal"),
+    **dict.fromkeys(("LL", "RL", "LATERAL", "LAT"), "lateral"),
+    **dict.fromkeys(("OBLIQUE", "RLO", "LLO"), "oblique"),
+    **dict.fromkeys(("RLD", "LLD", "DECUBITUS"), "decubitus"),
+    **dict.fromkeys(("AXIAL", "SUNRISE", "TANGENTIAL"), "axial"),
+    "LORDOTIC": "lordotic",
+    "SWIMMERS": "lateral",
+}
+_MAMMOGRAPHY_SIDES: Final = {"L": "left", "R": "right"}
+_SIDED_VIEWS: Final = {"RCC": ("R", "CC"), "LCC": ("L", "CC"), "RMLO": ("R", "MLO"), "LMLO": ("L", "MLO")}
+_MEASURES: Final = {
+    "slice_thickness_mm": ("slice_thickness", 1.0),
+    "kvp": ("kvp", 1.0),
+    "field_strength_t": ("magnetic_field_strength", 1.0),
+    "echo_time_ms": ("echo_time", 1.0),
+    "repetition_time_ms": ("repetition_time", 1.0),
+    "inversion_time_ms": ("inversion_time", 1.0),
+    "flip_angle_deg": ("flip_angle", 1.0),
+}
+_LAST: Final = 1 << 40
+"""Order of a series whose number is unknown: behind all others."""
+
+
+def role_of(kind: str, technical: Mapping[str, Any]) -> str:
+    """Return the role of an image.
+
+    Args:
+        kind: Kind of its series, such as ``volume``.
+        technical: Its technical attributes, by snake_case DICOM keyword.
+    """
+    if kind in ("localizer", "secondary"):
+        return kind
+    modality = technical.get("modality")
+    if modality in _PROJECTIONS:
+        return _radiograph_role(technical)
+    rule = _ROLES.get(str(modality))
+    return ROLE_UNKNOWN if rule is None else rule(technical)
+
+
+def _radiograph_role(technical: Mapping[str, Any]) -> str:
+    """View of a radiograph: View Position, else what Patient Orientation (PS3.3 C.7.6.1.1.1) implies."""
+    role = _VIEW_ROLES.get(technical.get("view_position", ""))
+    if role is not None:
+        return role
+    orientation = technical.get("patient_orientation")
+    if not isinstance(orientation, list) or len(orientation) != 2:
+        return ROLE_UNKNOWN
+    across, down = orientation
+    if down[:1] not in ("F", "H"):
+        return ROLE_UNKNOWN
+    return {"L": "frontal", "R": "frontal", "A": "lateral", "P": "lateral"}.get(across[:1], ROLE_UNKNOWN)
+
+
+def _mammogram_role(technical: Mapping[str, Any]) -> str:
+    """Side and view of a mammogram, such as ``left_mlo``."""
+    view, side = technical.get("view_position", ""), _laterality(technical)
+    side, view = _SIDED_VIEWS.get(view, (side, view))
+    if view in ("", "AP", "PA") or side not in _MAMMOGRAPHY_SIDES:
+        return ROLE_UNKNOWN
+    return f"{_MAMMOGRAPHY_SIDES[side]}_{view.lower()}"
+
+
+def _ct_role(technical: Mapping[str, Any]) -> str:
+    """Contrast of a CT; the phase stands in descriptions, which are not published."""
+    has_contrast = technical.get("has_contrast")
+    return ROLE_UNKNOWN if has_contrast is None else "contrast" if has_contrast else "non_contrast"
+
+
+def _mr_role(technical: Mapping[str, Any]) -> str:
+    """Weighting of an MR series, from its image type, else from the usual ranges of TR, TE and TI.
+
+    Ranges for conventional spin echo at 1.5 to 3 T: T1 below 1,000 ms TR and 30 ms TE, T2 from 2,000 and 70,
+    proton density from 2,000 below 50; inversion recovery nulls fat at 100 to 300 ms and fluid from 1,500.
+    """
+    words = {*technical.get("image_type", ())}
+    for word, role in (("ADC", "adc"), ("TRACEW", "dwi"), ("DIFFUSION", "dwi"), ("FLAIR", "flair")):
+        if word in words:
+            return role
+    repetition, echo = _number(technical, "repetition_time"), _number(technical, "echo_time")
+    if repetition is None or echo is None:
+        return ROLE_UNKNOWN
+    sequence = {*technical.get("scanning_sequence", ())}
+    inversion = _number(technical, "inversion_time")
+    if "IR" in sequence and inversion is not None:
+        if inversion >= 1500 and echo >= 70:
+            return "flair"
+        if 100 <= inversion <= 300:
+            return "stir"
+    is_short = echo < 30
+    if is_short and (repetition < 1000 or "IR" in sequence):
+        return "t1_contrast" if technical.get("has_contrast") else "t1"
+    if "SE" in sequence and repetition >= 2000:
+        return "t2" if echo >= 70 else "pd" if echo < 50 else ROLE_UNKNOWN
+    return ROLE_UNKNOWN
+
+
+_ROLES: Final[dict[str, Callable[[Mapping[str, Any]], str]]] = {
+    "MG": _mammogram_role,
+    "CT": _ct_role,
+    "MR": _mr_role,
+}
+
+
+def _number(technical: Mapping[str, Any], name: str) -> float | None:
+    value = technical.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _laterality(technical: Mapping[str, Any]) -> str:
+    return str(technical.get("image_laterality") or technical.get("laterality") or "")
+
+
+def series_of_study(study: Mapping[str, Any]) -> list[SeriesFacts]:
+    """Return the facts of a sample's series.
+
+    Args:
+        study: Its ``study.json``.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is no study of format 1.
+    """
+    series = study["series"]
+    ranked = sorted(range(len(series)), key=lambda number: _acquired(series[number]))
+    order = {number: place for place, number in enumerate(ranked)}
+    return [_facts(one, number, order[number]) for number, one in enumerate(series)]
+
+
+def _acquired(series: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Return the sort key of acquisition: numbers of the source; a secret key orders surrogates."""
+    number, numbers = series.get("series_number"), series.get("instance_numbers") or [None]
+    return (
+        _LAST if number is None else int(number),
+        int(series.get("stack_index") or 0),
+        _LAST if numbers[0] is None else int(numbers[0]),
+        -int(series["num_slices"]),
+    )
+
+
+def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
+    technical = {**series.get("technical", {}), "modality": series.get("modality")}
+    kind = str(series.get("kind") or "")
+    roles = [role_of(kind, {**technical, **image}) for image in series.get("images", ())]
+    role = role_of(kind, technical) if not roles else roles[0] if len({*roles}) == 1 else ROLE_MIXED
+    strings = {
+        "kind": kind,
+        "modality": series.get("modality"),
+        "body_part": series.get("body_part"),
+        "role": role,
+        "laterality": _laterality(technical),
+        "unit": series.get("unit"),
+        "dtype": series["dtype"],
+        "codec": series["codec"],
+        "kernel": technical.get("convolution_kernel"),
+        "manufacturer": technical.get("manufacturer"),
+    }
+    counts = {
+        "series": number,
+        "acquisition_order": order,
+        "channels": int(series.get("samples_per_pixel") or 1),
+        **{name: int(series[name]) for name in ("num_slices", "rows", "columns")},
+    }
+    measures = {
+        name: value * factor
+        for name, (keyword, factor) in _MEASURES.items()
+        if (value := _number(technical, keyword)) is not None
+    }
+    spacing = series.get("pixel_spacing_mm")
+    if spacing is not None:
+        measures["row_spacing_mm"], measures["column_spacing_mm"] = float(spacing[0]), float(spacing[1])
+    if series.get("slice_spacing_mm") is not None:
+        measures["slice_spacing_mm"] = float(series["slice_spacing_mm"])
+    has_contrast = technical.get("has_contrast")
+    return SeriesFacts(
+        strings={name: str(value) for name, value in strings.items() if value},
+        counts={name: counts[name] for name in COUNTS},
+        measures=measures,
+        answers={} if has_contrast is None else {"has_contrast": bool(has_contrast)},
+        affine_lps=series.get("affine_lps"),
+        flags=tuple(series.get("flags", ())),
+        image_roles=roles if role == ROLE_MIXED else (),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachedFacts:
+    """What a job did."""
+
+    num_samples: int
+    num_series: int
+    num_shards: int
+    num_shards_kept: int
+    """Shards whose series were known already, from an earlier job or an earlier version of the dataset."""
+    roles: Mapping[str, int]
+    """Number of series of each role."""
+
+
+def attach_facts(
+    dataset: Dataset, *, num_threads: int = 2, on_shard: Callable[[int, int], None] | None = None
+) -> AttachedFacts:
+    """Write the series table of a dataset from its ``study.json`` fields; resumable, no shard is touched.
+
+    Args:
+        dataset: A dataset in a folder.
+        num_threads: Shards read at once.
+        on_shard: Called with the number of shards done, and of all shards.
+
+    Raises:
+        ConfigError: The dataset is not in a local folder, or others wrote its shards.
+        ShardflowError: A field cannot be read or trusted.
+    """
+    if not isinstance(dataset.store, LocalStore):
+        raise ConfigError(
+            "Facts are attached to a dataset in a local folder, this one is remote; run the command where "
+            "it was packed, or copy it first."
+        )
+    if dataset.is_foreign:
+        raise ConfigError("Shards that others wrote have no study.json, so there are no facts of series.")
+    root, shards = dataset.store.root, list(_shard_rows(dataset))
+    folder = root / series_folder(dataset.manifest.dataset_id)
+    num_kept, tables = 0, []
+    with ThreadPoolExecutor(num_threads) as pool:
+        jobs = [pool.submit(_shard_table, dataset, root, number, rows) for number, rows in shards]
+        try:
+            for place, job in enumerate(jobs):
+                table, is_kept = job.result()
+                tables.append(table)
+                num_kept += is_kept
+                if on_shard is not None:
+                    on_shard(place + 1, len(shards))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    data = merge_series(tables)
+    write_atomic(folder / SERIES_NAME, [data], replace=True)
+    write_atomic(folder / MANIFEST_NAME, [encode_manifest(dataset, data)], replace=True)
+    merged, _ = open_series(dataset)
+    role, names = merged.array("role"), merged.vocabulary("role")
+    return AttachedFacts(
+        num_samples=merged.num_samples,
+        num_series=merged.num_series,
+        num_shards=len(shards),
+        num_shards_kept=num_kept,
+        roles={name: int((role == place).sum()) for place, name in enumerate(names) if (role == place).any()},
+    )
+
+
+def _shard_rows(dataset: Dataset) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the shards in the order of the samples table, and the rows of each."""
+    shard = dataset.studies.column("shard")
+    start = 0
+    while start < len(shard):
+        number = int(shard[start])
+        stop = start + int((shard[start:] == number).argmin() or len(shard) - start)
+        yield number, range(start, stop)
+        start = stop
+
+
+def _shard_table(dataset: Dataset, root: Path, shard: int, rows: Sequence[int]) -> tuple[SeriesTable, bool]:
+    """Return the series of a shard, and whether they were stored already."""
+    path = shard_series_path(dataset.manifest.shards[shard].sha256)
+    try:
+        table = SeriesTable(Table(dataset.store.map(path), name=path))
+        if table.num_samples == len(rows):
+            return table, True
+    except (NotFoundError, FormatError):
+        pass  # not made yet, or damaged: it is made again
+    data = encode_series(_series_of_row(dataset, row) for row in rows)
+    write_atomic(root / path, [data], replace=True)
+    return SeriesTable(Table(memoryview(data), name=path)), False
+
+
+def _series_of_row(dataset: Dataset, row: int) -> list[SeriesFacts]:
+    _, fields = dataset.sample_fields(row)
+    if all(field.name != STUDY_FIELD for field in fields):
+        return []  # a sample of text alone
+    data = dataset.read_fields(row, [STUDY_FIELD])[STUDY_FIELD]
+    try:
+        return series_of_study(json.loads(data))
+    except (KeyError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise FormatError(
+            f"study.json of sample {dataset.studies.sample_key(row)} cannot be read as a study "
+            f"({type(error).__name__}); run `shardflow verify`."
+        ) from None

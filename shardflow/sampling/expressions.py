@@ -1,0 +1,322 @@
+"""Expressions over the columns of tables: which rows to select, in the syntax of Python comparisons.
+
+    role == 'frontal'                       a comparison: == != < <= > >=
+    modality in ('CT', 'PT')                membership, also `not in`
+    kernel is missing                       a value that the table does not have, also `is not missing`
+    has_contrast and not (1 < thickness_mm <= 3)
+
+An expression is parsed with `ast` against a whitelist of nodes and never evaluated as Python. Logic has three
+values, as in SQL: a comparison with a missing value is neither true nor false, nor is its negation, and a row
+is selected only if the whole is true. `Selected.num_missing` counts the rows left out for that reason alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+
+Literal: TypeAlias = str | int | float | bool
+_Mask: TypeAlias = NDArray[np.bool_]
+_MISSING: Final = "missing"
+_MAX_CHARACTERS: Final = 4096
+_MAX_DEPTH: Final = 50
+_COMPARISONS: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = MappingProxyType(
+    {
+        ast.Eq: operator.eq,
+        ast.NotEq: operator.ne,
+        ast.Lt: operator.lt,
+        ast.LtE: operator.le,
+        ast.Gt: operator.gt,
+        ast.GtE: operator.ge,
+    }
+)
+_MIRRORED: Final[Mapping[type[ast.cmpop], type[ast.cmpop]]] = MappingProxyType(
+    {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Eq: ast.Eq, ast.NotEq: ast.NotEq}
+)
+
+
+class ExpressionColumn(Protocol):
+    """Column of ``n`` rows that an expression may name."""
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """``(n,)`` numbers or booleans; with `names` integers that index them."""
+
+    @property
+    def is_missing(self) -> NDArray[np.bool_] | None:
+        """``(n,)``, which rows have no value; None if every row has one."""
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Vocabulary of a column of strings; None for numbers and booleans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Result of an expression for some rows."""
+
+    rows: NDArray[np.bool_]
+    """``(n,)``, whether the row is selected."""
+    num_missing: int
+    """Rows that are not selected because a value is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """Parsed expression.
+
+    Attributes:
+        text: As written.
+        names: Columns that it names.
+    """
+
+    text: str
+    names: frozenset[str]
+    _body: ast.expr
+
+    def select(self, columns: Mapping[str, ExpressionColumn], num_rows: int) -> Selected:
+        """Return the rows for which the expression is true.
+
+        Args:
+            columns: The named columns, ``num_rows`` long each.
+            num_rows: Number of rows.
+
+        Raises:
+            ConfigError: A column is compared with a value of another type.
+        """
+        is_true, is_known = _Evaluation(self.text, columns, num_rows).of(self._body)
+        return Selected(is_true & is_known, int(np.count_nonzero(~is_known)))
+
+
+def parse_expression(text: str, known: Collection[str]) -> Expression:
+    """Parse an expression.
+
+    Args:
+        text: The expression, such as ``"role == 'frontal' and rows >= 512"``.
+        known: Names of the columns that it may use.
+
+    Raises:
+        ConfigError: It is no expression of this grammar, or names an unknown column; the message points at
+            the place and lists near names.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise ConfigError(
+            f"An expression has at most {_MAX_CHARACTERS} characters, this one has {len(text)}; for long "
+            "lists of values, attach them as a column."
+        )
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        column = (error.offset or 1) - 1 if isinstance(error, SyntaxError) else 0
+        raise _pointed(text.strip(), column, _HINTS.get(_slip(text), "This is not an expression")) from None
+    names: set[str] = set()
+    _check(body, text.strip(), known, names, depth=0)
+    return Expression(text.strip(), frozenset(names), body)
+
+
+_HINTS: Final = {
+    "=": "Comparisons are written with two equals signs, ==",
+    "&&": "Conditions are joined with `and`",
+    "||": "Conditions are joined with `or`",
+}
+
+
+def _slip(text: str) -> str:
+    return next(
+        (sign for sign in ("&&", "||") if sign in text), "=" if "==" not in text and "=" in text else ""
+    )
+
+
+def _check(node: ast.expr, text: str, known: Collection[str], names: set[str], depth: int) -> None:
+    """Refuse every node outside the whitelist; collect the names of columns."""
+    if depth > _MAX_DEPTH:
+        raise _pointed(text, 0, f"An expression nests at most {_MAX_DEPTH} levels")
+    match node:
+        case ast.BoolOp(values=values):
+            for value in values:
+                _check(value, text, known, names, depth + 1)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            _check(operand, text, known, names, depth + 1)
+        case ast.Compare():
+            _check_comparison(node, text, known, names)
+        case ast.Name() | ast.Attribute():
+            _check_name(node, text, known, names)
+        case _:
+            raise _pointed(
+                text, node.col_offset, "Expected comparisons of columns with values, joined by and, or, not"
+            )
+
+
+def _check_comparison(node: ast.Compare, text: str, known: Collection[str], names: set[str]) -> None:
+    operands = [node.left, *node.comparators]
+    for place, sign in enumerate(node.ops):
+        left, right = operands[place], operands[place + 1]
+        if isinstance(sign, ast.Is | ast.IsNot):
+            if not (isinstance(right, ast.Name) and right.id == _MISSING):
+                raise _pointed(text, right.col_offset, "`is` is followed by `missing`; for values write ==")
+            _check_name(left, text, known, names)
+        elif isinstance(sign, ast.In | ast.NotIn):
+            _check_name(left, text, known, names)
+            if not isinstance(right, ast.Tuple | ast.List | ast.Set) or not right.elts:
+                raise _pointed(text, right.col_offset, "`in` is followed by values, such as ('CT', 'MR')")
+            for element in right.elts:
+                _literal(element, text)
+        else:
+            columns = [one for one in (left, right) if isinstance(one, ast.Name | ast.Attribute)]
+            if len(columns) != 1:
+                raise _pointed(
+                    text, right.col_offset, "A comparison has a column on one side and a value on the other"
+                )
+            _check_name(columns[0], text, known, names)
+            _literal(left if columns[0] is right else right, text)
+
+
+def _check_name(node: ast.expr, text: str, known: Collection[str], names: set[str]) -> None:
+    name = _name_of(node)
+    if name is None:
+        raise _pointed(text, node.col_offset, "Expected the name of a column")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        listed = f"did you mean {' or '.join(near)}" if near else f"there are {', '.join(sorted(known))}"
+        raise _pointed(text, node.col_offset, f"There is no column {name!r}; {listed}")
+    names.add(name)
+
+
+def _name_of(node: ast.expr) -> str | None:
+    """Return a dotted name; None if the node is none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = _name_of(node.value)
+        return None if owner is None else f"{owner}.{node.attr}"
+    return None
+
+
+def _literal(node: ast.expr, text: str) -> Literal:
+    """Return the value of a literal: a string, a number, True or False."""
+    sign = 1
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node, sign = node.operand, -1
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float):
+        if sign == 1:
+            return node.value
+        if not isinstance(node.value, str | bool):
+            return -node.value
+    raise _pointed(text, node.col_offset, "Expected a value: a string in quotes, a number, True or False")
+
+
+def _pointed(text: str, column: int, problem: str) -> ConfigError:
+    """Return an error with a caret under the place."""
+    return ConfigError(f"{problem}.\n  {text}\n  {' ' * max(column, 0)}^")
+
+
+class _Evaluation:
+    """Evaluation of an expression over some rows, in three-valued logic.
+
+    Every node becomes two masks: whether it is true, and whether it is known.
+    """
+
+    def __init__(self, text: str, columns: Mapping[str, ExpressionColumn], num_rows: int) -> None:
+        self._text, self._columns, self._num_rows = text, columns, num_rows
+
+    def of(self, node: ast.expr) -> tuple[_Mask, _Mask]:
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                return self._joined([self.of(value) for value in values], is_and=isinstance(op, ast.And))
+            case ast.UnaryOp(operand=operand):
+                is_true, is_known = self.of(operand)
+                return ~is_true & is_known, is_known
+            case ast.Compare():
+                operands = [node.left, *node.comparators]
+                found = [
+                    self._compared(operands[place], sign, operands[place + 1])
+                    for place, sign in enumerate(node.ops)
+                ]
+                return self._joined(found, is_and=True)
+            case _:
+                column = self._column(node)
+                if column.values.dtype != bool:
+                    raise _pointed(
+                        self._text,
+                        node.col_offset,
+                        f"{_name_of(node)} is not True or False; compare it",
+                    )
+                is_known = ~self._missing(column)
+                return column.values & is_known, is_known
+
+    @staticmethod
+    def _joined(found: list[tuple[_Mask, _Mask]], *, is_and: bool) -> tuple[_Mask, _Mask]:
+        """Join conditions: one that is false decides `and`, one that is true decides `or`."""
+        is_true, is_known = found[0]
+        for other_true, other_known in found[1:]:
+            if is_and:
+                decided = (is_known & ~is_true) | (other_known & ~other_true)
+                is_true = is_true & other_true
+            else:
+                decided = (is_known & is_true) | (other_known & other_true)
+                is_true = (is_known & is_true) | (other_known & other_true)
+            is_known = decided | (is_known & other_known)
+        return is_true & is_known, is_known
+
+    def _compared(self, left: ast.expr, sign: ast.cmpop, right: ast.expr) -> tuple[_Mask, _Mask]:
+        if isinstance(sign, ast.Is | ast.IsNot):
+            missing = self._missing(self._column(left))
+            return (missing if isinstance(sign, ast.Is) else ~missing), np.ones(self._num_rows, bool)
+        if not isinstance(left, ast.Name | ast.Attribute):
+            left, sign, right = right, _MIRRORED[type(sign)](), left
+        column, is_negated = self._column(left), isinstance(sign, ast.NotIn)
+        is_known = ~self._missing(column)
+        if isinstance(sign, ast.In | ast.NotIn):
+            elements = right.elts if isinstance(right, ast.Tuple | ast.List | ast.Set) else []
+            is_true = np.zeros(self._num_rows, bool)
+            for element in elements:
+                is_true |= self._against(left, column, operator.eq, element)
+        else:
+            is_true = self._against(left, column, _COMPARISONS[type(sign)], right)
+        return (is_true != is_negated) & is_known, is_known
+
+    def _against(
+        self, name: ast.expr, column: ExpressionColumn, compare: Callable[[Any, Any], Any], node: ast.expr
+    ) -> _Mask:
+        """Compare the values of a column with a literal; rows without a value are arbitrary."""
+        value = _literal(node, self._text)
+        wanted = "a string" if column.names is not None else "True or False"
+        if column.names is not None:
+            if not isinstance(value, str):
+                raise self._mismatch(name, node, wanted)
+            holds = np.array([compare(known, value) for known in column.names], bool)
+            if compare is operator.eq and not holds.any():
+                self._check_spelling(value, column.names, node)
+            found: _Mask = np.append(holds, False)[np.minimum(column.values, len(holds))]
+            return found
+        if column.values.dtype == bool:
+            if not isinstance(value, bool):
+                raise self._mismatch(name, node, wanted)
+        elif isinstance(value, str | bool):
+            raise self._mismatch(name, node, "a number")
+        return np.asarray(compare(column.values, value), bool)
+
+    def _check_spelling(self, value: str, names: tuple[str, ...], node: ast.expr) -> None:
+        """Refuse a value that differs from a known one by case alone: it would select nothing."""
+        for known in names:
+            if known.casefold() == value.casefold():
+                raise _pointed(self._text, node.col_offset, f"The column writes this value {known!r}")
+
+    def _missing(self, column: ExpressionColumn) -> _Mask:
+        return np.zeros(self._num_rows, bool) if column.is_missing is None else column.is_missing
+
+    def _column(self, node: ast.expr) -> ExpressionColumn:
+        return self._columns[_name_of(node) or ""]
+
+    def _mismatch(self, name: ast.expr, node: ast.expr, wanted: str) -> ConfigError:
+        return _pointed(self._text, node.col_offset, f"The column {_name_of(name)} is compared with {wanted}")
