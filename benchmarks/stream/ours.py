@@ -33,7 +33,7 @@ def _loop(
         loader.load_state_dict(state)
     yield None
     for batch in loader:
-        yield len(batch)
+        yield batch.num_slots
 
 
 def loop(workload: str, folder: Path, num_workers: int) -> Loop:

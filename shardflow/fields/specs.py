@@ -15,7 +15,7 @@ from shardflow.fields.views import WINDOWS, Arrays, PixelDtype, Resolution
 
 Fit: TypeAlias = Literal["stretch", "letterbox"]
 Sampling: TypeAlias = Literal["even", "random", "slab"]
-DEFAULT_SERIES: Final = "kind not in ('localizer', 'secondary')"
+DEFAULT_SERIES: Final = "kind is missing or kind not in ('localizer', 'secondary')"
 """Series that a field selects where its spec names none."""
 _MAX_SIDE: Final = 2**16
 _MAX_IMAGES: Final = 2**12

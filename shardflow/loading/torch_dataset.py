@@ -11,7 +11,7 @@ there. The `Loader` is faster (no copies between processes); this is for pipelin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -119,7 +119,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         last = self._loader.num_micro_batches_in(epoch)
         stream = self._loader.stream(epoch, range(first, last, num_workers))
         if worker is None:
-            return stream
+            return map(_WholeBatch.of, stream)
         return cast("Iterator[Batch]", map(_Parcel, stream))
 
     def track(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -201,6 +201,30 @@ class ShardIterableDataset(IterableDataset[Batch]):
     def _move(self) -> None:
         position = self._loader.position
         self._start[:] = torch.tensor([position.epoch, position.step])
+
+
+class _WholeBatch(Batch):
+    """Batch that a DataLoader without workers leaves as it is.
+
+    Its default conversion would turn a mapping into a new one; of a mutable mapping it converts and updates a
+    copy, which here is the batch itself, unchanged.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, batch: Batch) -> _WholeBatch:
+        """Return the same micro-batch."""
+        return cls(batch.buffer, batch.descriptor)
+
+    def __copy__(self) -> _WholeBatch:
+        return self
+
+    def update(self, converted: Mapping[str, Any]) -> None:
+        """Keep the arrays."""
+
+
+MutableMapping.register(_WholeBatch)
 
 
 class _Parcel:

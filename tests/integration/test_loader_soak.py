@@ -45,14 +45,14 @@ def _soak(dataset: Dataset, num_samples: int, **settings: Any) -> None:
         per_epoch = 400
         for _ in range(4):
             for batch in loader:
-                assert len(batch)
+                assert batch.num_slots
         processes = loader._runtime.processes
         pids: list[int | str] = ["self", *(processes.pids if processes is not None else ())]
         memory, descriptors = [], set()
         num_done = 0
         while num_done < num_samples:
             for batch in loader:
-                assert len(batch)
+                assert batch.num_slots
             num_done += per_epoch
             gc.collect()
             memory.append(_memory_bytes(pids))

@@ -49,7 +49,7 @@ def _digest(batch: Batch) -> str:
     digest = hashlib.sha256(repr(batch.descriptor).encode())
     for name in sorted(batch.arrays):
         if name == "pixels":  # a native view has room that it did not need
-            digest.update(b"".join(batch.image(slot).tobytes() for slot in range(len(batch))))
+            digest.update(b"".join(batch.image(slot).tobytes() for slot in range(batch.num_slots)))
         else:
             digest.update(batch.arrays[name].tobytes())
     return digest.hexdigest()

@@ -242,7 +242,7 @@ def test_a_token_budget_holds_for_the_sizes_that_are_drawn(url: str) -> None:
     lengths = [
         sum(
             2 + len(batch.image(slot)) * (3, 10)[int(batch.arrays["size"][slot])]
-            for slot in range(len(batch))
+            for slot in range(batch.num_slots)
             if batch.arrays["row"][slot] >= 0
         )
         for batch in batches

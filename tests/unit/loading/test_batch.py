@@ -59,7 +59,7 @@ def test_keys_kept_as_bytes_are_those_of_the_descriptor() -> None:
     plain = _batch()
     keys = SlotKeys(np.array([b"a"]), np.array([True, False]))
     lazy = Batch(plain.buffer, {**plain.descriptor, "keys": None}, keys=keys)
-    assert len(lazy) == 2
+    assert lazy.num_slots == 2
     assert lazy.sample_keys == ["a", None]
     assert list(lazy.descriptor.items()) == list(plain.descriptor.items())
     assert [keys[0], keys[1]] == ["a", None]
@@ -70,7 +70,7 @@ def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:
     descriptor = json.loads(json.dumps(batch.descriptor))
     again = Batch(np.frombuffer(batch.buffer.tobytes(), np.uint8), descriptor)
     assert (again.epoch, again.step, again.micro, again.slot, again.sample_keys) == (2, 3, 5, 1, ["a", None])
-    assert len(again) == 2
+    assert again.num_slots == 2
     for name, array in batch.arrays.items():
         assert again.arrays[name].dtype == array.dtype
         assert np.array_equal(again.arrays[name], array)

@@ -36,7 +36,7 @@ def test_labels_are_the_next_report_token_and_nothing_else(
 ) -> None:
     for batch in batches(tiny):
         inputs = make_inputs(batch, tokenizer, max_tokens=64, device=torch.device("cpu"))
-        for slot in range(len(batch)):
+        for slot in range(batch.num_slots):
             mask = inputs.token_mask_BT[slot]
             ids = inputs.token_ids_BT[slot][mask].tolist()
             labels = inputs.labels_BT[slot]
