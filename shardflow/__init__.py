@@ -31,7 +31,9 @@ if TYPE_CHECKING:
         StorageError,
         WaitTimeoutError,
     )
+    from shardflow.fields.field import Field
     from shardflow.fields.raw import FieldsView
+    from shardflow.fields.specs import Image, Slices, Text
     from shardflow.fields.tokens import StoredTokens
     from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
     from shardflow.format.copying import copy_dataset as copy
@@ -61,8 +63,10 @@ __all__ = [
     "ConfigError",
     "Dataset",
     "EpochPlan",
+    "Field",
     "FieldsView",
     "FormatError",
+    "Image",
     "ImageView",
     "Loader",
     "LoaderConfig",
@@ -76,9 +80,11 @@ __all__ = [
     "ShardflowError",
     "SizedView",
     "SliceSize",
+    "Slices",
     "StateError",
     "StorageError",
     "StoredTokens",
+    "Text",
     "TileView",
     "TokenBudget",
     "VerifyReport",
@@ -99,8 +105,10 @@ _SOURCES: Final = {
     "ConfigError": "shardflow.errors:ConfigError",
     "Dataset": "shardflow.format.dataset:Dataset",
     "EpochPlan": "shardflow.sampling.plan:EpochPlan",
+    "Field": "shardflow.fields.field:Field",
     "FieldsView": "shardflow.fields.raw:FieldsView",
     "FormatError": "shardflow.errors:FormatError",
+    "Image": "shardflow.fields.specs:Image",
     "ImageView": "shardflow.fields.views:ImageView",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
@@ -114,9 +122,11 @@ _SOURCES: Final = {
     "ShardflowError": "shardflow.errors:ShardflowError",
     "SizedView": "shardflow.fields.views:SizedView",
     "SliceSize": "shardflow.fields.views:SliceSize",
+    "Slices": "shardflow.fields.specs:Slices",
     "StateError": "shardflow.errors:StateError",
     "StorageError": "shardflow.errors:StorageError",
     "StoredTokens": "shardflow.fields.tokens:StoredTokens",
+    "Text": "shardflow.fields.specs:Text",
     "TileView": "shardflow.fields.views:TileView",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "VerifyReport": "shardflow.format.verification:VerifyReport",

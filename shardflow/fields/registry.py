@@ -156,12 +156,30 @@ class FieldSet:
         """Return the entries of a batch for its descriptor."""
         return self._entries
 
+    def summary(self) -> list[str]:
+        """Return a line per field on what it delivers and leaves out, as far as tables know."""
+        lines = []
+        for field in self.bound:
+            coverage = field.coverage
+            if coverage is None:
+                continue
+            parts = [f"{coverage.num_samples - coverage.num_missing:,} of {coverage.num_samples:,} samples"]
+            parts += [f"delivered {_listed(coverage.delivered)}"] if coverage.delivered else []
+            parts += [f"left out {_listed(coverage.left_out)}"] if coverage.left_out else []
+            lines.append(f"field {field.name!r}: {'; '.join(parts)}")
+        return lines
+
     def _describe(self, field: BoundField) -> dict[str, Any]:
         kind = type(self.specs[field.name])
         entry = field.describe()
         if kind.type_name not in _TYPES:
             entry["type"] = f"{kind.__module__}:{kind.__qualname__}"
         return entry
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {role}" for role, count in ranked)
 
 
 def present_entries(entries: Sequence[Mapping[str, Any]], arrays: Arrays) -> dict[str, Any]:

@@ -223,6 +223,8 @@ class Loader:
         if fields is not None:
             config = _without_view(config)
             selection, self._fields = bind_fields(selection, fields, counters)
+            for line in self._fields.summary():
+                _LOGGER.info("%s", line)
         self._accept_content_change = accept_content_change
         check_view(selection, config.view)
         check_node(config, selection.datasets, self.world)

@@ -1,0 +1,61 @@
+"""The command ``shardflow attach``: tables beside a dataset, joined to its samples."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from shardflow.cli.common import (
+    add_dataset,
+    add_json,
+    add_threads,
+    counted,
+    open_dataset,
+    show_lines,
+    step_progress,
+    write_json,
+)
+from shardflow.errors import ConfigError
+
+DESCRIPTION = """\
+Writes the series table of DATASET, facts/<dataset_id>/series.tbl: one row per series with its role, modality,
+shape, dtype, unit, geometry, codec and flags, from study.json. Fields of images need it: it says what each
+sample has before anything is read. Packing writes it; this command is for datasets that have none. No shard
+is touched. A job that was stopped goes on where it was, and a new version of the dataset adds only the series
+of its new shards.
+"""
+EXAMPLES = """\
+example:
+  shardflow attach my-dataset --facts
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow attach``."""
+    add_dataset(parser)
+    parser.add_argument("--facts", action="store_true", help="write the series table from study.json")
+    add_threads(parser, "shards read at once")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    if not arguments.facts:
+        raise ConfigError("attach needs to know what to attach; write: shardflow attach DATASET --facts")
+    from shardflow.format.facts import attach_facts
+
+    dataset = open_dataset(arguments.dataset)
+    with step_progress("shards") as on_shard:
+        done = attach_facts(dataset, num_threads=arguments.threads, on_shard=on_shard)
+    if arguments.json:
+        write_json(asdict(done))
+        return 0
+    kept = f", {counted(done.num_shards_kept, 'shard')} known before" if done.num_shards_kept else ""
+    roles = ", ".join(f"{count:,} {role}" for role, count in sorted(done.roles.items()))
+    show_lines(
+        [
+            f"{done.num_series:,} series of {counted(done.num_samples, 'sample')}{kept}",
+            f"roles of series: {roles or 'none'}",
+        ]
+    )
+    return 0

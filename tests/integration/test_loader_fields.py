@@ -1,0 +1,339 @@
+"""Fields: a batch holds a direct decode, equal on every way there; a bad member masks its slot alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+import shardflow as sf
+from shardflow.errors import ConfigError, StateError
+from shardflow.format import Dataset
+from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.sampling import BatchSpec
+from tests.factories import sample_key
+from tests.field_cases import case_series, make_case_dataset, pixels_of
+from tests.integration.loader_support import flip_bit, locate
+
+pytestmark = pytest.mark.fast
+
+NUM_SAMPLES = 14
+SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
+FIELDS: Mapping[str, sf.Field] = {
+    "frontal": sf.Image(series="role == 'frontal'", size=(10, 8), missing="pad"),
+    "views": sf.Image(series="modality in ('CR', 'DX')", num_images="all", missing="pad"),
+    "ct": sf.Slices(
+        series="modality == 'CT' and kind == 'volume'",
+        num_slices=4,
+        size=(9, 12),
+        fit="letterbox",
+        sampling="random",
+        missing="pad",
+    ),
+    "volume": sf.Slices(series="role == 'contrast'", missing="pad"),
+    "report": sf.Text(missing="pad"),
+    "study": sf.Text(member="study.json", max_bytes=1 << 14),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_case_dataset(tmp_path_factory.mktemp("fields") / "a", num_samples=NUM_SAMPLES)
+
+
+def _loader(dataset: Dataset, fields: Mapping[str, sf.Field] = FIELDS, **settings: Any) -> Loader:
+    world = settings.pop("world", World())
+    content = settings.pop("accept_content_change", False)
+    return Loader(
+        dataset,
+        split="train",
+        batch=SPEC,
+        seed=5,
+        fields=fields,
+        world=world,
+        config=LoaderConfig(**settings),
+        accept_content_change=content,
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Return a value that compares by its content, and no longer shares memory with a batch."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, list):
+        return [_frozen(one) for one in value]
+    return value
+
+
+def _run(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
+    with loader:
+        return {
+            (batch.step, batch.micro): {
+                **{name: _frozen(value) for name, value in batch.items()},
+                "keys": batch.info.sample_keys,
+                "weight": batch.info.weight.tolist(),
+            }
+            for batch in loader
+        }
+
+
+def _number(key: str) -> int:
+    return next(number for number in range(NUM_SAMPLES) if sample_key(number) == key)
+
+
+def _slots(batch: Batch) -> list[tuple[int, int]]:
+    """Return the slots that hold a sample, and its number."""
+    return [(slot, _number(key)) for slot, key in enumerate(batch.info.sample_keys) if key is not None]
+
+
+def test_every_image_of_a_radiograph_study_is_delivered_in_the_order_of_acquisition(dataset: Dataset) -> None:
+    fields = {"views": sf.Image(series="modality in ('CR', 'DX')", num_images="all", missing="drop")}
+    delivered = 0
+    with _loader(dataset, fields) as loader:
+        for batch in loader:
+            assert batch["views_mask"].shape == (SPEC.micro_batch_size, 2)
+            for slot, number in _slots(batch):
+                cases = case_series(number)
+                order = sorted(range(len(cases)), key=lambda place: cases[place].series_number or 0)
+                expected = [one for place in order for one in pixels_of(number, place)]
+                found = batch["views"][slot]
+                assert len(found) == len(expected) == batch["views_mask"][slot].sum()
+                for image, wanted in zip(found, expected, strict=True):
+                    assert image.dtype == np.uint16
+                    assert np.array_equal(image, wanted[None])
+                delivered += len(found)
+    assert delivered == sum(
+        case.shape[0]
+        for number in range(NUM_SAMPLES)
+        for case in case_series(number)
+        if case.modality in ("CR", "DX")
+    )
+
+
+def test_one_image_of_a_role_is_resized_and_masked_where_there_is_none(dataset: Dataset) -> None:
+    with _loader(dataset) as loader:
+        for batch in loader:
+            assert batch["frontal"].shape == (SPEC.micro_batch_size, 1, 10, 8)
+            assert batch["frontal"].dtype == np.uint16
+            for slot, number in _slots(batch):
+                has_frontal = number % 4 != 1
+                assert batch["frontal_mask"][slot] == has_frontal
+                if not has_frontal:
+                    assert not batch["frontal"][slot].any()
+                    continue
+                place = 1 if number % 4 == 0 else 0
+                stored = pixels_of(number, place)[0]
+                wanted = cv2.resize(stored, (8, 10), interpolation=cv2.INTER_AREA)
+                assert np.array_equal(batch["frontal"][slot, 0], wanted.astype(np.uint16))
+                assert batch["frontal_range"][slot].tolist() == [-10.0 * place, 100.0 + number]
+
+
+def test_slices_of_the_first_acquired_series_and_native_stacks(dataset: Dataset) -> None:
+    with _loader(dataset) as loader:
+        for batch in loader:
+            for slot, number in _slots(batch):
+                if number % 4 != 1:
+                    assert not batch["ct_mask"][slot].any()
+                    continue
+                indexes, box = batch["ct_index"][slot], batch["ct_box"][slot, 0].tolist()
+                assert sorted(set(indexes.tolist())) == indexes.tolist()
+                stored = pixels_of(number, 1)
+                assert box == [0, 0, 9, 12]
+                for place, index in enumerate(indexes.tolist()):
+                    wanted = cv2.resize(stored[index], (12, 9), interpolation=cv2.INTER_AREA)
+                    assert np.array_equal(batch["ct"][slot, place, 0], wanted)
+                assert batch["volume"][slot].shape == (5, 1, 12, 16)
+                assert np.array_equal(batch["volume"][slot][:, 0], stored)
+
+
+def test_text_is_that_of_the_sample(dataset: Dataset) -> None:
+    with _loader(dataset) as loader:
+        for batch in loader:
+            for slot, number in _slots(batch):
+                has_report = number % 4 != 2
+                assert batch["report"][slot] == (f"report of study {number}: größer" if has_report else "")
+                assert batch["report_mask"][slot] == has_report
+                assert sample_key(number) in batch["study"][slot]
+
+
+def test_content_is_equal_on_any_number_of_ranks_and_in_every_execution(dataset: Dataset) -> None:
+    whole = _run(_loader(dataset))
+    for world_size in (2, 4):
+        parts: dict[tuple[int, int], Any] = {}
+        for rank in range(world_size):
+            parts |= _run(_loader(dataset, world=World(rank=rank, world_size=world_size)))
+        assert {place: parts[place] for place in whole} == whole
+    assert _run(_loader(dataset, num_threads=1)) == whole
+    for execution in ("process", "workers"):
+        assert _run(_loader(dataset, execution=execution)) == whole
+
+
+def test_a_resume_at_every_step_goes_on_with_the_same_batches(dataset: Dataset) -> None:
+    whole = _run(_loader(dataset))
+    with _loader(dataset) as loader:
+        states = [loader.state_dict()]
+        states += [loader.state_dict() for batch in loader if batch.micro == 3]
+    for state in states[:-1]:
+        resumed = _loader(dataset)
+        resumed.load_state_dict(state)
+        rest = _run(resumed)
+        assert rest == {place: value for place, value in whole.items() if place[0] >= int(str(state["step"]))}
+
+
+def test_random_slices_change_with_the_epoch_and_the_seed_alone(dataset: Dataset) -> None:
+    fields = {"ct": FIELDS["ct"]}
+    first, again = _run(_loader(dataset, fields)), _run(_loader(dataset, fields))
+    assert first == again
+    with _loader(dataset, fields) as loader:
+        loader.set_epoch(1)
+        keys = {
+            key: batch["ct_index"][slot].tolist()
+            for batch in loader
+            for slot, key in enumerate(batch.info.sample_keys)
+        }
+    with _loader(dataset, fields) as loader:
+        before = {
+            key: batch["ct_index"][slot].tolist()
+            for batch in loader
+            for slot, key in enumerate(batch.info.sample_keys)
+        }
+    assert {key for key in keys if key} == {key for key in before if key}
+    assert keys != before
+
+
+def test_a_slab_is_contiguous(dataset: Dataset) -> None:
+    fields = {
+        "ct": sf.Slices(series="kind == 'volume'", num_slices=3, size=(8, 8), sampling="slab", missing="drop")
+    }
+    with _loader(dataset, fields) as loader:
+        for batch in loader:
+            for slot, _ in _slots(batch):
+                assert np.diff(batch["ct_index"][slot]).tolist() == [1, 1]
+
+
+def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
+    dataset = make_case_dataset(tmp_path / "a", num_samples=NUM_SAMPLES)
+    whole = _run(_loader(dataset))
+    for number, field in (
+        (4, "s001.i0000.b2nd"),
+        (5, "s001.i0002.b2nd"),
+        (3, "study.json"),
+        (8, "report.txt"),
+    ):
+        path, offset, num_bytes = locate(dataset, number, field)
+        flip_bit(path, offset + num_bytes // 2)
+    damaged = _run(_loader(Dataset.open(tmp_path / "a")))
+    bad = {sample_key(number) for number in (3, 4, 5, 8)}
+    for place, batch in damaged.items():
+        for slot, key in enumerate(batch["keys"]):
+            assert batch["weight"][slot] == (key is not None and key not in bad)
+        if not bad & {*batch["keys"]}:
+            assert batch == whole[place]
+    first = _loader(Dataset.open(tmp_path / "a"))
+    _run(first)
+    replayed = _loader(Dataset.open(tmp_path / "a"))
+    replayed.load_masks(first.masks())
+    assert _run(replayed) == damaged
+
+
+def test_samples_without_the_content_are_an_error_dropped_or_padded(dataset: Dataset) -> None:
+    wanted = {"x": sf.Image(series="role == 'lateral'", size=(8, 8))}
+    with pytest.raises(ConfigError, match=r"7 of 14 samples have no image for the field 'x'.*missing='pad'"):
+        _loader(dataset, wanted)
+    dropped = _loader(dataset, {"x": sf.Image(series="role == 'lateral'", size=(8, 8), missing="drop")})
+    assert dropped.selection.population_of(0).sum() == 7
+    with dropped, pytest.raises(ConfigError, match="No table knows"):
+        _loader(dataset, {"x": sf.Text(member="document.000.txt", missing="drop")})
+    with pytest.raises(ConfigError, match="have no report"):
+        _loader(dataset, {"report": sf.Text()})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"x": sf.Image(series="rol == 'frontal'")}, "did you mean role"),
+        ({"x": sf.Image(series="role == 'sagittal'")}, "Roles of their images"),
+        ({"weight": sf.Text(missing="pad")}, "reserved"),
+        ({"x": sf.Text(missing="pad"), "x_mask": sf.Text(missing="pad")}, "beside 'x'"),
+        ({"X": sf.Text(missing="pad")}, "not valid"),
+        ({"x": "frontal"}, "not a field"),
+    ],
+)
+def test_a_slip_in_fields_is_one_sentence_before_step_0(dataset: Dataset, fields: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        _loader(dataset, fields)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": 512},
+        {"size": (0, 4)},
+        {"size": (512, 512, 3)},
+        {"fit": "letterbox"},
+        {"dtype": "float16"},
+        {"num_images": 0},
+        {"windows": "lung"},
+        {"windows": ("chest",)},
+        {"missing": "skip"},
+        {"channels": 2},
+    ],
+)
+def test_a_wrong_setting_of_an_image_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        sf.Image(**settings)
+
+
+def test_what_is_left_out_is_logged_once(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"x": sf.Image(series="modality in ('CR', 'DX')", size=(8, 8), missing="drop")}
+    with caplog.at_level(logging.INFO, logger="shardflow.loading.loader"), _loader(dataset, fields):
+        pass
+    lines = [record.getMessage() for record in caplog.records if "field 'x'" in record.getMessage()]
+    assert lines == ["field 'x': 10 of 10 samples; delivered 7 frontal, 3 mixed; left out 4 lateral, 3 mixed"]
+
+
+def test_no_pixel_loses_bits_unless_asked(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    everything = {"x": sf.Image(num_images="all", series="kind != 'localizer'")}
+    with _loader(dataset, everything) as loader:
+        batch = next(iter(loader))
+        assert all(image.dtype == np.int32 for images in batch["x"] for image in images)
+    narrow = {"x": sf.Image(series="modality == 'DX'", size=(8, 8), dtype="uint8", missing="drop")}
+    with _loader(dataset, narrow) as loader:
+        for _ in loader:
+            pass
+        assert loader.counters.snapshot()["saturated"]["num_items"] > 0
+    assert "leave out its dtype" in caplog.text
+
+
+def test_a_state_of_other_fields_is_refused_unless_accepted(dataset: Dataset) -> None:
+    small = {"ct": sf.Slices(series="kind == 'volume'", num_slices=2, size=(8, 8), missing="pad")}
+    large = {"ct": sf.Slices(series="kind == 'volume'", num_slices=2, size=(12, 12), missing="pad")}
+    with _loader(dataset, small) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with _loader(dataset, large) as loader, pytest.raises(StateError, match="accept_content_change"):
+        loader.load_state_dict(state)
+    with _loader(dataset, large, accept_content_change=True) as loader:
+        loader.load_state_dict(state)
+        assert next(iter(loader))["ct"].shape[-1] == 12
+
+
+def test_fields_and_a_view_cannot_both_be_given(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match="leave out view and tokens"):
+        _loader(dataset, view=sf.NativeView())
+
+
+def test_a_batch_is_a_mapping(dataset: Dataset) -> None:
+    with _loader(dataset) as loader:
+        batch = next(iter(loader))
+        assert isinstance(batch, Mapping)
+        assert {*FIELDS} <= {*dict(batch)}
+        assert len(batch) == len(dict(batch))
+        assert (batch.info.step, batch.info.epoch, batch.num_slots) == (0, 0, 2)
+        with pytest.raises(KeyError, match="it has frontal"):
+            batch["image"]
