@@ -32,8 +32,9 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from shardflow.fields.field import Field
+    from shardflow.fields.members import Text
+    from shardflow.fields.pixels import Image, Slices
     from shardflow.fields.raw import FieldsView
-    from shardflow.fields.specs import Image, Slices, Text
     from shardflow.fields.tokens import StoredTokens
     from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
     from shardflow.format.copying import copy_dataset as copy
@@ -108,7 +109,7 @@ _SOURCES: Final = {
     "Field": "shardflow.fields.field:Field",
     "FieldsView": "shardflow.fields.raw:FieldsView",
     "FormatError": "shardflow.errors:FormatError",
-    "Image": "shardflow.fields.specs:Image",
+    "Image": "shardflow.fields.pixels:Image",
     "ImageView": "shardflow.fields.views:ImageView",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
@@ -122,11 +123,11 @@ _SOURCES: Final = {
     "ShardflowError": "shardflow.errors:ShardflowError",
     "SizedView": "shardflow.fields.views:SizedView",
     "SliceSize": "shardflow.fields.views:SliceSize",
-    "Slices": "shardflow.fields.specs:Slices",
+    "Slices": "shardflow.fields.pixels:Slices",
     "StateError": "shardflow.errors:StateError",
     "StorageError": "shardflow.errors:StorageError",
     "StoredTokens": "shardflow.fields.tokens:StoredTokens",
-    "Text": "shardflow.fields.specs:Text",
+    "Text": "shardflow.fields.members:Text",
     "TileView": "shardflow.fields.views:TileView",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "VerifyReport": "shardflow.format.verification:VerifyReport",

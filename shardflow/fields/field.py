@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -218,6 +217,22 @@ def check_names(fields: Mapping[str, Field]) -> None:
 _SUFFIXES: Final = frozenset({"mask", "range", "box", "index", "shape", "label"})
 
 
-def add_counts(counts: Sequence[Counter[str]]) -> Counter[str]:
-    """Return the sum of counts."""
-    return sum(counts, Counter())
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse a setting that is not one of some values.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if value not in allowed or isinstance(value, bool):
+        listed = ", ".join(repr(one) for one in allowed)
+        raise ConfigError(f"{name} is one of {listed}, got {value!r}.")
+
+
+def check_count(name: str, value: Any, most: int, more: str = "") -> None:
+    """Refuse a setting that is not a number from 1 to ``most``.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"{name} is a number from 1 to {most:,}, {more}got {value!r}.")

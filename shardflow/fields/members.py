@@ -7,20 +7,55 @@ specs declare a bound, and a larger one masks its slot.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import BoundField, Coverage, FieldContext, Slots
+from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.slots import SlotRequest
-from shardflow.fields.specs import Text
 from shardflow.fields.views import Arrays, ArraySpec
 from shardflow.format.keys import REPORT_FIELD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Field):
+    """Text of a sample: its report, or another text field.
+
+    The entry is a list of B strings; ``NAME_mask`` ``(B,)`` uint8 is 1 where there is a text.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "text"
+
+    member: str | None = None
+    """Stored field that holds the text, UTF-8; None is the report, whose size tables know."""
+    max_bytes: int = 1 << 16
+    """Size that a text of ``member`` may have; a larger one masks its slot. Reports need no bound."""
+
+    def __post_init__(self) -> None:
+        _check_member(self)
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundText(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the texts and their mask."""
+        return present_texts(entry, arrays)
+
+
+def _check_member(spec: Any) -> None:
+    check_choice("missing", spec.missing, ("pad", "drop", "error"))
+    check_count("max_bytes", spec.max_bytes, 1 << 40)
 
 
 class BoundMember(BoundField):

@@ -12,7 +12,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,162 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.catalog import SelectedSeries, SeriesImages
 from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
-from shardflow.fields.field import BoundField, Coverage, FieldContext, Slots
+from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.slots import SlotRequest
-from shardflow.fields.specs import DEFAULT_SERIES, Image, PixelField, Slices
-from shardflow.fields.views import WINDOWS, Arrays, ArraySpec, DrawKey, content_boxes
+from shardflow.fields.views import (
+    WINDOWS,
+    Arrays,
+    ArraySpec,
+    DrawKey,
+    PixelDtype,
+    Resolution,
+    content_boxes,
+)
 from shardflow.format import array_header, decode_array
 from shardflow.sampling import Permutation
 
 _LOGGER = logging.getLogger(__name__)
 _COLOR: Final = 3
+Fit: TypeAlias = Literal["stretch", "letterbox"]
+Sampling: TypeAlias = Literal["even", "random", "slab"]
+DEFAULT_SERIES: Final = "kind is missing or kind not in ('localizer', 'secondary')"
+"""Series that a field selects where its spec names none."""
+_MAX_SIDE: Final = 2**16
+_MAX_IMAGES: Final = 2**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelField(Field):
+    """Settings that images and slices share."""
+
+    series: str | None = None
+    """Expression over the series table that selects series and images, such as ``"role == 'frontal'"``. None
+    selects all but localizers and secondary captures (`DEFAULT_SERIES`)."""
+    size: tuple[int, int] | None = None
+    """Rows and columns (H, W) to resize to: by area where an image shrinks, linearly where it grows. None
+    keeps the stored size; where sizes differ in the population, the entry is a list of arrays."""
+    fit: Fit = "stretch"
+    """``letterbox`` keeps the aspect ratio and centers the image on zeros; ``NAME_box`` holds its place."""
+    dtype: PixelDtype | None = None
+    """None is the smallest dtype that holds every selected image of the population without loss. A smaller
+    one saturates, is logged once, and counted as ``saturated``."""
+    channels: Literal[1, 3] | None = None
+    """Channels (C): 1 turns color into luminance, 3 repeats gray. None is 3 if an image of the population has
+    color, otherwise 1."""
+    resolution: Resolution = "full"
+    """``small`` reads the small versions that packing made, where there are any."""
+    windows: tuple[str, ...] = ()
+    """For CT: ``NAME_range`` is one of these windows, drawn anew in each epoch; `WINDOWS` lists them."""
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self.size is not None:
+            object.__setattr__(self, "size", _checked_size(self.size))
+        elif self.fit != "stretch":
+            raise ConfigError("fit='letterbox' needs a size to fit into; write size=(rows, columns).")
+        check_choice("fit", self.fit, ("stretch", "letterbox"))
+        check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
+        check_choice("channels", self.channels, (None, 1, 3))
+        check_choice("resolution", self.resolution, ("full", "small"))
+        check_choice("missing", self.missing, ("pad", "drop", "error"))
+        object.__setattr__(self, "windows", _checked_windows(self.windows))
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the pixels, their mask and their display range."""
+        return present_pixels(entry, arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image(PixelField):
+    """One or several images of a sample, across its series.
+
+    ``(B, C, H, W)``, or with ``num_images`` other than 1 ``(B, N, C, H, W)``, in the order of acquisition.
+    ``NAME_mask`` ``(B,)`` or ``(B, N)`` uint8 is 1 where there is an image; ``NAME_range`` ``(B, 2)`` or
+    ``(B, N, 2)`` float32 is the display range in the unit of the pixels. Units are those stored (CT: HU).
+
+    Example::
+
+        sf.Image(series="role == 'frontal'", size=(512, 512))
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "image"
+
+    num_images: int | Literal["all"] = 1
+    """Places for images (N); ``"all"`` is the largest number of selected images that a sample of the
+    population has."""
+
+    def _check(self) -> None:
+        super()._check()
+        if self.num_images != "all":
+            check_count("num_images", self.num_images, _MAX_IMAGES, "or 'all', ")
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundImage(name, self, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices(PixelField):
+    """K of the N slices of one series of a sample.
+
+    ``(B, K, C, H, W)`` in geometric order. The first selected series by acquisition is delivered; others are
+    counted as left out. ``NAME_mask`` ``(B, K)`` uint8 is 1 where there is a slice, ``NAME_index`` ``(B, K)``
+    int64 its position in the series (-1 for none), ``NAME_range`` ``(B, 2)`` float32 the display range.
+
+    Example::
+
+        sf.Slices(series="modality == 'CT' and kind == 'volume'", num_slices=32, size=(256, 256))
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "slices"
+
+    num_slices: int | None = None
+    """Slices to deliver (K); None delivers all, as a list of arrays where the population's numbers differ."""
+    sampling: Sampling = "even"
+    """``even``: spread over the series; ``random``: drawn anew in each epoch; ``slab``: adjacent ones that
+    begin at a slice drawn anew in each epoch. A series of fewer slices is delivered whole."""
+
+    def _check(self) -> None:
+        super()._check()
+        check_choice("sampling", self.sampling, ("even", "random", "slab"))
+        if self.num_slices is None:
+            if self.sampling != "even":
+                raise ConfigError(f"sampling={self.sampling!r} needs num_slices, the number to draw.")
+        else:
+            check_count("num_slices", self.num_slices, _MAX_SIDE)
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundSlices(name, self, context)
+
+
+def _checked_size(size: Any) -> tuple[int, int]:
+    try:
+        rows, columns = size
+    except (TypeError, ValueError):
+        raise ConfigError(f"size is (rows, columns), such as (512, 512), got {size!r}.") from None
+    for side in (rows, columns):
+        check_count("each side of size", side, _MAX_SIDE)
+    return rows, columns
+
+
+def _checked_windows(windows: Any) -> tuple[str, ...]:
+    if isinstance(windows, str):
+        raise ConfigError(f"windows is a list of names, write windows=({windows!r},).")
+    for window in windows:
+        check_choice("each window", window, tuple(WINDOWS))
+    return tuple(windows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,9 @@ def _variants(dataset: Dataset) -> dict[str, object]:
 
 FIELD_GROUP: Final = "shardflow.fields"
 _TYPES: Final = {
-    "image": "shardflow.fields.specs:Image",
-    "slices": "shardflow.fields.specs:Slices",
-    "text": "shardflow.fields.specs:Text",
+    "image": "shardflow.fields.pixels:Image",
+    "slices": "shardflow.fields.pixels:Slices",
+    "text": "shardflow.fields.members:Text",
 }
 
 
