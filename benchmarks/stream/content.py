@@ -296,7 +296,18 @@ def _fields(key: str, slices: list[NDArray[np.int16]]) -> Iterator[tuple[str, by
     yield REPORT_FIELD, b"Generated for a measurement."
     for index, pixels in enumerate(slices):
         yield slice_field(0, index, "b2nd"), encode_array("b2nd", pixels)
-    study = {"format_version": 1, "sample_key": key, "series": [{"display_range": [-160.0, 240.0]}]}
+    series = {
+        "modality": "CT",
+        "kind": "volume",
+        "unit": "HU",
+        "num_slices": len(slices),
+        "rows": SIZE,
+        "columns": SIZE,
+        "dtype": "int16",
+        "codec": "b2nd",
+        "display_range": [-160.0, 240.0],
+    }
+    study = {"format_version": 1, "sample_key": key, "series": [series]}
     yield STUDY_FIELD, json.dumps(study).encode()
 
 
