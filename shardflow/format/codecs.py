@@ -135,7 +135,7 @@ def _holds_all(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:  # noqa: A
     return True
 
 
-# A reader that finds a slice in several takes the first of them.
+# A reader that finds a slice in several codecs takes the first of them.
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode, _holds_all),
@@ -171,8 +171,8 @@ def decode_field(field: str, data: Payload) -> Any:
 
 
 def _decode_picture(data: bytes) -> NDArray[np.uint8]:
-    """Decode a thumbnail, JPEG or WebP: ``(rows, columns)`` grey or ``(rows, columns, 3)`` RGB."""
-    # Its 0.2 s are for those who have pictures.
+    """Decode a thumbnail, JPEG or WebP: ``(rows, columns)`` gray or ``(rows, columns, 3)`` RGB."""
+    # The import takes 0.2 s, which only users of pictures should pay.
     import cv2
 
     pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)

@@ -119,7 +119,7 @@ def find_sidecars(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedSidecar:
-    """An entity view or stored tokens that came along."""
+    """An entity view or stored tokens that were copied."""
 
     name: str
     """Of the view, or digest of the tokenizer."""
@@ -132,7 +132,7 @@ class CopiedSidecar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyReport:
-    """What was copied."""
+    """Result of a copy."""
 
     dataset_id: str
     """Of the newest version."""
@@ -140,14 +140,14 @@ class CopyReport:
     num_files: int
     num_bytes: int
     num_copied_files: int
-    """Files that were not there before; the others were, and were checked."""
+    """Files that were not in the target before; the others were only checked."""
     num_copied_bytes: int
     views: tuple[CopiedSidecar, ...]
     """Entity views that are in the target now."""
     tokens: tuple[CopiedSidecar, ...]
     """Stored tokens that are in the target now."""
     notes: tuple[str, ...]
-    """What lay beside the source and was not copied, and why."""
+    """Sidecars of the source that were not copied, and why."""
 
 
 def copy_dataset(
@@ -162,19 +162,19 @@ def copy_dataset(
     """Copy a dataset, or resume a copy.
 
     Args:
-        source: Where it lies; shards that others wrote are brought along from where they lie.
-        target: Where it shall lie; may hold a part of it.
+        source: Where the dataset is stored; foreign shards are copied from their own locations.
+        target: Where to copy it; may hold a part of it.
         newest_only: Copy the newest version alone; by default all.
         with_sidecars: Copy the entity views and stored tokens of these versions too.
         num_threads: Files copied at once; each holds 4 MiB, and up to 16 MiB more for an object store.
-        progress: Called with the bytes that are done and those of all files.
+        progress: Called with the bytes done and the bytes of all files.
 
     Raises:
         ManifestError: The source holds no dataset, or one that cannot be trusted.
         ConfigError: The target holds another dataset, versions that the source does not have, or another
             view of the same name.
         FormatError: The manifest of a view or of tokens cannot be trusted.
-        ChecksumError: A file of the source, or one that stands in the target, is not what the manifest says.
+        ChecksumError: A file of the source, or an existing one of the target, differs from the manifest.
         StorageError: Reading or writing failed.
     """
     numbers = versions(source)[-1:] if newest_only else versions(source)
@@ -231,13 +231,13 @@ def copy_dataset(
 def copy_object(source: ByteStore, target: ByteStore, entry: FileEntry) -> bool:
     """Copy one file, unless it is there already; its size and digest are checked either way.
 
-    Also how a local file becomes an object: the source is then a store of its folder.
+    A local file is uploaded in the same way, from a store of its folder.
 
     Returns:
         Whether it was copied.
 
     Raises:
-        ChecksumError: The source's file, or the one that stands in the target, is not the entry's.
+        ChecksumError: The file of the source, or an existing one of the target, differs from the entry.
         StorageError: Reading or writing failed; nothing is left behind.
     """
     if object_stands(target, entry):
@@ -245,7 +245,7 @@ def copy_object(source: ByteStore, target: ByteStore, entry: FileEntry) -> bool:
     try:
         target.put_stream(entry.path, _checked(source, entry, "the source"), entry.num_bytes)
     except AlreadyExistsError:
-        # Another copy was faster.
+        # A concurrent copy finished first.
         if not object_stands(target, entry):
             raise
         return False
@@ -253,10 +253,10 @@ def copy_object(source: ByteStore, target: ByteStore, entry: FileEntry) -> bool:
 
 
 def object_stands(target: ByteStore, entry: FileEntry) -> bool:
-    """Tell whether a file is in a store, whole: it is read.
+    """Return whether a store holds a file with the right bytes, by reading it.
 
     Raises:
-        ChecksumError: Another one is there.
+        ChecksumError: A different file is there.
         StorageError: Reading failed.
     """
     try:

@@ -34,7 +34,7 @@ _STUDIES: Final = "full_study"
 _MAX_CONTEXT: Final = 1000
 TABLE_KIND: Final = "entities"
 ASSERTIONS: Final = ("present", "uncertain")
-"""What a report may say of an entity that has a row."""
+"""Assertions of the entities that have a row."""
 LATERALITIES: Final = ("", "L", "R", "B")
 _PLACES: Final = ("study", "entity", "series", "centre", "text_start", "span_start", "span_bytes")
 _CODES: Final = ("label", "anatomy", "assertion", "laterality")
@@ -45,18 +45,18 @@ _FLAT: Final = ("first_slice", "slices", "slice_weights")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntityRules:
-    """Which entities become rows, and what a row holds beside its own slices.
+    """Rules for which entities become rows, and what a row holds beside its own slices.
 
     Raises:
         ConfigError: A value is out of range.
     """
 
     threshold: float = 0.7
-    """An entity counts where its confidence is above it; one that has just this does not."""
+    """An entity becomes a row if its confidence is above this; equal is not enough."""
     context_slices: int = 1
-    """So many neighbours on either side of each slice belong to the row, with weight 0."""
+    """Number of neighbors on either side of each slice that belong to the row, with weight 0."""
     text: EntityText = "sentence"
-    """What of the report goes with the slices: the sentence, the words of the entity, or all of it."""
+    """Text that goes with the slices: the sentence, the words of the entity, or the whole report."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
@@ -144,7 +144,7 @@ def load_entity_manifest(store: ByteStore, manifest: Manifest, name: str) -> Ent
         name: Of the view.
 
     Raises:
-        ConfigError: Nobody made such a view of this version.
+        ConfigError: This version has no such view.
         FormatError: The view is another dataset's, or cannot be trusted.
     """
     view_folder(name, manifest.dataset_id)
@@ -184,18 +184,18 @@ def entity_key(study_key: str, entity: int, series: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EntityPlace:
-    """Where an entity is, in the fields of its study."""
+    """Place of an entity in the fields of its study."""
 
     entity: int
     """Number in ``report.json``."""
     series: int
     """Number of the series in the sample."""
     slices: NDArray[np.int64]
-    """``(n,)`` indices in the series, ascending; the context among them."""
+    """``(n,)`` indices in the series, ascending, including the context."""
     centre: int
-    """Place of the weightiest slice among ``slices``."""
+    """Position of the slice with the largest weight among ``slices``."""
     text_start: int
-    """First byte of the text in ``report.txt``; how many there are is the column ``text_bytes``."""
+    """First byte of the text in ``report.txt``; the column ``text_bytes`` has its size."""
 
 
 class EntityTable(SamplesTable):
@@ -240,11 +240,11 @@ class EntityTable(SamplesTable):
         }
 
     def place(self, row: int) -> EntityPlace:
-        """Return where an entity is.
+        """Return the place of an entity.
 
         Raises:
             ChecksumError: A block of the table is damaged.
-            FormatError: The row points nowhere.
+            FormatError: The row points outside its slices.
         """
         start, stop = self._table.gather("first_slice", np.array([row, row + 1])).astype(np.int64).tolist()
         num_slices, centre = int(self.gather("num_slices", row)), int(self.gather("centre", row))
@@ -263,7 +263,7 @@ class EntityTable(SamplesTable):
         )
 
     def centre_slices(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index in the series of the weightiest slice of some entities, ``(n,)``."""
+        """Return the index in the series of the slice with the largest weight of some entities, ``(n,)``."""
         places = self._table.gather("first_slice", rows).astype(np.int64) + self.gather("centre", rows)
         return self._table.gather("slices", places).astype(np.int64)
 
@@ -277,10 +277,10 @@ class EntityDataset(Dataset):
     """A version of a dataset seen as entities.
 
     `samples` are the entities, `studies` what they point into, and `dataset_id` is the digest of the view, so
-    that plans and states are those of these rows; ``manifest.dataset_id`` is that of the dataset.
+    plans and states belong to these rows; ``manifest.dataset_id`` is that of the dataset.
 
     Args:
-        store: Where the dataset lies.
+        store: Where the dataset is stored.
         manifest: Its version.
         name: Of the view.
 

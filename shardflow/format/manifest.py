@@ -111,7 +111,7 @@ class LedgerEntry(FileEntry):
 
 
 def check_count(value: object, name: str) -> None:
-    """Refuse what is no count.
+    """Check a count.
 
     Raises:
         ManifestError: ``value`` is no integer, or negative.
@@ -121,7 +121,7 @@ def check_count(value: object, name: str) -> None:
 
 
 def check_digest(value: object, name: str) -> None:
-    """Refuse what is no SHA-256.
+    """Check a SHA-256.
 
     Raises:
         ManifestError: ``value`` is not 64 lower-case hexadecimal digits.
@@ -184,9 +184,9 @@ class Manifest:
 
     @property
     def page(self) -> FileEntry | None:
-        """The page for people (HTML) that stands in the dataset; None where there is none.
+        """The HTML page of the dataset; None if it has none.
 
-        It lies in ``extra``, so that readers that know nothing of pages open the dataset.
+        It is named in ``extra``, so that readers without support for pages open the dataset.
         """
         return _file_in(self.extra, _PAGE)
 
@@ -194,12 +194,12 @@ class Manifest:
     def line_outcomes(self) -> FileEntry | None:
         """The outcomes of a corpus' lines (`shardflow.format.ledger`); None of any other dataset.
 
-        It lies in ``extra`` for the same reason.
+        It is named in ``extra`` for the same reason.
         """
         return _file_in(self.extra, _LINES)
 
     def with_page(self, page: FileEntry) -> Manifest:
-        """Return this manifest, which names a page too."""
+        """Return a copy of this manifest that also names a page."""
         return replace(self, extra={**self.extra, _PAGE: asdict(page)})
 
     def files(self) -> list[FileEntry]:
@@ -346,7 +346,7 @@ def _no_version(number: int, found: list[int]) -> ManifestError:
 
 
 def commit(store: ByteStore, manifest: Manifest) -> str:
-    """Write the manifest of a dataset whose other files all stand: the commit point.
+    """Write the manifest of a dataset whose other files all exist: the commit point.
 
     Returns:
         The ``dataset_id``.

@@ -80,12 +80,12 @@ def parse_member_header(header: bytes) -> tuple[str, int]:
 
 
 def padding(num_bytes: int) -> bytes:
-    """The zero bytes that follow a payload up to the next multiple of 512."""
+    """Return the zero bytes that follow a payload up to the next multiple of 512."""
     return _PADDING[num_bytes % BLOCK_NUM_BYTES]
 
 
 def member_num_bytes(payload_num_bytes: int) -> int:
-    """Size of a whole member: header, payload and padding."""
+    """Return the size of a whole member: header, payload and padding."""
     return BLOCK_NUM_BYTES + -(-payload_num_bytes // BLOCK_NUM_BYTES) * BLOCK_NUM_BYTES
 
 
@@ -100,10 +100,10 @@ def encode_member(name: str, payload: bytes | memoryview) -> bytes:
 
 
 class TarWriter:
-    """Write members to a file object that is opened for writing bytes; closing the file is the caller's.
+    """Writer of members to a binary file object, which the caller closes.
 
     Args:
-        fileobj: Where to write; never read or sought, so a digest can be taken on the way.
+        fileobj: Receives the bytes; never read or sought, so the caller can hash them on the way.
     """
 
     def __init__(self, fileobj: BinaryIO) -> None:
@@ -131,16 +131,16 @@ class TarWriter:
 
 
 class HashedStream:
-    """The bytes of an object in order.
+    """Sequential reader of an object that hashes what it reads.
 
     Args:
-        store: Where the object lies.
+        store: Where the object is stored.
         path: The object.
         window_bytes: How much is read at once, and held; 4 MiB if not given.
 
     Attributes:
         num_bytes: Size of the object.
-        position: Where the next byte comes from.
+        position: Offset of the next byte.
 
     Raises:
         NotFoundError: There is no such object.
@@ -171,7 +171,7 @@ class HashedStream:
         return b"".join(piece.tobytes() for piece in self.take(num_bytes))
 
     def hexdigest(self) -> str:
-        """SHA-256 of the whole object; reads what is left of it."""
+        """Return the SHA-256 of the whole object; reads the rest of it."""
         for _ in self.take(self.num_bytes):
             pass
         return self._digest.hexdigest()

@@ -38,7 +38,7 @@ _MAX_OPEN_TABLES: Final = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFile:
-    """A table of token ids: some consecutive rows of the samples table, those of one shard."""
+    """A table of token ids: the consecutive rows of the samples table that belong to one shard."""
 
     num_rows: int
     num_bytes: int
@@ -86,7 +86,7 @@ class TokensManifest(SidecarManifest):
 
 
 def tokens_folder(tokenizer: str, dataset_id: str) -> str:
-    """Return where the tokens of a tokenizer lie in a dataset.
+    """Return where the tokens of a tokenizer are stored in a dataset.
 
     Args:
         tokenizer: SHA-256 of its ``tokenizer.json``, 64 hexadecimal digits.
@@ -114,8 +114,8 @@ def encode_ids(
     """Encode the table of ids of a shard.
 
     Args:
-        ids: ``(sum(counts),)`` uint16 or uint32: the tokens of all texts, one behind another.
-        counts: ``(rows,)``: how many are of each text.
+        ids: ``(sum(counts),)`` uint16 or uint32: the tokens of all texts, one after another.
+        counts: ``(rows,)``: number of tokens of each text.
         first_row: Row of the samples table that the first text belongs to.
         tokenizer: SHA-256 of the ``tokenizer.json``.
         dataset_id: Digest of the manifest.
@@ -153,7 +153,7 @@ def open_manifest(dataset: Dataset, tokenizer: str) -> TokensManifest:
         tokenizer: SHA-256 of its ``tokenizer.json``.
 
     Raises:
-        ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
+        ConfigError: This version of the dataset has no tokens of this tokenizer.
         FormatError: The tokens are another dataset's, or cannot be trusted.
     """
     owner, num_samples = dataset.dataset_id, dataset.samples.num_samples
@@ -181,7 +181,7 @@ def open_counts(dataset: Dataset, tokenizer: str) -> NDArray[Any]:
         tokenizer: SHA-256 of its ``tokenizer.json``.
 
     Raises:
-        ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
+        ConfigError: This version of the dataset has no tokens of this tokenizer.
         FormatError: The tokens are another dataset's, or cannot be trusted.
         ChecksumError: The table is damaged.
     """
@@ -225,16 +225,16 @@ def _meta(kind: str, tokenizer: str, dataset_id: str) -> dict[str, Json]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenPlaces:
-    """Where the tokens of some texts lie. Holds no map, so any number of them may wait."""
+    """Places of the tokens of some texts; holds no memory map, so any number of them may exist."""
 
     files: list[tuple[int, slice]]
-    """Number of each table, and which of the places below lie in it."""
+    """Number of each table, and the slice of the places below that are in it."""
     texts: NDArray[np.int64]
-    """``(k,)`` position of each text in what was asked for; rows of -1 are left out."""
+    """``(k,)`` position of each text in the request; rows of -1 are left out."""
     starts: NDArray[np.int64]
     """``(k,)`` first token in the table."""
     stops: NDArray[np.int64]
-    """``(k,)`` token behind the last one."""
+    """``(k,)`` token after the last one."""
 
     def lengths(self, num_texts: int) -> NDArray[np.int64]:
         """Return how many tokens each text has, ``(num_texts,)``."""
@@ -243,7 +243,7 @@ class TokenPlaces:
         return lengths
 
     def each(self) -> Iterator[TokenPlaces]:
-        """Yield the places of each text alone."""
+        """Yield the places of one text at a time."""
         for number, here in self.files:
             for place in range(here.start, here.stop):
                 one = slice(place, place + 1)
@@ -256,7 +256,7 @@ class TokenPlaces:
 
 
 class _IdsFile:
-    """One open table. Safe for many threads, which at worst do the same thing twice."""
+    """An open table. Safe for many threads, which at worst repeat work."""
 
     __slots__ = ("_bounds", "_table")
 
@@ -276,7 +276,7 @@ class _IdsFile:
         return bounds
 
     def ids(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
-        """Return all ids, of which some spans of those of `bounds` are checked."""
+        """Return all ids, of which the given spans are checked."""
         ids = self._table.whole("token_ids")
         if ids is not None and self._bounds is not None:
             return ids
@@ -300,7 +300,7 @@ class TokenIds:
         tokenizer: SHA-256 of its ``tokenizer.json``.
 
     Raises:
-        ConfigError: Nobody tokenized with this tokenizer and this version of the dataset.
+        ConfigError: This version of the dataset has no tokens of this tokenizer.
         FormatError: The tokens are another dataset's, or cannot be trusted.
     """
 
@@ -324,10 +324,10 @@ class TokenIds:
 
         Args:
             rows: ``(n,)`` rows of the samples table, in any order; -1 is an empty text.
-            max_tokens: Longer texts lose their tail.
+            max_tokens: Longer texts are cut to this length.
 
         Returns:
-            ids: ``(sum of lengths,)`` uint32, the texts one behind another in the order of ``rows``.
+            ids: ``(sum of lengths,)`` uint32, the texts one after another in the order of ``rows``.
             offsets: ``(n + 1,)``; text ``i`` is ``ids[offsets[i]:offsets[i + 1]]``.
 
         Raises:
@@ -370,7 +370,7 @@ class TokenIds:
         return TokenPlaces(files=files, texts=texts, starts=starts, stops=stops)
 
     def read(self, places: TokenPlaces, offsets: NDArray[np.int64], out: NDArray[np.uint32]) -> None:
-        """Copy tokens to where they belong.
+        """Copy tokens into an output array.
 
         Args:
             places: From `find`.
@@ -386,7 +386,7 @@ class TokenIds:
             starts, stops, to = places.starts[here], places.stops[here], targets[here]
             ids = self._file(number).ids(starts, stops)
             ends = to + (stops - starts)
-            # A slice for each text: an index for each token costs four times as much.
+            # Copying a slice per text costs a quarter of indexing each token.
             for start, stop, first, end in zip(
                 starts.tolist(), stops.tolist(), to.tolist(), ends.tolist(), strict=True
             ):

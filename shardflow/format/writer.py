@@ -137,7 +137,7 @@ class ShardWriter:
         Args:
             sample: ``__key__`` and fields, see the class.
             split: The split it goes to; as the writer's settings have it if not given.
-            group: What stays in one split, such as the patient; decides the split instead of the key.
+            group: Name of samples that stay in one split, such as a patient; replaces the key in the choice.
 
         Raises:
             FormatError: The sample cannot be stored as it is; the writer stays as it was.
@@ -241,7 +241,7 @@ class ShardWriter:
 
 
 class _WrittenSplit:
-    """A split under way: its shards, and the facts of its samples that no index holds."""
+    """A split being written: its shards, and the facts of its samples that no index holds."""
 
     def __init__(self, files: SplitFiles) -> None:
         self.files = files
@@ -308,7 +308,7 @@ class SplitFiles:
 
 
 class _OpenShard:
-    """A shard under way: members are written as they come, columns of the index are held."""
+    """A shard being written: members go to disk as they come, the columns of the index stay in memory."""
 
     def __init__(self, root: Path, split: str, number: int) -> None:
         self._root = root
@@ -496,13 +496,13 @@ def _check_split(split: str) -> str:
 
 
 def link_shard(source: Path, entry: str, root: Path, name: str) -> FileEntry:
-    """Put a finished shard into a dataset under another name.
+    """Link a finished shard into a dataset under a new name.
 
     Args:
         source: The folder it was written to.
         entry: Its name there.
         root: Folder of the dataset, on the same file system.
-        name: Its name there; a file that stands under it is replaced.
+        name: Its new name; an existing file of that name is replaced.
 
     Returns:
         Its new index.
@@ -606,7 +606,7 @@ def write_file(root: Path, path: str, pieces: Iterable[bytes]) -> FileEntry:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed: a manifest's ``created_with``."""
+    """Return the versions of the installed ones of some packages, for a manifest's ``created_with``."""
     found: dict[str, str] = {}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -616,7 +616,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def naming_os_errors(action: str) -> Iterator[None]:
-    """Turn errors of the operating system into `StorageError`, without a path: some name people."""
+    """Turn errors of the operating system into `StorageError` without a path, which may name a person."""
     try:
         yield
     except StorageError:

@@ -98,7 +98,7 @@ def group_members(members: Iterable[TarMember], *, shard: str, options: IndexOpt
         options: What to do with members that do not fit.
 
     Raises:
-        FormatError: Something does not fit and is to be refused; the message names shard and member.
+        FormatError: A member does not fit and is refused; the message names shard and member.
     """
     grouped = GroupedShard()
     latest: dict[bytes, ForeignSample] = {}
@@ -167,7 +167,7 @@ def _error(shard: str, member: TarMember, expected: str, found: str, option: str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignSource:
-    """A tar to index: where it lies, and the split it belongs to."""
+    """A tar to index: its location, and the split it belongs to."""
 
     place: str
     """A path or an address."""
@@ -180,7 +180,7 @@ class ForeignSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexReport:
-    """What was indexed."""
+    """Result of indexing."""
 
     dataset_id: str
     num_shards: int
@@ -189,7 +189,7 @@ class IndexReport:
     num_bytes: int
     """Size of the tars."""
     num_skipped: int
-    """Members that webdataset skips as well, or that were to be skipped."""
+    """Members that webdataset skips too, or that the options skip."""
     num_repaired: int
     """Members that were joined to their sample across others."""
     num_renamed: int
@@ -223,12 +223,12 @@ def index_tars(
     Args:
         sources: The tars; their order is the order of the shards of each split.
         url: Where to write the dataset: manifest, indexes and samples table.
-        options: What to do with what does not fit.
+        options: What to do with members that do not fit.
         num_threads: Tars read at once; each holds 16 MiB.
         progress: Called with the numbers of tars read and of all tars.
 
     Raises:
-        ConfigError: There are no tars, one is given twice, or a dataset stands there already.
+        ConfigError: There are no tars, one is given twice, or the folder already holds a dataset.
         FormatError: A tar cannot be indexed as it is, or no sample is in any.
         StorageError: A tar cannot be read, or the dataset cannot be written.
     """
@@ -400,7 +400,7 @@ def _put(store: ByteStore, path: str, data: bytes) -> FileEntry:
     try:
         store.put_new(path, data)
     except AlreadyExistsError:
-        # A killed run left it; the manifest that would name it does not stand yet.
+        # A killed run left it, before it wrote the manifest that would name it.
         if store.read(path) != data:
             raise ConfigError(
                 f"OUT must hold nothing of another dataset, got {path}; name an empty folder."

@@ -21,7 +21,7 @@ LOCATIONS_VERSION: Final = 1
 
 
 def is_foreign(manifest: Manifest) -> bool:
-    """Tell whether a dataset's shards are the tars of others."""
+    """Return whether the shards of a dataset are tars of other writers."""
     return "foreign" in manifest.extra
 
 
@@ -83,11 +83,11 @@ def _resolve(base: str, location: str) -> str:
 
 
 class RelocatedStore:
-    """A store with some objects that lie elsewhere, unless they lie in it. Safe for many threads.
+    """A store that finds some objects elsewhere if they are not in it. Safe for many threads.
 
     Args:
         base: The store of everything else.
-        places: By path, where the object lies: an absolute path or an address.
+        places: Location of each such object by path: an absolute path or an address.
     """
 
     def __init__(self, base: ByteStore, places: Mapping[str, str]) -> None:
@@ -102,7 +102,7 @@ class RelocatedStore:
         return self.base.url
 
     def __reduce__(self) -> tuple[type[RelocatedStore], tuple[ByteStore, Mapping[str, str]]]:
-        """Cross a process boundary without what was found."""
+        """Cross a process boundary without the locations found so far."""
         return type(self), (self.base, self._places)
 
     def size(self, path: str) -> int:
@@ -143,7 +143,7 @@ class RelocatedStore:
             return self.base, path
         found = self._found.get(path)
         if found is None:
-            # Two threads may look for the same object at once; both find the same.
+            # Two threads may look up the same object at once, with the same result.
             found = self._found[path] = self._look(path, place)
         return found
 

@@ -26,13 +26,13 @@ _START, _END = b"\xff\x4f\xff\x51", b"\xff\xd9"
 _SIZ = struct.Struct(">4xHH8IH")
 _COMPONENT_NUM_BYTES = 3
 _SIGNED = 0x80
-_COLOURS = 3
+_COLORS = 3
 _DTYPES = {"|u1", "|i1", "<u2", "<i2"}
 
 
 def holds(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     """Tell whether the codec can store such an array."""
-    return dtype.str in _DTYPES and (len(shape) == 2 or shape[2] == _COLOURS)
+    return dtype.str in _DTYPES and (len(shape) == 2 or shape[2] == _COLORS)
 
 
 def encode(array: NDArray[Any]) -> bytes:
@@ -83,7 +83,7 @@ def _parse(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
         and (tile_columns, tile_rows) == (columns, rows)
     )
     num_bits, shape = (depth & ~_SIGNED) + 1, (rows, columns)
-    if not is_whole or num_bits not in (8, 16) or min(shape) < 1 or num_components not in (1, _COLOURS):
+    if not is_whole or num_bits not in (8, 16) or min(shape) < 1 or num_components not in (1, _COLORS):
         raise ValueError
     dtype = np.dtype(f"{'i' if depth & _SIGNED else 'u'}{num_bits // 8}").newbyteorder("<")
     return (shape if num_components == 1 else (*shape, num_components)), dtype

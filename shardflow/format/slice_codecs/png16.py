@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 
-# Of a PNG (ISO/IEC 15948): signature, then the chunk IHDR with width, height, depth and colour type, and its
+# Of a PNG (ISO/IEC 15948): signature, then the chunk IHDR with width, height, depth and color type, and its
 # checksum. Ours has the chunk tEXt behind it where values are moved.
 _HEAD = struct.Struct(">8sI4sIIBB")
 _HEAD_NUM_BYTES = 33
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_GREY, _RGB = 0, 2
+_GRAY, _RGB = 0, 2
 _OFFSET = 0x8000
 _OFFSET_TEXT = b"Offset\x00-32768"
-_COLOURS = 3
+_COLORS = 3
 _DTYPES = {"|u1", "<u2", "<i2"}
 
 
 def holds(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     """Tell whether the codec can store such an array."""
-    return dtype.str in _DTYPES and (len(shape) == 2 or shape[2] == _COLOURS)
+    return dtype.str in _DTYPES and (len(shape) == 2 or shape[2] == _COLORS)
 
 
 def encode(array: NDArray[Any]) -> bytes:
@@ -38,7 +38,7 @@ def encode(array: NDArray[Any]) -> bytes:
     cv2 = _cv2()
     is_signed = array.dtype.kind == "i"
     plain = np.bitwise_xor(array.view(np.uint16), _OFFSET) if is_signed else array
-    is_written, found = cv2.imencode(".png", plain[..., ::-1] if plain.ndim == _COLOURS else plain)
+    is_written, found = cv2.imencode(".png", plain[..., ::-1] if plain.ndim == _COLORS else plain)
     if not is_written:
         raise FormatError(f"a PNG must hold the slice, got an error for {array.dtype} {array.shape}.")
     png: bytes = found.tobytes()
@@ -51,20 +51,20 @@ def read_header(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Read shape and dtype without decoding.
 
     Raises:
-        FormatError: The payload is no grey or RGB PNG of 8 or 16 bits.
+        FormatError: The payload is no gray or RGB PNG of 8 or 16 bits.
     """
     try:
         signature, _, name, columns, rows, depth, kind = _HEAD.unpack_from(payload)
     except struct.error:
         signature = name = b""
         columns = rows = depth = kind = 0
-    if signature != _SIGNATURE or name != b"IHDR" or depth not in (8, 16) or kind not in (_GREY, _RGB):
-        raise FormatError("a png16 payload must be a grey or RGB PNG of 8 or 16 bits, got other bytes.")
+    if signature != _SIGNATURE or name != b"IHDR" or depth not in (8, 16) or kind not in (_GRAY, _RGB):
+        raise FormatError("a png16 payload must be a gray or RGB PNG of 8 or 16 bits, got other bytes.")
     chunk = _offset_chunk()
     is_signed = bytes(payload[_HEAD_NUM_BYTES : _HEAD_NUM_BYTES + len(chunk)]) == chunk
     if min(rows, columns) < 1 or (is_signed and depth != 16):
         raise FormatError("a png16 payload must have pixels, and 16 bits where it has an offset, got others.")
-    shape = (rows, columns) if kind == _GREY else (rows, columns, _COLOURS)
+    shape = (rows, columns) if kind == _GRAY else (rows, columns, _COLORS)
     return shape, np.dtype("<i2" if is_signed else f"<u{depth // 8}")
 
 
@@ -85,8 +85,8 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     stored = out.view(np.uint16) if dtype.kind == "i" else out
     if found is None or found.shape != shape or found.dtype != stored.dtype:
         raise FormatError("a png16 payload must decode, got a damaged PNG.")
-    # OpenCV decodes into memory of its own; the way from there puts colours and numbers right.
-    plain = found[..., ::-1] if found.ndim == _COLOURS else found
+    # OpenCV decodes into memory of its own; the copy from there restores color order and sign.
+    plain = found[..., ::-1] if found.ndim == _COLORS else found
     if dtype.kind == "i":
         np.bitwise_xor(plain, _OFFSET, out=stored)
     else:
