@@ -254,6 +254,14 @@ def write_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=True) + "\n")
 
 
+def write_result(arguments: argparse.Namespace, facts: Any, lines: Iterable[str]) -> None:
+    """Write what a command did: facts with ``--json``, else lines for people."""
+    if arguments.json:
+        write_json(facts)
+    else:
+        show_lines(lines)
+
+
 def _console() -> Console:
     # soft_wrap: a line cut at 80 columns is of no use to grep.
     return Console(highlight=False, soft_wrap=True)

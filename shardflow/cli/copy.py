@@ -11,9 +11,8 @@ from shardflow.cli.common import (
     add_threads,
     existing_dataset,
     human_bytes,
-    show_lines,
     step_progress,
-    write_json,
+    write_result,
 )
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.copying import CopyReport, copy_dataset
@@ -74,16 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
             progress=lambda done, total: advance(done // _MIB, -(-total // _MIB)),
         )
     seconds = time.perf_counter() - start
-    if arguments.json:
-        write_json({**asdict(report), "seconds": round(seconds, 3)})
-        return 0
     rate = human_bytes(round(report.num_copied_bytes / max(seconds, 1e-9)))
     copied = f"{human_bytes(report.num_copied_bytes)} in {report.num_copied_files:,} files ({rate}/s)"
     checked = f"{human_bytes(report.num_bytes)} in {report.num_files:,} files"
     lines = [f"whole: {report.dataset_id}", f"copied {copied}, of {checked}"]
     if not arguments.no_sidecars:
         lines += _beside(report)
-    show_lines(lines)
+    write_result(arguments, {**asdict(report), "seconds": round(seconds, 3)}, lines)
     return 0
 
 

@@ -14,9 +14,8 @@ from shardflow.cli.common import (
     natural_number,
     open_dataset,
     positive_number,
-    show_lines,
     step_progress,
-    write_json,
+    write_result,
 )
 from shardflow.format.entities import EntityRules, EntityText
 
@@ -83,10 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         built = build_view(
             dataset, rules, name=arguments.name, num_processes=arguments.processes, on_shard=on_shard
         )
-    if arguments.json:
-        write_json(asdict(built))
-    else:
-        amount = f"{counted(built.num_entities, 'row')} of {built.num_studies:,} studies"
-        made = "" if built.is_new else ", made before"
-        show_lines([f"view {built.name}: {amount} above {built.threshold}{made}", f"view_id {built.view_id}"])
+    amount = f"{counted(built.num_entities, 'row')} of {built.num_studies:,} studies"
+    made = "" if built.is_new else ", made before"
+    lines = [f"view {built.name}: {amount} above {built.threshold}{made}", f"view_id {built.view_id}"]
+    write_result(arguments, asdict(built), lines)
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.cli.common import (
+    CommandParser,
     add_json,
     add_subset,
     human_bytes,
@@ -32,9 +33,9 @@ depend on dataset, seed, epoch and batch spec only, never on the world size. A m
 (--micro-batch-size), or is filled to a budget of tokens that are estimated from the bytes of the reports
 (--max-tokens).
 
-With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a filler
-that holds no sample), keys and weights, and of a blend components, from 0. A padding slot has key null and
-weight 0; a repeated sample weighs 1.
+With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a
+padding micro-batch without samples), keys and weights, and of a blend components, from 0. A padding slot has
+key null and weight 0; a repeated sample weighs 1.
 """
 EXAMPLES = """\
 examples:
@@ -109,8 +110,7 @@ def _selection(arguments: argparse.Namespace) -> Selection:
         for name, value in alone.items():
             if value is not None:
                 raise ConfigError(
-                    f"{name} must be left out where --blend is given, got {value!r}; say it in the "
-                    "blend file."
+                    f"{name} must be left out with --blend, got {value!r}; put it into the blend file."
                 )
         return open_blend(arguments.blend)
     for name, value in named.items():
@@ -128,7 +128,7 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 def micro_batches(
     selection: Selection, plan: EpochPlan, schedule: RankSchedule, steps: range
 ) -> Iterator[dict[str, Any]]:
-    """Yield the micro-batches of some steps: by step, then in canonical order, the fillers last."""
+    """Yield the micro-batches of some steps: by step, then in canonical order, padding micro-batches last."""
     for step in steps:
         for slot in range(schedule.num_micro_batches_per_rank):
             for rank in range(schedule.world_size):
@@ -229,7 +229,7 @@ def planned(selection: Selection, arguments: argparse.Namespace) -> tuple[EpochP
         lanes = _AUTO
     spec = _spec(arguments, lanes=1 if lanes == _AUTO else int(lanes or 0))
     plan = selection.plan(spec, seed=arguments.seed, epoch=arguments.epoch, auto_lanes=lanes == _AUTO)
-    # The lines of a plan that nobody gave nodes for are dealt like cards, the summary always has nodes.
+    # Without --ranks-per-node, lines are dealt to ranks in turn; the summary always has nodes.
     ranks_per_node = arguments.ranks_per_node or (_ranks_per_node(arguments) if arguments.summary else 0)
     schedule = RankSchedule(
         spec.micro_batches_per_step,
@@ -370,40 +370,27 @@ def _spec(arguments: argparse.Namespace, *, lanes: int) -> BatchSpec:
 
 def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the options with the settings of ``--compare`` in their place."""
-    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, argument_default=argparse.SUPPRESS)
+    parser = CommandParser(add_help=False, allow_abbrev=False)
     add_batch_arguments(parser)
     parser.add_argument("--world-size", type=positive_number)
     parser.add_argument("--ranks-per-node", type=positive_number)
-    words = arguments.compare.replace(",", " ").split()
-    known = {action.dest: action for action in parser._actions}
-    changed: dict[str, Any] = vars(arguments).copy()
-    names = {word.removeprefix("--").partition("=")[0] for word in words}
+    for action in parser._actions:
+        action.required = False
+    settings = [f"--{word.removeprefix('--')}" for word in arguments.compare.replace(",", " ").split()]
+    names = {setting.partition("=")[0] for setting in settings}
+    changed = vars(arguments).copy()
     # A budget and a size take each other's place.
-    if "max-tokens" in names:
+    if "--max-tokens" in names:
         changed["micro_batch_size"] = None
-    if "micro-batch-size" in names:
+    if "--micro-batch-size" in names:
         changed |= {"max_tokens": None, **_OF_BUDGET}
-    for word in words:
-        name, separator, value = word.removeprefix("--").partition("=")
-        action = known.get(name.replace("-", "_"))
-        if action is None or (action.nargs != 0) != bool(separator):
-            raise ConfigError(
-                f'--compare must hold settings of a plan such as "lanes=8 window=64MiB", got {word!r}.'
-            )
-        changed[action.dest] = _value(action, name, value)
-    return argparse.Namespace(**changed)
-
-
-def _value(action: argparse.Action, name: str, text: str) -> Any:
-    if action.nargs == 0:
-        return True
     try:
-        value = action.type(text) if callable(action.type) else text
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--compare: {name} {error}.") from None
-    if action.choices is not None and value not in action.choices:
-        raise ConfigError(f"--compare: {name} must be one of {', '.join(action.choices)}, got {text!r}.")
-    return value
+        return parser.parse_args(settings, argparse.Namespace(**changed))
+    except ConfigError as error:
+        problem = error.message.partition("; see: ")[0]
+        raise ConfigError(
+            f'--compare takes settings of a plan such as "lanes=8 window=64MiB": {problem}.'
+        ) from None
 
 
 def _ranks_per_node(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from shardflow.cli.common import (
     add_dataset,
@@ -13,8 +14,7 @@ from shardflow.cli.common import (
     natural_number,
     open_dataset,
     positive_number,
-    show_lines,
-    write_json,
+    write_result,
 )
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window",
         metavar="C,W",
-        help=f"centre and width in the slices' unit (--window=-600,1500), or one of {', '.join(WINDOWS)}; by "
+        help=f"center and width in the slices' unit (--window=-600,1500), or one of {', '.join(WINDOWS)}; by "
         "default what the series states",
     )
     parser.add_argument(
@@ -99,44 +99,40 @@ def run(arguments: argparse.Namespace) -> int:
                 "--series and --slices must be left out with --findings, got them; "
                 "the slices of each finding are shown."
             )
-        return _draw_findings(arguments, dataset, row, window)
-    view = read_study(dataset, row, series=arguments.series, num_slices=arguments.slices)
-    picture = render_study(view, window=window, font=arguments.font)
+        picture, facts, amount = _draw_findings(arguments, dataset, row, window)
+    else:
+        picture, facts, amount = _draw_slices(arguments, dataset, row, window)
     write_atomic(arguments.output, [picture], replace=True)
+    line = f"{facts['row']}: {amount}, {human_bytes(len(picture))}: {arguments.output}"
+    write_result(arguments, {**facts, "bytes": len(picture)}, [line])
+    return 0
+
+
+def _draw_slices(
+    arguments: argparse.Namespace, dataset: Dataset, row: int, window: Window | None
+) -> tuple[bytes, dict[str, Any], str]:
+    """Return the picture, facts about it, and how much it shows."""
+    view = read_study(dataset, row, series=arguments.series, num_slices=arguments.slices)
     facts = {
         "sample_key": view.sample_key,
         "row": view.place,
         "series": view.series_number,
         "slices": list(view.indexes),
         "generated": bool(view.generated),
-        "bytes": len(picture),
     }
-    if arguments.json:
-        write_json(facts)
-    else:
-        amount = counted(len(view.slices), "slice")
-        show_lines([f"{view.place}: {amount}, {human_bytes(len(picture))}: {arguments.output}"])
-    return 0
+    return render_study(view, window=window, font=arguments.font), facts, counted(len(view.slices), "slice")
 
 
-def _draw_findings(arguments: argparse.Namespace, dataset: Dataset, row: int, window: Window | None) -> int:
+def _draw_findings(
+    arguments: argparse.Namespace, dataset: Dataset, row: int, window: Window | None
+) -> tuple[bytes, dict[str, Any], str]:
     view = read_findings(dataset, row)
+    facts = {
+        "sample_key": view.study.sample_key,
+        "row": view.study.place,
+        "findings": len(view.report["entities"]),
+        "placed": len(view.rows) + view.num_left_out,
+        "generated": bool(view.study.generated),
+    }
     picture = render_findings(view, window=window, font=arguments.font)
-    write_atomic(arguments.output, [picture], replace=True)
-    if arguments.json:
-        write_json(
-            {
-                "sample_key": view.study.sample_key,
-                "row": view.study.place,
-                "findings": len(view.report["entities"]),
-                "placed": len(view.rows) + view.num_left_out,
-                "generated": bool(view.study.generated),
-                "bytes": len(picture),
-            }
-        )
-    else:
-        amount = counted(len(view.rows), "finding")
-        show_lines(
-            [f"{view.study.place}: {amount} with slices, {human_bytes(len(picture))}: {arguments.output}"]
-        )
-    return 0
+    return picture, facts, f"{counted(len(view.rows), 'finding')} with slices"

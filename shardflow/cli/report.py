@@ -13,9 +13,8 @@ from shardflow.cli.common import (
     natural_number,
     open_dataset,
     positive_number,
-    show_lines,
     step_progress,
-    write_json,
+    write_result,
 )
 from shardflow.errors import ConfigError
 from shardflow.monitoring.history import CONFIG_FILE
@@ -97,14 +96,14 @@ def _report_runs(arguments: argparse.Namespace) -> int:
     text = render_comparison((runs[0], runs[1])) if len(runs) > 1 else render_run_page(runs[0])
     page = text.encode("utf-8")
     write_atomic(arguments.output, [page], replace=True)
-    if arguments.json:
-        steps = [run.num_steps for run in runs]
-        damaged = [run.num_damaged for run in runs]
-        names = [run.name for run in runs]
-        write_json({"runs": names, "steps": steps, "bytes": len(page), "damaged_lines": damaged})
-    else:
-        steps_text = " and ".join(counted(run.num_steps, "step") for run in runs)
-        show_lines([f"{steps_text}, {human_bytes(len(page))}: {arguments.output}"])
+    facts = {
+        "runs": [run.name for run in runs],
+        "steps": [run.num_steps for run in runs],
+        "bytes": len(page),
+        "damaged_lines": [run.num_damaged for run in runs],
+    }
+    steps = " and ".join(counted(run.num_steps, "step") for run in runs)
+    write_result(arguments, facts, [f"{steps}, {human_bytes(len(page))}: {arguments.output}"])
     return 0
 
 
@@ -125,20 +124,15 @@ def _report_dataset(arguments: argparse.Namespace) -> int:
     write_atomic(arguments.output, [page], replace=True)
     samples = dataset.samples.num_samples
     own = dataset.manifest.page
-    if arguments.json:
-        thumbnails = len(facts.thumbnails)
-        write_json(
-            {
-                "dataset_id": dataset.dataset_id,
-                "samples": samples,
-                "thumbnails": thumbnails,
-                "bytes": len(page),
-                "page_in_dataset": own.path if own else None,
-            }
-        )
-    else:
-        lines = [f"{counted(samples, 'sample')}, {human_bytes(len(page))}: {arguments.output}"]
-        if own is not None:
-            lines.append(f"note: the dataset holds a page too, made when it was packed: {own.path}")
-        show_lines(lines)
+    lines = [f"{counted(samples, 'sample')}, {human_bytes(len(page))}: {arguments.output}"]
+    if own is not None:
+        lines.append(f"note: the dataset holds a page too, made when it was packed: {own.path}")
+    written = {
+        "dataset_id": dataset.dataset_id,
+        "samples": samples,
+        "thumbnails": len(facts.thumbnails),
+        "bytes": len(page),
+        "page_in_dataset": own.path if own else None,
+    }
+    write_result(arguments, written, lines)
     return 0

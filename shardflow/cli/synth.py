@@ -105,20 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    try:
-        from shardflow.synthetic import (
-            DEFAULT_PATHOLOGIES,
-            PATHOLOGIES,
-            REPORT_ODDITIES,
-            SynthOptions,
-            generate,
-        )
-    except ModuleNotFoundError as error:
-        if error.name != "pydicom":
-            raise
-        raise ConfigError(
-            "shardflow synth needs pydicom; install it with: pip install 'shardflow[pack]'."
-        ) from None
+    from shardflow.synthetic import (
+        DEFAULT_PATHOLOGIES,
+        PATHOLOGIES,
+        REPORT_ODDITIES,
+        SynthOptions,
+        generate,
+    )
+
     options = SynthOptions(
         num_studies=arguments.studies,
         seed=arguments.seed,

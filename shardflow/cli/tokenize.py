@@ -12,9 +12,8 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     open_dataset,
-    show_lines,
     step_progress,
-    write_json,
+    write_result,
 )
 from shardflow.loading.selection import FULL_STUDY, open_view
 
@@ -63,12 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = TextTokenizer(arguments.tokenizer)
     with step_progress("shards") as on_shard:
         done = tokenize_dataset(dataset, tokenizer, num_threads=arguments.threads, on_shard=on_shard)
-    if arguments.json:
-        write_json(asdict(done))
-    else:
-        amount = f"{done.num_tokens:,} tokens in {done.num_samples:,} samples of {done.num_shards:,} shards"
-        kept = f", {done.num_shards_kept:,} done before" if done.num_shards_kept else ""
-        show_lines([amount + kept, f"tokenizer {done.tokenizer}"])
+    amount = f"{done.num_tokens:,} tokens in {done.num_samples:,} samples of {done.num_shards:,} shards"
+    kept = f", {done.num_shards_kept:,} done before" if done.num_shards_kept else ""
+    write_result(arguments, asdict(done), [amount + kept, f"tokenizer {done.tokenizer}"])
     return 0
 
 

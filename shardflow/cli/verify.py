@@ -12,9 +12,8 @@ from shardflow.cli.common import (
     counted,
     existing_dataset,
     human_bytes,
-    show_lines,
     step_progress,
-    write_json,
+    write_result,
 )
 
 if TYPE_CHECKING:
@@ -50,10 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     url = existing_dataset(arguments.dataset)
     with step_progress("verifying shards") as progress:
         report = verify(url, num_threads=arguments.threads, progress=progress)
-    if arguments.json:
-        write_json({"ok": report.is_whole, **report.to_json()})
-    else:
-        show_lines(_lines(report))
+    write_result(arguments, {"ok": report.is_whole, **report.to_json()}, _lines(report))
     return 0 if report.is_whole else EXIT_DAMAGED
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from shardflow.cli.common import add_dataset, add_json, counted, existing_dataset, show_lines, write_json
+from shardflow.cli.common import add_dataset, add_json, counted, existing_dataset, write_result
 from shardflow.errors import ConfigError
 from shardflow.storage import LocalStore, open_store
 
@@ -29,8 +29,7 @@ examples:
 
 def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow remove``."""
-    add_dataset(parser)
-    _add_private_dir(parser)
+    _add_folders(parser)
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="the secret key, if it lies elsewhere")
     parser.add_argument("--patients", metavar="FILE", help="patient IDs, one a line; - for standard input")
     parser.add_argument("--studies", metavar="FILE", help="study instance UIDs, likewise")
@@ -44,8 +43,9 @@ def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _add_private_dir(parser: argparse.ArgumentParser) -> None:
-    """Add ``--private-dir``, which a job that changes a dataset needs."""
+def _add_folders(parser: argparse.ArgumentParser) -> None:
+    """Add the dataset, and the private folder that a change of it needs."""
+    add_dataset(parser)
     parser.add_argument(
         "--private-dir", type=Path, required=True, metavar="DIR", help="private folder of the dataset"
     )
@@ -69,7 +69,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
     from shardflow.packing.versions.removal import Withdrawn, remove
 
     if arguments.patients == arguments.studies == "-":
-        raise ConfigError("standard input must hold patients or studies, got both; put one into a file.")
+        raise ConfigError("Standard input holds patients or studies, not both; put one of them into a file.")
     withdrawn = Withdrawn(
         patients=_read(arguments.patients, "--patients"),
         studies=_read(arguments.studies, "--studies"),
@@ -81,9 +81,6 @@ def run_remove(arguments: argparse.Namespace) -> int:
         withdrawn,
         key_file=arguments.key_file,
     )
-    if arguments.json:
-        write_json(summary.to_json())
-        return 0
     lines = [f"version {summary.manifest_version}: {summary.dataset_id}"]
     if summary.status == "nothing_new":
         lines.append("nothing to do: all of it was removed before")
@@ -91,14 +88,12 @@ def run_remove(arguments: argparse.Namespace) -> int:
         lines.append(
             f"removed: {counted(summary.num_samples, 'sample')}, {summary.num_studies} studies in all"
         )
-        lines.append(
-            "their bytes still lie in the shards; take them out with: shardflow compact --delete-old"
-        )
+        lines.append("their bytes remain in the shards; to delete them: shardflow compact --delete-old")
     if summary.num_unknown:
         lines.append(
-            f"{summary.num_unknown} of the given are unknown here; they will not be taken in later either"
+            f"{summary.num_unknown} of those given are unknown here; they will not be packed later either"
         )
-    show_lines(lines)
+    write_result(arguments, summary.to_json(), lines)
     return 0
 
 
@@ -132,8 +127,7 @@ examples:
 
 def add_compact_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow compact``."""
-    add_dataset(parser)
-    _add_private_dir(parser)
+    _add_folders(parser)
     parser.add_argument("--delete-old", action="store_true", help="delete all earlier versions")
     add_json(parser)
 
@@ -146,9 +140,6 @@ def run_compact(arguments: argparse.Namespace) -> int:
     summary = compact(
         _local_dataset(arguments.dataset), arguments.private_dir, deletes_old=arguments.delete_old
     )
-    if arguments.json:
-        write_json(summary.to_json())
-        return 0
     lines = [f"version {summary.manifest_version}: {summary.dataset_id}"]
     if summary.status == "nothing_new":
         lines.append("nothing to do: no shard holds a removed sample")
@@ -156,5 +147,5 @@ def run_compact(arguments: argparse.Namespace) -> int:
         lines.append(f"shards written again: {summary.num_shards}")
     if summary.deleted_versions:
         lines.append(f"deleted versions: {', '.join(map(str, summary.deleted_versions))}")
-    show_lines(lines)
+    write_result(arguments, summary.to_json(), lines)
     return 0
