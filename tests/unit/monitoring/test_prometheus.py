@@ -268,16 +268,6 @@ def test_names_are_those_that_prometheus_wants() -> None:
         assert name.endswith("_total") == (kind == "counter")
 
 
-def test_the_page_names_each_metric_under_its_labels() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    table = re.findall(r"^\| ([^|]+) \| ((?:`shardflow_\w+`(?:, )?)+) \|$", page, re.MULTILINE)
-    found = {name: labels for labels, names in table for name in re.findall(r"\w+", names)}
-    expected = {
-        metric.prometheus_name: ", ".join(f"`{one}`" for one in metric.labels) for metric in METRICS.values()
-    }
-    assert found == {name: labels or "none" for name, labels in expected.items()}
-
-
 def _get(url: str, accept: str = "", timeout_s: float = 300) -> str:
     request = urllib.request.Request(url, headers={"Accept": accept})
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
