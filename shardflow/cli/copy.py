@@ -90,4 +90,4 @@ def _beside(report: CopyReport) -> list[str]:
             view = f" for view {sidecar.view}" if sidecar.view else ""
             size = human_bytes(sidecar.num_bytes)
             lines.append(f"with {what} {sidecar.name}{view}, version {sidecar.version} ({size})")
-    return lines or ["no entity views or stored tokens lie beside it"]
+    return lines or ["it has no entity views or stored tokens"]

@@ -17,8 +17,8 @@ of NCCL and torch that nothing reads or that have old names or wrong values, net
 ulimits, /dev/shm, cores for each rank, memory for pinned buffers, free disk, versions with known holes,
 torchrun's settings. With --config, also what the run's own settings ask of the machine.
 
-Each line says what must hold, what was found, and the fix. Exit code 0: nothing is wrong (warnings may
-stand). 1: something is, marked "error".
+Each line says what must hold, what was found, and the fix. Exit code 0: nothing is wrong, apart from
+warnings. 1: something is, marked "error".
 """
 EXAMPLES = """\
 examples:

@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"shardflow {name} needs the extra '{extra}': pip install 'shardflow[{extra}]'"
         return _fail(message, EXIT_CONFIGURATION, as_json=as_json)
     except BrokenPipeError:
-        # The reader of a pipe (head, say) has what it wanted.
+        # The reader of a pipe, such as head, has what it wanted.
         _abandon_output()
         return 0
     except KeyboardInterrupt:
@@ -261,9 +261,9 @@ def extra_of(error: ModuleNotFoundError) -> str | None:
 
 
 def _why_output_is_lost() -> str | None:
-    """Why standard output takes no more (a full disk behind it, say); None while it does."""
+    """Return why standard output takes no more, such as a full disk behind it; None while it does."""
     try:
-        # What could not be written before is forgotten by now, so only a further byte tells.
+        # Python has dropped what it could not write, so only another byte shows the error.
         sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError as error:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from shardflow.packing.corpora.job import CorpusSummary
 
 DESCRIPTION: Final = """\
-Packs folders of DICOM files, and the reports that name their studies, into a dataset. FILE says where they
-lie and where the dataset goes; copy pipelines/recipes/pack_folders.toml to begin one.
+Packs folders of DICOM files, and the reports that name their studies, into a dataset. FILE names
+their folders and the output; copy pipelines/recipes/pack_folders.toml to begin one.
 
-Run the same command again to go on where a stopped job was. That is no --append: it makes the next version
+Run the same command again to resume a stopped job. That is no --append, which makes the next version
 of a dataset that is finished. The key that makes all surrogates is made in private_dir at the first run: keep
 it. The last line of standard output is one JSON object; progress goes to standard error.
 """
@@ -117,9 +117,9 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.write(f"shardflow: the path is {error.path}\n")
         return code
     except ShardflowError as error:
-        return _fail("error", f"{error.message} What is packed stands; run the job again.", _EXIT_FAILED)
+        return _fail("error", f"{error.message} What was packed is kept; run the job again.", _EXIT_FAILED)
     except KeyboardInterrupt:
-        text = "stopped by a signal; what is packed stands, run the job again to go on."
+        text = "stopped by a signal; what was packed is kept: run the job again to resume."
         return _fail("interrupted", text, _EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the last place where an error may show its text
         return _fail("error", f"internal error: {describe_exception(error)}", _EXIT_FAILED)
@@ -141,7 +141,7 @@ def _describe(summary: PackSummary) -> Iterator[str]:
     """Put the summary into words."""
     inputs = summary.inputs
     if summary.status == "task_done":
-        yield f"The {summary.num_shards} shards of this task stand; --merge publishes those of all."
+        yield f"The {summary.num_shards} shards of this task are complete; --merge publishes those of all tasks."
         return
     yield f"{inputs['total']:,} inputs: {_outcomes(inputs)}."
     if summary.num_known_inputs:
@@ -149,7 +149,7 @@ def _describe(summary: PackSummary) -> Iterator[str]:
     yield from _reasons(summary.reasons)
     match summary.status:
         case "quarantine_limit":
-            yield "Too many inputs are quarantined: nothing is published; what is packed stands."
+            yield "Too many inputs are quarantined: nothing is published; what was packed is kept."
             yield "See inputs-*.jsonl in private_dir; repair inputs, or raise policy.max_quarantined_share."
             return
         case "already_packed":

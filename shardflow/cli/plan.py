@@ -153,7 +153,7 @@ def _steps(num_steps: int, first: int, count: int | None) -> range:
     """Return the steps to show.
 
     Raises:
-        ConfigError: The first one lies behind the end of the epoch.
+        ConfigError: The first step is past the end of the epoch.
     """
     if first > num_steps:
         raise ConfigError(f"--from-step must be at most {num_steps}, the steps of the epoch, got {first}.")
@@ -171,7 +171,7 @@ _OF_BUDGET = {
     "max_slices": 0,
     "quadratic_tokens": 0,
 }
-"""What says how --max-tokens are counted, and what it is where nothing is said."""
+"""Options that say how tokens count towards --max-tokens, and their defaults."""
 _RANKS_PER_NODE = 8
 
 

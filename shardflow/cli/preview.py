@@ -35,7 +35,7 @@ slice numbers, beside the report. With --findings the report is drawn with its f
 of them, and beside it the slices that show each, with the confidence and its evidence.
 
 KEY is a sample key, or a split and a row of it: train:0. The picture shows pixels and text of a
-patient, unless it says GENERATED: keep it where the dataset may lie. Needs Pillow:
+patient, unless it says GENERATED: keep it where the dataset may be kept. Needs Pillow:
 pip install 'shardflow[pack]'.
 """
 EXAMPLES = """\

@@ -32,12 +32,12 @@ Writes one HTML file, which asks the network for nothing. The same input and opt
 Of a dataset: outcomes of all inputs with their reasons, splits, histograms of size, spacing, slices and CT
 values, and a gallery of thumbnails. A packed dataset holds such a page already (report.html, of a bounded
 part of large datasets). This command reads every study, and every slice of CT, or as many as --ct-slices
-says. Thumbnails are pixels of patients: keep the page where the dataset may lie, or leave them out with
+says. Thumbnails are pixels of patients: keep the page where the dataset is kept, or leave them out with
 --thumbnails 0.
 
 Of a training run, which is a folder with metrics.jsonl: the time of its steps, what it was bound by and what
 to do, stages, tiers, ranks, memory, loss, restarts, goodput, what the tuner did, settings. Of two runs: the
-same charts overlaid, and a table of what differs. The run may go on meanwhile. Nothing of a patient is in it.
+same charts overlaid, and a table of what differs. The run may continue meanwhile. Nothing of a patient is in it.
 """
 EXAMPLES = """\
 examples:

@@ -217,7 +217,7 @@ def folder_of_codes() -> Iterator[Path]:
 
 
 class _Stop:
-    """The answer to the first stop signal, an exception in the main thread; later ones are not heard."""
+    """The answer to the first stop signal, an exception in the main thread; later ones are ignored."""
 
     def __init__(self) -> None:
         self.make_error: Callable[[signal.Signals], BaseException] = lambda _: SystemExit(EXIT_STOPPED)

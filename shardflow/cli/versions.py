@@ -30,7 +30,7 @@ examples:
 def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow remove``."""
     _add_folders(parser)
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="the secret key, if it lies elsewhere")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="the secret key, if it is elsewhere")
     parser.add_argument("--patients", metavar="FILE", help="patient IDs, one a line; - for standard input")
     parser.add_argument("--studies", metavar="FILE", help="study instance UIDs, likewise")
     parser.add_argument(
@@ -106,7 +106,7 @@ def _read(name: str | None, option: str) -> tuple[str, ...]:
         raise ConfigError(
             f"{option} must name a readable text file, got {type(error).__name__}; correct it."
         ) from None
-    # Before the first line, some editors' mark would hide the person who stands there.
+    # A byte order mark before the first line would hide the identifier on it.
     lines = text.removeprefix(_BYTE_ORDER_MARK).splitlines()
     return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
 
@@ -116,7 +116,7 @@ Writes the next version of the dataset, in which every shard that held a removed
 one without it. Every field is checked on the way.
 
 With --delete-old all earlier versions go, and every file that only they named: after that no byte of a
-removed study is left in the dataset. Training runs that were begun with an earlier version cannot go on.
+removed study is left in the dataset. Training runs that began with an earlier version cannot resume.
 """
 COMPACT_EXAMPLES = """\
 examples:
