@@ -22,7 +22,8 @@ from shardflow.format.entities import EntityRules, EntityText
 DESCRIPTION = """\
 Goes through what packing aligned (alignment.json of each study) and writes a row for each finding that the
 report calls present or uncertain, and whose slices are known with a confidence above the threshold; one that
-only equals the threshold is left out. The rows are stored in views/<name>/<dataset_id>/ of the dataset and point into
+only equals the threshold is left out. The rows are stored in views/<name>/<dataset_id>/ of the dataset and
+point into
 its shards: no shard is touched and no byte of an image copied.
 
 Train on them with `data.view = "entity"`, alone or in a blend with whole studies (`view` of a component), or

@@ -141,7 +141,7 @@ def _describe(summary: PackSummary) -> Iterator[str]:
     """Put the summary into words."""
     inputs = summary.inputs
     if summary.status == "task_done":
-        yield f"The {summary.num_shards} shards of this task are complete; --merge publishes those of all tasks."
+        yield f"The {summary.num_shards} shards of this task are complete; --merge publishes those of all."
         return
     yield f"{inputs['total']:,} inputs: {_outcomes(inputs)}."
     if summary.num_known_inputs:

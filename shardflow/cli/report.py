@@ -37,7 +37,8 @@ says. Thumbnails are pixels of patients: keep the page where the dataset is kept
 
 Of a training run, which is a folder with metrics.jsonl: the time of its steps, what it was bound by and what
 to do, stages, tiers, ranks, memory, loss, restarts, goodput, what the tuner did, settings. Of two runs: the
-same charts overlaid, and a table of what differs. The run may continue meanwhile. Nothing of a patient is in it.
+same charts overlaid, and a table of what differs. The run may continue meanwhile.
+Nothing of a patient is in it.
 """
 EXAMPLES = """\
 examples:
