@@ -23,6 +23,7 @@ from shardflow.storage import LocalStore, open_store
 from tests.docs.blocks import REPOSITORY, Block, commands, find_blocks, is_script_page
 from tests.docs.reader import make_reader_folder
 from tests.factories import make_dataset
+from tests.field_cases import make_case_dataset
 from tests.object_stores import s3_bucket
 from tests.run_factory import write_run
 
@@ -58,6 +59,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     for name in ("dataset", "my-dataset", "DATASET"):
         make_dataset(folder / name, splits={"train": 13, "val": 3})
+    make_case_dataset(folder / "chest")
     (folder / "blend.toml").write_text('[[component]]\ndataset = "dataset"\nrepeat = 2.5\n', encoding="utf-8")
     write_run(folder / "my-run")
     _add_recipes(folder)

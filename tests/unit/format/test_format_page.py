@@ -13,9 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import decode_array
+from shardflow.format.series import ANSWERS, COUNTS, MEASURES, STRINGS, open_series
 from shardflow.format.table import encode_table
 from shardflow.format.tar import encode_member
 from tests.factories import make_dataset, make_sample
+from tests.field_cases import make_case_dataset
 
 # Plain webdataset, which leaves its files to the garbage collector, imports torch: not one of the fast tests.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -43,6 +45,19 @@ def _dump(name: str) -> bytes:
 def test_the_dumps_are_the_bytes_of_the_code() -> None:
     assert _dump("member") == encode_member("ab12.report.txt", b"No effusion.\n")
     assert _dump("table") == encode_table({"n": np.array([3, 1, 2], "<u2")}, {"kind": "example"})
+
+
+def test_section_17_lists_every_column_of_the_series_table(tmp_path: Path) -> None:
+    table, _ = open_series(make_case_dataset(tmp_path / "a"))
+    section = PAGE[PAGE.index("## 17.") :]
+    listed = {
+        name: dtype
+        for names, dtype in re.findall(r"^\| (`.+?`) \| `(.?.?.?)` \|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    facts = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, "affine_lps", "flags")
+    stored = ("first_series", *facts, "first_image", "image_role")
+    assert listed == {name: table.array(name).dtype.str for name in stored}
 
 
 @pytest.fixture
