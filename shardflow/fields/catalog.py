@@ -105,6 +105,14 @@ class SelectedSeries:
             found |= {value if names is None else names[value] for value in values}
         return sorted(found)
 
+    def shapes(self) -> Int64Array:
+        """Return the distinct rows and columns of the selected images of the population, ``(n, 2)``."""
+        found = [
+            part.shapes[part.is_selected & np.repeat(population, np.diff(part.first_series)), 1:]
+            for part, population in zip(self._parts, self._populations, strict=True)
+        ]
+        return np.unique(np.concatenate(found).astype(np.int64), axis=0)
+
     def roles(
         self, *, max_images: int | None = None, max_series: int | None = None
     ) -> tuple[Counter[str], Counter[str]]:
@@ -159,7 +167,7 @@ class _TablePart:
         self.series_of_samples = _sums(self.is_selected.astype(np.int64), self.first_series)
         self._series = table.array("series")
         self._order = table.array("acquisition_order")
-        self._shapes = np.stack([table.array(name) for name in ("channels", "rows", "columns")], axis=1)
+        self.shapes = np.stack([table.array(name) for name in ("channels", "rows", "columns")], axis=1)
 
     def _select_images(self, expression: Expression, columns: Mapping[str, FactColumn]) -> NDArray[np.bool_]:
         """Return which images of series with several roles are selected."""
@@ -207,7 +215,7 @@ class _TablePart:
             indexes: Sequence[int] = range(int(self.selected_images[each]))
             if last > first:
                 indexes = np.flatnonzero(self._is_image_selected[first:last]).tolist()
-            channels, rows_px, columns_px = self._shapes[each].tolist()
+            channels, rows_px, columns_px = self.shapes[each].tolist()
             found.append(SeriesImages(int(self._series[each]), indexes, (channels, rows_px, columns_px)))
         return found
 

@@ -214,7 +214,7 @@ def check_names(fields: Mapping[str, Field]) -> None:
             raise ConfigError(f"The field name {name!r} is reserved ({beside}); choose another one.")
 
 
-_SUFFIXES: Final = frozenset({"mask", "range", "box", "index", "shape", "label"})
+_SUFFIXES: Final = frozenset({"mask", "range", "box", "index", "shape", "label", "grid"})
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

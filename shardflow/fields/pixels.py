@@ -12,8 +12,10 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,16 +36,19 @@ from shardflow.fields.views import (
     content_boxes,
 )
 from shardflow.format import array_header, decode_array
-from shardflow.sampling import Permutation
+from shardflow.sampling import Permutation, TileRule
 
 _LOGGER = logging.getLogger(__name__)
 _COLOR: Final = 3
+_BESIDE: Final = ("mask", "range", "box", "grid")
+"""Arrays beside the pixels that are 0 where a slot is empty."""
 Fit: TypeAlias = Literal["stretch", "letterbox"]
 Sampling: TypeAlias = Literal["even", "random", "slab"]
 DEFAULT_SERIES: Final = "kind is missing or kind not in ('localizer', 'secondary')"
 """Series that a field selects where its spec names none."""
 _MAX_SIDE: Final = 2**16
 _MAX_IMAGES: Final = 2**12
+_MAX_TILES: Final = 2**10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +116,18 @@ class Image(PixelField):
     num_images: int | Literal["all"] = 1
     """Places for images (N); ``"all"`` is the largest number of selected images that a sample of the
     population has."""
+    tiles: int | None = None
+    """Cut each image into at most so many tiles of ``size``, after resizing it to a whole number of them, see
+    `shardflow.sampling.image_sizes.TileRule`. The entry is ``(B, T, C, H, W)``, an overview first where an
+    image has several tiles, then the tiles row by row, image after image; ``NAME_grid`` ``(B, N, 2)`` int64
+    is the number of rows and columns of tiles of each image."""
 
     def _check(self) -> None:
         super()._check()
+        if self.tiles is not None:
+            check_count("tiles", self.tiles, _MAX_TILES)
+            if self.size is None or self.fit != "stretch":
+                raise ConfigError("tiles needs size=(rows, columns) of a tile, and fit='stretch'.")
         if self.num_images != "all":
             check_count("num_images", self.num_images, _MAX_IMAGES, "or 'all', ")
 
@@ -228,10 +242,22 @@ class BoundPixels(BoundField):
         self.channels: int = spec.channels or (_COLOR if max(self.selected.values("channels")) > 1 else 1)
         stored = [np.dtype(each) for each in self.selected.values("dtype")]
         self.dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.result_type(*stored)
-        rows, columns = self.selected.values("rows"), self.selected.values("columns")
-        is_one_size = len(rows) == len(columns) == 1 and self._has_one_number()
-        self.size = spec.size or ((int(rows[0]), int(columns[0])) if is_one_size else None)
-        self.num_places = self._count_places()
+        shapes = self.selected.shapes()
+        is_one_size = len(shapes) == 1 and self._has_one_number()
+        self.size = spec.size or ((int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None)
+        self.num_pictures = self._count_pictures()
+        self.num_places = self.num_pictures * self._most_tiles(shapes)
+
+    @property
+    def tile_rule(self) -> TileRule | None:
+        """Rule that cuts pictures into tiles; None delivers them whole."""
+        return None
+
+    def _most_tiles(self, shapes: NDArray[np.int64]) -> int:
+        """Return the largest number of places that a picture of the population takes."""
+        if self.tile_rule is None:
+            return 1
+        return int(self.tile_rule.num_places(shapes[:, 0], shapes[:, 1]).max())
 
     @property
     def has_content(self) -> list[NDArray[np.bool_]]:
@@ -243,7 +269,7 @@ class BoundPixels(BoundField):
         """Return the pictures of a sample; their number and sizes do not depend on ``draw``."""
 
     @abstractmethod
-    def _count_places(self) -> int: ...
+    def _count_pictures(self) -> int: ...
 
     @abstractmethod
     def _has_one_number(self) -> bool:
@@ -285,6 +311,8 @@ class BoundPixels(BoundField):
             ArraySpec.of(f"{name}_range", np.float32, num_slots, num_places, 2),
             ArraySpec.of(f"{name}_index", np.int64, num_slots, num_places),
         ]
+        if self.tile_rule is not None:
+            specs.append(ArraySpec.of(f"{name}_grid", np.int64, num_slots, self.num_pictures, 2))
         if self.spec.fit == "letterbox":
             specs.append(ArraySpec.of(f"{name}_box", np.int64, num_slots, num_places, 4))
         return specs
@@ -292,7 +320,7 @@ class BoundPixels(BoundField):
     def prepare(self, arrays: Arrays, slots: Slots) -> None:
         """Empty every slot, and lay out the pictures of the samples."""
         name = self.name
-        for beside in ("mask", "range", "box"):
+        for beside in _BESIDE:
             if f"{name}_{beside}" in arrays:
                 arrays[f"{name}_{beside}"][:] = 0
         arrays[f"{name}_index"][:] = -1
@@ -323,7 +351,7 @@ class BoundPixels(BoundField):
             arrays[name][slot] = 0
         else:
             arrays[f"{name}_shape"][slot] = 0
-        for beside in ("mask", "range", "box"):
+        for beside in _BESIDE:
             if f"{name}_{beside}" in arrays:
                 arrays[f"{name}_{beside}"][slot] = 0
         arrays[f"{name}_index"][slot] = -1
@@ -441,7 +469,7 @@ class BoundImage(BoundPixels):
     @property
     def coverage(self) -> Coverage:
         """Images that are delivered and left out."""
-        delivered, left_out = self.selected.roles(max_images=self.num_places)
+        delivered, left_out = self.selected.roles(max_images=self.num_pictures)
         return Coverage(
             num_samples=self._num_samples,
             num_missing=self._num_missing,
@@ -454,15 +482,23 @@ class BoundImage(BoundPixels):
         found = [
             Picture(one.series, index, one.shape[1:])
             for one in self.selected.of_sample(component, study_row)
-            for index in list(one.indexes)[: self.num_places]
+            for index in list(one.indexes)[: self.num_pictures]
         ]
-        return found[: self.num_places]
+        return found[: self.num_pictures]
 
     def describe(self) -> dict[str, Any]:
         """Return what `present_pixels` needs; a single image has no axis of its own."""
-        return {**super().describe(), "single": self.spec.num_images == 1}
+        is_single = self.spec.num_images == 1 and self.tile_rule is None
+        return {**super().describe(), "single": is_single}
 
-    def _count_places(self) -> int:
+    @cached_property
+    def tile_rule(self) -> TileRule | None:
+        """Rule that cuts images into tiles; None delivers them whole."""
+        if self.spec.tiles is None or self.spec.size is None:
+            return None
+        return TileRule(rows=self.spec.size[0], columns=self.spec.size[1], max_tiles=self.spec.tiles)
+
+    def _count_pictures(self) -> int:
         if self.spec.num_images != "all":
             return self.spec.num_images
         counts = [self.selected.num_images(place) for place in range(len(self._populations))]
@@ -513,7 +549,7 @@ class BoundSlices(BoundPixels):
         found: list[int] = available[chosen].tolist()
         return found
 
-    def _count_places(self) -> int:
+    def _count_pictures(self) -> int:
         if self.spec.num_slices is not None:
             return self.spec.num_slices
         return max(1, *(int(each) for each in self.selected.values("num_slices")))
@@ -525,7 +561,7 @@ class BoundSlices(BoundPixels):
 class SlotPixels:
     """Pictures of one slot."""
 
-    __slots__ = ("_arrays", "_field", "_pictures", "_ranges", "_request", "_shard", "fields")
+    __slots__ = ("_arrays", "_field", "_pictures", "_ranges", "_request", "_shard", "_spans", "fields")
 
     def __init__(
         self,
@@ -539,12 +575,19 @@ class SlotPixels:
         self._field, self._shard, self._request, self._arrays = field, shard, request, arrays
         self._pictures, self.fields = pictures, fields
         self._ranges: dict[int, tuple[float, float]] = {}
-        name, slot = field.name, request.slot
+        name, slot, rule = field.name, request.slot, field.tile_rule
+        self._spans = [slice(place, place + 1) for place in range(len(pictures))]
+        if rule is not None and pictures:
+            shapes = np.array([picture.shape for picture in pictures], np.int64)
+            stops = np.cumsum(rule.num_places(shapes[:, 0], shapes[:, 1])).tolist()
+            self._spans = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+            grids = np.stack(rule.grids(shapes[:, 0], shapes[:, 1]), axis=1)
+            arrays[f"{name}_grid"][slot, : len(pictures)] = grids
         if field.size is not None:
-            arrays[name][slot, len(pictures) :] = 0
+            arrays[name][slot, self._spans[-1].stop if pictures else 0 :] = 0
         for place, picture in enumerate(pictures):
-            arrays[f"{name}_mask"][slot, place] = 1
-            arrays[f"{name}_index"][slot, place] = picture.index
+            arrays[f"{name}_mask"][slot, self._spans[place]] = 1
+            arrays[f"{name}_index"][slot, self._spans[place]] = picture.index
             if field.spec.fit == "letterbox" and field.size is not None:
                 high, wide = (np.array([side], np.int64) for side in picture.shape)
                 arrays[f"{name}_box"][slot, place] = content_boxes(high, wide, field.size)[0]
@@ -555,7 +598,16 @@ class SlotPixels:
         if place == len(self._pictures):
             self._read_study(payload)
             return
-        self._field.decode(self._shard, self.fields[place], payload, self._target(place), thread)
+        if self._field.tile_rule is None:
+            self._field.decode(self._shard, self.fields[place], payload, self._target(place), thread)
+            return
+        name, slot = self._field.name, self._request.slot
+        tiles: NDArray[Any] = self._arrays[name][slot, self._spans[place]]
+        high, wide = self._arrays[f"{name}_grid"][slot, place].tolist()
+        _, channels, rows, columns = tiles.shape
+        canvas = thread.scratch.array("canvas", (channels, high * rows, wide * columns), tiles.dtype)
+        self._field.decode(self._shard, self.fields[place], payload, canvas, thread)
+        cut_tiles(canvas, tiles)
 
     def close(self) -> None:
         """Set the display ranges: those of the series, or else the extremes of the pixels."""
@@ -563,9 +615,16 @@ class SlotPixels:
         for place, picture in enumerate(self._pictures):
             found = self._ranges.get(picture.series)
             if found is None:
-                pixels = self._target(place)
+                pixels = self._pixels(place)
                 found = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
-            self._arrays[f"{name}_range"][slot, place] = found
+            self._arrays[f"{name}_range"][slot, self._spans[place]] = found
+
+    def _pixels(self, place: int) -> NDArray[Any]:
+        """Return the pixels of a picture, or of its tiles."""
+        if self._field.tile_rule is None:
+            return self._target(place)
+        tiles: NDArray[Any] = self._arrays[self._field.name][self._request.slot, self._spans[place]]
+        return tiles
 
     def _target(self, place: int) -> NDArray[Any]:
         """Return the place of a picture, ``(C, H, W)``."""
@@ -596,12 +655,28 @@ class SlotPixels:
             raise self._shard.bad(reason, "study.json", type(error).__name__) from None
 
 
+def cut_tiles(canvas: NDArray[Any], tiles: NDArray[Any]) -> None:
+    """Cut an image into tiles, with an overview first where there are several.
+
+    Args:
+        canvas: ``(C, rows, columns)``, whole numbers of tiles.
+        tiles: ``(T, C, H, W)`` to fill.
+    """
+    _, channels, rows, columns = tiles.shape
+    high, wide = canvas.shape[1] // rows, canvas.shape[2] // columns
+    if len(tiles) > high * wide:
+        for channel in range(channels):
+            tiles[0, channel] = cv2.resize(canvas[channel], (columns, rows), interpolation=cv2.INTER_AREA)
+    pieces = canvas.reshape(channels, high, rows, wide, columns).transpose(1, 3, 0, 2, 4)
+    tiles[-high * wide :] = pieces.reshape(high * wide, channels, rows, columns)
+
+
 def present_pixels(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
     """Return the entries of a field of pixels, see `Image` and `Slices`."""
     name = entry["name"]
     mask, index = arrays[f"{name}_mask"], arrays[f"{name}_index"]
     ranges = arrays[f"{name}_range"]
-    boxes = {f"{name}_box": arrays[f"{name}_box"]} if f"{name}_box" in arrays else {}
+    boxes = {key: arrays[key] for key in (f"{name}_box", f"{name}_grid") if key in arrays}
     if entry.get("stack"):
         found: dict[str, Any] = {f"{name}_mask": mask, f"{name}_index": index, f"{name}_range": ranges[:, 0]}
     elif entry.get("single"):

@@ -53,12 +53,13 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
 
 def _serve(channel: Channel, trainer: int) -> None:
     setup = channel.receive_setup()
-    logging.getLogger().addHandler(_Forwarding(channel))
     try:
         import cv2
 
         cv2.setNumThreads(1)  # parallelism comes from our own threads
         loader = Loader(**setup["loader"])
+        # Only from here on: what a loader logs when it is made, the trainer's own has logged.
+        logging.getLogger().addHandler(_Forwarding(channel))
     except BaseException as error:  # noqa: BLE001 - the trainer raises it
         channel.send({"kind": "error", "iteration": -1, **error_to_json(error)})
         return

@@ -10,9 +10,11 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import shardflow as sf
 from shardflow.errors import ConfigError, StateError
+from shardflow.fields import TileView
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, LoaderConfig, World
 from shardflow.sampling import BatchSpec
@@ -206,6 +208,36 @@ def test_random_slices_change_with_the_epoch_and_the_seed_alone(dataset: Dataset
     assert keys != before
 
 
+def test_tiles_put_together_are_the_image_of_a_whole_number_of_tiles(dataset: Dataset) -> None:
+    field = sf.Image(
+        series="modality in ('CR', 'DX')", num_images="all", size=(10, 8), tiles=5, missing="drop"
+    )
+    views = TileView(rows=10, columns=8, max_tiles=5)
+    with _loader(dataset, {"x": field}) as loader:
+        for batch in loader:
+            for slot, number in _slots(batch):
+                cases = case_series(number)
+                order = sorted(range(len(cases)), key=lambda place: cases[place].series_number or 0)
+                pictures = [one for place in order for one in pixels_of(number, place)]
+                tiles = batch["x"][slot, batch["x_mask"][slot] > 0]
+                for picture, grid in zip(pictures, batch["x_grid"][slot].tolist(), strict=False):
+                    high, wide = grid
+                    count = int(views.rule.num_places(*(np.array([side]) for side in picture.shape))[0])
+                    expected = np.zeros((count, 10, 8), tiles.dtype)
+                    views.cut(_resized(picture, (high * 10, wide * 8)).astype(tiles.dtype), expected)
+                    assert np.array_equal(tiles[:count, 0], expected)
+                    tiles = tiles[count:]
+                assert not len(tiles)
+
+
+def _resized(picture: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
+    """Resize as decoding does: shrink by area, then grow linearly."""
+    common = min(picture.shape[0], size[0]), min(picture.shape[1], size[1])
+    shrunk = cv2.resize(picture, common[::-1], interpolation=cv2.INTER_AREA)
+    grown = cv2.INTER_AREA if common == size else cv2.INTER_LINEAR
+    return np.asarray(cv2.resize(shrunk, size[::-1], interpolation=grown))
+
+
 def test_a_slab_is_contiguous(dataset: Dataset) -> None:
     fields = {
         "ct": sf.Slices(series="kind == 'volume'", num_slices=3, size=(8, 8), sampling="slab", missing="drop")
@@ -282,6 +314,7 @@ def test_a_slip_in_fields_is_one_sentence_before_step_0(dataset: Dataset, fields
         {"windows": ("chest",)},
         {"missing": "skip"},
         {"channels": 2},
+        {"tiles": 4},
     ],
 )
 def test_a_wrong_setting_of_an_image_is_refused(settings: dict[str, Any]) -> None:
