@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from shardflow.fields.field import Field
     from shardflow.fields.members import Text
-    from shardflow.fields.pixels import Image, Slices
+    from shardflow.fields.pictures import Image, Slices
     from shardflow.fields.raw import FieldsView
     from shardflow.fields.tokens import StoredTokens
     from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
@@ -109,7 +109,7 @@ _SOURCES: Final = {
     "Field": "shardflow.fields.field:Field",
     "FieldsView": "shardflow.fields.raw:FieldsView",
     "FormatError": "shardflow.errors:FormatError",
-    "Image": "shardflow.fields.pixels:Image",
+    "Image": "shardflow.fields.pictures:Image",
     "ImageView": "shardflow.fields.views:ImageView",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
@@ -123,7 +123,7 @@ _SOURCES: Final = {
     "ShardflowError": "shardflow.errors:ShardflowError",
     "SizedView": "shardflow.fields.views:SizedView",
     "SliceSize": "shardflow.fields.views:SliceSize",
-    "Slices": "shardflow.fields.pixels:Slices",
+    "Slices": "shardflow.fields.pictures:Slices",
     "StateError": "shardflow.errors:StateError",
     "StorageError": "shardflow.errors:StorageError",
     "StoredTokens": "shardflow.fields.tokens:StoredTokens",

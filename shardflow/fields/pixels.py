@@ -12,17 +12,16 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.catalog import SelectedSeries, SeriesImages
+from shardflow.fields.catalog import SelectedSeries
 from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
-from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
+from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.slots import SlotRequest
@@ -43,12 +42,9 @@ _COLOR: Final = 3
 _BESIDE: Final = ("mask", "range", "box", "grid")
 """Arrays beside the pixels that are 0 where a slot is empty."""
 Fit: TypeAlias = Literal["stretch", "letterbox"]
-Sampling: TypeAlias = Literal["even", "random", "slab"]
 DEFAULT_SERIES: Final = "kind is missing or kind not in ('localizer', 'secondary')"
 """Series that a field selects where its spec names none."""
-_MAX_SIDE: Final = 2**16
-_MAX_IMAGES: Final = 2**12
-_MAX_TILES: Final = 2**10
+MAX_SIDE: Final = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,92 +91,13 @@ class PixelField(Field):
         return present_pixels(entry, arrays)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Image(PixelField):
-    """One or several images of a sample, across its series.
-
-    ``(B, C, H, W)``, or with ``num_images`` other than 1 ``(B, N, C, H, W)``, in the order of acquisition.
-    ``NAME_mask`` ``(B,)`` or ``(B, N)`` uint8 is 1 where there is an image; ``NAME_range`` ``(B, 2)`` or
-    ``(B, N, 2)`` float32 is the display range in the unit of the pixels. Units are those stored (CT: HU).
-
-    Example::
-
-        sf.Image(series="role == 'frontal'", size=(512, 512))
-
-    Raises:
-        ConfigError: A setting is out of range.
-    """
-
-    type_name: ClassVar[str] = "image"
-
-    num_images: int | Literal["all"] = 1
-    """Places for images (N); ``"all"`` is the largest number of selected images that a sample of the
-    population has."""
-    tiles: int | None = None
-    """Cut each image into at most so many tiles of ``size``, after resizing it to a whole number of them, see
-    `shardflow.sampling.image_sizes.TileRule`. The entry is ``(B, T, C, H, W)``, an overview first where an
-    image has several tiles, then the tiles row by row, image after image; ``NAME_grid`` ``(B, N, 2)`` int64
-    is the number of rows and columns of tiles of each image."""
-
-    def _check(self) -> None:
-        super()._check()
-        if self.tiles is not None:
-            check_count("tiles", self.tiles, _MAX_TILES)
-            if self.size is None or self.fit != "stretch":
-                raise ConfigError("tiles needs size=(rows, columns) of a tile, and fit='stretch'.")
-        if self.num_images != "all":
-            check_count("num_images", self.num_images, _MAX_IMAGES, "or 'all', ")
-
-    def bind(self, name: str, context: FieldContext) -> BoundField:
-        """Bind the field to a selection."""
-        return BoundImage(name, self, context)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slices(PixelField):
-    """K of the N slices of one series of a sample.
-
-    ``(B, K, C, H, W)`` in geometric order. The first selected series by acquisition is delivered; others are
-    counted as left out. ``NAME_mask`` ``(B, K)`` uint8 is 1 where there is a slice, ``NAME_index`` ``(B, K)``
-    int64 its position in the series (-1 for none), ``NAME_range`` ``(B, 2)`` float32 the display range.
-
-    Example::
-
-        sf.Slices(series="modality == 'CT' and kind == 'volume'", num_slices=32, size=(256, 256))
-
-    Raises:
-        ConfigError: A setting is out of range.
-    """
-
-    type_name: ClassVar[str] = "slices"
-
-    num_slices: int | None = None
-    """Slices to deliver (K); None delivers all, as a list of arrays where the population's numbers differ."""
-    sampling: Sampling = "even"
-    """``even``: spread over the series; ``random``: drawn anew in each epoch; ``slab``: adjacent ones that
-    begin at a slice drawn anew in each epoch. A series of fewer slices is delivered whole."""
-
-    def _check(self) -> None:
-        super()._check()
-        check_choice("sampling", self.sampling, ("even", "random", "slab"))
-        if self.num_slices is None:
-            if self.sampling != "even":
-                raise ConfigError(f"sampling={self.sampling!r} needs num_slices, the number to draw.")
-        else:
-            check_count("num_slices", self.num_slices, _MAX_SIDE)
-
-    def bind(self, name: str, context: FieldContext) -> BoundField:
-        """Bind the field to a selection."""
-        return BoundSlices(name, self, context)
-
-
 def _checked_size(size: Any) -> tuple[int, int]:
     try:
         rows, columns = size
     except (TypeError, ValueError):
         raise ConfigError(f"size is (rows, columns), such as (512, 512), got {size!r}.") from None
     for side in (rows, columns):
-        check_count("each side of size", side, _MAX_SIDE)
+        check_count("each side of size", side, MAX_SIDE)
     return rows, columns
 
 
@@ -459,103 +376,6 @@ class BoundPixels(BoundField):
                 stored,
                 self.dtype,
             )
-
-
-class BoundImage(BoundPixels):
-    """Images of a sample across its series, bound to a selection."""
-
-    spec: Image
-
-    @property
-    def coverage(self) -> Coverage:
-        """Images that are delivered and left out."""
-        delivered, left_out = self.selected.roles(max_images=self.num_pictures)
-        return Coverage(
-            num_samples=self._num_samples,
-            num_missing=self._num_missing,
-            delivered=delivered,
-            left_out=left_out,
-        )
-
-    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:  # noqa: ARG002
-        """Return the first images by acquisition."""
-        found = [
-            Picture(one.series, index, one.shape[1:])
-            for one in self.selected.of_sample(component, study_row)
-            for index in list(one.indexes)[: self.num_pictures]
-        ]
-        return found[: self.num_pictures]
-
-    def describe(self) -> dict[str, Any]:
-        """Return what `present_pixels` needs; a single image has no axis of its own."""
-        is_single = self.spec.num_images == 1 and self.tile_rule is None
-        return {**super().describe(), "single": is_single}
-
-    @cached_property
-    def tile_rule(self) -> TileRule | None:
-        """Rule that cuts images into tiles; None delivers them whole."""
-        if self.spec.tiles is None or self.spec.size is None:
-            return None
-        return TileRule(rows=self.spec.size[0], columns=self.spec.size[1], max_tiles=self.spec.tiles)
-
-    def _count_pictures(self) -> int:
-        if self.spec.num_images != "all":
-            return self.spec.num_images
-        counts = [self.selected.num_images(place) for place in range(len(self._populations))]
-        return max(1, self._most(counts))
-
-    def _has_one_number(self) -> bool:
-        return True
-
-
-class BoundSlices(BoundPixels):
-    """Slices of one series of a sample, bound to a selection."""
-
-    spec: Slices
-
-    @property
-    def coverage(self) -> Coverage:
-        """Slices of the series that is delivered, and of other series."""
-        delivered, left_out = self.selected.roles(max_series=1)
-        return Coverage(
-            num_samples=self._num_samples,
-            num_missing=self._num_missing,
-            delivered=delivered,
-            left_out=left_out,
-        )
-
-    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:
-        """Return the chosen slices of the first series by acquisition, in geometric order."""
-        for one in self.selected.of_sample(component, study_row)[:1]:
-            return [Picture(one.series, index, one.shape[1:]) for index in self._sample(one, draw)]
-        return []
-
-    def describe(self) -> dict[str, Any]:
-        """Return what `present_pixels` needs; slices share one display range."""
-        return {**super().describe(), "stack": True}
-
-    def _sample(self, series: SeriesImages, draw: DrawKey | None) -> list[int]:
-        """Return the positions of the slices to deliver, ascending."""
-        available, most = np.asarray(series.indexes, np.int64), self.spec.num_slices
-        if most is None or len(available) <= most:
-            return list(series.indexes)
-        places = np.arange(most, dtype=np.int64)
-        if self.spec.sampling == "even" or draw is None:
-            chosen = (2 * places + 1) * len(available) // (2 * most)
-        elif self.spec.sampling == "slab":
-            chosen = places + draw.derive("slab-choice") * (len(available) - most + 1) // 2**64
-        else:
-            chosen = np.sort(Permutation(len(available), draw.derive("slice-choice"))(places))
-        found: list[int] = available[chosen].tolist()
-        return found
-
-    def _count_pictures(self) -> int:
-        if self.spec.num_slices is not None:
-            return self.spec.num_slices
-        return max(1, *(int(each) for each in self.selected.values("num_slices")))
-
-    def _has_one_number(self) -> bool:
-        return self.spec.num_slices is not None or len(self.selected.values("num_slices")) == 1
 
 
 class SlotPixels:

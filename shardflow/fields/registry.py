@@ -82,8 +82,8 @@ def _variants(dataset: Dataset) -> dict[str, object]:
 
 FIELD_GROUP: Final = "shardflow.fields"
 _TYPES: Final = {
-    "image": "shardflow.fields.pixels:Image",
-    "slices": "shardflow.fields.pixels:Slices",
+    "image": "shardflow.fields.pictures:Image",
+    "slices": "shardflow.fields.pictures:Slices",
     "text": "shardflow.fields.members:Text",
 }
 
