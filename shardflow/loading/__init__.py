@@ -9,8 +9,8 @@ Data flow, by module::
     prefetch      access forecast for caches, and reads fetched ahead
     process       loader processes beside the trainer (process_main, ipc)
 
-``shardflow.loading.torch_dataset`` (the only module that imports torch) puts the same micro-batches into
-torch's DataLoader.
+Only two modules import torch: ``shardflow.loading.tensors`` turns arrays into tensors (`Batch.torch`), and
+``shardflow.loading.torch_dataset`` puts the same micro-batches into torch's DataLoader.
 """
 
 from __future__ import annotations

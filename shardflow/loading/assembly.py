@@ -24,9 +24,10 @@ from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
 from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
 from shardflow.fields.views import ArraySpec, DrawKey, SliceFacts, View
-from shardflow.loading.batch import Batch, BatchLayout, SlotKeys
+from shardflow.loading.batch import Batch, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
+from shardflow.loading.layout import BatchLayout
 from shardflow.loading.prefetch import StreamReads
 from shardflow.loading.selection import Selection
 from shardflow.sampling import EpochPlan, RankSchedule

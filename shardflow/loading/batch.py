@@ -6,11 +6,10 @@ are rebuilt there without copying.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,11 @@ from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.registry import present_entries
 from shardflow.fields.text import text_of
-from shardflow.fields.views import ArraySpec, slices_of
+from shardflow.fields.views import slices_of
+from shardflow.loading.layout import view_of
 
-_ALIGNMENT = 64  # a cache line, and the widest vector instruction
+if TYPE_CHECKING:
+    from shardflow.loading.tensors import Device
 
 
 class SlotKeys:
@@ -61,39 +62,6 @@ class SlotKeys:
         for slot in np.flatnonzero(~self._is_sample).tolist():
             keys[slot] = None
         return keys
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLayout:
-    """Layout of the arrays of a batch in its buffer."""
-
-    arrays: tuple[ArraySpec, ...]
-    offsets: tuple[int, ...]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, arrays: Sequence[ArraySpec]) -> BatchLayout:
-        """Place arrays one after another, each aligned to a cache line."""
-        offsets: list[int] = []
-        end = 0
-        for array in arrays:
-            offsets.append(end)
-            end += -(-array.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(arrays), tuple(offsets), end)
-
-    def views(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """Return the arrays in a buffer, by name."""
-        return {
-            spec.name: _view(buffer, spec.dtype, spec.shape, offset)
-            for spec, offset in zip(self.arrays, self.offsets, strict=True)
-        }
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Describe the arrays as JSON objects."""
-        return [
-            {"name": spec.name, "dtype": spec.dtype.str, "shape": list(spec.shape), "offset": offset}
-            for spec, offset in zip(self.arrays, self.offsets, strict=True)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +106,7 @@ class Batch(Mapping[str, Any]):
         self._keys = keys
         self._values: Mapping[str, Any] | None = None
         self._arrays = {
-            entry["name"]: _view(buffer, np.dtype(entry["dtype"]), entry["shape"], entry["offset"])
+            entry["name"]: view_of(buffer, np.dtype(entry["dtype"]), entry["shape"], entry["offset"])
             for entry in descriptor["arrays"]
         }
 
@@ -325,6 +293,32 @@ class Batch(Mapping[str, Any]):
         """Return True: a batch without entries is a batch."""
         return True
 
+    def torch(self, device: Device = None, *, pin_memory: bool | None = None) -> dict[str, Any]:
+        """Return the entries with tensors in place of numeric arrays, and ``weight`` ``(B,)`` float32.
+
+        Shapes are those of the arrays; a list of arrays becomes a list of tensors, with None where it has
+        None. Texts, JSON and bytes stay as they are. Every dtype stays as it is: 16-bit pixels are
+        ``torch.uint16`` and token ids may be ``torch.uint32``, for which torch has conversions but hardly any
+        arithmetic, so write ``batch.torch()["image"].float()`` or ``["token_ids"].long()``.
+
+        On the CPU tensors share the memory of the batch, which returns to the loader when the last of them is
+        gone. On a GPU they are views of one copy, through at most 256 MiB of pinned memory, on a stream of
+        its own; the host does not wait, the current stream waits for the copy, and the batch may be dropped
+        at once.
+
+        Args:
+            device: Where the tensors are wanted; the CPU by default.
+            pin_memory: Whether to go through pinned memory, by default to a GPU. With the CPU as the device
+                the tensors are copies in pinned memory, for a loop that moves them itself.
+
+        Raises:
+            ConfigError: There is no such device, or no GPU to pin memory for.
+        """
+        from shardflow.loading.tensors import to_tensors
+
+        entries = {**self._entries(), "weight": self._arrays["weight"]}
+        return to_tensors(entries, device, pin_memory=pin_memory)
+
     def _entries(self) -> Mapping[str, Any]:
         if self._values is None:
             entries = self._descriptor.get("entries")
@@ -396,8 +390,3 @@ class BatchStream(Iterator[Batch], ABC):
     @abstractmethod
     def _end(self) -> None:
         """End what makes the micro-batches; may be called more than once."""
-
-
-def _view(buffer: NDArray[np.uint8], dtype: np.dtype[Any], shape: Sequence[int], offset: int) -> NDArray[Any]:
-    flat: NDArray[Any] = buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype)
-    return flat if len(shape) == 1 else flat.reshape(shape)

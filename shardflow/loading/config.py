@@ -22,7 +22,7 @@ from shardflow.fields.tokens import StoredTokens
 from shardflow.fields.transforms import check_name
 from shardflow.fields.views import View
 from shardflow.format import Dataset
-from shardflow.loading.batch import BatchLayout
+from shardflow.loading.layout import BatchLayout
 from shardflow.storage import ByteStore, CacheConfig, CachedStore, RemoteStore
 from shardflow.telemetry.process import machine_bytes
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from shardflow.fields.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch, Loader
+from shardflow.loading.tensors import Parcel
 from shardflow.telemetry import StageCounters
 from shardflow.training.config import AugmentConfig
 from shardflow.training.device.images import (
@@ -32,7 +33,7 @@ from shardflow.training.device.images import (
     slice_mask_of,
     stack_draws,
 )
-from shardflow.training.device.transfer import Parcel, Transfer, open_transfer
+from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.hooks import LoopHook
 from shardflow.training.ledger import LedgerMicroBatch
 from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row

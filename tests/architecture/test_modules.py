@@ -24,7 +24,12 @@ DRAWERS = {"utils", "helpers", "misc", "manager", "core"}
 PLACES = {
     "pydicom": ("shardflow/packing/", "shardflow/synthetic/", "pipelines/demo/"),
     "imagecodecs": ("shardflow/packing/sources/dicom/", "shardflow/format/"),
-    "torch": ("shardflow/training/", "shardflow/loading/torch_dataset.py", "shardflow/cli/train.py"),
+    "torch": (
+        "shardflow/training/",
+        "shardflow/loading/tensors.py",
+        "shardflow/loading/torch_dataset.py",
+        "shardflow/cli/train.py",
+    ),
     "transformers": ("shardflow/training/", "pipelines/"),
     "pickle": (),
     "marshal": (),

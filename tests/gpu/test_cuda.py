@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardflow.errors import ConfigError
 from shardflow.fields.augmentation import Draw
+from shardflow.loading.tensors import to_tensors
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws
 from shardflow.training.device.transfer import CudaTransfer, open_transfer
@@ -60,6 +62,25 @@ def test_nothing_is_written_over_while_the_device_is_behind(device: torch.device
         sums.append(tensors["image"].double().mean())
         del tensors, parcel  # without record_stream the next copy could take this memory
     assert [float(value) for value in sums] == [float(number) for number in range(30)]
+
+
+def test_batches_of_users_arrive_whole_while_the_device_is_behind(device: torch.device) -> None:
+    slow = torch.randn(4096, 4096, device=device)
+    sums = []
+    for number in range(100):  # around the ring, with the host ahead of the device
+        source = arrays(number)
+        tensors = to_tensors({**source, "views": [source["image"][:5], None], "report": ["a"]}, "cuda")
+        source["image"][:] = -1
+        for _ in range(4):
+            slow = slow @ slow
+            slow = slow / slow.norm()
+        sums.append((tensors["image"].double().mean(), tensors["views"][0].double().mean()))
+        assert tensors["report"] == ["a"]
+        del tensors
+    assert [(float(one), float(other)) for one, other in sums] == [(float(n), float(n)) for n in range(100)]
+    assert to_tensors({"row": np.arange(3)}, pin_memory=True)["row"].is_pinned()
+    with pytest.raises(ConfigError, match="cuda:99"):
+        to_tensors({}, "cuda:99")
 
 
 def test_copies_run_beside_computation(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardflow.errors import FormatError
 from shardflow.fields.views import DrawKey, SliceFacts, content_boxes
 from shardflow.loading import ImageView, NativeView
-from shardflow.loading.batch import BatchLayout
+from shardflow.loading.layout import BatchLayout
 
 pytestmark = pytest.mark.fast
 

@@ -7,7 +7,8 @@ import pytest
 
 from shardflow.fields.views import ArraySpec
 from shardflow.loading import Batch
-from shardflow.loading.batch import BatchLayout, SlotKeys
+from shardflow.loading.batch import SlotKeys
+from shardflow.loading.layout import BatchLayout
 
 pytestmark = pytest.mark.fast
 

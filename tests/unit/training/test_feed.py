@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from shardflow.format import Dataset
 from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading.tensors import Parcel
 from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
-from shardflow.training.device.transfer import Parcel, Transfer
+from shardflow.training.device.transfer import Transfer
 from shardflow.training.hooks import LoopHook
 from shardflow.training.inputs import DeviceFeed, InputMaker, step_inputs
 from shardflow.training.ledger import LedgerMicroBatch

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from shardflow.loading import tensors as module
 from shardflow.telemetry import StageCounters
-from shardflow.training.device import transfer as module
 from shardflow.training.device.transfer import CudaTransfer
 
 
@@ -78,8 +78,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
     real_empty = torch.empty
     monkeypatch.setattr(module, "_stream", lambda device: Stream(log, "copies"))
-    monkeypatch.setattr(module, "_pinned", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
-    monkeypatch.setattr(CudaTransfer, "_event", staticmethod(lambda: Event(log)))
+    monkeypatch.setattr(module, "pinned", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(module.CudaCopies, "event", staticmethod(lambda: Event(log)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
@@ -142,3 +142,25 @@ def test_the_wait_is_what_lies_between_asking_and_the_end_of_the_copy(log: Log) 
     parcel.arrived.is_passed = True
     transfer.drain()
     assert (counters.totals("copy").num_items, counters.totals("copy").num_bytes) == (1, 64)
+
+
+def test_a_batch_of_any_entries_goes_in_one_copy_that_the_computing_stream_awaits(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    copies = module.CudaCopies(torch.device("cpu"), 4096)
+    monkeypatch.setattr(module, "_copies_to", lambda device: copies)
+    image = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    entries = {"image": image, "views": [image[:1], None], "report": ["a", "b"]}
+    tensors = module.to_tensors(entries, "cuda")
+    assert log.lines == [
+        "on copies:", "event on copies", "memory of copies", "event on copies", "end",
+        "compute waits for event on copies", "memory is used by compute",
+    ]  # fmt: skip
+    image[:] = 0  # the batch may be gone
+    assert tensors["image"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["image"].dtype == torch.uint16
+    assert tensors["views"][0].tolist() == [[0, 1, 2]]
+    assert tensors["views"][1] is None
+    assert tensors["report"] == ["a", "b"]

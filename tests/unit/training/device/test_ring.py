@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError
-from shardflow.training.device.transfer import PinnedRing, Region
+from shardflow.loading.tensors import PinnedRing, Region
 
 UNIT = 512
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardflow.loading.tensors import layout_of, tensors_of
 from shardflow.telemetry import StageCounters
-from shardflow.training.device.transfer import Transfer, _layout, _tensors, open_transfer
+from shardflow.training.device.transfer import Transfer, open_transfer
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
@@ -64,11 +65,11 @@ def test_a_flat_copy_is_cut_into_the_same_arrays() -> None:
         "none": np.zeros((0, 4), np.float32),
         "flag": np.array([[True, False]]),
     }
-    layout = _layout(arrays)
+    layout = layout_of(arrays)
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     for name, place in layout.views(flat.numpy()).items():
         np.copyto(place, arrays[name])
-    tensors = _tensors(flat, layout)
+    tensors = tensors_of(flat, layout)
     for name, array in arrays.items():
         assert tensors[name].shape == array.shape, name
         assert np.array_equal(tensors[name].numpy(), array), name
