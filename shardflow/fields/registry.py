@@ -15,6 +15,10 @@ from typing import Any, Final
 from shardflow.errors import ConfigError
 from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_names
 from shardflow.fields.images import Slices
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Image
+from shardflow.fields.pictures import Slices as SlicesField
+from shardflow.fields.pixels import PixelField
 from shardflow.fields.raw import FieldsView, NamedFields
 from shardflow.fields.reader import Samples
 from shardflow.fields.slots import FieldKind
@@ -109,6 +113,45 @@ def field_type(name: str) -> type[Field]:
     if not (isinstance(loaded, type) and issubclass(loaded, Field)):
         raise ConfigError(f"{place} is not a field type; derive it from shardflow.fields.Field.")
     return loaded
+
+
+def default_fields(context: FieldContext) -> dict[str, Field]:
+    """Return the fields that deliver what samples have, for those who name none.
+
+    ``image``: all pictures of a sample, such as both views of a radiograph study; ``slices``: the first
+    volume or loop by acquisition; ``report``: the text. Each is there if a sample of the population has such
+    content, and pads where others lack it. Localizers and secondary captures are left out.
+
+    Raises:
+        ConfigError: The samples have images and no series table, or neither images nor reports.
+    """
+    pairs = list(zip(context.samples.datasets, context.populations, strict=True))
+    has_images = any(
+        not dataset.is_foreign and dataset.studies.column("num_slices")[used].any() for dataset, used in pairs
+    )
+    found: dict[str, Field] = {
+        name: field
+        for name, field in (_DEFAULT_IMAGES.items() if has_images else ())
+        if context.catalog.select(field.series, context.populations).roles()[0]
+    }
+    if any(dataset.studies.column("text_bytes")[used].any() for dataset, used in pairs):
+        found["report"] = Text(missing="pad")
+    if not found:
+        raise ConfigError(
+            "The samples have neither images of studies nor reports, so there are no default fields; name "
+            "what a batch holds, such as fields={'image': ...}."
+        )
+    return found
+
+
+_STACKED: Final = "kind in ('volume', 'frames') or kind is missing and num_slices >= 4"
+_SINGLE: Final = (
+    "kind not in ('volume', 'frames', 'localizer', 'secondary') or kind is missing and num_slices < 4"
+)
+_DEFAULT_IMAGES: Final[Mapping[str, PixelField]] = {
+    "image": Image(series=_SINGLE, num_images="all", missing="pad"),
+    "slices": SlicesField(series=_STACKED, missing="pad"),
+}
 
 
 class FieldSet:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from shardflow.errors import ConfigError, StateError
 from shardflow.fields.field import Field
@@ -177,7 +177,8 @@ class Loader:
         seed: Run-level seed.
         subset: Terms that all samples must satisfy, such as ``"modality=CT"``, see `select`.
         fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``; in place of the
-            view, text and tokens of ``config``.
+            view, text and tokens of ``config``. ``"default"``: all pictures (``image``), the first volume
+            (``slices``) and the report, each where there is any.
         accept_content_change: Whether a state of other fields may be loaded, for example to go on with larger
             images; the order of samples is the same.
         world: This rank; a world of one rank by default.
@@ -208,7 +209,7 @@ class Loader:
         batch: BatchSpec | None = None,
         seed: int,
         subset: Sequence[str] = (),
-        fields: Mapping[str, Field] | None = None,
+        fields: Mapping[str, Field] | Literal["default"] | None = None,
         accept_content_change: bool = False,
         world: World | None = None,
         config: LoaderConfig | None = None,

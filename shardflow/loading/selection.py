@@ -20,14 +20,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError
 from shardflow.fields.field import Field, FieldContext
-from shardflow.fields.registry import FieldSet
+from shardflow.fields.registry import FieldSet, default_fields
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityPlace
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
@@ -606,13 +606,13 @@ def select(source: Dataset | Selection, split: str = "", subset: Sequence[str] =
 
 
 def bind_fields(
-    selection: Selection, fields: Mapping[str, Field], counters: StageCounters
+    selection: Selection, fields: Mapping[str, Field] | Literal["default"], counters: StageCounters
 ) -> tuple[Selection, FieldSet]:
     """Bind fields to the samples of a selection, and leave out samples that a field drops.
 
     Args:
         selection: The samples.
-        fields: What a batch holds.
+        fields: What a batch holds; ``default`` stands for `default_fields`.
         counters: Gets the stages of decoding.
 
     Returns:
@@ -622,7 +622,15 @@ def bind_fields(
         ConfigError: A field does not fit the datasets, or no sample is left.
     """
     populations = [selection.population_of(place) for place in range(len(selection.datasets))]
-    bound = FieldSet(fields, FieldContext(selection, populations, counters))
+    context = FieldContext(selection, populations, counters)
+    if isinstance(fields, str) and fields == "default":
+        fields = default_fields(context)
+    if not isinstance(fields, Mapping):
+        raise ConfigError(
+            "fields maps names to fields, such as {'image': sf.Image(size=(512, 512))}, or is 'default', got "
+            f"{fields if isinstance(fields, str) else type(fields).__name__!r}."
+        )
+    bound = FieldSet(fields, context)
     dropped = [one for one in bound.bound if bound.specs[one.name].missing == "drop"]
     kept = [each.copy() for each in populations]
     for one in dropped:

@@ -18,7 +18,7 @@ from shardflow.fields import TileView
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, LoaderConfig, World
 from shardflow.sampling import BatchSpec
-from tests.factories import sample_key
+from tests.factories import make_dataset, sample_key
 from tests.field_cases import case_series, make_case_dataset, pixels_of
 from tests.integration.loader_support import flip_bit, locate
 
@@ -48,7 +48,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_case_dataset(tmp_path_factory.mktemp("fields") / "a", num_samples=NUM_SAMPLES)
 
 
-def _loader(dataset: Dataset, fields: Mapping[str, sf.Field] = FIELDS, **settings: Any) -> Loader:
+def _loader(dataset: Dataset, fields: Any = FIELDS, **settings: Any) -> Loader:
     world = settings.pop("world", World())
     content = settings.pop("accept_content_change", False)
     return Loader(
@@ -294,6 +294,8 @@ def test_samples_without_the_content_are_an_error_dropped_or_padded(dataset: Dat
         ({"x": sf.Text(missing="pad"), "x_mask": sf.Text(missing="pad")}, "beside 'x'"),
         ({"X": sf.Text(missing="pad")}, "not valid"),
         ({"x": "frontal"}, "not a field"),
+        ("frontal", "maps names to fields"),
+        (sf.Text(), "maps names to fields"),
     ],
 )
 def test_a_slip_in_fields_is_one_sentence_before_step_0(dataset: Dataset, fields: Any, sentence: str) -> None:
@@ -359,6 +361,46 @@ def test_a_state_of_other_fields_is_refused_unless_accepted(dataset: Dataset) ->
 def test_fields_and_a_view_cannot_both_be_given(dataset: Dataset) -> None:
     with pytest.raises(ConfigError, match="leave out view and tokens"):
         _loader(dataset, view=sf.NativeView())
+
+
+def test_default_fields_deliver_every_picture_the_first_volume_and_the_report(dataset: Dataset) -> None:
+    delivered: dict[str, int] = {"pictures": 0, "slices": 0, "reports": 0}
+    with _loader(dataset, "default") as loader:
+        for batch in loader:
+            for slot, number in _slots(batch):
+                cases = case_series(number)
+                pictures = [one for one in batch["image"][slot] if one is not None]
+                if number % 4 == 1:  # CT: the volume acquired first, and no localizer
+                    assert not pictures
+                    assert np.array_equal(batch["slices"][slot][:, 0], pixels_of(number, 1))
+                    delivered["slices"] += 1
+                else:
+                    assert len(pictures) == sum(case.shape[0] for case in cases)
+                    assert not len(batch["slices"][slot])
+                    delivered["pictures"] += len(pictures)
+                assert batch["report_mask"][slot] == (number % 4 != 2)
+                delivered["reports"] += int(batch["report_mask"][slot])
+    assert delivered == {"pictures": 4 * 2 + 3 + 3 * 2, "slices": 4, "reports": 11}
+    assert _run(_loader(dataset, "default", execution="process")) == _run(_loader(dataset, "default"))
+
+
+def test_default_fields_are_those_that_the_population_has(dataset: Dataset) -> None:
+    for terms, names in (
+        (["modality=CT"], {"slices", "report"}),
+        (["modality=DX"], {"image", "report"}),
+        (["text_bytes<1"], {"image"}),
+    ):
+        with Loader(dataset, split="train", batch=SPEC, seed=5, fields="default", subset=terms) as loader:
+            batch = next(iter(loader))
+            assert {name for name in batch if name in {"image", "slices", "report"}} == names
+
+
+def test_default_fields_of_images_need_the_series_table(tmp_path: Path) -> None:
+    dataset = Dataset.open(make_dataset(tmp_path / "a"))
+    with pytest.raises(ConfigError, match="attach DATASET --facts"):
+        _loader(dataset, "default")
+    with _loader(dataset, None) as loader:
+        assert {*next(iter(loader))} == {"row", "text_bytes", "text_offsets", "weight"}
 
 
 def test_a_batch_is_a_mapping(dataset: Dataset) -> None:
