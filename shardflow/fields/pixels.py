@@ -39,6 +39,7 @@ from shardflow.sampling import Permutation, TileRule
 
 _LOGGER = logging.getLogger(__name__)
 _COLOR: Final = 3
+_AIR_HU: Final = -1024
 _BESIDE: Final = ("mask", "range", "box", "grid")
 """Arrays beside the pixels that are 0 where a slot is empty."""
 Fit: TypeAlias = Literal["stretch", "letterbox"]
@@ -58,7 +59,7 @@ class PixelField(Field):
     """Rows and columns (H, W) to resize to: by area where an image shrinks, linearly where it grows. None
     keeps the stored size; where sizes differ in the population, the entry is a list of arrays."""
     fit: Fit = "stretch"
-    """``letterbox`` keeps the aspect ratio and centers the image on zeros; ``NAME_box`` holds its place."""
+    """``letterbox`` keeps the aspect ratio and centers the image on `fill`; ``NAME_box`` holds its place."""
     dtype: PixelDtype | None = None
     """None is the smallest dtype that holds every selected image of the population without loss. A smaller
     one saturates, is logged once, and counted as ``saturated``."""
@@ -67,6 +68,9 @@ class PixelField(Field):
     color, otherwise 1."""
     resolution: Resolution = "full"
     """``small`` reads the small versions that packing made, where there are any."""
+    fill: float | None = None
+    """Value of places without an image, and around a letterboxed one. None is air (-1024) where every
+    selected image of the population is in HU, otherwise 0."""
     windows: tuple[str, ...] = ()
     """For CT: ``NAME_range`` is one of these windows, drawn anew in each epoch; `WINDOWS` lists them."""
 
@@ -159,11 +163,28 @@ class BoundPixels(BoundField):
         self.channels: int = spec.channels or (_COLOR if max(self.selected.values("channels")) > 1 else 1)
         stored = [np.dtype(each) for each in self.selected.values("dtype")]
         self.dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.result_type(*stored)
+        self.fill = self._checked_fill(spec.fill)
         shapes = self.selected.shapes()
         is_one_size = len(shapes) == 1 and self._has_one_number()
         self.size = spec.size or ((int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None)
         self.num_pictures = self._count_pictures()
         self.num_places = self.num_pictures * self._most_tiles(shapes)
+
+    def _checked_fill(self, fill: float | None) -> float:
+        """Return the value of places without an image.
+
+        Raises:
+            ConfigError: The dtype cannot hold it.
+        """
+        if fill is None:
+            in_hounsfield = self.selected.values("unit") == ["HU"]
+            fill = _AIR_HU if in_hounsfield and np.can_cast(np.int16, self.dtype) else 0
+        if self.dtype.kind != "f" and np.array(fill).astype(self.dtype) != fill:
+            raise ConfigError(
+                f"fill={fill} of the field {self.name!r} does not fit into {self.dtype}; write "
+                "another one, or a wider dtype."
+            )
+        return fill
 
     @property
     def tile_rule(self) -> TileRule | None:
@@ -265,7 +286,7 @@ class BoundPixels(BoundField):
         """Make a slot look like one without pictures."""
         name = self.name
         if self.size is not None:
-            arrays[name][slot] = 0
+            arrays[name][slot] = self.fill
         else:
             arrays[f"{name}_shape"][slot] = 0
         for beside in _BESIDE:
@@ -404,14 +425,14 @@ class SlotPixels:
             grids = np.stack(rule.grids(shapes[:, 0], shapes[:, 1]), axis=1)
             arrays[f"{name}_grid"][slot, : len(pictures)] = grids
         if field.size is not None:
-            arrays[name][slot, self._spans[-1].stop if pictures else 0 :] = 0
+            arrays[name][slot, self._spans[-1].stop if pictures else 0 :] = field.fill
         for place, picture in enumerate(pictures):
             arrays[f"{name}_mask"][slot, self._spans[place]] = 1
             arrays[f"{name}_index"][slot, self._spans[place]] = picture.index
             if field.spec.fit == "letterbox" and field.size is not None:
                 high, wide = (np.array([side], np.int64) for side in picture.shape)
                 arrays[f"{name}_box"][slot, place] = content_boxes(high, wide, field.size)[0]
-                arrays[name][slot, place] = 0
+                arrays[name][slot, place] = field.fill
 
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
         """Decode a picture into its place, or read the display ranges of the study."""

@@ -238,6 +238,20 @@ def _resized(picture: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
     return np.asarray(cv2.resize(shrunk, size[::-1], interpolation=grown))
 
 
+def test_places_without_an_image_hold_the_fill(dataset: Dataset) -> None:
+    whole = sf.Slices(series="kind == 'volume'", num_slices=7, size=(9, 12), fit="letterbox", missing="pad")
+    with _loader(dataset, {"ct": whole}) as loader:
+        for batch in loader:
+            empty = batch["ct"][batch["ct_mask"] == 0]
+            assert (empty == -1024).all()
+            assert empty.dtype == np.int16
+    other = sf.Slices(series="kind == 'volume'", num_slices=7, size=(8, 8), fill=-5, missing="pad")
+    with _loader(dataset, {"ct": other}) as loader:
+        assert all((batch["ct"][batch["ct_mask"] == 0] == -5).all() for batch in loader)
+    with pytest.raises(ConfigError, match="does not fit into uint16"):
+        _loader(dataset, {"x": sf.Image(series="modality == 'DX'", size=(8, 8), fill=-1, missing="pad")})
+
+
 def test_a_slab_is_contiguous(dataset: Dataset) -> None:
     fields = {
         "ct": sf.Slices(series="kind == 'volume'", num_slices=3, size=(8, 8), sampling="slab", missing="drop")
