@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.fields.reader import Samples
-from shardflow.format import Dataset
 from shardflow.format.series import FactColumn, SeriesTable, open_series
 from shardflow.sampling.expressions import Expression, parse_expression
 
@@ -80,10 +79,11 @@ class SelectedSeries:
         populations: Sequence[NDArray[np.bool_]],
     ) -> None:
         self.catalog, self.expression = catalog, expression
-        parts: dict[int, _TablePart] = {}
-        self._parts = [parts.setdefault(id(table), _TablePart(table, expression)) for table in catalog.tables]
+        parts = {
+            id(table): _TablePart(table, expression) for table in {id(t): t for t in catalog.tables}.values()
+        }
+        self._parts = [parts[id(table)] for table in catalog.tables]
         self._populations = populations
-        self._datasets: tuple[Dataset, ...] = catalog.datasets
 
     # ---- the population --------------------------------------------------------------------------
 
@@ -91,27 +91,24 @@ class SelectedSeries:
         """Return how many images of each sample are selected, ``(num_samples,)``."""
         return self._parts[component].images_of_samples
 
-    def num_series(self, component: int) -> Int64Array:
-        """Return how many series of each sample have a selected image, ``(num_samples,)``."""
-        return self._parts[component].series_of_samples
-
     def values(self, name: str) -> list[Any]:
         """Return the distinct values of a column over the selected series of the population, ascending."""
         found: set[Any] = set()
         for part, population in zip(self._parts, self._populations, strict=True):
-            chosen = part.is_selected & np.repeat(population, np.diff(part.first_series))
-            values = np.unique(part.table.array(name)[chosen]).tolist()
-            names = part.table.column(name).names
+            chosen = part.is_selected & part.used(population)
+            column, names = part.table.array(name)[chosen], part.table.column(name).names
+            is_small = column.dtype.kind in "iu" and int(column.max(initial=0)) < len(column)
+            values = (np.flatnonzero(np.bincount(column)) if is_small else np.unique(column)).tolist()
             found |= {value if names is None else names[value] for value in values}
         return sorted(found)
 
     def shapes(self) -> Int64Array:
         """Return the distinct rows and columns of the selected images of the population, ``(n, 2)``."""
-        found = [
-            part.shapes[part.is_selected & np.repeat(population, np.diff(part.first_series)), 1:]
-            for part, population in zip(self._parts, self._populations, strict=True)
-        ]
-        return np.unique(np.concatenate(found).astype(np.int64), axis=0)
+        pairs = zip(self._parts, self._populations, strict=True)
+        found = [part.shapes(population) for part, population in pairs]
+        # As one number each: sorting rows of an array takes ten times as long.
+        packed = np.unique(np.concatenate([rows.astype(np.int64) << 32 | columns for rows, columns in found]))
+        return np.stack([packed >> 32, packed & (2**32 - 1)], axis=1)
 
     def roles(
         self, *, max_images: int | None = None, max_series: int | None = None
@@ -125,14 +122,14 @@ class SelectedSeries:
         delivered: Counter[str] = Counter()
         left_out: Counter[str] = Counter()
         for part, population in zip(self._parts, self._populations, strict=True):
-            used = np.repeat(population, np.diff(part.first_series))
+            used, selected = part.used(population), part.selected_images
             num_delivered = part.delivered(max_images, max_series)
             role, names = part.table.array(_ROLE), part.table.vocabulary(_ROLE)
             for code in np.unique(role).tolist():
                 here = used & (role == code)
                 num_here = int(num_delivered[here].sum())
                 delivered[names[code]] += num_here
-                left_out[names[code]] += int(part.selected_images[here].sum()) - num_here
+                left_out[names[code]] += int(selected[here].sum()) - num_here
         return +delivered, +left_out
 
     # ---- one sample ------------------------------------------------------------------------------
@@ -143,14 +140,17 @@ class SelectedSeries:
 
 
 class _TablePart:
-    """What an expression selects of one series table."""
+    """What an expression selects of one series table.
+
+    Only a flag per series and per image of mixed series stays in memory; columns are mapped, and sums over
+    them are made when they are asked for, which is when a loader is made.
+    """
 
     def __init__(self, table: SeriesTable, expression: Expression | None) -> None:
         self.table = table
-        self.first_series = table.first_series()
-        self._first_image = table.first_image()
-        num_slices = table.array("num_slices").astype(np.int64)
-        is_mixed = np.diff(self._first_image) > 0
+        self._first_series, self._first_image = table.array("first_series"), table.array("first_image")
+        self._order, self._number = table.array("acquisition_order"), table.array("series")
+        self._columns = [table.array(name) for name in ("num_slices", "channels", "rows", "columns")]
         if expression is None:
             self.is_selected = np.ones(table.num_series, bool)
             self._is_image_selected = np.ones(int(self._first_image[-1]), bool)
@@ -158,20 +158,42 @@ class _TablePart:
             columns = {name: _column(table, name) for name in expression.names}
             self.is_selected = expression.select(columns, table.num_series).rows
             self._is_image_selected = self._select_images(expression, columns)
-        of_mixed = np.zeros(table.num_series, np.int64)
-        owners = np.repeat(np.arange(table.num_series), np.diff(self._first_image))
-        np.add.at(of_mixed, owners[self._is_image_selected], 1)
-        self.is_selected = np.where(is_mixed, of_mixed > 0, self.is_selected)
-        self.selected_images: Int64Array = np.where(is_mixed, of_mixed, num_slices * self.is_selected)
-        self.images_of_samples = _sums(self.selected_images, self.first_series)
-        self.series_of_samples = _sums(self.is_selected.astype(np.int64), self.first_series)
-        self._series = table.array("series")
-        self._order = table.array("acquisition_order")
-        self.shapes = np.stack([table.array(name) for name in ("channels", "rows", "columns")], axis=1)
+        mixed, num_selected = self._mixed()
+        self.is_selected[mixed] = num_selected > 0
+
+    @property
+    def num_series_of_samples(self) -> Int64Array:
+        """Number of series of each sample, selected or not, ``(num_samples,)``."""
+        starts = self._first_series.astype(np.int64)
+        return np.asarray(starts[1:] - starts[:-1], np.int64)
+
+    @property
+    def selected_images(self) -> Int64Array:
+        """Number of selected images of each series, ``(num_series,)``."""
+        found = self._columns[0] * self.is_selected.astype(np.int64)
+        mixed, num_selected = self._mixed()
+        found[mixed] = num_selected
+        return found
+
+    @property
+    def images_of_samples(self) -> Int64Array:
+        """Number of selected images of each sample, ``(num_samples,)``."""
+        totals = np.concatenate(([0], np.cumsum(self.selected_images)))
+        ends = totals[self._first_series.astype(np.int64)]
+        return np.asarray(ends[1:] - ends[:-1], np.int64)
+
+    def _mixed(self) -> tuple[Int64Array, Int64Array]:
+        """Return the series whose images have several roles, and how many images of each are selected."""
+        starts = self._first_image.astype(np.int64)
+        mixed = np.flatnonzero(np.diff(starts))
+        totals = np.concatenate(([0], np.cumsum(self._is_image_selected)))
+        num_selected: Int64Array = totals[starts[mixed + 1]] - totals[starts[mixed]]
+        return mixed, num_selected
 
     def _select_images(self, expression: Expression, columns: Mapping[str, FactColumn]) -> NDArray[np.bool_]:
         """Return which images of series with several roles are selected."""
-        owners = np.repeat(np.arange(self.table.num_series), np.diff(self._first_image))
+        starts = self._first_image.astype(np.int64)
+        owners = np.repeat(np.arange(self.table.num_series), starts[1:] - starts[:-1])
         of_images = {
             name: FactColumn(
                 column.values[owners],
@@ -185,15 +207,23 @@ class _TablePart:
             of_images[_ROLE] = FactColumn(role, role == 0, self.table.vocabulary("image_role"))
         return expression.select(of_images, len(owners)).rows
 
+    def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which series are of samples of a population, ``(num_series,)``."""
+        return np.repeat(population, self.num_series_of_samples)
+
+    def shapes(self, population: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the rows and the columns of the selected series of a population, ``(n,)`` each."""
+        chosen = self.is_selected & self.used(population)
+        return self._columns[2][chosen], self._columns[3][chosen]
+
     def delivered(self, max_images: int | None, max_series: int | None) -> Int64Array:
         """Return how many images of each series are delivered, ``(num_series,)``."""
-        owner = np.repeat(np.arange(len(self.first_series) - 1), np.diff(self.first_series))
+        lengths = self.num_series_of_samples
+        owner = np.repeat(np.arange(len(lengths)), lengths)
         by_acquisition = np.lexsort((self._order, owner))
-        images, series = (
-            self.selected_images[by_acquisition],
-            self.is_selected[by_acquisition].astype(np.int64),
-        )
-        first = np.repeat(self.first_series[:-1], np.diff(self.first_series))
+        images = self.selected_images[by_acquisition]
+        series = self.is_selected[by_acquisition].astype(np.int64)
+        first = self._first_series[:-1].astype(np.int64)[owner]
         delivered = images
         if max_images is not None:
             before = np.cumsum(images) - images
@@ -206,17 +236,19 @@ class _TablePart:
         return found
 
     def of_sample(self, row: int) -> list[SeriesImages]:
-        start, stop = int(self.first_series[row]), int(self.first_series[row + 1])
-        rows = [each for each in range(start, stop) if self.is_selected[each]]
-        rows.sort(key=lambda each: (int(self._order[each]), each))
+        start, stop = self._first_series[row : row + 2].tolist()
+        rows = [start + place for place, here in enumerate(self.is_selected[start:stop].tolist()) if here]
+        if len(rows) > 1:
+            order = self._order[start:stop].tolist()
+            rows.sort(key=lambda each: (order[each - start], each))
         found = []
         for each in rows:
-            first, last = int(self._first_image[each]), int(self._first_image[each + 1])
-            indexes: Sequence[int] = range(int(self.selected_images[each]))
+            num_slices, *shape = [int(column[each]) for column in self._columns]
+            first, last = self._first_image[each : each + 2].tolist()
+            indexes: Sequence[int] = range(num_slices)
             if last > first:
                 indexes = np.flatnonzero(self._is_image_selected[first:last]).tolist()
-            channels, rows_px, columns_px = self.shapes[each].tolist()
-            found.append(SeriesImages(int(self._series[each]), indexes, (channels, rows_px, columns_px)))
+            found.append(SeriesImages(int(self._number[each]), indexes, (shape[0], shape[1], shape[2])))
         return found
 
 
@@ -225,10 +257,3 @@ def _column(table: SeriesTable, name: str) -> FactColumn:
     if name in table.column_names:
         return table.column(name)
     return FactColumn(np.zeros(table.num_series, bool))
-
-
-def _sums(values: Int64Array, starts: Int64Array) -> Int64Array:
-    """Return the sum of each span of values."""
-    totals = np.concatenate(([0], np.cumsum(values)))
-    sums: Int64Array = totals[starts[1:]] - totals[starts[:-1]]
-    return sums
