@@ -11,7 +11,8 @@ import numpy as np
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import SeriesImages
 from shardflow.fields.field import BoundField, Coverage, FieldContext, check_choice, check_count
-from shardflow.fields.pixels import MAX_SIDE, BoundPixels, Picture, PixelField
+from shardflow.fields.layout import Picture
+from shardflow.fields.pixels import MAX_SIDE, BoundPixels, PixelField
 from shardflow.fields.views import DrawKey
 from shardflow.sampling import Permutation, TileRule
 

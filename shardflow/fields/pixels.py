@@ -22,6 +22,7 @@ from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.catalog import SelectedSeries
 from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
 from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_choice, check_count
+from shardflow.fields.layout import Picture, PictureLayout, Window, present_pictures
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.slots import SlotRequest
@@ -113,18 +114,6 @@ def _checked_windows(windows: Any) -> tuple[str, ...]:
     return tuple(windows)
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """Image or slice to deliver."""
-
-    series: int
-    """Number of its series in the sample."""
-    index: int
-    """Position in the series."""
-    shape: tuple[int, int]
-    """Stored rows and columns."""
-
-
 class BoundPixels(BoundField):
     """Field of images or slices, bound to a selection.
 
@@ -136,6 +125,7 @@ class BoundPixels(BoundField):
     Attributes:
         selected: Series and images that the field selects.
         num_places: Places for pictures in each slot (N).
+        layout: Places of the pixels.
         size: Rows and columns of every picture; None if they differ.
 
     Raises:
@@ -169,6 +159,14 @@ class BoundPixels(BoundField):
         self.size = spec.size or ((int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None)
         self.num_pictures = self._count_pictures()
         self.num_places = self.num_pictures * self._most_tiles(shapes)
+        self.layout = PictureLayout(
+            name,
+            self.dtype,
+            channels=self.channels,
+            size=self.size,
+            num_places=self.num_places,
+            fill=self.fill,
+        )
 
     def _checked_fill(self, fill: float | None) -> float:
         """Return the value of places without an image.
@@ -234,16 +232,7 @@ class BoundPixels(BoundField):
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
         name, num_slots, num_places = self.name, len(slots), self.num_places
-        if self.size is None:
-            pictures = [self._pictures(slots, slot) for slot in slots.used]
-            num_pixels = sum(one.shape[0] * one.shape[1] for each in pictures for one in each)
-            specs = [
-                ArraySpec.of(f"{name}.data", self.dtype, self.channels * num_pixels),
-                ArraySpec.of(f"{name}.start", np.int64, num_slots, num_places),
-                ArraySpec.of(f"{name}_shape", np.int64, num_slots, num_places, 3),
-            ]
-        else:
-            specs = [ArraySpec.of(name, self.dtype, num_slots, num_places, self.channels, *self.size)]
+        specs = self.layout.array_specs(slots, self.pictures)
         specs += [
             ArraySpec.of(f"{name}_mask", np.uint8, num_slots, num_places),
             ArraySpec.of(f"{name}_range", np.float32, num_slots, num_places, 2),
@@ -262,33 +251,21 @@ class BoundPixels(BoundField):
             if f"{name}_{beside}" in arrays:
                 arrays[f"{name}_{beside}"][:] = 0
         arrays[f"{name}_index"][:] = -1
-        if self.size is not None:
-            return
-        starts, shapes = arrays[f"{name}.start"], arrays[f"{name}_shape"]
-        starts[:], shapes[:] = 0, 0
-        stop = 0
-        for slot in slots.used:
-            for place, picture in enumerate(self._pictures(slots, slot)):
-                starts[slot, place] = stop
-                shapes[slot, place] = (self.channels, *picture.shape)
-                stop += self.channels * picture.shape[0] * picture.shape[1]
+        self.layout.prepare(arrays, slots, self.pictures)
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the numbers of the chosen pictures, and of the study's description."""
-        return self._fields(shard, request, self._chosen(request))
+        return self._fields(shard, request, self.chosen(request))
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotPixels:
         """Begin a slot."""
-        pictures = self._chosen(request)
+        pictures = self.chosen(request)
         return SlotPixels(self, shard, request, arrays, pictures, self._fields(shard, request, pictures))
 
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without pictures."""
         name = self.name
-        if self.size is not None:
-            arrays[name][slot] = self.fill
-        else:
-            arrays[f"{name}_shape"][slot] = 0
+        self.layout.blank(arrays, slot)
         for beside in _BESIDE:
             if f"{name}_{beside}" in arrays:
                 arrays[f"{name}_{beside}"][slot] = 0
@@ -300,11 +277,35 @@ class BoundPixels(BoundField):
 
     # ---- slots -----------------------------------------------------------------------------------
 
-    def _pictures(self, slots: Slots, slot: int) -> list[Picture]:
+    def pictures(self, slots: Slots, slot: int) -> list[Picture]:
+        """Return the pictures of a slot, whose random choices are still open."""
         return self.choose(int(slots.components[slot]), int(slots.study_rows[slot]), None)
 
-    def _chosen(self, request: SlotRequest) -> list[Picture]:
+    def chosen(self, request: SlotRequest) -> list[Picture]:
+        """Return the pictures of a sample to read."""
         return self.choose(request.component, request.study_row, request.draw)
+
+    def windows(self, picture: Picture) -> list[Window]:
+        """Return what of a picture is shown in each of its places."""
+        if self.size is None:
+            return [Window(picture.shape, (0, 0), (0, 0, *picture.shape))]
+        if self.tile_rule is None:
+            box = self._letterbox(picture) if self.spec.fit == "letterbox" else (0, 0, *self.size)
+            return [Window(box[2:], (0, 0), box)]
+        rows, columns = self.size
+        shape = (np.array([side], np.int64) for side in picture.shape)
+        high, wide = (int(each[0]) for each in self.tile_rule.grids(*shape))
+        overview = [Window(self.size, (0, 0), (0, 0, *self.size))] if high * wide > 1 else []
+        return overview + [
+            Window((high * rows, wide * columns), (row * rows, column * columns), (0, 0, rows, columns))
+            for row in range(high)
+            for column in range(wide)
+        ]
+
+    def _letterbox(self, picture: Picture) -> tuple[int, int, int, int]:
+        high, wide = (np.array([side], np.int64) for side in picture.shape)
+        top, left, rows, columns = content_boxes(high, wide, self.layout.size or picture.shape)[0].tolist()
+        return top, left, rows, columns
 
     def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
         """Return the numbers of the stored fields of pictures, and behind them that of the study."""
@@ -430,8 +431,7 @@ class SlotPixels:
             arrays[f"{name}_mask"][slot, self._spans[place]] = 1
             arrays[f"{name}_index"][slot, self._spans[place]] = picture.index
             if field.spec.fit == "letterbox" and field.size is not None:
-                high, wide = (np.array([side], np.int64) for side in picture.shape)
-                arrays[f"{name}_box"][slot, place] = content_boxes(high, wide, field.size)[0]
+                arrays[f"{name}_box"][slot, place] = field.windows(picture)[0].box
                 arrays[name][slot, place] = field.fill
 
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
@@ -470,12 +470,7 @@ class SlotPixels:
     def _target(self, place: int) -> NDArray[Any]:
         """Return the place of a picture, ``(C, H, W)``."""
         name, slot, arrays = self._field.name, self._request.slot, self._arrays
-        if self._field.size is None:
-            start, shape = int(arrays[f"{name}.start"][slot, place]), arrays[f"{name}_shape"][slot, place]
-            size = int(shape.prod())
-            flat: NDArray[Any] = arrays[f"{name}.data"][start : start + size]
-            return flat.reshape(shape.tolist())
-        target: NDArray[Any] = arrays[name][slot, place]
+        target = self._field.layout.place(arrays, slot, place)
         if self._field.spec.fit == "letterbox":
             top, left, height, width = arrays[f"{name}_box"][slot, place].tolist()
             return target[:, top : top + height, left : left + width]
@@ -525,34 +520,4 @@ def present_pixels(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         found = {f"{name}_mask": mask[:, 0], f"{name}_range": ranges[:, 0]}
     else:
         found = {f"{name}_mask": mask, f"{name}_range": ranges}
-    if not entry["ragged"]:
-        pixels = arrays[name][:, 0] if entry.get("single") else arrays[name]
-        return {name: pixels, **found, **boxes}
-    flat, starts, shapes = arrays[f"{name}.data"], arrays[f"{name}.start"], arrays[f"{name}_shape"]
-
-    def picture(slot: int, place: int) -> NDArray[Any] | None:
-        shape = shapes[slot, place]
-        if not shape.all():
-            return None
-        start = int(starts[slot, place])
-        found: NDArray[Any] = flat[start : start + int(shape.prod())]
-        return found.reshape(shape.tolist())
-
-    def stack(slot: int) -> NDArray[Any]:
-        num_places, shape = int((shapes[slot, :, 0] > 0).sum()), shapes[slot, 0].tolist()
-        start = int(starts[slot, 0])
-        found: NDArray[Any] = flat[start : start + num_places * int(np.prod(shape))]
-        return found.reshape(num_places, *shape)
-
-    num_slots, num_places = mask.shape
-    values: list[Any]
-    if entry.get("stack"):
-        values = [stack(slot) for slot in range(num_slots)]
-    elif entry.get("single"):
-        values = [picture(slot, 0) for slot in range(num_slots)]
-    else:
-        values = [
-            [one for place in range(num_places) if (one := picture(slot, place)) is not None]
-            for slot in range(num_slots)
-        ]
-    return {name: values, **found}
+    return {name: present_pictures(entry, arrays), **found, **boxes}

@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.reasons import Reason, source_error
+from shardflow.format.regions import unite_outlines
 from shardflow.packing.attachments.annotations.region_writer import (
     OpenRegion,
     RegionFacts,
     RegionWriter,
-    unite_outlines,
 )
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target, Targets
 from shardflow.packing.sources.attachments import AttachmentItem

@@ -3,9 +3,8 @@
 Readers open a region and add its shape slice by slice; each mask is encoded at once, so memory holds
 compressed masks only. A region that lies in several series becomes an entry in each.
 
-An outline is an ``(n, 2)`` array of ``(x, y)`` pixel coordinates, see `targets`. A pixel is inside a closed
-outline if its center is, by the even-odd rule over all outlines of the region together: a ring inside a ring
-is a hole, and a keyhole works as well.
+An outline is an ``(n, 2)`` array of ``(x, y)`` pixel coordinates, see `targets`; it is filled as readers
+fill it (`shardflow.format.regions`).
 """
 
 from __future__ import annotations
@@ -21,81 +20,13 @@ from numpy.typing import NDArray
 from shardflow.format.codecs import codec_for, encode_array
 from shardflow.format.keys import mask_field, mask_prefix
 from shardflow.format.reasons import Reason, source_error
+from shardflow.format.regions import fill_outlines
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target
 from shardflow.packing.attachments.annotations.vocabulary import Code, Term, Vocabulary, allow_code
 
 Bits: TypeAlias = NDArray[np.uint8]
 
 _ELLIPSE_POINTS = 72
-_MAX_CROSSINGS = 1 << 21
-"""Edge and row pairs that are looked at together: bounds the memory of an outline with long edges."""
-
-
-def fill_outlines(outlines: Sequence[Floats], rows: int, columns: int) -> Bits:
-    """Fill closed outlines by the even-odd rule.
-
-    Args:
-        outlines: Each closed by itself: the last point is joined to the first.
-        rows: Rows of the slice.
-        columns: Columns of the slice.
-
-    Returns:
-        ``(rows, columns)`` of 0 and 1. What lies outside of the slice is not there.
-    """
-    starts = [outline for outline in outlines if len(outline) >= 3]
-    turns = np.zeros((rows, columns + 1), np.int32)
-    if starts:
-        a = np.concatenate(starts)
-        b = np.concatenate([np.roll(outline, -1, axis=0) for outline in starts])
-        _count_turns(a, b, turns)
-    filled: Bits = (np.cumsum(turns[:, :columns], axis=1, dtype=np.int32) & 1).astype(np.uint8)
-    return filled
-
-
-def unite_outlines(
-    outlines: Sequence[Floats], rows: int, columns: int, *, is_border_outside: bool = False
-) -> Bits:
-    """Fill closed outlines each by itself; a pixel in any of them is set.
-
-    Args:
-        outlines: As for `fill_outlines`.
-        rows: Rows of the slice.
-        columns: Columns of the slice.
-        is_border_outside: Whether pixels whose centers lie on an outline are outside of it. Else those of
-            its upper and left borders are inside, as for `fill_outlines`.
-    """
-    united: Bits = np.zeros((rows, columns), np.uint8)
-    for outline in outlines:
-        filled = fill_outlines([outline], rows, columns)
-        if is_border_outside:
-            # From the other corner, lower and right borders are inside instead; corners may be both times.
-            filled &= fill_outlines([np.array([columns, rows]) - outline], rows, columns)[::-1, ::-1]
-            column, row = np.floor(outline).astype(np.int64).T
-            is_inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-            filled[row[is_inside], column[is_inside]] = 0
-        united |= filled
-    return united
-
-
-def _count_turns(a: Floats, b: Floats, turns: NDArray[np.int32]) -> None:
-    """Count, for each row of pixel centers, the edges that begin left of each center."""
-    rows, columns = turns.shape[0], turns.shape[1] - 1
-    upper = np.where((a[:, 1] <= b[:, 1])[:, None], a, b)
-    lower = np.where((a[:, 1] <= b[:, 1])[:, None], b, a)
-    # Centers with upper y <= center < lower y: a vertex on a row of centers counts once.
-    first = np.clip(np.ceil(upper[:, 1] - 0.5), 0, rows).astype(np.int64)
-    stop = np.clip(np.ceil(lower[:, 1] - 0.5), 0, rows).astype(np.int64)
-    spans = stop - first
-    crossed = np.flatnonzero(spans > 0)
-    batches = np.cumsum(spans[crossed]) // _MAX_CROSSINGS
-    for part in np.split(crossed, np.flatnonzero(np.diff(batches)) + 1):
-        counts = spans[part]
-        edge = np.repeat(part, counts)
-        row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[edge]
-        share = (row + 0.5 - upper[edge, 1]) / (lower[edge, 1] - upper[edge, 1])
-        x = upper[edge, 0] + share * (lower[edge, 0] - upper[edge, 0])
-        column = np.clip(np.ceil(x - 0.5), 0, columns).astype(np.int64)
-        np.add.at(turns, (row, column), 1)
 
 
 def clip_outline(outline: Floats, rows: int, columns: int) -> Floats:

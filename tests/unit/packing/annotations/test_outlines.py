@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 
+from shardflow.format.regions import fill_outlines
 from shardflow.packing.attachments.annotations.region_writer import (
     clip_outline,
     ellipse_outline,
-    fill_outlines,
     largest_extent,
 )
 from shardflow.packing.attachments.annotations.targets import Floats

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shardflow.errors import SourceError
+from shardflow.format.regions import fill_outlines
 from shardflow.packing.attachments.annotations.dicom_drawings import (
     describe_structure_set,
     read_structure_set,
 )
-from shardflow.packing.attachments.annotations.region_writer import fill_outlines
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Target
 from tests.unit.packing.annotations.made_objects import contour, make_structure_set
 from tests.unit.packing.annotations.scene import SERIES, affine_of, make_target, read

@@ -1,0 +1,158 @@
+"""Layout of pictures in the arrays of a batch.
+
+With one size for all, pictures lie in one array with a place for each; otherwise they are stored one after
+another in a flat array, with the start and the shape of each place beside it, and are delivered as lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from shardflow.fields.field import Slots
+from shardflow.fields.views import Arrays, ArraySpec
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Image or slice to deliver."""
+
+    series: int
+    """Number of its series in the sample."""
+    index: int
+    """Position in the series."""
+    shape: tuple[int, int]
+    """Stored rows and columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What of a picture is shown in a place: the whole picture is resized, and a part of that is cut out."""
+
+    canvas: tuple[int, int]
+    """Rows and columns that the picture is resized to."""
+    start: tuple[int, int]
+    """First row and column of the part."""
+    box: tuple[int, int, int, int]
+    """What the part fills of its place: first row, first column, rows, columns."""
+
+
+PicturesOf: TypeAlias = Callable[[Slots, int], Sequence[Picture]]
+"""Returns the pictures of a slot that holds a sample."""
+
+
+class PictureLayout:
+    """Arrays of pictures of one field. Safe for many threads.
+
+    Args:
+        name: Name of the entry.
+        dtype: Of the pixels.
+        channels: Channels of each picture.
+        size: Rows and columns of every picture; None if they differ.
+        num_places: Places for pictures in each slot.
+        fill: Value of an empty slot.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: DTypeLike,
+        *,
+        channels: int,
+        size: tuple[int, int] | None,
+        num_places: int,
+        fill: float = 0,
+    ) -> None:
+        self.name, self.dtype, self.channels = name, np.dtype(dtype), channels
+        self.size, self.num_places, self.fill = size, num_places, fill
+
+    def array_specs(self, slots: Slots, pictures_of: PicturesOf) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        name, num_slots, num_places = self.name, len(slots), self.num_places
+        if self.size is not None:
+            return [ArraySpec.of(name, self.dtype, num_slots, num_places, self.channels, *self.size)]
+        pictures = [pictures_of(slots, slot) for slot in slots.used]
+        num_pixels = sum(one.shape[0] * one.shape[1] for each in pictures for one in each)
+        return [
+            ArraySpec.of(f"{name}.data", self.dtype, self.channels * num_pixels),
+            ArraySpec.of(f"{name}.start", np.int64, num_slots, num_places),
+            ArraySpec.of(f"{name}_shape", np.int64, num_slots, num_places, 3),
+        ]
+
+    def prepare(self, arrays: Arrays, slots: Slots, pictures_of: PicturesOf) -> None:
+        """Give each picture its place; the pixels stay undefined."""
+        if self.size is not None:
+            return
+        starts, shapes = arrays[f"{self.name}.start"], arrays[f"{self.name}_shape"]
+        starts[:], shapes[:] = 0, 0
+        stop = 0
+        for slot in slots.used:
+            for place, picture in enumerate(pictures_of(slots, slot)):
+                starts[slot, place] = stop
+                shapes[slot, place] = (self.channels, *picture.shape)
+                stop += self.channels * picture.shape[0] * picture.shape[1]
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without pictures."""
+        if self.size is not None:
+            arrays[self.name][slot] = self.fill
+        else:
+            arrays[f"{self.name}_shape"][slot] = 0
+
+    def place(self, arrays: Arrays, slot: int, place: int) -> NDArray[Any]:
+        """Return a place, ``(C, H, W)``, without a copy."""
+        if self.size is not None:
+            found: NDArray[Any] = arrays[self.name][slot, place]
+            return found
+        start, shape = (
+            int(arrays[f"{self.name}.start"][slot, place]),
+            arrays[f"{self.name}_shape"][slot, place],
+        )
+        flat: NDArray[Any] = arrays[f"{self.name}.data"][start : start + int(shape.prod())]
+        return flat.reshape(shape.tolist())
+
+
+def present_pictures(entry: Mapping[str, Any], arrays: Arrays) -> Any:
+    """Return the pictures of a batch, without a copy.
+
+    Args:
+        entry: Of the batch's descriptor: ``name``; ``ragged`` if sizes differ; ``single`` if a slot has one
+            place, ``stack`` if its pictures have one shape.
+        arrays: The arrays of the batch.
+
+    Returns:
+        One array ``(B, N, C, H, W)``, of single pictures ``(B, C, H, W)``. If ragged a list by slot: of
+        single pictures the picture or None, of stacks ``(K, C, H, W)``, else a list of pictures.
+    """
+    name = entry["name"]
+    if not entry["ragged"]:
+        return arrays[name][:, 0] if entry.get("single") else arrays[name]
+    flat, starts, shapes = arrays[f"{name}.data"], arrays[f"{name}.start"], arrays[f"{name}_shape"]
+
+    def picture(slot: int, place: int) -> NDArray[Any] | None:
+        shape = shapes[slot, place]
+        if not shape.all():
+            return None
+        start = int(starts[slot, place])
+        found: NDArray[Any] = flat[start : start + int(shape.prod())]
+        return found.reshape(shape.tolist())
+
+    def stack(slot: int) -> NDArray[Any]:
+        num_places, shape = int((shapes[slot, :, 0] > 0).sum()), shapes[slot, 0].tolist()
+        start = int(starts[slot, 0])
+        found: NDArray[Any] = flat[start : start + num_places * int(np.prod(shape))]
+        return found.reshape(num_places, *shape)
+
+    num_slots, num_places = shapes.shape[:2]
+    if entry.get("stack"):
+        return [stack(slot) for slot in range(num_slots)]
+    if entry.get("single"):
+        return [picture(slot, 0) for slot in range(num_slots)]
+    return [
+        [one for place in range(num_places) if (one := picture(slot, place)) is not None]
+        for slot in range(num_slots)
+    ]
