@@ -1,6 +1,8 @@
 """Fields of a sample: what a batch contains of it, and how that is read and decoded.
 
-Views define which slices of the images to deliver (`views`), or which stored fields (`raw`). The reader finds
+A `Field` is bound to samples as a `BoundField` (`field`); field types of other packages implement both
+(docs/extending.md). Views define which slices of the images to deliver (`views`), or which stored fields
+(`raw`). The reader finds
 and checks bytes (`reader`); `slots` assembles `images`, `text` and raw fields into the arrays of a
 micro-batch; `tokens` and `findings` add what is stored beside the shards. Which samples form a micro-batch is
 decided elsewhere. Names are imported on first use, because packing and training use parts of this package
@@ -24,23 +26,33 @@ if TYPE_CHECKING:
         names_a_side,
         source_affine,
     )
+    from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots
     from shardflow.fields.findings import EntityNames, carry_box, carry_mask, region_masks
-    from shardflow.fields.quarantine import QuarantineRow
+    from shardflow.fields.quarantine import BadSampleReason, QuarantineRow
     from shardflow.fields.raw import FieldsView
+    from shardflow.fields.slots import SlotRequest
     from shardflow.fields.tokens import StoredTokens
-    from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView, View
+    from shardflow.fields.views import ArraySpec, ImageView, NativeView, SizedView, SliceSize, TileView, View
 
 __all__ = [
     "ALLOWED",
     "Allowance",
+    "ArraySpec",
+    "BadSampleReason",
+    "BoundField",
+    "Coverage",
     "Draw",
     "EntityNames",
+    "Field",
+    "FieldContext",
     "FieldsView",
     "ImageView",
     "NativeView",
     "QuarantineRow",
     "SizedView",
     "SliceSize",
+    "SlotRequest",
+    "Slots",
     "StoredTokens",
     "TileView",
     "View",
@@ -57,14 +69,22 @@ __all__ = [
 _MODULES: Final = {
     "ALLOWED": "augmentation",
     "Allowance": "augmentation",
+    "ArraySpec": "views",
+    "BadSampleReason": "quarantine",
+    "BoundField": "field",
+    "Coverage": "field",
     "Draw": "augmentation",
     "EntityNames": "findings",
+    "Field": "field",
+    "FieldContext": "field",
     "FieldsView": "raw",
     "ImageView": "views",
     "NativeView": "views",
     "QuarantineRow": "quarantine",
     "SizedView": "views",
     "SliceSize": "views",
+    "SlotRequest": "slots",
+    "Slots": "field",
     "StoredTokens": "tokens",
     "TileView": "views",
     "View": "views",

@@ -36,6 +36,7 @@ from shardflow.fields.views import (
     content_boxes,
 )
 from shardflow.format import array_header, decode_array
+from shardflow.format.codecs import codec_rank
 from shardflow.sampling import Permutation, TileRule
 
 _LOGGER = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class BoundPixels(BoundField):
         self._has_warned = False
         self.selected = context.catalog.select(spec.series or DEFAULT_SERIES, context.populations)
         self._check_selected(context)
+        self._check_codecs()
         self._populations = context.populations
         self._num_samples = context.num_samples
         self._num_missing = context.count_missing(self.has_content)
@@ -226,6 +228,15 @@ class BoundPixels(BoundField):
             f"{'' if self.spec.series is None else f' with series={self.spec.series!r}'}. Roles of their "
             f"images: {held}."
         )
+
+    def _check_codecs(self) -> None:
+        for codec in self.selected.values("codec"):
+            if codec and codec_rank(codec) is None:
+                raise ConfigError(
+                    f"Images of the field {self.name!r} are stored as {codec!r}, which no installed codec "
+                    "reads; install the package that offers it, or select others by series="
+                    f'"codec != {codec!r}".'
+                )
 
     # ---- BoundField ------------------------------------------------------------------------------
 

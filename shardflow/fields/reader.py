@@ -22,7 +22,7 @@ from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.views import Resolution
 from shardflow.format import Dataset, ShardIndex
-from shardflow.format.codecs import CODECS
+from shardflow.format.codecs import codec_rank
 from shardflow.format.keys import STUDY_FIELD, parse_slice_field, parse_small_field, parse_variant_field
 from shardflow.storage import ByteRange, ByteStore, LocalStore
 from shardflow.storage.cache.store import CachedStore, read_afresh
@@ -348,7 +348,6 @@ def _tier(store: ByteStore) -> str:
 @lru_cache(maxsize=256)
 def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
     """Parse the field names of a shard; most shards of a dataset have the same ones."""
-    ranks = {codec: rank for rank, codec in enumerate(CODECS)}
     codecs = [""] * len(field_names)
     series = np.full(len(field_names), -1, np.int64)
     all_index, all_small_index, variant_index = series.copy(), series.copy(), series.copy()
@@ -358,13 +357,14 @@ def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
         full, small = parse_slice_field(name), parse_small_field(name)
         augmented = parse_variant_field(name)
         parsed = full or small or augmented
-        if parsed is not None and parsed.codec in ranks:
+        rank = None if parsed is None else codec_rank(parsed.codec)
+        if parsed is not None and rank is not None:
             codecs[number] = parsed.codec
             series[number] = parsed.series
             index = all_index if full else all_small_index if small else variant_index
             index[number] = parsed.index
             variant[number] = 0 if augmented is None else augmented.variant
-            preference[number] = ranks[parsed.codec]
+            preference[number] = rank
     positions = {name: number for number, name in enumerate(field_names)}
     return _NameTable(
         tuple(codecs),

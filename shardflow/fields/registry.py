@@ -215,8 +215,9 @@ class FieldSet:
     def _describe(self, field: BoundField) -> dict[str, Any]:
         kind = type(self.specs[field.name])
         entry = field.describe()
-        if kind.type_name not in _TYPES:
-            entry["type"] = f"{kind.__module__}:{kind.__qualname__}"
+        place = f"{kind.__module__}:{kind.__qualname__}"
+        if _TYPES.get(kind.type_name) != place:
+            entry["type"] = place
         return entry
 
 

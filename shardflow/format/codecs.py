@@ -1,5 +1,8 @@
 """Slice codecs by name, and decoding of any field by the last part of its name.
 
+`CODECS` are those that shardflow writes. Readers also know codecs that installed packages offer by entry
+points of the group ``shardflow.codecs``; one is imported when a slice of its name is met.
+
 A codec is lossless, its output depends on the array alone, and it can be read without shardflow
 (docs/format.md, section 4). No codec detects every flipped bit, so check a field's crc32c before decoding
 it. `decode_field` and `webdataset_decoder` serve readers with their own loop, such as plain webdataset.
@@ -9,14 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError
+from shardflow.errors import ConfigError, FormatError
 from shardflow.format.slice_codecs import b2nd, htj2k, npy, png16
 
 Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -86,14 +90,14 @@ def array_header(codec: str, payload: Payload) -> ArrayHeader:
     Raises:
         FormatError: The codec is unknown, or the payload is not of this codec.
     """
-    return _codec(codec).read_header(_view(payload))
+    return _reader(codec).read_header(_view(payload))
 
 
 def decode_array(codec: str, payload: Payload, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Decode a slice. Releases the GIL while it decodes, and copies nothing on the way.
 
     Args:
-        codec: A name in `CODECS`.
+        codec: A name in `CODECS`, or that of an installed package's codec.
         payload: The field's bytes, checked against their crc32c.
         out: Where to decode to; C-contiguous, writable, of the payload's shape and dtype. A new array if
             not given.
@@ -104,7 +108,7 @@ def decode_array(codec: str, payload: Payload, out: NDArray[Any] | None = None) 
     Raises:
         FormatError: The codec is unknown, the payload cannot be decoded, or does not fit ``out``.
     """
-    functions = _codec(codec)
+    functions = _reader(codec)
     view = _view(payload)
     if out is None:
         shape, dtype = functions.read_header(view)
@@ -146,6 +150,62 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 )
 
 
+CODECS_GROUP: Final = "shardflow.codecs"
+_RANKS: Final = {codec: rank for rank, codec in enumerate(CODECS)}
+
+
+def codec_rank(name: str) -> int | None:
+    """Return the rank of a codec among several that store the same slice, 0 is read first; None if unknown.
+
+    Raises:
+        ConfigError: An installed package offers the codec, and it cannot be imported.
+    """
+    rank = _RANKS.get(name)
+    return rank if rank is not None or _offered_codec(name) is None else len(_RANKS)
+
+
+def _reader(name: str) -> Codec:
+    """Return a codec to read with: a built-in one, else that of an installed package."""
+    return CODECS.get(name) or _offered_codec(name) or _codec(name)
+
+
+@cache
+def _offered_codec(name: str) -> Codec | None:
+    """Return the codec that an installed package offers; whatever it raises is damage of the payload."""
+    # Slow to import, and only needed for slices that no built-in codec stores.
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=CODECS_GROUP, name=name):
+        try:
+            codec = entry.load()
+        except Exception as error:
+            raise ConfigError(
+                f"The codec {name!r} of an installed package (entry points {CODECS_GROUP}) cannot be "
+                f"imported ({type(error).__name__}); repair or remove the package."
+            ) from error
+        if not isinstance(codec, Codec):
+            raise ConfigError(
+                f"The codec {name!r} of an installed package is {type(codec).__name__}; its entry point must "
+                "name a shardflow.format.codecs.Codec."
+            )
+        return replace(codec, read_header=_guarded(codec.read_header), decode=_guarded(codec.decode))
+    return None
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of another package whose exceptions are format errors, so that they cost one slot."""
+
+    def guarded(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except FormatError:
+            raise
+        except Exception as error:
+            raise FormatError(f"a slice could not be decoded ({type(error).__name__}).") from error
+
+    return guarded
+
+
 def decode_field(field: str, data: Payload) -> Any:
     """Decode one field of a sample by the last part of its name.
 
@@ -167,6 +227,8 @@ def decode_field(field: str, data: Payload) -> Any:
             return _decode_picture(bytes(data))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"a .{kind} field must decode, got {type(error).__name__}.") from None
+    if _offered_codec(kind) is not None:
+        return decode_array(kind, data)
     raise FormatError(f"a field must end with a known kind, got .{kind!a}; read its bytes instead.")
 
 

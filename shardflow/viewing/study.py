@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, FieldLocation, decode_array
-from shardflow.format.codecs import CODECS
+from shardflow.format.codecs import codec_rank
 from shardflow.format.keys import REPORT_FIELD, SAMPLE_KEY_PATTERN, STUDY_FIELD, parse_slice_field
 
 _ROW = re.compile(r"([a-z0-9]{1,32}):(\d{1,12})", re.ASCII)
@@ -131,12 +131,14 @@ def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int =
 
 def slice_names(fields: Sequence[FieldLocation], series: int) -> list[str]:
     """Return the field of each slice of a series, by index; of several codecs the preferred one."""
-    preference = {codec: rank for rank, codec in enumerate(CODECS)}
     found: dict[int, tuple[int, str]] = {}
     for field in fields:
         part = parse_slice_field(field.name)
-        if part is not None and part.series == series and part.codec in preference:
-            ranked = (preference[part.codec], field.name)
+        if part is None or part.series != series:
+            continue
+        rank = codec_rank(part.codec)
+        if rank is not None:
+            ranked = (rank, field.name)
             found[part.index] = min(ranked, found.get(part.index, ranked))
     return [found[index][1] for index in sorted(found)]
 
