@@ -159,6 +159,7 @@ class _Bench:
             subset=self._options.subset,
             batch=self.spec,
             seed=0,
+            world="single",
             config=LoaderConfig(view=self._view, text=True, num_threads=num_threads),
         )
 

@@ -11,9 +11,10 @@ World of a data-parallel job: the rank of this process, and the number of ranks.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
@@ -23,6 +24,7 @@ from shardflow.fields.transforms import check_name
 from shardflow.fields.views import View
 from shardflow.format import Dataset
 from shardflow.loading.layout import BatchLayout
+from shardflow.sampling.plan import data_parallel_rank
 from shardflow.storage import ByteStore, CacheConfig, CachedStore, RemoteStore
 from shardflow.telemetry.process import machine_bytes
 
@@ -61,9 +63,8 @@ class World:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """Read ``RANK`` and ``WORLD_SIZE`` as torchrun sets them; a world of one rank if neither is set.
 
-        ``LOCAL_WORLD_SIZE``, if set, is the number of ranks of a node.
-
-        Call it once at the start of a job, and pass the result on.
+        ``LOCAL_WORLD_SIZE``, if set, is the number of ranks of a node; it is left out where nodes have
+        different numbers, as far as ``GROUP_WORLD_SIZE`` tells.
 
         Args:
             environment: Variables to read; the process environment by default.
@@ -84,9 +85,120 @@ class World:
                     "start the job with torchrun, or unset both RANK and WORLD_SIZE."
                 )
             numbers.append(int(text))
-        local = variables.get("LOCAL_WORLD_SIZE", "")
+        local, nodes = variables.get("LOCAL_WORLD_SIZE", ""), variables.get("GROUP_WORLD_SIZE", "")
         ranks_per_node = int(local) if local.isascii() and local.isdigit() else 0
+        if nodes.isascii() and nodes.isdigit() and int(nodes) * ranks_per_node != numbers[1]:
+            ranks_per_node = 0
         return cls(rank=numbers[0], world_size=numbers[1], ranks_per_node=ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedWorld:
+    """World of a loader, and where it was found."""
+
+    world: World
+    source: str
+    """Such as ``torch.distributed``; empty for a `World` that the caller passed."""
+    is_default: bool = False
+    """Whether nothing was passed, so that a process group which is joined later may contradict it."""
+
+    def __str__(self) -> str:
+        """Return it for a log or a message, such as ``rank 3 of 8 from torch.distributed``."""
+        return f"rank {self.world.rank} of {self.world.world_size} from {self.source}"
+
+    def check_unchanged(self) -> None:
+        """Refuse a default that would be resolved to another rank by now.
+
+        Raises:
+            ConfigError: It differs.
+        """
+        if not self.is_default:
+            return
+        now, was = resolve_world(None), self.world
+        if (now.world.rank, now.world.world_size) != (was.rank, was.world_size):
+            raise ConfigError(
+                f"The loader was made as {self}, and this process is now {now}: its batches would be those "
+                "of another rank. Make the loader after torch.distributed.init_process_group(), or pass "
+                "world= (a World, a DeviceMesh dimension, or 'single')."
+            )
+
+
+def resolve_world(world: Any = None) -> ResolvedWorld:
+    """Return the data-parallel rank of this process, and where it was found. Never imports torch.
+
+    Args:
+        world: A `World`; ``"single"`` for a loader that yields everything; a torch ``DeviceMesh`` of one
+            dimension; ``(mesh, "dp")`` or ``(mesh, ("replicate", "shard"))``, its data-parallel dimensions.
+            None takes the rank of torch.distributed if that is imported and initialized, else the variables
+            that torchrun sets, else a single process.
+
+    Raises:
+        ConfigError: It is none of these, a dimension does not exist or must be named, this process is not
+            in the mesh, or the variables are wrong.
+    """
+    if isinstance(world, World):
+        return ResolvedWorld(world, "")
+    if world is None:
+        return _default_world()
+    if isinstance(world, str) and world == "single":
+        return ResolvedWorld(World(), "world='single'")
+    mesh, dimensions = world if isinstance(world, tuple) and len(world) == 2 else (world, None)
+    if not callable(getattr(mesh, "get_coordinate", None)):
+        shown = repr(world) if isinstance(world, str) else type(world).__name__
+        raise ConfigError(
+            "world must be a World, 'single', a DeviceMesh of one dimension, or (mesh, 'dp') with the name of "
+            f"its data-parallel dimension, got {shown}."
+        )
+    return _mesh_world(mesh, dimensions)
+
+
+def _default_world() -> ResolvedWorld:
+    distributed = sys.modules.get("torch.distributed")
+    from_environment = World.from_environment
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        world = World(rank=rank, world_size=world_size)
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            known = from_environment()
+            if (known.rank, known.world_size) == (rank, world_size):
+                world = known  # knows the ranks of a node as well
+        return ResolvedWorld(world, "torch.distributed", is_default=True)
+    if {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return ResolvedWorld(from_environment(), "the environment (RANK, WORLD_SIZE)", is_default=True)
+    return ResolvedWorld(World(), "no process group (a single process)", is_default=True)
+
+
+def _mesh_world(mesh: Any, dimensions: Any) -> ResolvedWorld:
+    """Return the rank along dimensions of a mesh; processes that differ in others get the same batches."""
+    shape, names = tuple(mesh.shape), tuple(mesh.mesh_dim_names or ())
+    shown = ", ".join(map(repr, names)) or "none has a name; give them with mesh_dim_names"
+    if dimensions is None:
+        if len(shape) != 1:
+            raise ConfigError(
+                f"A DeviceMesh of {len(shape)} dimensions ({shown}) does not say which of them is "
+                "data-parallel; write world=(mesh, NAME), or world=(mesh, (NAME, NAME)) for several."
+            )
+        numbers = [0]
+    else:
+        wanted = (dimensions,) if isinstance(dimensions, str) else tuple(dimensions)
+        unknown = [name for name in wanted if name not in names]
+        if unknown or not wanted:
+            raise ConfigError(
+                f"world=(mesh, {dimensions!r}) must name dimensions of the mesh; there are {shown}."
+            )
+        numbers = [names.index(name) for name in wanted]
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ConfigError(
+            "This process is not in the DeviceMesh of world=; make no loader here, or pass a mesh that holds "
+            "all processes that train."
+        )
+    rank = 0
+    for size, coordinate in zip(shape, place, strict=True):
+        rank = rank * size + int(coordinate)
+    data_rank, size = data_parallel_rank(rank, shape, numbers)
+    along = ", ".join(names[number] for number in numbers) if names else "its one dimension"
+    return ResolvedWorld(World(rank=data_rank, world_size=size), f"the device mesh ({along})")
 
 
 _MIB = 1 << 20

@@ -23,7 +23,7 @@ from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.fields.registry import FieldSet, check_view
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
-from shardflow.loading.config import LoaderConfig, World, check_node
+from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, bind_fields, select
@@ -181,14 +181,16 @@ class Loader:
             (``slices``) and the report, each where there is any.
         accept_content_change: Whether a state of other fields may be loaded, for example to go on with larger
             images; the order of samples is the same.
-        world: This rank; a world of one rank by default.
+        world: This rank: a `World`, ``"single"``, a torch ``DeviceMesh`` of one dimension, or
+            ``(mesh, "dp")``. By default the rank of torch.distributed if it is initialized, else the one that
+            torchrun's variables state, else a single process; resolved now, and logged.
         config: How to run; never changes what is in a micro-batch.
         spec: The former name of ``batch``, accepted for one release.
 
     Raises:
         TypeError: Neither ``batch`` nor ``spec`` is given, or both are.
-        ConfigError: The dataset has no such split, a term cannot be read, no sample is left, or the loaders
-            of the node could take more memory than they may.
+        ConfigError: The dataset has no such split, a term cannot be read, no sample is left, the world is
+            none, or the loaders of the node could take more memory than they may.
         PlanError: There are more ranks than micro-batches in a step, or no step can be formed; with a token
             budget the latter is raised by the first use of a plan.
 
@@ -211,12 +213,14 @@ class Loader:
         subset: Sequence[str] = (),
         fields: Mapping[str, Field] | Literal["default"] | None = None,
         accept_content_change: bool = False,
-        world: World | None = None,
+        world: World | Literal["single"] | Any = None,
         config: LoaderConfig | None = None,
         spec: BatchSpec | None = None,
     ) -> None:
         batch = _given_batch(batch, spec)
-        self.world = world or World()
+        self._resolved = resolve_world(world)
+        if self._resolved.source:
+            _LOGGER.info("%s", self._resolved)
         config = config or LoaderConfig()
         selection = select(dataset, split, subset)
         self._fields: FieldSet | None = None
@@ -248,6 +252,11 @@ class Loader:
         self._active: weakref.ref[EpochIterator] | None = None
 
     # ---- plan ------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """The rank that the loader is for, and the number of ranks."""
+        return self._resolved.world
 
     @property
     def dataset(self) -> Dataset:
@@ -303,7 +312,12 @@ class Loader:
     # ---- iteration -------------------------------------------------------------------------------
 
     def __iter__(self) -> EpochIterator:
-        """Iterate from the position to the end of its epoch."""
+        """Iterate from the position to the end of its epoch.
+
+        Raises:
+            ConfigError: The rank was resolved by default, and is another one by now.
+        """
+        self._resolved.check_unchanged()
         self._retire()
         start = self._position.step * self.num_micro_batches_per_rank
         numbers = range(start, len(self))

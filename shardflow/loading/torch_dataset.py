@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -39,7 +39,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
         subset: Terms that all samples must satisfy.
-        world: This rank; a world of one rank by default.
+        world: This rank, as in `Loader`; workers get the one that is found here.
         config: How to run, per worker.
 
     Raises:
@@ -65,7 +65,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         batch: BatchSpec,
         seed: int,
         subset: Sequence[str] = (),
-        world: World | None = None,
+        world: World | Literal["single"] | Any = None,
         config: LoaderConfig | None = None,
     ) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class ShardIterableDataset(IterableDataset[Batch]):
             "batch": batch,
             "seed": seed,
             "subset": tuple(subset),
-            "world": world or World(),
             "config": config or LoaderConfig(),
         }
         self._dataset = dataset
         # Counts, and records masks, in the main process; never iterated there.
-        self._loader = Loader(dataset, **self._arguments)
+        self._loader = Loader(dataset, world=world, **self._arguments)
+        self._arguments["world"] = self._loader.world  # workers are told, and resolve nothing
         # Where an iteration begins; in shared memory, because persistent workers keep their first copy of
         # self.
         self._start: torch.Tensor = torch.zeros(2, dtype=torch.int64)
