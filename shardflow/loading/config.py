@@ -146,8 +146,8 @@ def resolve_world(world: Any = None) -> ResolvedWorld:
     if not callable(getattr(mesh, "get_coordinate", None)):
         shown = repr(world) if isinstance(world, str) else type(world).__name__
         raise ConfigError(
-            "world must be a World, 'single', a DeviceMesh of one dimension, or (mesh, 'dp') with the name of "
-            f"its data-parallel dimension, got {shown}."
+            "world must be a World, 'single', a DeviceMesh of one dimension, or (mesh, 'dp') with the name "
+            f"of its data-parallel dimension, got {shown}."
         )
     return _mesh_world(mesh, dimensions)
 

@@ -76,7 +76,7 @@ def test_the_default_is_the_environment_else_a_single_process(monkeypatch: pytes
     assert resolve_world(given).world == given
     given_now = resolve_world(given)
     given_now.check_unchanged()  # what was passed is not resolved again
-    with pytest.raises(ConfigError, match="rank 0 of 1 from no process group.*now rank 3 of 8"):
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 from no process group.*now rank 3 of 8"):
         alone.check_unchanged()
 
 
