@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from shardflow.fields.field import Field
-    from shardflow.fields.members import Text
+    from shardflow.fields.members import Array, Bytes, Json, Text
     from shardflow.fields.pictures import Image, Slices
     from shardflow.fields.raw import FieldsView
-    from shardflow.fields.tokens import StoredTokens
+    from shardflow.fields.tokens import StoredTokens, Tokens
     from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
     from shardflow.format.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
@@ -57,8 +57,10 @@ if TYPE_CHECKING:
     open = Dataset.open  # noqa: A001 - `sf.open`, never imported by a bare name
 
 __all__ = [
+    "Array",
     "Batch",
     "BatchSpec",
+    "Bytes",
     "CacheConfig",
     "ChecksumError",
     "ConfigError",
@@ -69,6 +71,7 @@ __all__ = [
     "FormatError",
     "Image",
     "ImageView",
+    "Json",
     "Loader",
     "LoaderConfig",
     "NativeView",
@@ -88,6 +91,7 @@ __all__ = [
     "Text",
     "TileView",
     "TokenBudget",
+    "Tokens",
     "VerifyReport",
     "WaitTimeoutError",
     "World",
@@ -99,8 +103,10 @@ __all__ = [
     "verify",
 ]
 _SOURCES: Final = {
+    "Array": "shardflow.fields.members:Array",
     "Batch": "shardflow.loading.batch:Batch",
     "BatchSpec": "shardflow.sampling.spec:BatchSpec",
+    "Bytes": "shardflow.fields.members:Bytes",
     "CacheConfig": "shardflow.storage.cache.config:CacheConfig",
     "ChecksumError": "shardflow.errors:ChecksumError",
     "ConfigError": "shardflow.errors:ConfigError",
@@ -111,6 +117,7 @@ _SOURCES: Final = {
     "FormatError": "shardflow.errors:FormatError",
     "Image": "shardflow.fields.pictures:Image",
     "ImageView": "shardflow.fields.views:ImageView",
+    "Json": "shardflow.fields.members:Json",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
     "NativeView": "shardflow.fields.views:NativeView",
@@ -130,6 +137,7 @@ _SOURCES: Final = {
     "Text": "shardflow.fields.members:Text",
     "TileView": "shardflow.fields.views:TileView",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
+    "Tokens": "shardflow.fields.tokens:Tokens",
     "VerifyReport": "shardflow.format.verification:VerifyReport",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",

@@ -22,6 +22,7 @@ from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardflow.fields.catalog import SeriesCatalog
+    from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
     from shardflow.fields.slots import SlotContent, SlotRequest
     from shardflow.fields.views import Arrays, ArraySpec
@@ -146,8 +147,16 @@ class BoundField(ABC):
         name: Name of the entry in the batch; arrays have this name, or begin with it and ``_`` or ``.``.
     """
 
+    is_beside: ClassVar[bool] = False
+    """Whether the content is stored beside the shards: `fill_beside` delivers it, and no shard is read."""
+
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """Digests of the tables that the field delivers, beside the series tables."""
+        return ()
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
@@ -183,6 +192,14 @@ class BoundField(ABC):
             BadSample: The shard lacks a stored field, or the sample does not fit into its slot.
         """
 
+    def fill_beside(self, arrays: Arrays, slots: Slots) -> Mapping[int, BadSampleReason]:  # noqa: ARG002
+        """Fill all slots of a micro-batch at once with what is stored beside the shards.
+
+        Returns:
+            What is wrong with the content of a slot; such slots are masked.
+        """
+        return {}
+
     @abstractmethod
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without a sample."""
@@ -214,7 +231,7 @@ def check_names(fields: Mapping[str, Field]) -> None:
             raise ConfigError(f"The field name {name!r} is reserved ({beside}); choose another one.")
 
 
-_SUFFIXES: Final = frozenset({"mask", "range", "box", "index", "shape", "label", "grid"})
+_SUFFIXES: Final = frozenset({"mask", "range", "box", "index", "shape", "label", "grid", "offsets"})
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -1,14 +1,20 @@
 """Fields of stored members as they are: texts, JSON, bytes and arrays.
 
 The size of a report is a column of the samples table. Of other members no table knows the size, so their
-specs declare a bound, and a larger one masks its slot.
+specs declare a bound, and a larger one masks its slot. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import math
+import re
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +23,38 @@ from shardflow.errors import ConfigError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.raw import is_pickle
 from shardflow.fields.reader import Shard
-from shardflow.fields.slots import SlotRequest
+from shardflow.fields.slots import SlotContent, SlotRequest
 from shardflow.fields.views import Arrays, ArraySpec
+from shardflow.format import Dataset
 from shardflow.format.keys import REPORT_FIELD
+
+_MAX_BYTES: Final = 1 << 40
+_MAX_AXES: Final = 8
+_NUMBERS: Final = "biufc"
+_NPY_HEAD: Final = 1 << 16
+# The header is matched, not evaluated: NumPy parses it as Python source, which fails at times where several
+# threads do so at once (CPython 3.11), and is slower.
+_NPY_VALUE: Final = rb"'[<>|=]?[biufc?]\d*'|True|False|\([\d,\sL]*\)"
+_NPY_ENTRY: Final = re.compile(rb"'(descr|fortran_order|shape)'\s*:\s*(" + _NPY_VALUE + rb")")
+_NPY_HEADER: Final = re.compile(
+    rb"\{\s*((?:'\w+'\s*:\s*(?:" + _NPY_VALUE + rb")\s*(?:,\s*|(?=\}))){3})\}", re.ASCII
+)
+# What NumPy, zipfile and json raise for bytes that are not what their name says.
+_UNREADABLE: Final = (
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    NotImplementedError,
+    RecursionError,
+    SyntaxError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,34 +87,248 @@ class Text(Field):
         return present_texts(entry, arrays)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Json(Field):
+    """JSON of a member, as plain Python values.
+
+    The entry is a list of B values, None where there is no member; ``NAME_mask`` ``(B,)`` uint8 is 1 where
+    there is one.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "json"
+
+    member: str
+    """Stored field that holds the JSON, such as ``"study.json"``."""
+    max_bytes: int = 1 << 16
+    """Size that it may have; a larger one masks its slot."""
+
+    def __post_init__(self) -> None:
+        _check_member(self)
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundJson(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the values and their mask."""
+        found = member_bytes(entry, arrays)
+        values = [None if one is None else json.loads(one.tobytes()) for one in found]
+        return {entry["name"]: values, f"{entry['name']}_mask": _mask_of(found)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes(Field):
+    """Bytes of a member, as stored.
+
+    The entry is a list of B ``bytes``, empty where there is no member; ``NAME_mask`` ``(B,)`` uint8 is 1
+    where there is one.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "bytes"
+
+    member: str
+    """Name of the stored field."""
+    max_bytes: int = 1 << 20
+    """Size that it may have; a larger one masks its slot."""
+
+    def __post_init__(self) -> None:
+        _check_member(self)
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundBytes(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the bytes and their mask."""
+        found = member_bytes(entry, arrays)
+        values = [b"" if one is None else one.tobytes() for one in found]
+        return {entry["name"]: values, f"{entry['name']}_mask": _mask_of(found)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array(Field):
+    """Array of a member, ``.npy`` or ``.npz``.
+
+    With ``shape`` ``(B, *shape)``; with ``max_shape`` ``(B, *max_shape)``, zeros behind each array, and
+    ``NAME_shape`` ``(B, n)`` int64 is the shape of each; ``NAME_mask`` ``(B,)`` uint8 is 1 where there is
+    one. An array of another shape, a pickle, and values that ``dtype`` cannot hold mask the slot; floats are
+    rounded to a smaller float.
+
+    Example::
+
+        sf.Array(member="embedding.npy", shape=(768,), dtype="float32")
+
+    Raises:
+        ConfigError: A setting is out of range, or the member is no array.
+    """
+
+    type_name: ClassVar[str] = "array"
+
+    member: str
+    """Stored field that holds the array; its name ends with ``npy`` or ``npz``."""
+    dtype: str
+    """Dtype to deliver, such as ``"float32"``: a boolean, an integer, a float or complex."""
+    shape: tuple[int, ...] | None = None
+    """Shape of every array."""
+    max_shape: tuple[int, ...] | None = None
+    """Largest size of each axis."""
+    array: str | None = None
+    """Name of the array in an ``.npz``; None where it holds a single one."""
+    max_bytes: int = 1 << 28
+    """Size that the member may have; a larger one masks its slot."""
+
+    def __post_init__(self) -> None:
+        _check_member(self)
+        kind = self.member.rpartition(".")[2]
+        if is_pickle(self.member) or kind not in ("npy", "npz"):
+            raise ConfigError(
+                f"member names an .npy or .npz array, got {self.member!r}; pickles are never read, write "
+                "arrays with numpy.save."
+            )
+        if self.array is not None and kind != "npz":
+            raise ConfigError(f"array names one of an .npz, and {self.member!r} is an .npy; leave it out.")
+        if (self.shape is None) == (self.max_shape is None):
+            raise ConfigError(
+                "No table knows the shape of an array: write either shape=(768,) for all, or "
+                "max_shape=(512, 4)."
+            )
+        for name in ("shape", "max_shape"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _checked_shape(name, getattr(self, name)))
+        dtype: Any = self.dtype
+        try:
+            is_number = isinstance(dtype, str) and np.dtype(dtype).kind in _NUMBERS
+        except TypeError:
+            is_number = False
+        if not is_number:
+            raise ConfigError(f"dtype is a number type such as 'float32', got {dtype!r}.")
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundArray(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the arrays, their mask, and their shapes if they differ."""
+        name = entry["name"]
+        beside = (name, f"{name}_mask", f"{name}_shape")
+        return {key: arrays[key] for key in beside if key in arrays}
+
+
 def _check_member(spec: Any) -> None:
     check_choice("missing", spec.missing, ("pad", "drop", "error"))
-    check_count("max_bytes", spec.max_bytes, 1 << 40)
+    check_count("max_bytes", spec.max_bytes, _MAX_BYTES)
+    if spec.member is not None and (not isinstance(spec.member, str) or not spec.member):
+        raise ConfigError(f"member is the name of a stored field, such as 'study.json', got {spec.member!r}.")
+    # Names of fields in an index are lower case.
+    if spec.member is not None and spec.member != spec.member.lower():
+        raise ConfigError(f"member is in lower case, as stored; write member={spec.member.lower()!r}.")
+
+
+def _checked_shape(name: str, shape: Any) -> tuple[int, ...]:
+    try:
+        sides = tuple(shape)
+    except TypeError:
+        raise ConfigError(f"{name} is a tuple of sizes, such as (768,), got {shape!r}.") from None
+    if len(sides) > _MAX_AXES:
+        raise ConfigError(f"{name} has at most {_MAX_AXES} axes, got {len(sides)}.")
+    for side in sides:
+        check_count(f"each size of {name}", side, _MAX_BYTES)
+    check_count(f"the number of elements of {name}", math.prod(sides), _MAX_BYTES)
+    return sides
+
+
+def gather(datasets: Sequence[Dataset], name: str, slots: Slots) -> NDArray[np.int64]:
+    """Return a column of the samples table by slot, ``(B,)``; 0 where there is no sample."""
+    found = np.zeros(len(slots), np.int64)
+    used = np.flatnonzero(slots.rows >= 0)
+    for component, dataset in enumerate(datasets):
+        here = used if len(datasets) == 1 else used[slots.components[used] == component]
+        found[here] = dataset.studies.gather(name, slots.study_rows[here])
+    return found
 
 
 class BoundMember(BoundField):
-    """Field that delivers the bytes of one member, in a flat array with a start and a length by slot.
+    """Field of one member of each sample, bound to a selection.
 
     Args:
         name: Name of the entry.
+        spec: What to deliver.
+        context: The samples.
         member: Name of the stored field.
-        max_bytes: Size that a member may have.
-        missing: What a sample without it means.
-        type_name: Of the field.
+
+    Raises:
+        ConfigError: Samples without the member are to be dropped, and no table knows which they are.
     """
 
-    def __init__(self, name: str, member: str, max_bytes: int, missing: str, type_name: str) -> None:
+    def __init__(
+        self, name: str, spec: Text | Json | Bytes | Array, context: FieldContext, member: str
+    ) -> None:
         super().__init__(name)
-        self.member, self.max_bytes, self.missing, self.type_name = member, max_bytes, missing, type_name
-        if missing == "drop" and self.has_content is None:
+        self.spec, self.member = spec, member
+        self._datasets = context.samples.datasets
+        if spec.missing == "drop" and self.has_content is None:
             raise ConfigError(
                 f"No table knows which samples have {member}, so the field {name!r} cannot drop the others; "
                 "write missing='pad', or missing='error' to mask them."
             )
 
+    def find(self, shard: Shard, row_in_shard: int) -> int | None:
+        """Return the number of the member of a sample; None if it has none."""
+        return shard.find(row_in_shard, self.member)
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the number of the member, if the sample has it.
+
+        Raises:
+            BadSample: It has none, and ``missing`` is ``error``; or it is larger than ``max_bytes``.
+        """
+        number = self.find(shard, request.row_in_shard)
+        if number is None:
+            if self.spec.missing == "error":
+                raise shard.bad(BadSampleReason.FIELD_MISSING, self.member)
+            return ()
+        if shard.num_bytes(number) > self._max_bytes:
+            detail = f"{shard.num_bytes(number):,} bytes, and {self._max_bytes:,} are allowed"
+            raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, detail)
+        return (number,)
+
+    @property
+    def _max_bytes(self) -> int:
+        return self.spec.max_bytes
+
+    def describe(self) -> dict[str, Any]:
+        """Return what presenting needs."""
+        return {"type": self.spec.type_name, "name": self.name}
+
+
+class BoundBytes(BoundMember):
+    """Field that delivers the bytes of a member, in a flat array with a start and a length by slot.
+
+    Args:
+        name: Name of the entry.
+        spec: What to deliver.
+        context: The samples.
+        member: Name of the stored field; that of the spec by default.
+    """
+
+    def __init__(
+        self, name: str, spec: Text | Json | Bytes, context: FieldContext, member: str | None = None
+    ) -> None:
+        super().__init__(name, spec, context, member or spec.member or "")
+
     def _spaces(self, slots: Slots) -> NDArray[np.int64]:
-        """Return the bytes that each slot may need, ``(B,)``."""
-        return np.where(slots.rows >= 0, self.max_bytes, 0)
+        """Return the bytes that each slot may need, ``(B,)``: no member is larger than its sample."""
+        spaces = np.minimum(gather(self._datasets, "num_bytes", slots), self.spec.max_bytes)
+        return np.where(slots.rows >= 0, spaces, 0)
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
@@ -97,30 +345,21 @@ class BoundMember(BoundField):
         np.cumsum(self._spaces(slots), out=starts[1:])
         arrays[f"{self.name}.length"][:] = -1
 
-    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the number of the member, if the sample has it.
-
-        Raises:
-            BadSample: It has none, and ``missing`` is ``error``.
-        """
-        number = self.find(shard, request.row_in_shard)
-        if number is None and self.missing == "error":
-            raise shard.bad(BadSampleReason.FIELD_MISSING, self.member)
-        return () if number is None else (number,)
-
-    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> _SlotMember:
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
         """Begin a slot."""
         fields = self.needed(shard, request)
-        starts = arrays[f"{self.name}.start"]
-        start, stop = starts[request.slot : request.slot + 2].tolist()
-        if fields and shard.num_bytes(fields[0]) > stop - start:
-            detail = f"{shard.num_bytes(fields[0]):,} bytes, and {stop - start:,} are allowed"
-            raise shard.bad(BadSampleReason.SIZE_MISMATCH, fields[0], detail)
-        return _SlotMember(self, shard, request.slot, arrays, start, fields)
+        start, stop = arrays[f"{self.name}.start"][request.slot : request.slot + 2].tolist()
+        self.check_size(shard, fields, stop - start)
+        return _SlotBytes(self, shard, request.slot, arrays, start, fields)
 
-    def find(self, shard: Shard, row_in_shard: int) -> int | None:
-        """Return the number of the member of a sample; None if it has none."""
-        return shard.find(row_in_shard, self.member)
+    def check_size(self, shard: Shard, fields: Sequence[int], num_bytes: int) -> None:
+        """Refuse a member that is larger than its space.
+
+        Raises:
+            BadSample: It is.
+        """
+        if fields and shard.num_bytes(fields[0]) > num_bytes:
+            raise shard.bad(BadSampleReason.SIZE_MISMATCH, fields[0], "larger than the samples table says")
 
     def check(self, shard: Shard, number: int, payload: NDArray[np.uint8]) -> None:
         """Refuse bytes that are not what the field promises; by default all are.
@@ -133,18 +372,14 @@ class BoundMember(BoundField):
         """Make a slot look like one without the member."""
         arrays[f"{self.name}.length"][slot] = -1
 
-    def describe(self) -> dict[str, Any]:
-        """Return what presenting needs."""
-        return {"type": self.type_name, "name": self.name}
 
-
-class _SlotMember:
-    """Member of one slot."""
+class _SlotBytes:
+    """Bytes of one slot."""
 
     __slots__ = ("_arrays", "_field", "_shard", "_slot", "_start", "fields")
 
     def __init__(
-        self, field: BoundMember, shard: Shard, slot: int, arrays: Arrays, start: int, fields: Sequence[int]
+        self, field: BoundBytes, shard: Shard, slot: int, arrays: Arrays, start: int, fields: Sequence[int]
     ) -> None:
         self._field, self._shard, self._slot, self._arrays = field, shard, slot, arrays
         self._start, self.fields = start, fields
@@ -160,14 +395,174 @@ class _SlotMember:
         """Do nothing: the slot is complete."""
 
 
-class BoundText(BoundMember):
+class BoundJson(BoundBytes):
+    """JSON of a member, bound to a selection."""
+
+    def check(self, shard: Shard, number: int, payload: NDArray[np.uint8]) -> None:
+        """Refuse what is not JSON."""
+        try:
+            json.loads(payload.tobytes())
+        except _UNREADABLE as error:
+            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, type(error).__name__) from None
+
+
+class BoundArray(BoundMember):
+    """Array of a member, bound to a selection."""
+
+    spec: Array
+
+    def __init__(self, name: str, spec: Array, context: FieldContext) -> None:
+        super().__init__(name, spec, context, spec.member)
+        self._shape: tuple[int, ...] = spec.shape if spec.shape is not None else spec.max_shape or ()
+        self._counters = context.counters
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        specs = [
+            ArraySpec.of(self.name, self.spec.dtype, len(slots), *self._shape),
+            ArraySpec.of(f"{self.name}_mask", np.uint8, len(slots)),
+        ]
+        if self.spec.max_shape is not None:
+            specs.append(ArraySpec.of(f"{self.name}_shape", np.int64, len(slots), len(self._shape)))
+        return specs
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Empty every slot."""
+        for slot in range(len(slots)):
+            self.blank(arrays, slot)
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without an array."""
+        for name in (self.name, f"{self.name}_mask", f"{self.name}_shape"):
+            if name in arrays:
+                arrays[name][slot] = 0
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot."""
+        return _SlotArray(self, shard, request.slot, arrays, self.needed(shard, request))
+
+    def decode(
+        self, shard: Shard, number: int, payload: NDArray[np.uint8], target: NDArray[Any]
+    ) -> tuple[int, ...]:
+        """Decode an array into its place, and return its shape.
+
+        Raises:
+            BadSample: The bytes are no array of plain numbers, or it does not fit.
+        """
+        try:
+            with self._counters.timed("decode", target.nbytes):
+                stored = self._read(payload)
+        except _UNREADABLE as error:
+            raise shard.bad(BadSampleReason.DECODE_FAILED, number, type(error).__name__) from None
+        is_exact = self.spec.shape is not None
+        if stored.ndim != len(self._shape) or not all(
+            size == most if is_exact else size <= most
+            for size, most in zip(stored.shape, self._shape, strict=True)
+        ):
+            raise shard.bad(
+                BadSampleReason.SIZE_MISMATCH,
+                number,
+                f"{stored.shape}, and {'shape' if is_exact else 'max_shape'} is {self._shape}",
+            )
+        place = target[tuple(map(slice, stored.shape))]
+        if not _copy_exactly(stored, place):
+            detail = f"{stored.dtype} with values that {self.spec.dtype} cannot hold"
+            raise shard.bad(BadSampleReason.DECODE_FAILED, number, detail)
+        return stored.shape
+
+    def _read(self, payload: NDArray[np.uint8]) -> NDArray[Any]:
+        if self.member.endswith("npy"):
+            return read_npy(payload)
+        with zipfile.ZipFile(io.BytesIO(payload.tobytes())) as archive:
+            names = [f"{self.spec.array}.npy"] if self.spec.array is not None else archive.namelist()
+            if len(names) != 1:
+                raise ValueError("several arrays and no name")
+            # The size is that of the directory, which zipfile does not exceed when it decompresses.
+            if archive.getinfo(names[0]).file_size > self.spec.max_bytes:
+                raise ValueError("larger than max_bytes")
+            return read_npy(np.frombuffer(archive.read(names[0]), np.uint8))
+
+
+class _SlotArray:
+    """Array of one slot."""
+
+    __slots__ = ("_arrays", "_field", "_shard", "_slot", "fields")
+
+    def __init__(
+        self, field: BoundArray, shard: Shard, slot: int, arrays: Arrays, fields: Sequence[int]
+    ) -> None:
+        self._field, self._shard, self._slot, self._arrays = field, shard, slot, arrays
+        self.fields = fields
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Decode the array into its place."""
+        field, arrays, slot = self._field, self._arrays, self._slot
+        thread.enter("decode", f"shard {self._shard.name}")
+        target = arrays[field.name][slot : slot + 1].reshape(arrays[field.name].shape[1:])
+        shape = field.decode(self._shard, self.fields[place], payload, target)
+        arrays[f"{field.name}_mask"][slot] = 1
+        if f"{field.name}_shape" in arrays:
+            arrays[f"{field.name}_shape"][slot] = shape
+
+    def close(self) -> None:
+        """Do nothing: the slot is complete."""
+
+
+def read_npy(payload: NDArray[np.uint8]) -> NDArray[Any]:
+    """Return the array of an ``.npy`` file without a copy.
+
+    Args:
+        payload: ``(num_bytes,)``, the file.
+
+    Raises:
+        ValueError: It is no such file, holds objects, or has another size than its header says.
+    """
+    head = payload[:_NPY_HEAD].tobytes()
+    size_bytes = 2 if head[6:7] == b"\x01" else 4
+    start = 8 + size_bytes
+    if head[:6] != b"\x93NUMPY" or head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
+        raise ValueError("no .npy of a known version")
+    stop = start + int.from_bytes(head[8:start], "little")
+    header = _NPY_HEADER.fullmatch(head[start:stop].strip())
+    entries = {} if header is None else dict(_NPY_ENTRY.findall(header[1]))
+    if len(entries) != 3:
+        raise ValueError("no header of plain numbers")
+    dtype = np.dtype(entries[b"descr"].strip(b"'").decode("ascii"))
+    shape = tuple(int(size) for size in re.findall(rb"\d+", entries[b"shape"]))
+    is_fortran = entries[b"fortran_order"] == b"True"
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if len(payload) - stop != num_bytes:
+        raise ValueError("another size than in the header")
+    if not num_bytes:
+        return np.empty(shape, dtype)
+    values = np.frombuffer(payload[stop:].data, dtype)
+    return values.reshape(shape[::-1]).T if is_fortran else values.reshape(shape)
+
+
+def _copy_exactly(source: NDArray[Any], target: NDArray[Any]) -> bool:
+    """Copy into an array of another dtype; return whether it holds every value.
+
+    Floats may be rounded to a smaller float, and no finite one may become infinite.
+    """
+    if source.dtype.kind == "c" and target.dtype.kind != "c":
+        return False
+    with np.errstate(all="ignore"):
+        np.copyto(target, source, casting="unsafe")
+        if np.can_cast(source.dtype, target.dtype):
+            return True
+        if {source.dtype.kind, target.dtype.kind} <= {"f", "c"}:
+            return bool((np.isinf(target) == np.isinf(source)).all())
+        return bool((target == source).all())
+
+
+class BoundText(BoundBytes):
     """Text of a sample, bound to a selection; the report's size is that of the samples table."""
 
     def __init__(self, name: str, spec: Text, context: FieldContext) -> None:
         self._sizes = None
         if spec.member in (None, REPORT_FIELD):
             self._sizes = [dataset.studies.column("text_bytes") for dataset in context.samples.datasets]
-        super().__init__(name, spec.member or REPORT_FIELD, spec.max_bytes, spec.missing, spec.type_name)
+        super().__init__(name, spec, context, spec.member or REPORT_FIELD)
         self._num_samples = context.num_samples
         self._num_missing = 0
         if self._sizes is not None:
@@ -190,17 +585,35 @@ class BoundText(BoundMember):
             return None
         return Coverage(num_samples=self._num_samples, num_missing=self._num_missing)
 
+    @property
+    def is_report(self) -> bool:
+        """Whether the text is the report."""
+        return self._sizes is not None
+
+    @property
+    def _max_bytes(self) -> int:
+        return self.spec.max_bytes if self._sizes is None else _MAX_BYTES
+
     def _spaces(self, slots: Slots) -> NDArray[np.int64]:
-        if self._sizes is None:
-            return super()._spaces(slots)
-        spaces = np.zeros(len(slots), np.int64)
-        for slot in slots.used:
-            spaces[slot] = self._sizes[int(slots.components[slot])][int(slots.study_rows[slot])]
-        return spaces
+        return super()._spaces(slots) if self._sizes is None else gather(self._datasets, "text_bytes", slots)
 
     def find(self, shard: Shard, row_in_shard: int) -> int | None:
-        """Return the number of the text; foreign shards name their text field themselves."""
-        return super().find(shard, row_in_shard) if self._sizes is None else shard.report(row_in_shard)
+        """Return the number of the text; an empty report is none."""
+        if self._sizes is None:
+            return super().find(shard, row_in_shard)
+        # Foreign shards name their text field themselves.
+        report = shard.report(row_in_shard)
+        return report if report is not None and shard.num_bytes(report) else None
+
+    def check_size(self, shard: Shard, fields: Sequence[int], num_bytes: int) -> None:
+        """Refuse a report of another size than the samples table says, and any other text that is larger."""
+        if self._sizes is None:
+            super().check_size(shard, fields, num_bytes)
+            return
+        found = shard.num_bytes(fields[0]) if fields else 0
+        if found != num_bytes:
+            reason = BadSampleReason.SIZE_MISMATCH if fields else BadSampleReason.FIELD_MISSING
+            raise shard.bad(reason, shard.index.text_field, f"{found} bytes instead of {num_bytes}")
 
     def check(self, shard: Shard, number: int, payload: NDArray[np.uint8]) -> None:
         """Refuse what is not UTF-8."""
@@ -224,8 +637,9 @@ def member_bytes(entry: Mapping[str, Any], arrays: Arrays) -> list[NDArray[np.ui
 def present_texts(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
     """Return the texts of a batch and their mask, see `Text`."""
     found = member_bytes(entry, arrays)
-    mask = np.array([one is not None for one in found], np.uint8)
-    return {
-        entry["name"]: ["" if one is None else str(one.data, "utf-8") for one in found],
-        f"{entry['name']}_mask": mask,
-    }
+    values = ["" if one is None else str(one.data, "utf-8") for one in found]
+    return {entry["name"]: values, f"{entry['name']}_mask": _mask_of(found)}
+
+
+def _mask_of(found: Sequence[object]) -> NDArray[np.uint8]:
+    return np.array([one is not None for one in found], np.uint8)

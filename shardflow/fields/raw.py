@@ -42,9 +42,14 @@ def is_image_field(name: str) -> bool:
     return name.rpartition(".")[2] in _IMAGE_KINDS
 
 
+def is_pickle(name: str) -> bool:
+    """Tell whether a field is a pickle, which nothing here reads."""
+    return name.rpartition(".")[2] in _PICKLES
+
+
 def readable_fields(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of fields that a view may name: all but pickles."""
-    return tuple(name for name in names if name.rpartition(".")[2] not in _PICKLES)
+    return tuple(name for name in names if not is_pickle(name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +73,7 @@ class FieldsView:
         if not self.fields or len({*self.fields}) < len(self.fields):
             raise ConfigError("fields must name at least one field, each once, got none or one twice.")
         for name in self.fields:
-            if name.rpartition(".")[2] in _PICKLES:
+            if is_pickle(name):
                 raise ConfigError(f"a field must not be a pickle, got {name!a}; store arrays as .npy.")
 
     def is_decoded(self, name: str) -> bool:

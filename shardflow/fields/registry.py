@@ -15,7 +15,7 @@ from typing import Any, Final
 from shardflow.errors import ConfigError
 from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_names
 from shardflow.fields.images import Slices
-from shardflow.fields.members import Text
+from shardflow.fields.members import BoundText, Text
 from shardflow.fields.pictures import Image
 from shardflow.fields.pictures import Slices as SlicesField
 from shardflow.fields.pixels import PixelField
@@ -89,6 +89,10 @@ _TYPES: Final = {
     "image": "shardflow.fields.pictures:Image",
     "slices": "shardflow.fields.pictures:Slices",
     "text": "shardflow.fields.members:Text",
+    "json": "shardflow.fields.members:Json",
+    "bytes": "shardflow.fields.members:Bytes",
+    "array": "shardflow.fields.members:Array",
+    "tokens": "shardflow.fields.tokens:Tokens",
 }
 
 
@@ -170,7 +174,9 @@ class FieldSet:
         self.specs = dict(fields)
         self.bound: Sequence[BoundField] = [one.bind(name, context) for name, one in fields.items()]
         self._entries = [self._describe(one) for one in self.bound]
-        self._digests = [] if "catalog" not in vars(context) else context.catalog.digests
+        tables = [] if "catalog" not in vars(context) else context.catalog.digests
+        self._digests = [*tables, *(digest for one in self.bound for digest in one.digests)]
+        self.beside: Sequence[BoundField] = [one for one in self.bound if one.is_beside]
 
     @property
     def content_id(self) -> str:
@@ -180,6 +186,18 @@ class FieldSet:
             for name, entry in zip(self.specs, self._entries, strict=True)
         }
         return sha256_hex(canonical_json({"fields": specs, "tables": list(self._digests)}))
+
+    @property
+    def reads_shards(self) -> bool:
+        """Whether any field is read from shards."""
+        return len(self.beside) < len(self.bound)
+
+    @property
+    def report(self) -> BoundText | None:
+        """The field of reports, if nothing else is read from shards; it has a fast path."""
+        read = [one for one in self.bound if not one.is_beside]
+        one = read[0] if len(read) == 1 else None
+        return one if isinstance(one, BoundText) and one.is_report else None
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""

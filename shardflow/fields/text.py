@@ -94,11 +94,16 @@ class TextAssembler:
     Args:
         reader: Opens shards.
         counters: Gets the stages ``read`` and ``check``.
+        field: Name of the field whose arrays are filled; by default those of `LoaderConfig.text`.
     """
 
-    def __init__(self, reader: FieldReader, counters: StageCounters) -> None:
+    def __init__(self, reader: FieldReader, counters: StageCounters, field: str = "") -> None:
         self._reader = reader
         self._counters = counters
+        self._data, self._starts = (
+            (f"{field}.data", f"{field}.start") if field else ("text_bytes", "text_offsets")
+        )
+        self._lengths = f"{field}.length" if field else ""
         self._tables: dict[int, tuple[Shard, NDArray[np.int64]]] = {}
 
     def fill(
@@ -143,8 +148,8 @@ class TextAssembler:
         has_text = sizes > 0
         if not has_text.all():
             slots, fields, sizes = slots[has_text], fields[has_text], sizes[has_text]
-        starts = arrays["text_offsets"][slots]
-        text = arrays["text_bytes"]
+        starts = arrays[self._starts][slots]
+        text = arrays[self._data]
         ends = (starts + sizes).tolist()
         pieces = [text[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
         num_bytes = int(sizes.sum())
@@ -158,7 +163,9 @@ class TextAssembler:
         start_s = time.perf_counter()
         checksum = google_crc32c.value
         is_right = np.array([checksum(piece) for piece in pieces]) == index.field_crc32c[fields]
-        is_right &= _are_utf8(arrays["text_bytes"], starts, pieces)
+        is_right &= _are_utf8(text, starts, pieces)
+        if self._lengths:
+            arrays[self._lengths][slots[is_right]] = sizes[is_right]
         self._counters.add("check", time.perf_counter() - start_s, num_bytes, len(pieces))
         left: NDArray[np.int64] = slots[~is_right]
         return left

@@ -1,26 +1,35 @@
 """Stored tokens of a micro-batch, fetched for all of its texts at once, without an object per sample.
 
+`Tokens` is the field that delivers them, padded or one text after another; their numbers are a table.
+
 A text whose tokens are damaged is a bad sample of its slot alone; the other texts of a damaged block are then
 looked up one by one and kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError
+from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.quarantine import BadSampleReason
-from shardflow.fields.reader import Samples
+from shardflow.fields.reader import Samples, Shard
+from shardflow.fields.slots import SlotContent, SlotRequest
+from shardflow.fields.views import Arrays, ArraySpec
+from shardflow.format.entities import EntityDataset
 from shardflow.format.keys import DIGEST_PATTERN
-from shardflow.format.tokens import TokenIds, TokenPlaces
+from shardflow.format.tokens import TokenIds, TokenPlaces, open_counts, open_manifest
 
 _Found = TypeVar("_Found")
+_MAX_TOKENS: Final = 1 << 32
+_MAX_ID: Final = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,14 +110,14 @@ class TokenAssembler:
         return MeasuredTokens(lengths=lengths, bad=bad, parts=parts)
 
     def fill(
-        self, measured: MeasuredTokens, offsets: NDArray[np.int64], out: NDArray[np.uint32]
+        self, measured: MeasuredTokens, offsets: NDArray[np.int64], out: NDArray[Any]
     ) -> dict[int, BadSampleReason]:
         """Fetch the tokens of a micro-batch.
 
         Args:
             measured: From `measure`.
             offsets: ``(B + 1,)`` where the tokens of each slot belong in ``out``.
-            out: ``(offsets[-1],)``.
+            out: ``(offsets[-1],)`` or more, an integer dtype of at least 32 bits.
 
         Returns:
             What is wrong with the tokens of a slot; its place in ``out`` is zeroed.
@@ -126,7 +135,7 @@ class TokenAssembler:
 
     @staticmethod
     def _fill_each(
-        part: _Part, targets: NDArray[np.int64], out: NDArray[np.uint32], bad: dict[int, BadSampleReason]
+        part: _Part, targets: NDArray[np.int64], out: NDArray[Any], bad: dict[int, BadSampleReason]
     ) -> None:
         """Fetch the tokens of a part text by text, and record the bad slots."""
         for one in part.places.each():
@@ -174,3 +183,232 @@ def _trusted(
 def _reason(error: FormatError) -> BadSampleReason:
     is_checksum = isinstance(error, ChecksumError)
     return BadSampleReason.CHECKSUM_MISMATCH if is_checksum else BadSampleReason.INDEX_DAMAGED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Field):
+    """Token ids of the reports, which ``shardflow tokenize`` stored beside the dataset.
+
+    ``(B, L)`` int64, padded behind each text; L is ``max_tokens``, or without it the longest text of the
+    selected samples. ``NAME_mask`` ``(B, L)`` uint8 is 1 for a token. With ``flat`` ``(T,)`` int64, one text
+    after another: slot b is ``NAME_offsets[b]`` to ``NAME_offsets[b + 1]`` (``(B + 1,)`` int64), and
+    ``NAME_mask`` ``(B,)`` is 1 where there is a text. Begin and end tokens are not added.
+
+    Example::
+
+        sf.Tokens(tokenizer=digest, max_tokens=512)
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "tokens"
+
+    tokenizer: str
+    """SHA-256 of its ``tokenizer.json``, as ``shardflow tokenize`` prints it."""
+    max_tokens: int | None = None
+    """Longer texts are truncated."""
+    pad_id: int = 0
+    """Id in places without a token."""
+    flat: bool = False
+    """Whether texts follow one another without padding."""
+
+    def __post_init__(self) -> None:
+        check_choice("missing", self.missing, ("pad", "drop", "error"))
+        if self.flat not in (True, False):
+            raise ConfigError(f"flat is True or False, got {self.flat!r}.")
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens, _MAX_TOKENS)
+        pad_id: Any = self.pad_id
+        if isinstance(pad_id, bool) or not isinstance(pad_id, int) or abs(pad_id) > _MAX_ID:
+            raise ConfigError(f"pad_id is a token id, such as 0, got {pad_id!r}.")
+        _ = self.stored
+
+    @property
+    def stored(self) -> StoredTokens:
+        """Which tokens to read."""
+        tokenizer: Any = self.tokenizer
+        if not isinstance(tokenizer, str):
+            raise ConfigError(
+                "tokenizer is the SHA-256 of a tokenizer.json, as `shardflow tokenize` prints it, got "
+                f"{type(tokenizer).__name__}."
+            )
+        return StoredTokens(tokenizer=tokenizer, max_tokens=self.max_tokens)
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundTokens(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the ids, their mask, and for flat ones their offsets."""
+        name = entry["name"]
+        if not entry["flat"]:
+            return {name: arrays[name], f"{name}_mask": arrays[f"{name}_mask"]}
+        ids, starts, lengths = arrays[f"{name}.data"], arrays[f"{name}.start"], arrays[f"{name}.length"]
+        offsets = np.zeros(len(starts), np.int64)
+        np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
+        if offsets[-1] != len(ids):  # a text that was read is bad, and leaves a gap
+            pairs = zip(starts[:-1].tolist(), lengths.tolist(), strict=True)
+            ids = np.concatenate([ids[start : start + max(length, 0)] for start, length in pairs])
+        return {name: ids, f"{name}_offsets": offsets, f"{name}_mask": (lengths >= 0).astype(np.uint8)}
+
+
+class BoundTokens(BoundField):
+    """Stored tokens, bound to a selection.
+
+    Args:
+        name: Name of the entry.
+        spec: What to deliver.
+        context: The samples.
+
+    Raises:
+        ConfigError: A dataset was not tokenized with this tokenizer, or a sample has no text and ``missing``
+            is ``error``.
+        FormatError: Its tokens are damaged.
+    """
+
+    is_beside = True
+
+    def __init__(self, name: str, spec: Tokens, context: FieldContext) -> None:
+        super().__init__(name)
+        self.spec = spec
+        self._samples, self._assembler = context.samples, TokenAssembler(context.samples, spec.stored)
+        opened = {id(one): open_counts(one, spec.tokenizer) for one in context.samples.datasets}
+        self._counts = [opened[id(one)] for one in context.samples.datasets]
+        self._num_samples, self._num_missing = context.num_samples, 0
+        if self.has_content is not None:
+            self._num_missing = context.count_missing(self.has_content)
+            if self._num_missing and spec.missing == "error":
+                raise ConfigError(
+                    f"{self._num_missing:,} of {self._num_samples:,} samples have no tokens for the field "
+                    f"{name!r}; write missing='pad' for padding alone, or missing='drop' to leave them out."
+                )
+        self.num_tokens = spec.max_tokens or self._longest(context.populations)
+
+    def _longest(self, populations: Sequence[NDArray[np.bool_]]) -> int:
+        """Return the number of tokens of the longest text of the population, at least 1."""
+        pairs = zip(self._counts, populations, strict=True)
+        # Rows of an entity view are not those of studies; the longest of all is a bound.
+        return max(
+            1,
+            *(
+                int((counts[used] if len(counts) == len(used) else counts).max(initial=0))
+                for counts, used in pairs
+            ),
+        )
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """Digests of the stored tokens."""
+        return self._digests
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        return [open_manifest(one, self.spec.tokenizer).digest for one in self._samples.datasets]
+
+    @property
+    def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
+        """Which samples have a token; None for entity views, whose rows are not studies."""
+        if any(isinstance(one, EntityDataset) for one in self._samples.datasets):
+            return None
+        return [counts > 0 for counts in self._counts]
+
+    @property
+    def coverage(self) -> Coverage:
+        """How many samples have tokens."""
+        return Coverage(num_samples=self._num_samples, num_missing=self._num_missing)
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        name, num_slots = self.name, len(slots)
+        if not self.spec.flat:
+            return [
+                ArraySpec.of(name, np.int64, num_slots, self.num_tokens),
+                ArraySpec.of(f"{name}_mask", np.uint8, num_slots, self.num_tokens),
+            ]
+        return [
+            ArraySpec.of(f"{name}.data", np.int64, int(self._lengths(slots).sum())),
+            ArraySpec.of(f"{name}.start", np.int64, num_slots + 1),
+            ArraySpec.of(f"{name}.length", np.int64, num_slots),
+        ]
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Lay out the slots, and pad them."""
+        name, lengths = self.name, self._lengths(slots)
+        if not self.spec.flat:
+            arrays[name][:] = self.spec.pad_id
+            np.less(
+                np.arange(self.num_tokens),
+                lengths[:, None],
+                out=arrays[f"{name}_mask"].view(np.bool_),
+            )
+            return
+        starts = arrays[f"{name}.start"]
+        starts[0] = 0
+        np.cumsum(lengths, out=starts[1:])
+        arrays[f"{name}.length"][:] = np.where(lengths > 0, lengths, -1)
+
+    def fill_beside(self, arrays: Arrays, slots: Slots) -> Mapping[int, BadSampleReason]:
+        """Fetch the tokens of all slots; damaged ones are those of their slot alone."""
+        lengths, rows = self._lengths(slots), slots.rows
+        measured = self._assembler.measure(rows)
+        bad = dict(measured.bad)
+        differs = np.flatnonzero(measured.lengths != lengths)
+        bad |= {slot: BadSampleReason.INDEX_DAMAGED for slot in differs.tolist() if slot not in bad}
+        if len(differs):  # the counts, by which memory is laid out, are not those of the ids
+            rows = rows.copy()
+            rows[differs] = -1
+            measured = self._assembler.measure(rows)
+        if self.spec.flat:
+            starts, ids = arrays[f"{self.name}.start"], arrays[f"{self.name}.data"]
+        else:
+            starts = np.arange(len(slots) + 1) * self.num_tokens
+            ids = arrays[self.name].reshape(-1)
+        return bad | self._assembler.fill(measured, starts, ids)
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:  # noqa: ARG002
+        """Return nothing: tokens are stored beside the shards."""
+        return ()
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:  # noqa: ARG002
+        """Begin a slot, of which nothing is in a shard."""
+        return _NoContent()
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without a text."""
+        if self.spec.flat:
+            arrays[f"{self.name}.length"][slot] = -1
+            return
+        arrays[self.name][slot] = self.spec.pad_id
+        arrays[f"{self.name}_mask"][slot] = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what presenting needs."""
+        return {"type": self.spec.type_name, "name": self.name, "flat": self.spec.flat}
+
+    def _lengths(self, slots: Slots) -> NDArray[np.int64]:
+        """Return how many tokens each slot gets, ``(B,)``."""
+        lengths = np.zeros(len(slots), np.int64)
+        used = np.flatnonzero(slots.rows >= 0)
+        rows = slots.rows[used]
+        if self._samples.is_blend:
+            rows, components = self._samples.table_rows(rows), self._samples.components_of(rows)
+            for component in np.unique(components).tolist():
+                here = components == component
+                lengths[used[here]] = self._counts[component][rows[here]]
+        else:
+            lengths[used] = self._counts[0][rows]
+        return lengths if self.spec.max_tokens is None else np.minimum(lengths, self.spec.max_tokens)
+
+
+class _NoContent:
+    """Content of a slot for a field that reads nothing from shards."""
+
+    fields: Sequence[int] = ()
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

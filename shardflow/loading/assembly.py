@@ -6,6 +6,7 @@ decoded into its place. A bad sample leaves a masked slot and does not affect th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import SampleError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import Slots
+from shardflow.fields.field import BoundField, Slots
 from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 from shardflow.fields.raw import FieldsView
@@ -28,7 +29,7 @@ from shardflow.loading.batch import Batch, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
 from shardflow.loading.layout import BatchLayout
-from shardflow.loading.prefetch import StreamReads
+from shardflow.loading.prefetch import StreamReads, reads_members
 from shardflow.loading.selection import Selection
 from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.sampling.micro_batches import PADDING_ROW
@@ -46,12 +47,13 @@ class PartSize:
     Args:
         selection: The samples and their datasets.
         config: What is read of them.
+        fields: Fields that are read of them, in place of a view and text.
     """
 
     __slots__ = ("_has_images", "_max_bytes", "_num_parts")
 
-    def __init__(self, selection: Selection, config: LoaderConfig, *, has_fields: bool = False) -> None:
-        self._has_images = config.view is not None or has_fields
+    def __init__(self, selection: Selection, config: LoaderConfig, fields: FieldSet | None = None) -> None:
+        self._has_images = reads_members(config, fields)
         self._num_parts = _PARTS_PER_THREAD * config.num_threads
         self._max_bytes = _LOCAL_BYTES if selection.is_local else None
 
@@ -126,7 +128,9 @@ class BatchSource:
     @property
     def reads_shards(self) -> bool:
         """Whether shards are read; stored tokens alone are found by row."""
-        return self.config.text or self.config.view is not None or self.fields is not None
+        if self.fields is not None:
+            return self.fields.reads_shards
+        return self.config.text or self.config.view is not None
 
     def num_threads(self, config: LoaderConfig) -> int:
         """Return how many of the configured threads are useful.
@@ -183,7 +187,8 @@ class MicroBatchTask:
         self._shard = self._column("shard", at) if is_read else nothing
         self._row_in_shard = self._column("row_in_shard", at) if is_read else nothing
         self._offset = self._column("offset_bytes", at) if is_read else nothing
-        self._text_bytes = self._column("text_bytes", at) if config.text else nothing.copy()
+        has_texts = config.text or source.texts is not None
+        self._text_bytes = self._column("text_bytes", at) if has_texts else nothing.copy()
         self._tokens: MeasuredTokens | None = None
         self._mask_known()
         self._measure_tokens()
@@ -239,6 +244,9 @@ class MicroBatchTask:
         """
         if self._source.tokens is not None and self._tokens is not None and part == 0:
             self._fill_tokens(self._source.tokens, self._tokens, thread)
+            return
+        if self._source.fields is not None and self._source.fields.beside and part == 0:
+            self._fill_beside(self._source.fields.beside, thread)
             return
         source, arrays = self._source, self._arrays
         slots = self._parts[part]
@@ -371,11 +379,20 @@ class MicroBatchTask:
         for slot, reason in bad.items():
             self._mask(slot, self._bad_tokens(slot, reason))
 
-    def _bad_tokens(self, slot: int, reason: BadSampleReason) -> BadSample:
+    def _fill_beside(self, fields: Sequence[BoundField], thread: ThreadState) -> None:
+        """Fill the fields whose content is stored beside the shards."""
+        for field in fields:
+            thread.enter("read", field.name)
+            with self._source.counters.timed("tokens", 0, len(self._rows)):
+                bad = field.fill_beside(self._arrays, self._slots)
+            for slot, reason in bad.items():
+                self._mask(slot, self._bad_tokens(slot, reason, field.name))
+
+    def _bad_tokens(self, slot: int, reason: BadSampleReason, field: str = "tokens") -> BadSample:
         number = int(self._source.selection.column("shard", self._rows[slot : slot + 1])[0])
         component, position = self._source.selection.shard(number)
         shard = self._source.selection.datasets[component].manifest.shards[position]
-        return BadSample(reason, shard.name, "tokens")
+        return BadSample(reason, shard.name, field)
 
     def _close_gaps(
         self, flat: str, ends: str, sizes: NDArray[np.int64], blank: list[int], entries: list[dict[str, Any]]
@@ -423,7 +440,7 @@ class MicroBatchTask:
     def _read_facts(self, rows: NDArray[np.int64]) -> SliceFacts:
         names = ("num_slices", "rows", "columns", "num_bytes")
         plan, nothing = self._source.plan, np.zeros(len(self._rows), np.int64)
-        is_wanted = self._source.config.view is not None or self._source.fields is not None
+        is_wanted = reads_members(self._source.config, self._source.fields)
         columns = {name: self._column(name, rows) if is_wanted else nothing for name in names}
         # A padding slot has no row; any row does, because nothing is laid out for it.
         return SliceFacts(
@@ -463,12 +480,14 @@ class MicroBatchTask:
 
     def _cut_parts(self) -> list[NDArray[np.int64]]:
         """Divide the slots that must be read into parts."""
-        tokens = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
+        beside = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
+        if self._source.fields is not None and self._source.fields.beside:
+            beside.append(np.flatnonzero(self._slots.rows >= 0))
         if not self._source.reads_shards:
-            return tokens
+            return beside
         is_wanted = self._is_sample.copy()
         is_wanted[list(self._bad)] = False
         slots = np.flatnonzero(is_wanted)
-        return tokens + self._source.part_size.cut(
+        return beside + self._source.part_size.cut(
             slots, shards=self._shard, offsets=self._offset, num_bytes=self._facts.num_bytes
         )

@@ -199,6 +199,13 @@ class PrefetchPlanner:
         return True
 
 
+def reads_members(config: LoaderConfig, fields: FieldSet | None) -> bool:
+    """Return whether more than a text is read of each sample, so that samples are read one by one."""
+    if fields is None:
+        return config.view is not None
+    return fields.reads_shards and fields.report is None
+
+
 class StreamReads:
     """Reads of one stream of an epoch: how far they are, and those to come. Safe for many threads.
 
@@ -214,7 +221,7 @@ class StreamReads:
         self._planner, self._plan, self._numbers = planner, plan, numbers
         self._selection, self._schedule, self._config = planner.selection, planner.schedule, planner.config
         self._per_step = self._schedule.num_micro_batches_per_rank
-        self._has_images = self._config.view is not None or planner.fields is not None
+        self._has_images = reads_members(self._config, planner.fields)
         self._changed = threading.Condition()
         self._open: set[int] = set()
         self._next = numbers.start

@@ -192,7 +192,7 @@ class LoaderRuntime:
         self.processes: LoaderProcesses | None = None
         self._retired: list[LoaderProcesses] = []
         self._schedule, self._state = schedule, state
-        self._part_size = PartSize(selection, config, has_fields=fields is not None)
+        self._part_size = PartSize(selection, config, fields)
         self._tokens = None if config.tokens is None else TokenAssembler(selection, config.tokens)
         self._transform: Transform | None = None
         self._changing = threading.RLock()
@@ -218,7 +218,7 @@ class LoaderRuntime:
                 config=config,
                 pool=pool or self.pool,
                 assembler=SlotAssembler(reader, kinds),
-                texts=TextAssembler(reader, self.counters) if config.view is None and config.text else None,
+                texts=self._texts(reader),
                 tokens=self._tokens,
                 transform=self._transform,
                 findings=FindingArrays.of(self.selection),
@@ -231,6 +231,14 @@ class LoaderRuntime:
             stream = ThreadStream(source, numbers, reader)
             self.streams.add(stream)
         return stream
+
+    def _texts(self, reader: FieldReader) -> TextAssembler | None:
+        """Return the fast path of a loader that reads nothing but reports from shards."""
+        if self.fields is not None:
+            report = self.fields.report
+            return None if report is None else TextAssembler(reader, self.counters, report.name)
+        has_texts = self.config.view is None and self.config.text
+        return TextAssembler(reader, self.counters) if has_texts else None
 
     def process_stream(
         self, epoch: int, numbers: range, known_masks: Sequence[Mapping[str, Any]]

@@ -7,15 +7,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from shardflow.format import Dataset
-from shardflow.loading import Batch
+from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule
 from shardflow.storage import ByteRange, ByteStore
 
 __all__ = [
     "HookedStore",
+    "batches_of",
     "flip_bit",
+    "frozen",
     "hooked",
     "loader_threads",
     "locate",
@@ -124,3 +129,23 @@ def received_keys(batches: Iterable[Batch]) -> Iterator[Keys]:
     for batch in batches:
         weights = tuple(batch.arrays["weight"].astype(float).tolist())
         yield batch.epoch, batch.step, batch.micro, tuple(batch.sample_keys), weights
+
+
+def frozen(value: Any) -> Any:
+    """Return a value that compares by its content, and shares no memory with a batch."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return [frozen(one) for one in value] if isinstance(value, list) else value
+
+
+def batches_of(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return what each batch of an epoch holds, with keys and weights, by step and micro-batch."""
+    with loader:
+        return {
+            (batch.step, batch.micro): {
+                **{name: frozen(value) for name, value in batch.items()},
+                "keys": batch.info.sample_keys,
+                "weight": batch.info.weight.tolist(),
+            }
+            for batch in loader
+        }
