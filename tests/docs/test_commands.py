@@ -19,6 +19,8 @@ import pytest
 
 from shardflow.cli import main as cli
 from shardflow.errors import AlreadyExistsError
+from shardflow.format import Dataset
+from shardflow.format.facts import attach_facts
 from shardflow.storage import LocalStore, open_store
 from tests.docs.blocks import REPOSITORY, Block, commands, find_blocks, is_script_page
 from tests.docs.reader import make_reader_folder
@@ -58,7 +60,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reader's folder, with small datasets that were never packed from anything."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("dataset", "my-dataset", "DATASET"):
-        make_dataset(folder / name, splits={"train": 13, "val": 3})
+        attach_facts(Dataset.open(make_dataset(folder / name, splits={"train": 13, "val": 3})))
     make_case_dataset(folder / "chest")
     (folder / "blend.toml").write_text('[[component]]\ndataset = "dataset"\nrepeat = 2.5\n', encoding="utf-8")
     write_run(folder / "my-run")
