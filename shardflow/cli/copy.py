@@ -23,8 +23,9 @@ Copies what the manifests of SRC name, and nothing else. Each file is compared w
 copied; nothing is overwritten; manifests come last, so that a reader of DST sees none of it or all. A copy
 that was killed is started again: what is there and right is checked, and not copied.
 
-Entity views and stored tokens of the copied versions come along, with the same checks; --no-sidecars leaves
-them behind. A source that cannot list its files (plain HTTP) keeps them, and the summary says so.
+Entity views, stored tokens and series tables of the copied versions come along, with the same checks;
+--no-sidecars leaves them behind. A source that cannot list its files (plain HTTP) keeps them, and the
+summary says so.
 
 Shards that others wrote (shardflow index) are brought along, and DST needs nothing else.
 
@@ -48,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("target", metavar="DST", help="folder or address to copy it to")
     add("--newest", action="store_true", help="the newest version alone (all of them)")
-    add("--no-sidecars", action="store_true", help="leave entity views and stored tokens behind")
+    add(
+        "--no-sidecars",
+        action="store_true",
+        help="leave entity views, stored tokens and series tables behind",
+    )
     add_threads(parser, "files at once")
     add_json(parser)
 
@@ -85,9 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _beside(report: CopyReport) -> list[str]:
     lines = [f"note: {note}" for note in report.notes]
-    for what, sidecars in (("view", report.views), ("tokens of", report.tokens)):
+    kinds = (("view", report.views), ("tokens of", report.tokens), ("facts of", report.facts))
+    for what, sidecars in kinds:
         for sidecar in sidecars:
             view = f" for view {sidecar.view}" if sidecar.view else ""
             size = human_bytes(sidecar.num_bytes)
             lines.append(f"with {what} {sidecar.name}{view}, version {sidecar.version} ({size})")
-    return lines or ["it has no entity views or stored tokens"]
+    return lines or ["it has no entity views, stored tokens or series tables"]

@@ -4,9 +4,10 @@ Every byte is checked, nothing is overwritten, and the manifest is written last:
 dataset. A killed copy is started again; what is already there and correct is checked and not copied again.
 Only files named by a manifest are copied, so nothing private is.
 
-Sidecars are entity views (``views/<name>/<dataset_id>/``) and stored tokens
-(``tokens/<tokenizer>/<dataset_id>/``), which no manifest of the dataset names. Tokens may belong to a view,
-whose digest then takes the place of the ``dataset_id``. Layouts: docs/format.md, sections 13 and 16.
+Sidecars are entity views (``views/<name>/<dataset_id>/``), stored tokens
+(``tokens/<tokenizer>/<dataset_id>/``) and series tables (``facts/series/<dataset_id>/``), which no manifest
+of the dataset names. Tokens may belong to a view, whose digest then takes the place of the ``dataset_id``.
+Layouts: docs/format.md, sections 13, 16 and 17.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from shardflow.format.entities import EntityManifest
 from shardflow.format.foreign.places import located
 from shardflow.format.keys import DIGEST_PATTERN, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
+from shardflow.format.series import SeriesManifest
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.tar import HashedStream
 from shardflow.format.tokens import TokensManifest
 from shardflow.storage import ByteStore
 
-SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (EntityManifest, TokensManifest)
+SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (EntityManifest, TokensManifest, SeriesManifest)
 """Views come first: tokens may belong to one."""
 _NUM_PARTS: Final = 4
 Progress = Callable[[int, int], None]
@@ -46,7 +48,7 @@ class Sidecar:
 
     kind: type[SidecarManifest]
     name: str
-    """Of the view, or digest of the tokenizer."""
+    """Of the view, digest of the tokenizer, or ``series``."""
     path: str
     """Its folder, which is named after the owner."""
     version: int | None
@@ -119,10 +121,10 @@ def find_sidecars(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedSidecar:
-    """An entity view or stored tokens that were copied."""
+    """An entity view, stored tokens or a series table that was copied."""
 
     name: str
-    """Of the view, or digest of the tokenizer."""
+    """Of the view, digest of the tokenizer, or ``series``."""
     version: int
     """Of the dataset that it belongs to."""
     view: str | None
@@ -146,6 +148,8 @@ class CopyReport:
     """Entity views that are in the target now."""
     tokens: tuple[CopiedSidecar, ...]
     """Stored tokens that are in the target now."""
+    facts: tuple[CopiedSidecar, ...]
+    """Series tables that are in the target now, one of each version that has one."""
     notes: tuple[str, ...]
     """Sidecars of the source that were not copied, and why."""
 
@@ -165,7 +169,7 @@ def copy_dataset(
         source: Where the dataset is stored; foreign shards are copied from their own locations.
         target: Where to copy it; may hold a part of it.
         newest_only: Copy the newest version alone; by default all.
-        with_sidecars: Copy the entity views and stored tokens of these versions too.
+        with_sidecars: Copy the entity views, stored tokens and series tables of these versions too.
         num_threads: Files copied at once; each holds 4 MiB, and up to 16 MiB more for an object store.
         progress: Called with the bytes done and the bytes of all files.
 
@@ -224,6 +228,7 @@ def copy_dataset(
         num_copied_bytes=sum(new_sizes),
         views=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is EntityManifest),
         tokens=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is TokensManifest),
+        facts=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is SeriesManifest),
         notes=tuple(notes),
     )
 
@@ -314,7 +319,9 @@ def _sidecars_to_copy(
     try:
         found = find_sidecars(source, manifests)
     except NoListingError:
-        return [], ["entity views and stored tokens were not looked for: SRC cannot list its files"]
+        return [], [
+            "entity views, stored tokens and series tables were not looked for: SRC cannot list its files"
+        ]
     wanted = []
     for sidecar in found:
         if sidecar.manifest is None:
@@ -324,7 +331,7 @@ def _sidecars_to_copy(
             if target.read(path) != data:
                 raise ConfigError(
                     f"DST must hold no other {path} than SRC, got one, perhaps of other rules; delete its "
-                    "folder in DST, or copy without views and tokens (--no-sidecars)."
+                    "folder in DST, or copy without what lies beside the shards (--no-sidecars)."
                 )
         tables = [
             FileEntry(

@@ -9,29 +9,32 @@ never a description, and `unknown` is an answer. A series has the role that all 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.dataset import Dataset
 from shardflow.format.keys import STUDY_FIELD
+from shardflow.format.manifest import load, versions
 from shardflow.format.series import (
     COUNTS,
-    MANIFEST_NAME,
     ROLE_MIXED,
     ROLE_UNKNOWN,
     SERIES_NAME,
     SeriesFacts,
+    SeriesManifest,
     SeriesTable,
-    encode_manifest,
     encode_series,
+    load_series,
     merge_series,
-    open_series,
     series_folder,
-    shard_series_path,
 )
 from shardflow.format.table import Table
 from shardflow.storage import LocalStore, write_atomic
@@ -58,6 +61,7 @@ _MEASURES: Final = {
     "inversion_time_ms": ("inversion_time", 1.0),
     "flip_angle_deg": ("flip_angle", 1.0),
 }
+_OF_IMAGES: Final = frozenset({"view_position", "image_laterality", "patient_orientation"})
 _LAST: Final = 1 << 40
 """Order of a series whose number is unknown: behind all others."""
 
@@ -180,7 +184,9 @@ def _acquired(series: Mapping[str, Any]) -> tuple[int, int, int, int]:
 def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
     technical = {**series.get("technical", {}), "modality": series.get("modality")}
     kind = str(series.get("kind") or "")
-    roles = [role_of(kind, {**technical, **image}) for image in series.get("images", ())]
+    # An image that lacks a value has none: that of the series is its first image's.
+    shared = {name: value for name, value in technical.items() if name not in _OF_IMAGES}
+    roles = [role_of(kind, {**shared, **image}) for image in series.get("images", ())]
     role = role_of(kind, technical) if not roles else roles[0] if len({*roles}) == 1 else ROLE_MIXED
     strings = {
         "kind": kind,
@@ -222,6 +228,18 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
     )
 
 
+def encode_shard_series(studies: Iterable[bytes]) -> bytes:
+    """Encode the series of a shard's samples.
+
+    Args:
+        studies: ``study.json`` of each sample, in the order of the shard.
+
+    Raises:
+        KeyError, TypeError, ValueError: One is no study of format 1.
+    """
+    return encode_series(series_of_study(json.loads(study)) for study in studies)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachedFacts:
     """What a job did."""
@@ -256,58 +274,156 @@ def attach_facts(
         )
     if dataset.is_foreign:
         raise ConfigError("Shards that others wrote have no study.json, so there are no facts of series.")
-    root, shards = dataset.store.root, list(_shard_rows(dataset))
+    root = dataset.store.root
     folder = root / series_folder(dataset.manifest.dataset_id)
-    num_kept, tables = 0, []
+    attached = write_facts(
+        dataset, root, parts=folder, keeps_parts=True, num_threads=num_threads, on_shard=on_shard
+    )
+    for path in folder.iterdir():
+        if path.name not in (SERIES_NAME, SeriesManifest.file_name):
+            path.unlink()  # parts of this job, or of one that was killed
+    return attached
+
+
+def write_facts(
+    dataset: Dataset,
+    root: Path,
+    *,
+    parts: Path,
+    keeps_parts: bool = False,
+    num_threads: int = 2,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> AttachedFacts:
+    """Write the series table of a version, which need not be published yet.
+
+    The series of shards that stored versions share come from their tables, the rest from ``parts``, and what
+    is in neither from the ``study.json`` fields of the shards; the bytes are the same either way.
+
+    Args:
+        dataset: The version; its store reads the shards.
+        root: Folder of the dataset.
+        parts: Folder of tables of single shards, see `part_path`.
+        keeps_parts: Whether to store parts that were read, so that a killed job need not read them again.
+        num_threads: Shards read at once.
+        on_shard: Called with the number of shards done, and of all shards.
+
+    Raises:
+        ShardflowError: A field cannot be read or trusted.
+        StorageError: A file cannot be written.
+    """
+    dataset_id, shards = dataset.manifest.dataset_id, dataset.manifest.shards
+    spans = list(_shard_spans(dataset))
+    known = _known_series(root, dataset)
+    num_kept, found = 0, []
+
+    def series_of(number: int, rows: range) -> tuple[SeriesTable, NDArray[np.int64], bool]:
+        row_in_shard = dataset.studies.column("row_in_shard")[rows.start : rows.stop]
+        former = known.get(shards[number].sha256)
+        samples = None if former is None else former.find(row_in_shard)
+        if former is not None and samples is not None:
+            return former.table, samples, True
+        table, is_kept = _part(dataset, number, rows, parts, keeps_parts=keeps_parts)
+        return table, np.arange(len(rows)), is_kept
+
     with ThreadPoolExecutor(num_threads) as pool:
-        jobs = [pool.submit(_shard_table, dataset, root, number, rows) for number, rows in shards]
+        jobs = [pool.submit(series_of, number, rows) for number, rows in spans]
         try:
             for place, job in enumerate(jobs):
-                table, is_kept = job.result()
-                tables.append(table)
+                table, samples, is_kept = job.result()
+                found.append((table, samples))
                 num_kept += is_kept
                 if on_shard is not None:
-                    on_shard(place + 1, len(shards))
+                    on_shard(place + 1, len(spans))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    data = merge_series(tables)
+    data = merge_series(found)
+    manifest = SeriesManifest.of(dataset_id, data)
+    folder = root / series_folder(dataset_id)
     write_atomic(folder / SERIES_NAME, [data], replace=True)
-    write_atomic(folder / MANIFEST_NAME, [encode_manifest(dataset, data)], replace=True)
-    merged, _ = open_series(dataset)
-    role, names = merged.array("role"), merged.vocabulary("role")
+    write_atomic(folder / SeriesManifest.file_name, [manifest.encode()], replace=True)
+    merged = SeriesTable(Table(memoryview(data), name=SERIES_NAME))
     return AttachedFacts(
         num_samples=merged.num_samples,
         num_series=merged.num_series,
-        num_shards=len(shards),
+        num_shards=len(spans),
         num_shards_kept=num_kept,
-        roles={name: int((role == place).sum()) for place, name in enumerate(names) if (role == place).any()},
+        roles=merged.count_roles(),
     )
 
 
-def _shard_rows(dataset: Dataset) -> Iterator[tuple[int, Sequence[int]]]:
+def part_path(parts: Path, sha256: str) -> Path:
+    """Return the path of the series of one whole shard, in a folder of parts of a table."""
+    return parts / f"{sha256}.tbl"
+
+
+@dataclass(frozen=True, slots=True)
+class _FormerShard:
+    """Series of a shard in the table of a stored version."""
+
+    table: SeriesTable
+    row_in_shard: NDArray[np.int64]
+    """Samples of the shard that the version has, ascending."""
+    first_row: int
+    """Row of the first one in the version."""
+
+    def find(self, row_in_shard: NDArray[Any]) -> NDArray[np.int64] | None:
+        """Return the rows of some samples in the version; None if it lacks one."""
+        places = np.searchsorted(self.row_in_shard, row_in_shard)
+        places = np.minimum(places, len(self.row_in_shard) - 1)
+        is_found = np.array_equal(self.row_in_shard[places], row_in_shard)
+        return self.first_row + places if is_found else None
+
+
+def _known_series(root: Path, dataset: Dataset) -> dict[str, _FormerShard]:
+    """Return the series that the stored versions have of a version's shards, by digest; newer ones first."""
+    store, wanted = LocalStore(root), {shard.sha256 for shard in dataset.manifest.shards}
+    known: dict[str, _FormerShard] = {}
+    for number in reversed(versions(store)):
+        if wanted <= known.keys():
+            break
+        try:
+            manifest = load(store, number)
+            table, _ = load_series(store, manifest.dataset_id)
+            table.verify()
+        except (NotFoundError, FormatError):
+            continue  # a version without a table, or a damaged one, which is made again
+        former = Dataset(store, manifest)
+        for place, rows in _shard_spans(former):
+            row_in_shard = former.studies.column("row_in_shard")[rows.start : rows.stop].astype(np.int64)
+            if table.num_samples == former.studies.num_samples:
+                known.setdefault(manifest.shards[place].sha256, _FormerShard(table, row_in_shard, rows.start))
+    return known
+
+
+def _shard_spans(dataset: Dataset) -> Iterator[tuple[int, range]]:
     """Yield the shards in the order of the samples table, and the rows of each."""
-    shard = dataset.studies.column("shard")
-    start = 0
-    while start < len(shard):
-        number = int(shard[start])
-        stop = start + int((shard[start:] == number).argmin() or len(shard) - start)
-        yield number, range(start, stop)
-        start = stop
+    shard = dataset.studies.column("shard").astype(np.int64)
+    firsts = np.flatnonzero(np.diff(shard, prepend=-1)).tolist()
+    for first, stop in pairwise([*firsts, len(shard)]):
+        yield int(shard[first]), range(first, stop)
 
 
-def _shard_table(dataset: Dataset, root: Path, shard: int, rows: Sequence[int]) -> tuple[SeriesTable, bool]:
-    """Return the series of a shard, and whether they were stored already."""
-    path = shard_series_path(dataset.manifest.shards[shard].sha256)
-    try:
-        table = SeriesTable(Table(dataset.store.map(path), name=path))
-        if table.num_samples == len(rows):
-            return table, True
-    except (NotFoundError, FormatError):
-        pass  # not made yet, or damaged: it is made again
+def _part(
+    dataset: Dataset, shard: int, rows: range, parts: Path, *, keeps_parts: bool
+) -> tuple[SeriesTable, bool]:
+    """Return the series of a shard, and whether a part of them was stored."""
+    entry = dataset.manifest.shards[shard]
+    path = part_path(parts, entry.sha256)
+    # A part is of a whole shard, so that its name says what is in it, whatever was removed meanwhile.
+    is_whole = len(rows) == entry.num_samples
+    if is_whole and path.exists():
+        try:
+            table = SeriesTable(Table(memoryview(path.read_bytes()), name=path.name))
+            table.verify()
+            if table.num_samples == len(rows):
+                return table, True
+        except FormatError:
+            pass  # damaged: it is made again
     data = encode_series(_series_of_row(dataset, row) for row in rows)
-    write_atomic(root / path, [data], replace=True)
-    return SeriesTable(Table(memoryview(data), name=path)), False
+    if is_whole and keeps_parts:
+        write_atomic(path, [data], replace=True)
+    return SeriesTable(Table(memoryview(data), name=path.name)), False
 
 
 def _series_of_row(dataset: Dataset, row: int) -> list[SeriesFacts]:

@@ -1,30 +1,30 @@
 """Series table: one row per series of a dataset, with the facts that select, size and order what is read.
 
 A sidecar, written by packing and, for existing datasets, by ``shardflow attach DATASET --facts``; no shard is
-touched. ``facts/shards/<sha256>.tbl`` holds the series of one shard and is named by the shard's digest, so a
-new version of a dataset only adds the tables of its new shards. ``facts/<dataset_id>/series.tbl`` is their
-concatenation in the order of the samples table; ``manifest.json`` beside it names it and is written last. The
-layout is in docs/format.md, section 17.
+touched. ``facts/series/<dataset_id>/series.tbl`` has the order of the samples table; ``manifest.json`` beside
+it names it and is written last. A new version of a dataset takes the series of the shards that it shares with
+an earlier one from that one's table, and reads new shards alone. The layout is in docs/format.md, section 17.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.dataset import Dataset
-from shardflow.format.keys import Json, canonical_json, parse_json, sha256_hex
+from shardflow.format.keys import Json, sha256_hex
+from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table, encode_table
+from shardflow.storage import ByteStore
 
 SERIES_NAME: Final = "series.tbl"
-MANIFEST_NAME: Final = "manifest.json"
 _KIND: Final = "series"
-_FORMAT: Final = "shardflow-facts"
 _FORMAT_VERSION: Final = 1
 
 STRINGS: Final = (
@@ -61,6 +61,11 @@ FLAG_PREFIX: Final = "flags."
 ROLE_UNKNOWN: Final = "unknown"
 ROLE_MIXED: Final = "mixed"
 _MAX_FLAGS: Final = 64
+_DTYPES: Final = {
+    **dict.fromkeys(COUNTS, "<u4"),
+    **dict.fromkeys(MEASURES, "<f8"),
+    **dict.fromkeys(ANSWERS, "|i1"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +115,11 @@ def encode_series(samples: Iterable[Sequence[SeriesFacts]]) -> bytes:
     for name in STRINGS:
         columns[name], vocabularies[name] = _encode_names(name, [row.strings.get(name, "") for row in rows])
     for name in COUNTS:
-        columns[name] = np.array([row.counts[name] for row in rows], "<u4")
+        columns[name] = np.array([row.counts[name] for row in rows], _DTYPES[name])
     for name in MEASURES:
-        columns[name] = np.array([row.measures.get(name, np.nan) for row in rows], "<f8")
+        columns[name] = np.array([row.measures.get(name, np.nan) for row in rows], _DTYPES[name])
     for name in ANSWERS:
-        columns[name] = np.array([int(row.answers.get(name, -1)) for row in rows], "|i1")
+        columns[name] = np.array([int(row.answers.get(name, -1)) for row in rows], _DTYPES[name])
     missing = np.full((3, 4), np.nan)
     affines = [missing if row.affine_lps is None else np.asarray(row.affine_lps)[:3] for row in rows]
     columns["affine_lps"] = np.array(affines, "<f8").reshape(-1, 3, 4)
@@ -135,7 +140,7 @@ def encode_series(samples: Iterable[Sequence[SeriesFacts]]) -> bytes:
     return encode_table(columns, meta)
 
 
-def _starts(lengths: Sequence[int]) -> NDArray[np.uint64]:
+def _starts(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.uint64]:
     starts = np.zeros(len(lengths) + 1, "<u8")
     np.cumsum(lengths, out=starts[1:])
     return starts
@@ -150,30 +155,48 @@ def _encode_names(column: str, values: Sequence[str]) -> tuple[NDArray[np.uint16
     return np.array([code[value] for value in values], "<u2"), names
 
 
-def merge_series(tables: Sequence[SeriesTable]) -> bytes:
-    """Encode the concatenation of tables, in order."""
+def merge_series(parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]]) -> bytes:
+    """Encode the series of chosen samples of tables: the bytes that `encode_series` makes of these samples.
+
+    Args:
+        parts: Tables, and the chosen samples of each, in order.
+    """
+    chosen = [
+        _Chosen(table, np.concatenate([samples for _, samples in group]))
+        for table, group in (
+            (found[0][0], found)
+            for _, each in itertools.groupby(parts, key=lambda part: id(part[0]))
+            for found in [list(each)]
+        )
+    ]
     columns: dict[str, NDArray[Any]] = {}
     vocabularies: dict[str, Json] = {}
-    for starts in ("first_series", "first_image"):
-        lengths = [np.diff(table.array(starts).astype(np.int64)) for table in tables]
-        columns[starts] = _starts(np.concatenate(lengths).tolist() if lengths else [])
+    nothing = np.zeros(0, np.int64)
+    columns["first_series"] = _starts(np.concatenate([nothing, *(part.num_series for part in chosen)]))
+    columns["first_image"] = _starts(np.concatenate([nothing, *(part.num_images for part in chosen)]))
     for name in (*STRINGS, "image_role"):
-        names = sorted({"", *(known for table in tables for known in table.vocabulary(name))})
+        # Names that no chosen series has are left out, so that a removal leaves no trace.
+        used = {known for part in chosen for known in part.names(name)}
+        names = sorted({"", *used})
         code = {known: place for place, known in enumerate(names)}
-        parts = [
-            np.array([code[known] for known in table.vocabulary(name)], "<u2")[table.array(name)]
-            for table in tables
+        codes = [
+            np.array([code.get(known, 0) for known in part.table.vocabulary(name)], "<u2")[part.array(name)]
+            for part in chosen
         ]
-        columns[name], vocabularies[name] = np.concatenate([np.zeros(0, "<u2"), *parts]), list(names)
-    for name in (*COUNTS, *MEASURES, *ANSWERS, "affine_lps"):
-        columns[name] = np.concatenate([table.array(name) for table in tables])
-    flags = sorted({flag for table in tables for flag in table.flags})
-    bits = []
-    for table in tables:
-        merged = np.zeros(table.num_series, "<u8")
-        for place, flag in enumerate(table.flags):
-            is_set = table.array("flags") >> np.uint64(place) & np.uint64(1)
-            merged |= is_set << np.uint64(flags.index(flag))
+        columns[name], vocabularies[name] = np.concatenate([np.zeros(0, "<u2"), *codes]), list(names)
+    affines = np.zeros((0, 3, 4), "<f8")
+    for name in (*COUNTS, *MEASURES, *ANSWERS):
+        dtype = _DTYPES[name]
+        columns[name] = np.concatenate([np.zeros(0, dtype), *(part.array(name) for part in chosen)])
+    columns["affine_lps"] = np.concatenate([affines, *(part.array("affine_lps") for part in chosen)])
+    flags = sorted({flag for part in chosen for flag in part.flags()})
+    bits = [np.zeros(0, "<u8")]
+    for part in chosen:
+        merged = np.zeros(len(part.series), "<u8")
+        for place, flag in enumerate(part.table.flags):
+            if flag in flags:
+                is_set = part.array("flags") >> np.uint64(place) & np.uint64(1)
+                merged |= is_set << np.uint64(flags.index(flag))
         bits.append(merged)
     columns["flags"] = np.concatenate(bits)
     facts = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, "affine_lps", "flags")
@@ -185,6 +208,38 @@ def merge_series(tables: Sequence[SeriesTable]) -> bytes:
         "flags": flags,
     }
     return encode_table({name: columns[name] for name in order}, meta)
+
+
+class _Chosen:
+    """Series and images of some samples of a table."""
+
+    def __init__(self, table: SeriesTable, samples: NDArray[np.int64]) -> None:
+        self.table = table
+        self.num_series, self.series = _spans(table.first_series(), samples)
+        self.num_images, self.images = _spans(table.first_image(), self.series)
+
+    def array(self, name: str) -> NDArray[Any]:
+        chosen: NDArray[Any] = self.table.array(name)[self.images if name == "image_role" else self.series]
+        return chosen
+
+    def names(self, name: str) -> list[str]:
+        """Return the strings that occur in a column."""
+        known = self.table.vocabulary(name)
+        return [known[code] for code in np.unique(self.array(name)).tolist()]
+
+    def flags(self) -> list[str]:
+        """Return the flags that a series has."""
+        found = int(np.bitwise_or.reduce(self.array("flags"), initial=np.uint64(0)))
+        return [flag for place, flag in enumerate(self.table.flags) if found >> place & 1]
+
+
+def _spans(starts: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the lengths of chosen spans, and the positions that they cover."""
+    first = starts[chosen]
+    lengths = starts[chosen + 1] - first
+    stops = np.cumsum(lengths)
+    num_covered = int(lengths.sum())
+    return lengths, np.arange(num_covered) + np.repeat(first - (stops - lengths), lengths)
 
 
 class SeriesTable:
@@ -246,6 +301,20 @@ class SeriesTable:
             return FactColumn(values, np.isnan(values))
         return FactColumn(values)
 
+    def count_roles(self) -> dict[str, int]:
+        """Return the number of series of each role."""
+        names = self.vocabulary("role")
+        codes, counts = np.unique(self.array("role"), return_counts=True)
+        return {names[code]: int(count) for code, count in zip(codes.tolist(), counts.tolist(), strict=True)}
+
+    def verify(self) -> None:
+        """Check every column, whether or not it is used.
+
+        Raises:
+            FormatError: One is damaged.
+        """
+        self._table.verify()
+
     def first_series(self) -> NDArray[np.int64]:
         """Return where the series of each sample begin, ``(num_samples + 1,)``."""
         return self.array("first_series").astype(np.int64)
@@ -255,25 +324,77 @@ class SeriesTable:
         return self.array("first_image").astype(np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SeriesManifest(SidecarManifest):
+    """Manifest that makes a series table valid for one version of a dataset."""
+
+    root = "facts"
+    name: ClassVar[str] = "series"
+    """Name of the sidecar: of all facts, those of series."""
+    file_name = "manifest.json"
+    head: ClassVar[Mapping[str, Json]] = {"format": "shardflow-facts", "format_version": _FORMAT_VERSION}
+    remedy = "run: shardflow attach DATASET --facts"
+
+    dataset_id: str
+    num_samples: int
+    num_series: int
+    num_bytes: int
+    """Of the table."""
+    sha256: str
+
+    @classmethod
+    def of(cls, dataset_id: str, table: bytes) -> SeriesManifest:
+        """Describe an encoded table."""
+        opened = SeriesTable(Table(memoryview(table), name=SERIES_NAME))
+        return cls(
+            dataset_id=dataset_id,
+            num_samples=opened.num_samples,
+            num_series=opened.num_series,
+            num_bytes=len(table),
+            sha256=sha256_hex(table),
+        )
+
+    def body(self) -> dict[str, Json]:
+        """Return the entries beside `head` and the digest."""
+        return {
+            "dataset_id": self.dataset_id,
+            "num_samples": self.num_samples,
+            "num_series": self.num_series,
+            "table": {"num_bytes": self.num_bytes, "sha256": self.sha256},
+        }
+
+    @classmethod
+    def from_body(cls, body: dict[str, Any]) -> SeriesManifest:
+        """Make a manifest of its entries."""
+        table = body.pop("table")
+        return cls(**body, **table)
+
+    def tables(self) -> dict[str, tuple[int | None, str]]:
+        """Return size and SHA-256 of the table."""
+        return {SERIES_NAME: (self.num_bytes, self.sha256)}
+
+    @classmethod
+    def is_name(cls, name: str) -> bool:
+        """Return whether facts may have a name; there is one kind of them."""
+        return name == cls.name
+
+
 def series_folder(dataset_id: str) -> str:
     """Return the folder of the series table of a version of a dataset."""
-    return f"facts/{dataset_id}"
+    return f"{SeriesManifest.root}/{SeriesManifest.name}/{dataset_id}"
 
 
-def shard_series_path(sha256: str) -> str:
-    """Return the path of the series of one shard."""
-    return f"facts/shards/{sha256}.tbl"
+def load_series(store: ByteStore, dataset_id: str) -> tuple[SeriesTable, SeriesManifest]:
+    """Read the series table of a version without a cache, and its manifest.
 
-
-def encode_manifest(dataset: Dataset, table: bytes) -> bytes:
-    """Encode the manifest that makes a series table valid."""
-    body: dict[str, Json] = {
-        "format": _FORMAT,
-        "format_version": _FORMAT_VERSION,
-        "dataset_id": dataset.dataset_id,
-        "series": {"num_bytes": len(table), "sha256": sha256_hex(table)},
-    }
-    return canonical_json({**body, "digest": sha256_hex(canonical_json(body))}) + b"\n"
+    Raises:
+        NotFoundError: There is none.
+        FormatError: It cannot be trusted.
+        StorageError: Reading failed.
+    """
+    manifest = SeriesManifest.load(store, SeriesManifest.name, dataset_id)
+    path = f"{series_folder(dataset_id)}/{SERIES_NAME}"
+    return _open_table(store.map(path), path, manifest), manifest
 
 
 def open_series(dataset: Dataset) -> tuple[SeriesTable, str]:
@@ -286,38 +407,35 @@ def open_series(dataset: Dataset) -> tuple[SeriesTable, str]:
         ConfigError: There is none for this version; the message names the command that makes it.
         FormatError: It is another dataset's, or cannot be trusted.
     """
-    folder = series_folder(dataset.manifest.dataset_id)
-    name = f"{folder}/{MANIFEST_NAME}"
+    dataset_id, num_samples = dataset.manifest.dataset_id, dataset.studies.num_samples
     try:
-        data = dataset.store.read(name)
+        manifest = SeriesManifest.load(dataset.store, SeriesManifest.name, dataset_id)
     except NotFoundError:
         raise ConfigError(
             f"This needs the series table, and version {dataset.manifest_version} of the dataset has none; "
             "run: shardflow attach DATASET --facts"
         ) from None
-    body = parse_json(data.removesuffix(b"\n"), what=name)
-    try:
-        digest = body.pop("digest")
-        is_whole = digest == sha256_hex(canonical_json(body)) and (
-            body["format"],
-            body["format_version"],
-            body["dataset_id"],
-        ) == (_FORMAT, _FORMAT_VERSION, dataset.manifest.dataset_id)
-        sha256, num_bytes = str(body["series"]["sha256"]), int(body["series"]["num_bytes"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        is_whole, sha256, num_bytes = False, "", 0
-    if not is_whole:
-        raise FormatError(
-            f"{name} does not describe the series of this dataset; delete its folder and run: shardflow "
-            "attach DATASET --facts"
-        )
-    path = f"{folder}/{SERIES_NAME}"
+    path = f"{series_folder(dataset_id)}/{SERIES_NAME}"
     buffer = dataset.map_beside(
-        path, sha256=sha256, num_bytes=num_bytes, rows=range(dataset.studies.num_samples)
+        path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=range(num_samples)
     )
-    if buffer.nbytes != num_bytes:
-        raise FormatError(f"{path} has {buffer.nbytes} bytes instead of {num_bytes}; fetch or make it again.")
+    table = _open_table(buffer, path, manifest)
+    if table.num_samples != num_samples:
+        raise FormatError(f"{path} is of another dataset; delete its folder and {SeriesManifest.remedy}")
+    return table, manifest.sha256
+
+
+def _open_table(buffer: memoryview, path: str, manifest: SeriesManifest) -> SeriesTable:
+    """Open a table, and compare it with its manifest.
+
+    Raises:
+        FormatError: They disagree.
+    """
+    if buffer.nbytes != manifest.num_bytes:
+        raise FormatError(
+            f"{path} has {buffer.nbytes} bytes instead of {manifest.num_bytes}; fetch or make it again."
+        )
     table = SeriesTable(Table(buffer, name=path))
-    if table.num_samples != dataset.studies.num_samples:
-        raise FormatError(f"{path} is of another dataset; delete its folder and make it again.")
-    return table, sha256
+    if (table.num_samples, table.num_series) != (manifest.num_samples, manifest.num_series):
+        raise FormatError(f"{path} is another table than its manifest names; fetch or make it again.")
+    return table

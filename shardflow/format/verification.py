@@ -35,6 +35,7 @@ from shardflow.format.manifest import (
     versions,
 )
 from shardflow.format.samples import SamplesTable
+from shardflow.format.series import SeriesManifest, SeriesTable
 from shardflow.format.shard_checks import (
     WHOLE_FILE,
     Damage,
@@ -65,7 +66,7 @@ class VerifyReport:
     manifest_version: int
     damages: tuple[Damage, ...]
     """The first damage of each file: manifests, then shards with their indexes, samples tables, ledgers,
-    pages, and entity views and stored tokens with their tables."""
+    pages, and entity views, stored tokens and series tables with their manifests."""
     notes: tuple[str, ...]
     """What is no damage, but worth knowing, such as files that no manifest names."""
     num_files: int
@@ -77,6 +78,8 @@ class VerifyReport:
     """Entity views of the dataset's versions that were checked."""
     num_tokenizations: int
     """Sets of stored tokens of the versions, or of their views, that were checked."""
+    num_series_tables: int
+    """Series tables of the versions that were checked."""
 
     @property
     def is_whole(self) -> bool:
@@ -94,7 +97,7 @@ def verify(
     num_threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check every byte of a dataset, in all of its versions, and of the views and tokens beside it.
+    """Check every byte of a dataset, in all of its versions, and of the views, tokens and facts beside it.
 
     Args:
         url: The dataset.
@@ -162,6 +165,7 @@ def verify(
         num_fields=sum(result.num_fields for result in results),
         num_views=sum(isinstance(sidecar.manifest, EntityManifest) for sidecar in sidecars),
         num_tokenizations=sum(isinstance(sidecar.manifest, TokensManifest) for sidecar in sidecars),
+        num_series_tables=sum(isinstance(sidecar.manifest, SeriesManifest) for sidecar in sidecars),
     )
 
 
@@ -408,7 +412,9 @@ def _find_beside(
     try:
         sidecars = find_sidecars(store, manifests, guard=guard)
     except NoListingError:
-        notes.append("entity views and stored tokens were not looked for: the store cannot list")
+        notes.append(
+            "entity views, stored tokens and series tables were not looked for: the store cannot list"
+        )
         return []
     for sidecar in sidecars:
         if not sidecar.is_finished:
@@ -441,6 +447,9 @@ def _check_beside(
             num_rows[manifest.digest] = manifest.num_entities
         elif isinstance(manifest, TokensManifest):
             _check_tokens(store, sidecar, manifest, num_rows.get(manifest.dataset_id), damages)
+        elif isinstance(manifest, SeriesManifest):
+            with _Collecting(damages):
+                _check_series(store, sidecar, manifest, samples.get(manifest.dataset_id))
 
 
 def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[ExpectedFile]:
@@ -472,6 +481,27 @@ def _check_view(
     if len(numbers):
         problem = f"a row that lies elsewhere than its study (row {numbers[0]})"
         raise DamageError(Damage(path, "column study", problem))
+
+
+def _check_series(
+    store: ByteStore, sidecar: Sidecar, facts: SeriesManifest, studies: SamplesTable | None
+) -> None:
+    """Check a series table, and its numbers of series against those of the samples table."""
+    (expected,) = _expected_tables(sidecar, facts)
+    table = open_table(store, expected)
+    with checking(expected.path):
+        series = SeriesTable(table)
+    if (series.num_samples, series.num_series) != (facts.num_samples, facts.num_series):
+        raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
+    if studies is None:
+        return
+    if series.num_samples != studies.num_samples:
+        counts = f"{series.num_samples} samples instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
+    numbers = np.flatnonzero(np.diff(series.first_series()) != studies.column("num_series"))
+    if len(numbers):
+        problem = f"another number of series than the samples table has (row {numbers[0]})"
+        raise DamageError(Damage(expected.path, "column first_series", problem))
 
 
 def _check_tokens(

@@ -9,11 +9,11 @@ class Progress(Protocol):
     """Receiver of a job's phases, called from the job's own thread and never with anything from an input.
 
     Phases come in this order: ``headers``, ``reports``, ``studies``, ``samples``, ``ledger``, ``page``,
-    ``manifest``, ``done``. Exceptions pass through the job, which stays resumable.
+    ``facts``, ``manifest``, ``done``. Exceptions pass through the job, which stays resumable.
     """
 
     def phase(self, name: str, total: int) -> None:
-        """Begin a phase of ``total`` units (files, reports, studies); 0 where it has none."""
+        """Begin a phase of ``total`` units (files, reports, studies, shards); 0 where it has none."""
 
     def advance(self, count: int = 1) -> None:
         """Finish ``count`` units of the phase."""

@@ -174,7 +174,7 @@ def publish(
         extra=extra,
         studies=settled.studies if base is None else None,
     )
-    return write_version(workspace.output, new, progress, uploader)
+    return write_version(workspace, new, progress, uploader)
 
 
 def _deidentification(deid: Mapping[str, Any], settled: Settled, base: Base | None) -> dict[str, Any]:

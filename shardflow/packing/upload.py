@@ -17,17 +17,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, NotFoundError, StorageError
-from shardflow.format.copying import copy_object, object_stands
+from shardflow.format.copying import SIDECAR_KINDS, copy_object, object_stands
 from shardflow.format.entities import view_digests
 from shardflow.format.foreign.places import RelocatedStore
-from shardflow.format.keys import canonical_json
+from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
+from shardflow.format.series import SeriesManifest, series_folder
 from shardflow.format.writer import naming_os_errors
 from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore, open_store, write_atomic
@@ -264,6 +265,8 @@ class Uploader:
             for entry in manifest.files():
                 if entry not in shards and entry not in uploaded:
                     self._begin(entry.path, (entry,))
+        for manifest in manifests.values():
+            self._send_facts(manifest.dataset_id)
         self.wait()
         for number, manifest in sorted(manifests.items()):
             self._put_manifest(number, manifest)
@@ -288,11 +291,24 @@ class Uploader:
         for path in self._target.list(""):
             if path.startswith(_OWN_FOLDERS) and path not in named:
                 erase(self._target, path)
-        # Token counts and entity views belong to single versions.
+        # Token counts, entity views and facts belong to single versions.
         current = {manifest.dataset_id for manifest in manifests} | view_digests(self._target, manifests)
-        for path in [*self._target.list("tokens/"), *self._target.list("views/")]:
+        for path in [path for kind in SIDECAR_KINDS for path in self._target.list(f"{kind.root}/")]:
             if path.split("/")[2:3] and path.split("/")[2] not in current:
                 erase(self._target, path)
+
+    def _send_facts(self, dataset_id: str) -> None:
+        """Start to upload the series table of a version, and then its manifest; none for older versions."""
+        folder, kind = series_folder(dataset_id), SeriesManifest
+        with suppress(NotFoundError):
+            facts = kind.load(self._source, kind.name, dataset_id)
+            path, data = f"{folder}/{kind.file_name}", facts.encode()
+            tables = [
+                FileEntry(path=f"{folder}/{name}", num_bytes=num_bytes or 0, sha256=sha256)
+                for name, (num_bytes, sha256) in facts.tables().items()
+            ]
+            own = FileEntry(path=path, num_bytes=len(data), sha256=sha256_hex(data))
+            self._begin(path, (*tables, own))
 
     def _begin(self, name: str, entries: tuple[FileEntry, ...]) -> None:
         if entries and name not in self._running:

@@ -52,6 +52,7 @@ _OWN_NAMES: Final = (
     "report-0",
     "tokens",
     "views",
+    "facts",
     _WORK,
 )
 """First letters of every name that may exist in a dataset's folder."""

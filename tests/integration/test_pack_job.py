@@ -80,7 +80,7 @@ def test_only_the_dataset_is_left(case: PackCase) -> None:
     _studies(case, 2)
     case.pack()
     names = {path.split("/")[0] for path in tree_digests(case.output)}
-    assert names == {"manifest-000001.json", "shards", "samples", "ledger.jsonl", "report.html"}
+    assert names == {"manifest-000001.json", "shards", "samples", "facts", "ledger.jsonl", "report.html"}
     assert {path.name for path in case.output.iterdir()} == names
     left = sorted(path.name for path in case.private.iterdir())
     assert [name for name in left if not name.startswith("inputs-")] == [

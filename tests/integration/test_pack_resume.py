@@ -85,6 +85,7 @@ POINTS = [
     "phase:samples",
     "phase:ledger",
     "phase:page",
+    "phase:facts",
     "phase:manifest",
     "cleaning",
     "half",

@@ -27,6 +27,7 @@ POINTS = [
     f"advance:studies:{NUM_NEW - 1}",
     "phase:samples",
     "phase:ledger",
+    "phase:facts",
     "phase:manifest",
     "cleaning",
     "half",

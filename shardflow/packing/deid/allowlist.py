@@ -255,6 +255,8 @@ _PATIENT = ("PatientAge", "PatientSex")
 
 KEYWORDS: tuple[str, ...] = tuple(sorted({*_RULES, *_PRESENCE, *_PATIENT}))
 """DICOM keywords to read with `shardflow.packing.sources.dicom.attributes.read_attributes`."""
+VIEW_KEYWORDS: tuple[str, ...] = ("ImageLaterality", "PatientOrientation", "ViewPosition")
+"""Those that may differ between the images of a series and say what each one shows."""
 
 
 def allow_technical(attributes: Mapping[str, Values]) -> dict[str, Allowed | bool]:

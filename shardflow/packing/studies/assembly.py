@@ -1,21 +1,24 @@
 """Assembler of shards: concatenates fragments into a tar with its index, and checks shards of earlier runs.
 
-Runs in a packing process. A shard is written, fsynced and renamed before its record is, and its fragments are
-removed after that: at any moment either the fragments or a whole shard with its record exist. A shard without
-a record is assembled again.
+Runs in a packing process. A shard is written, fsynced and renamed before its record is, which has the facts
+of its series beside it; its fragments are removed after that: at any moment either the fragments or a whole
+shard with its record exist. A shard without a record is assembled again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardflow.format.facts import encode_shard_series, part_path
 from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.tar import END_OF_ARCHIVE
 from shardflow.format.writer import naming_os_errors, write_file
 from shardflow.packing.studies.fragment import (
@@ -73,6 +76,9 @@ class Assembler:
             num_bytes = record["tar"]["num_bytes"]
             record["samples"], table = _index(name, num_bytes, [part for _, part in packed])
             record["index"] = _entry(write_file(output, f"shards/{name}.idx", [table]))
+            # The series table of the version is made of these parts, wherever the shards are by then.
+            part = encode_shard_series(_studies(output / f"shards/{name}.tar", [part for _, part in packed]))
+            write_plainly(part_path(self.workspace.records, record["tar"]["sha256"]), part, mode=0o644)
         record["outcomes"] = {part.sample_key: asdict(part.outcome) for part in parts}
         text = json.dumps(record, separators=(",", ":")).encode("ascii")
         write_plainly(self.workspace.records / f"{name}.json", text, mode=0o644)
@@ -99,6 +105,16 @@ def _members(parts: Sequence[tuple[Path, Fragment]]) -> Iterator[bytes]:
     for path, fragment in parts:
         yield from copy_members(path, fragment)
     yield END_OF_ARCHIVE
+
+
+def _studies(path: Path, parts: Sequence[Fragment]) -> Iterator[bytes]:
+    """Yield ``study.json`` of each sample of a shard that was just written."""
+    start = 0
+    with naming_os_errors("reading a shard back"), path.open("rb", buffering=0) as file:
+        for part in parts:
+            (study,) = (field for field in part.fields if field.name == STUDY_FIELD)
+            yield os.pread(file.fileno(), study.num_bytes, start + study.offset)
+            start += part.num_bytes
 
 
 def _entry(file: FileEntry) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shardflow.format.codecs import codec_for, encode_array
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
-from shardflow.packing.deid.allowlist import KEYWORDS, allow_patient
+from shardflow.packing.deid.allowlist import KEYWORDS, VIEW_KEYWORDS, allow_patient, allow_technical
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
@@ -194,7 +194,10 @@ class StudyMembers:
             ),
         )
         described = [
-            describe_series(stack, self._attributes(stack), self._privacy, self.rules.codec)
+            {
+                **describe_series(stack, self._attributes(stack), self._privacy, self.rules.codec),
+                **self._views(stack),
+            }
             for stack in stacks
         ]
         self._write_contents(stacks, described, report)
@@ -352,11 +355,28 @@ class StudyMembers:
         """Read the attributes of the first file; they are not filtered by the allowlist yet."""
         first = stack.slices[0].instance
         if first.file_index not in self._technical:
-            try:
-                self._technical[first.file_index] = self._read_attributes(first, KEYWORDS)
-            except SourceError as error:
-                raise _BadInstanceError({first.file_index: error.reason}) from None
+            self._technical[first.file_index] = self._read_own_attributes(first, KEYWORDS)
         return self._technical[first.file_index]
+
+    def _views(self, stack: Stack) -> dict[str, Any]:
+        """Return the views of a series whose images differ in view or side; nothing for all others."""
+        files = {part.instance.file_index: part.instance for part in stack.slices}
+        if stack.kind != "images" or len(files) == 1:
+            return {}
+        views = {
+            at: allow_technical(self._read_own_attributes(one, VIEW_KEYWORDS)) for at, one in files.items()
+        }
+        images = [views[part.instance.file_index] for part in stack.slices]
+        return {"images": images} if any(image != images[0] for image in images) else {}
+
+    def _read_own_attributes(
+        self, header: InstanceHeader, keywords: Sequence[str]
+    ) -> Mapping[str, AttributeValue]:
+        """Read attributes of a file that is packed."""
+        try:
+            return self._read_attributes(header, keywords)
+        except SourceError as error:
+            raise _BadInstanceError({header.file_index: error.reason}) from None
 
     def _read_attributes(
         self, header: InstanceHeader, keywords: Sequence[str]

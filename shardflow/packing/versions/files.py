@@ -1,4 +1,4 @@
-"""Files of one version of a dataset: ledgers, samples table, page, and last the manifest.
+"""Files of one version of a dataset: ledgers, samples table, page, series table, and last the manifest.
 
 Version 1 keeps plain names; later ones carry their number. There is no version before its manifest: whoever
 opens the folder finds the previous one, however much of the next one is already written. The page is made
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,10 +22,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardflow.format import Dataset
+from shardflow.format.facts import write_facts
 from shardflow.format.ledger import LedgerChain, LedgerRow
 from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import SampleEntry, SamplesTable
+from shardflow.format.series import series_folder
 from shardflow.format.writer import write_file
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
@@ -300,7 +303,7 @@ class NewestVersion:
             page=base.page,
             extra={**base.extra, "next_shards": base.next_shards, **extra},
         )
-        return write_version(self.workspace.output, new, progress, self.uploader)
+        return write_version(self.workspace, new, progress, self.uploader)
 
 
 @contextmanager
@@ -319,12 +322,12 @@ def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
 
 
 def write_version(
-    output: Path, new: NewVersion, progress: Progress, uploader: Uploader | None = None
+    workspace: Workspace, new: NewVersion, progress: Progress, uploader: Uploader | None = None
 ) -> Manifest:
-    """Write samples table, ledger, page and manifest.
+    """Write samples table, ledger, page, series table and manifest.
 
     Args:
-        output: Folder of the dataset.
+        workspace: The folders.
         new: The version.
         progress: Receives the phases.
         uploader: Locates shards that are not in the folder.
@@ -334,6 +337,7 @@ def write_version(
         FormatError: A shard is damaged.
         StorageError: A file cannot be written.
     """
+    output = workspace.output
     progress.phase("samples", 0)
     table = SamplesTable.encode(new.samples, shard_splits=[shard.split for shard in new.shards])
     samples = write_file(output, samples_path(new.version), [table])
@@ -359,7 +363,16 @@ def write_version(
     if new.page.enabled:
         progress.phase("page", 0)
         manifest = _add_page(output, new, manifest, uploader)
+    # Before the manifest: who sees the version sees its facts.
+    progress.phase("facts", len(manifest.shards))
     store = LocalStore(output)
+    write_facts(
+        Dataset(store if uploader is None else uploader.store(manifest), manifest),
+        output,
+        parts=workspace.records,
+        num_threads=min(new.num_threads, _MAX_THREADS),
+        on_shard=lambda _done, _all: progress.advance(),
+    )
     remove_strangers(output, [*(load(store, number) for number in versions(store)), manifest])
     progress.phase("manifest", 0)
     commit(store, manifest)
@@ -400,6 +413,10 @@ def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
     for path in [*paths, *output.glob(_LEDGERS), *([page] if page.exists() else [])]:
         if path.relative_to(output).as_posix() not in named:
             path.unlink()
+    kept = {manifest.dataset_id for manifest in manifests}
+    for folder in output.glob(series_folder("*")):
+        if folder.name not in kept:
+            shutil.rmtree(folder)
 
 
 def _count_studies(new: NewVersion) -> dict[str, int]:
