@@ -19,10 +19,9 @@ from shardflow.errors import ConfigError
 
 DESCRIPTION = """\
 Writes the series table of DATASET, facts/series/<dataset_id>/series.tbl: one row per series with its role,
-modality, shape, dtype, unit, geometry, codec and flags, from study.json. Fields of images need it: it says what each
-sample has before anything is read. Packing writes it; this command is for datasets that have none. No shard
-is touched. A job that was stopped goes on where it was, and a new version of the dataset adds only the series
-of its new shards.
+modality, shape, dtype, unit, geometry, codec and flags, from study.json. Fields of images need it: it says
+what each sample has before anything is read. Packing writes it; this command is for datasets that have none.
+No shard is touched, and a job that was stopped resumes where it was.
 """
 EXAMPLES = """\
 example:
