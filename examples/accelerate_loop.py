@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 -m examples.accelerate_loop DATASET TOKENIZER RUN
 
 ``accelerator.prepare`` is for torch's DataLoader: it would deal batches to ranks, which the plan has done
-already. Registered for checkpointing, the loader's position is saved and restored with the rest, so
-``skip_first_batches`` must not be called: it would leave out samples a second time.
+already. `register_loader` refuses settings that would do so, and has the loader's position saved and restored
+with the rest, so ``skip_first_batches`` must not be called: it would leave out samples a second time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from accelerate import Accelerator
 
 import shardflow as sf
 from examples.small_model import CONFIG, MICRO_BATCHES_PER_STEP, SPEC, SummedLoss, to_tensors
+from shardflow.training.frameworks import register_loader
 
 __all__ = ["train"]
 
@@ -47,7 +48,8 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     world = sf.World(rank=accelerator.process_index, world_size=accelerator.num_processes)
     progress, saved = Progress(), run / "checkpoint"
     with sf.Loader(sf.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
-        accelerator.register_for_checkpointing(loader, progress)
+        register_loader(accelerator, loader)
+        accelerator.register_for_checkpointing(progress)
         if saved.exists():
             accelerator.load_state(str(saved))
         while progress.step < num_steps:

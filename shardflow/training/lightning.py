@@ -7,31 +7,45 @@ must accumulate as many micro-batches as a rank has in a step (`ShardDataModule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning import LightningDataModule
 
-from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.loading import Loader, World
 from shardflow.sampling import BatchSpec
+from shardflow.training.frameworks import Convert, EvaluationBatches, TrainingBatches, check_accumulation
+
+Part: TypeAlias = str | tuple[str, Sequence[str]]
+"""A split, or a split and the terms of a subset of it, such as ``("val", ["modality=CT"])``."""
 
 
 class ShardDataModule(LightningDataModule):
-    """Training and validation batches of a dataset, dealt by its plan.
+    """Training, validation and test batches of a dataset, dealt by its plan.
 
     Args:
         dataset: Folder or address of a packed dataset.
         batch: How micro-batches and steps are formed.
-        config: How bytes become batches.
         seed: Of the order.
-        train_split: Split that is trained on.
-        eval_split: Split that is validated on; empty for none. Every sample counts once: padding slots of its
-            last batches have weight 0.
-        convert: Makes what the module's steps get from a batch; the batch itself by default.
+        train_split: Split that is trained on, or a split and a subset.
+        eval_split: What is validated on: a split, a split and a subset, or a list of these, each of which
+            becomes a loader with a ``dataloader_idx`` of its own; empty for none. Every sample counts once:
+            padding slots of the last batches have weight 0.
+        test_split: What is tested on, likewise.
+        convert: Makes what the module's steps get from a batch; `shardflow.loading.Batch.torch` by default,
+            whose tensors Lightning moves to the device.
+        **settings: More arguments of every `shardflow.loading.Loader`, such as ``fields``, ``subset`` and
+            ``config``; terms of a single part are added to ``subset``.
+
+    Example::
+
+        parts = ["val", ("val", ["modality=CT"])]
+        data = ShardDataModule("chest", batch=spec, fields=fields, eval_split=parts, test_split="test")
+        trainer = Trainer(accumulate_grad_batches=data.accumulation(world_size))
+        trainer.fit(module, data, ckpt_path="last")
     """
 
     def __init__(
@@ -39,19 +53,20 @@ class ShardDataModule(LightningDataModule):
         dataset: str | Path,
         *,
         batch: BatchSpec,
-        config: LoaderConfig,
         seed: int = 0,
-        train_split: str = "train",
-        eval_split: str = "",
-        convert: Callable[[Batch], Any] | None = None,
+        train_split: Part = "train",
+        eval_split: Part | list[Part] = "",
+        test_split: Part | list[Part] = "",
+        convert: Convert | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self._dataset = dataset
         self._spec = batch
-        self._config = config
         self._seed = seed
-        self._splits = train_split, eval_split
+        self._train, self._eval, self._test = train_split, eval_split, test_split
         self._convert = convert
+        self._settings = settings
         self._loaders: list[Loader] = []
 
     def accumulation(self, world_size: int) -> int:
@@ -62,74 +77,43 @@ class ShardDataModule(LightningDataModule):
         """Open the training batches at the start, or at the position of Lightning's checkpoint.
 
         Raises:
-            ConfigError: the trainer would step after another number of micro-batches than the plan.
+            ConfigError: The trainer would step after another number of micro-batches than the plan.
         """
+        loader = self._open(self._train, self._spec)
         trainer: Any = self.trainer
-        wanted = self.accumulation(trainer.world_size)
-        if trainer.accumulate_grad_batches != wanted:
-            raise ConfigError(
-                f"accumulate_grad_batches must be {wanted}, for steps of {self._spec.micro_batches_per_step} "
-                f"micro-batches on {trainer.world_size} ranks, got {trainer.accumulate_grad_batches}; take "
-                "what ShardDataModule.accumulation(world_size) says."
-            )
-        return _TrainBatches(self._open(self._splits[0], self._spec), self._convert)
+        check_accumulation(loader, "accumulate_grad_batches", trainer.accumulate_grad_batches)
+        return TrainingBatches(loader, self._convert)
 
     def val_dataloader(self) -> Any:
-        """Open the validation batches; none without a split."""
-        if not self._splits[1]:
-            return []
-        return _EvaluationBatches(
-            self._open(self._splits[1], replace(self._spec, tail="mask")), self._convert
-        )
+        """Open the validation batches; a list for a list of splits, empty without one."""
+        return self._open_evaluations(self._eval)
+
+    def test_dataloader(self) -> Any:
+        """Open the test batches; a list for a list of splits, empty without one."""
+        return self._open_evaluations(self._test)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002 - Lightning names it
         """Close the loaders."""
         while self._loaders:
             self._loaders.pop().close()
 
-    def _open(self, split: str, spec: BatchSpec) -> Loader:
+    def _open_evaluations(self, parts: Part | list[Part]) -> Any:
+        spec = replace(self._spec, tail="mask")
+        if isinstance(parts, list):
+            return [EvaluationBatches(self._open(part, spec), self._convert) for part in parts]
+        return EvaluationBatches(self._open(parts, spec), self._convert) if parts else []
+
+    def _open(self, part: Part, spec: BatchSpec) -> Loader:
         trainer: Any = self.trainer
+        split, terms = (part, ()) if isinstance(part, str) else part
+        settings = {**self._settings, "subset": [*self._settings.get("subset", ()), *terms]}
         loader = Loader(
             Dataset.open(self._dataset),
             split=split,
             batch=spec,
             seed=self._seed,
             world=World(rank=trainer.global_rank, world_size=trainer.world_size),
-            config=self._config,
+            **settings,
         )
         self._loaders.append(loader)
         return loader
-
-
-class _Batches:
-    """A loader's batches, converted."""
-
-    def __init__(self, loader: Loader, convert: Callable[[Batch], Any] | None) -> None:
-        self._loader = loader
-        self._convert = convert
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader) if self._convert is None else map(self._convert, self._loader)
-
-
-class _TrainBatches(_Batches):
-    """Training batches, epoch after epoch; Lightning saves and restores their position."""
-
-    def state_dict(self) -> dict[str, object]:
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self._loader.load_state_dict(state)
-
-
-class _EvaluationBatches(_Batches):
-    """Evaluation batches, the same at every evaluation."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self._loader.close()
-        self._loader.set_epoch(1)
-        self._loader.set_epoch(0)  # from its start, also where an evaluation was cut off
-        return super().__iter__()
