@@ -47,7 +47,7 @@ def test_the_recipe_packs_and_says_so(call: Call, arguments: list[object], tmp_p
     assert call("copy", tmp_path / "out", tmp_path / "copy").code == 0
     assert call("verify", tmp_path / "copy").code == 0
     refused = call("preview", tmp_path / "out", "train:0", "-o", tmp_path / "a.png")
-    assert (refused.code, "got one of text alone" in refused.err) == (2, True)
+    assert (refused.code, "a sample of text alone" in refused.err) == (2, True)
     refused = call("remove", tmp_path / "out", "--private-dir", tmp_path / "p", "--sample-key", "a" * 26)
     assert (refused.code, "got a text corpus; pack it again" in refused.err) == (2, True)
 

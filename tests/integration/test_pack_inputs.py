@@ -242,7 +242,7 @@ def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: sign
         output, errors = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 130, output + errors
     assert json.loads(output.splitlines()[-1])["status"] == "interrupted"
-    assert "run the job again to go on" in errors
+    assert "run the job again to resume" in errors
     assert "Traceback" not in errors
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert not list(case.output.glob("manifest*"))

@@ -75,7 +75,7 @@ def test_settings_survive_being_written_and_read(tmp_path: Path) -> None:
         ("run.keep_last=0", "at least 1"),
         ("cache.ram_bytes=-1", "ram_bytes must be a size"),
         ("cache.max_bytes=1000000", "directory must be given"),
-        ("cache.directory=nvme", "max_bytes must be at least a block"),
+        ("cache.directory=nvme", "max_bytes must be at least block_bytes"),
         ("cache.policy=fifo", "one of 'belady', 'lru', 'lfu-decay'"),
         ("text.max_tokens=1", "at least 2"),
         ("timeouts.startup_s=1e22", r"timeouts\.startup_s must be from 0\.1 to 10000000"),

@@ -74,7 +74,7 @@ def test_observing_writes_no_file_and_changes_nothing(tiny: TinyInput, tmp_path:
 
 
 def test_a_start_that_is_no_file_of_settings_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be readable TOML, got FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"none.toml is not \(FileNotFoundError\)"):
         train(tiny_config(tiny, tmp_path / "run", f"tune.start_from={tmp_path / 'none.toml'}"))
 
 
@@ -125,7 +125,7 @@ def test_a_damaged_file_of_its_own_costs_a_run_a_warning(
     found = started(tiny, tmp_path, f"tune.start_from={tmp_path / 'other.toml'}")
     assert found["loader.prefetch_bytes"] == 3_000_000
     (tmp_path / "other.toml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"^tune.start_from: .*\(other.toml\)"):
+    with pytest.raises(ConfigError, match=r"^tune.start_from: .*other.toml"):
         started(tiny, tmp_path, f"tune.start_from={tmp_path / 'other.toml'}")
 
 

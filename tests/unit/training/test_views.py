@@ -138,7 +138,7 @@ def test_a_size_of_another_form_is_refused(size: str) -> None:
 def test_settings_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="both"):
         ImageConfig(sizes=("1x8x8",), max_tiles=2)
-    with pytest.raises(ConfigError, match="left out"):
+    with pytest.raises(ConfigError, match="leave it out"):
         ImageConfig(max_tiles=2, fit="letterbox")
     for other in ({"max_tiles": 2}, {"sizes": ("1x8x8",)}, {"resolution": "small"}):
         with pytest.raises(ConfigError, match="augment_pool"):
@@ -146,7 +146,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
 
 
 def test_stored_variants_are_not_turned_once_more(tiny: TinyInput, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="turned twice"):
+    with pytest.raises(ConfigError, match="augmented twice"):
         tiny_config(tiny, tmp_path, "image.augment_pool=0.5", "augment.zoom=0.1")
 
 
