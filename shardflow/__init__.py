@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardflow.fields.members import Array, Bytes, Json, Text
     from shardflow.fields.pictures import Image, Slices
     from shardflow.fields.raw import FieldsView
+    from shardflow.fields.regions import Boxes, Mask
     from shardflow.fields.tokens import StoredTokens, Tokens
     from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
     from shardflow.format.copying import copy_dataset as copy
@@ -60,6 +61,7 @@ __all__ = [
     "Array",
     "Batch",
     "BatchSpec",
+    "Boxes",
     "Bytes",
     "CacheConfig",
     "ChecksumError",
@@ -74,6 +76,7 @@ __all__ = [
     "Json",
     "Loader",
     "LoaderConfig",
+    "Mask",
     "NativeView",
     "NotFoundError",
     "PackConfig",
@@ -106,6 +109,7 @@ _SOURCES: Final = {
     "Array": "shardflow.fields.members:Array",
     "Batch": "shardflow.loading.batch:Batch",
     "BatchSpec": "shardflow.sampling.spec:BatchSpec",
+    "Boxes": "shardflow.fields.regions:Boxes",
     "Bytes": "shardflow.fields.members:Bytes",
     "CacheConfig": "shardflow.storage.cache.config:CacheConfig",
     "ChecksumError": "shardflow.errors:ChecksumError",
@@ -120,6 +124,7 @@ _SOURCES: Final = {
     "Json": "shardflow.fields.members:Json",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
+    "Mask": "shardflow.fields.regions:Mask",
     "NativeView": "shardflow.fields.views:NativeView",
     "NotFoundError": "shardflow.errors:NotFoundError",
     "PackConfig": "shardflow.packing.config:PackConfig",

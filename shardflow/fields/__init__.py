@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         source_affine,
     )
     from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots
-    from shardflow.fields.findings import EntityNames, carry_box, carry_mask, region_masks
+    from shardflow.fields.findings import EntityNames
     from shardflow.fields.quarantine import BadSampleReason, QuarantineRow
     from shardflow.fields.raw import FieldsView
     from shardflow.fields.slots import SlotRequest
@@ -58,12 +58,9 @@ __all__ = [
     "View",
     "Wanted",
     "Warp",
-    "carry_box",
-    "carry_mask",
     "change_intensity",
     "draw_sample",
     "names_a_side",
-    "region_masks",
     "source_affine",
 ]
 _MODULES: Final = {
@@ -90,12 +87,9 @@ _MODULES: Final = {
     "View": "views",
     "Wanted": "augmentation",
     "Warp": "augmentation",
-    "carry_box": "findings",
-    "carry_mask": "findings",
     "change_intensity": "augmentation",
     "draw_sample": "augmentation",
     "names_a_side": "augmentation",
-    "region_masks": "findings",
     "source_affine": "augmentation",
 }
 

@@ -76,13 +76,15 @@ class FieldContext:
     Args:
         samples: The samples and their datasets.
         populations: For each dataset which of its studies are used, ``(num_studies,)``.
-        counters: Gets the stages ``decode``, ``transform`` and ``saturated``.
+        counters: Gets the stages ``decode``, ``transform``, ``saturated``, ``regions`` and ``absent_labels``.
     """
 
     def __init__(
         self, samples: Samples, populations: Sequence[NDArray[np.bool_]], counters: StageCounters
     ) -> None:
         self.samples, self.populations, self.counters = samples, populations, counters
+        self.bound: dict[str, BoundField] = {}
+        """Fields that are bound already, by name, see `Field.depends_on`."""
 
     @cached_property
     def catalog(self) -> SeriesCatalog:
@@ -116,6 +118,11 @@ class Field(ABC):
     missing: Missing = "error"
     """What a sample without this content means. Where no table knows which samples have it, ``error`` masks
     the slot and counts a bad sample, and ``drop`` is refused."""
+
+    @property
+    def depends_on(self) -> Sequence[str]:
+        """Names of fields that are bound before this one; they must not depend on others themselves."""
+        return ()
 
     @abstractmethod
     def bind(self, name: str, context: FieldContext) -> BoundField:
@@ -231,7 +238,9 @@ def check_names(fields: Mapping[str, Field]) -> None:
             raise ConfigError(f"The field name {name!r} is reserved ({beside}); choose another one.")
 
 
-_SUFFIXES: Final = frozenset({"mask", "range", "box", "index", "shape", "label", "grid", "offsets"})
+_SUFFIXES: Final = frozenset(
+    {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets"}
+)
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

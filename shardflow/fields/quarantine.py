@@ -30,7 +30,7 @@ class BadSampleReason(StrEnum):
     DECODE_FAILED = "DECODE_FAILED"
     #: The size of a slice or text differs from what the samples table or the view allows.
     SIZE_MISMATCH = "SIZE_MISMATCH"
-    #: The report is not UTF-8, or study.json is not JSON of the right form.
+    #: The report is not UTF-8, or study.json or annotations.json is not JSON of the right form.
     TEXT_UNREADABLE = "TEXT_UNREADABLE"
 
 

@@ -23,7 +23,13 @@ from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.views import Resolution
 from shardflow.format import Dataset, ShardIndex
 from shardflow.format.codecs import codec_rank
-from shardflow.format.keys import STUDY_FIELD, parse_slice_field, parse_small_field, parse_variant_field
+from shardflow.format.keys import (
+    STUDY_FIELD,
+    parse_mask_field,
+    parse_slice_field,
+    parse_small_field,
+    parse_variant_field,
+)
 from shardflow.storage import ByteRange, ByteStore, LocalStore
 from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
@@ -43,7 +49,7 @@ class _NameTable:
     """Meaning of the field names of a shard, by their number in the index."""
 
     codecs: tuple[str, ...]
-    """Codec of a slice; empty for other fields."""
+    """Codec of a slice or mask; empty for other fields."""
     series: NDArray[np.int64]
     """Number of its series; -1 for other fields."""
     slice_index: NDArray[np.int64]
@@ -57,6 +63,8 @@ class _NameTable:
     """Number of an augmented variant, from 1; 0 for other fields."""
     variant_index: NDArray[np.int64]
     """Position of the slice that a variant was made of, in any series."""
+    mask: NDArray[np.int64]
+    """Series, region and slice of a region's mask, ``(num_names, 3)``; -1 for other fields."""
     preference: NDArray[np.int64]
     """Rank of its codec: of several codecs of a slice the lowest is read."""
     report: int
@@ -113,6 +121,18 @@ class Shard:
         small = self._fields_by_index(row, small_index)
         return small if len(small) == len(full) else full
 
+    def masks(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the fields of a sample that hold masks of regions, ``(n,)``; series, region and slice."""
+        start, stop = self._span(row)
+        places = self.names.mask[self.index.field_name_ids[start:stop]]
+        found = np.flatnonzero(places[:, 0] >= 0)
+        return found + start, places[found]
+
+    def mask_place(self, field: int) -> tuple[int, int, int]:
+        """Return series, region and slice of the mask of a region."""
+        series, region, index = self.names.mask[int(self.index.field_name_ids[field])].tolist()
+        return series, region, index
+
     def _fields_by_index(self, row: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
         start, stop = self._span(row)
         ids = self.index.field_name_ids[start:stop]
@@ -142,7 +162,7 @@ class Shard:
         return self.index.field_names[int(self.index.field_name_ids[field])]
 
     def codec(self, field: int) -> str:
-        """Return the codec of a slice."""
+        """Return the codec of a slice or mask."""
         return self.names.codecs[int(self.index.field_name_ids[field])]
 
     def num_bytes(self, field: int) -> int:
@@ -352,6 +372,7 @@ def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
     series = np.full(len(field_names), -1, np.int64)
     all_index, all_small_index, variant_index = series.copy(), series.copy(), series.copy()
     variant = np.zeros(len(field_names), np.int64)
+    mask = np.full((len(field_names), 3), -1, np.int64)
     preference = np.zeros(len(field_names), np.int64)
     for number, name in enumerate(field_names):
         full, small = parse_slice_field(name), parse_small_field(name)
@@ -365,6 +386,10 @@ def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
             index[number] = parsed.index
             variant[number] = 0 if augmented is None else augmented.variant
             preference[number] = rank
+        region = parse_mask_field(name)
+        if region is not None and codec_rank(region.codec) is not None:
+            codecs[number] = region.codec
+            mask[number] = region.series, region.roi, region.index
     positions = {name: number for number, name in enumerate(field_names)}
     return _NameTable(
         tuple(codecs),
@@ -375,6 +400,7 @@ def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
         all_small_index,
         variant,
         variant_index,
+        mask,
         preference,
         positions.get(text_field, -1),
         positions.get(STUDY_FIELD, -1),

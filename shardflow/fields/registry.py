@@ -86,7 +86,9 @@ def _variants(dataset: Dataset) -> dict[str, object]:
 
 FIELD_GROUP: Final = "shardflow.fields"
 _TYPES: Final = {
+    "boxes": "shardflow.fields.regions:Boxes",
     "image": "shardflow.fields.pictures:Image",
+    "mask": "shardflow.fields.regions:Mask",
     "slices": "shardflow.fields.pictures:Slices",
     "text": "shardflow.fields.members:Text",
     "json": "shardflow.fields.members:Json",
@@ -172,7 +174,9 @@ class FieldSet:
     def __init__(self, fields: Mapping[str, Field], context: FieldContext) -> None:
         check_names(fields)
         self.specs = dict(fields)
-        self.bound: Sequence[BoundField] = [one.bind(name, context) for name, one in fields.items()]
+        for name, one in sorted(fields.items(), key=lambda item: len(item[1].depends_on)):
+            context.bound[name] = one.bind(name, context)
+        self.bound: Sequence[BoundField] = [context.bound[name] for name in fields]
         self._entries = [self._describe(one) for one in self.bound]
         tables = [] if "catalog" not in vars(context) else context.catalog.digests
         self._digests = [*tables, *(digest for one in self.bound for digest in one.digests)]

@@ -15,7 +15,7 @@ Only two modules import torch: ``shardflow.loading.tensors`` turns arrays into t
 
 from __future__ import annotations
 
-from shardflow.fields.findings import EntityNames, carry_box, carry_mask, region_masks
+from shardflow.fields.findings import EntityNames
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import FieldsView
 from shardflow.fields.tokens import StoredTokens
@@ -41,10 +41,7 @@ __all__ = [
     "StoredTokens",
     "TileView",
     "World",
-    "carry_box",
-    "carry_mask",
     "open_blend",
     "open_view",
-    "region_masks",
     "select",
 ]

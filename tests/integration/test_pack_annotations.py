@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from pydicom import dcmread
 from pydicom.data import get_testdata_file
 
-from shardflow.loading import region_masks
+import shardflow as sf
+from shardflow.format.codecs import decode_array
+from shardflow.format.facts import attach_facts
 from shardflow.packing import PackSummary
 from tests.dicom_factory import dicom_uid, make_study
 from tests.pack_case import PackCase, read_ledger
@@ -31,6 +34,41 @@ def _samples(case: PackCase) -> dict[str, Mapping[str, bytes]]:
 
 def _annotations(fields: Mapping[str, bytes]) -> dict[str, Any]:
     return dict(json.loads(fields["annotations.json"]))
+
+
+def _mask(fields: Mapping[str, bytes], roi: Mapping[str, Any], index: int) -> NDArray[np.uint8]:
+    """Decode the mask of a region in a slice; empty where there is none."""
+    prefix = f"{roi['mask']}.i{index:04d}."
+    stored = [payload for name, payload in fields.items() if name.startswith(prefix)]
+    return decode_array("b2nd", stored[0]) if stored else np.zeros((0, 0), np.uint8)
+
+
+def _delivered(case: PackCase) -> tuple[dict[str, list[int]], int]:
+    """Return how many pixels of each slice a mask of all regions covers, by sample; the number of boxes."""
+    dataset = case.open()
+    attach_facts(dataset)
+    fields: dict[str, sf.Field] = {
+        "x": sf.Image(series="num_slices > 0", num_images="all"),
+        "mask": sf.Mask(like="x"),
+        "boxes": sf.Boxes(like="x", max_boxes=1000),
+    }
+    found: dict[str, list[int]] = {}
+    num_boxes = 0
+    for split, rows in dataset.splits.items():
+        if not len(rows):
+            continue
+        spec = sf.BatchSpec.simple(global_batch_size=1, micro_batch_size=1, tail="mask")
+        with sf.Loader(dataset, split=split, seed=1, batch=spec, fields=fields, world=sf.World()) as loader:
+            for batch in loader:
+                (key,), (masks,) = batch.info.sample_keys, batch["mask"]
+                assert key is not None
+                assert all(
+                    mask.shape[1:] == one.shape[1:] for mask, one in zip(masks, batch["x"][0], strict=True)
+                )
+                found[key] = sorted(int(mask.sum()) for mask in masks)
+                num_boxes += int(batch["boxes_mask"].sum())
+            assert not loader.quarantined
+    return found, num_boxes
 
 
 def test_own_files_of_all_kinds_but_segmentations(tmp_path: Path) -> None:
@@ -102,8 +140,14 @@ def test_own_files_of_all_kinds_but_segmentations(tmp_path: Path) -> None:
     assert {roi["source"] for roi in masked} == {"gsps", "lidc-xml"}
     for roi in masked:
         place = roi["slices"][0]
-        (mask,) = region_masks(fields, roi, [place["slice"]], (16, 12))
+        mask = _mask(fields, roi, place["slice"])
+        assert mask.shape == (16, 12)
         assert mask.mean() == pytest.approx(place["fraction"], abs=1e-6)
+    # Of the key image nothing, of the tables their boxes, elsewhere the masks.
+    by_fraction = {roi["slices"][0]["slice"]: roi["slices"][0]["fraction"] for roi in masked}
+    (sums,), num_boxes = (_delivered(case)[0].values(), _delivered(case)[1])
+    assert sums == sorted([16, 12, *(round(16 * 12 * by_fraction[index]) for index in (1, 2))])
+    assert num_boxes == 4
     for path in [*case.output.rglob("*")]:
         if path.is_file():
             assert CANARY.encode() not in path.read_bytes()
@@ -148,10 +192,11 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None
         for roi in _annotations(fields)["rois"]:
             shape = (series[roi["series"]]["rows"], series[roi["series"]]["columns"])
             indexes = [place["slice"] for place in roi["slices"]]
-            masks = region_masks(fields, roi, indexes, shape)
+            masks = [_mask(fields, roi, index) if roi["mask"] else None for index in indexes]
             scale = 255 if "fractional" in roi["flags"] else 1
             for place, mask in zip(roi["slices"], masks, strict=True):
-                if roi["mask"] and place["fraction"]:
+                if mask is not None and place["fraction"]:
+                    assert mask.shape == shape
                     assert mask.sum() / scale / mask.size == pytest.approx(place["fraction"], abs=1e-5)
                     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
                     x0, y0, x1, y1 = place["box_px"]
@@ -159,3 +204,17 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None
                     assert y0 <= rows[0] + 0.5
                     assert columns[-1] + 0.5 <= x1
                     assert rows[-1] + 0.5 <= y1
+    delivered, num_boxes = _delivered(case)
+    assert num_boxes > 20
+    for fields in _samples(case).values():
+        study = json.loads(fields["study.json"])
+        united: dict[tuple[int, int], NDArray[np.bool_]] = {}
+        for roi in _annotations(fields)["rois"] if "annotations.json" in fields else ():
+            for place in roi["slices"] if roi["mask"] else ():
+                covered = _mask(fields, roi, place["slice"]) >= (128 if "fractional" in roi["flags"] else 1)
+                if covered.size:
+                    before = united.get((roi["series"], place["slice"]), covered)
+                    united[roi["series"], place["slice"]] = before | covered
+        num_slices = sum(series["num_slices"] for series in study["series"])
+        expected = [int(covered.sum()) for covered in united.values()] + [0] * (num_slices - len(united))
+        assert delivered[study["sample_key"]] == sorted(expected)

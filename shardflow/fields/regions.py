@@ -1,0 +1,539 @@
+"""Fields of regions: masks and boxes of what annotations mark, beside the pictures of another field.
+
+`Mask` and `Boxes` follow the field that they name: the same pictures are chosen, and a region lands where the
+pixels do. What a study's annotations hold is known once they are read, together with the masks of the chosen
+pictures; tables know only the sizes, so memory is laid out before.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError, FormatError
+from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import (
+    BoundField,
+    Field,
+    FieldContext,
+    Missing,
+    Slots,
+    check_choice,
+    check_count,
+)
+from shardflow.fields.layout import Picture, PictureLayout, Window, present_pictures
+from shardflow.fields.pixels import BoundPixels
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
+from shardflow.fields.slots import SlotContent, SlotRequest
+from shardflow.fields.views import Arrays, ArraySpec
+from shardflow.format import decode_array
+from shardflow.format.keys import ANNOTATIONS_FIELD
+from shardflow.format.regions import Box, Region, read_regions
+
+_MAX_BOXES: Final = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionField(Field):
+    """Settings that masks and boxes share."""
+
+    like: str
+    """Name of the `Image` or `Slices` field whose pictures the regions are in."""
+    labels: Sequence[str] | None = None
+    """Labels (names of the lexicon) or values of codes of the regions to deliver; None delivers all. Which
+    labels a dataset has is in no table: a label that no region of an annotated study has is delivered as
+    zeros, and counted as ``absent_labels`` of `Loader.counters` (items: labels, once for each study read)."""
+    missing: Missing = "pad"
+    """What a study without annotations means. ``error`` masks its slot and counts a bad sample; ``drop`` is
+    refused, since no table knows which studies have them."""
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        check_choice("missing", self.missing, ("pad", "drop", "error"))
+        like: object = self.like
+        if not isinstance(like, str):
+            raise ConfigError(f"like is the name of an Image or Slices field, got {like!r}.")
+        if self.labels is None:
+            return
+        if isinstance(self.labels, str):
+            raise ConfigError(f"labels is a list of names, write labels=[{self.labels!r}].")
+        labels = tuple(self.labels)
+        if "" in labels or not {str} == {type(one) for one in labels}:
+            raise ConfigError("labels is a list of at least one name, or None for regions of any label.")
+        if len({*labels}) < len(labels):
+            raise ConfigError("labels names one twice; leave out one of the two.")
+        object.__setattr__(self, "labels", labels)
+
+    @property
+    def depends_on(self) -> Sequence[str]:
+        """The field whose pictures are followed."""
+        return (self.like,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask(RegionField):
+    """Masks of regions in the pictures of another field, of the same rows and columns.
+
+    ``(B, L, H, W)`` uint8 of 0 and 1 beside a single image, ``(B, N, L, H, W)`` beside several, ``(B, K, L,
+    H, W)`` beside slices; a list where that field's entry is one. ``NAME_mask`` ``(B,)``, ``(B, N)`` or
+    ``(B, K)`` uint8 is 1 for a picture of a study that has annotations: zeros there mean that nothing is
+    marked, elsewhere that nobody looked. Masks are letterboxed and cut into tiles as their pictures are, and
+    resized to the nearest stored pixel at half-pixel centers.
+
+    A stored mask decides; else closed outlines are filled by the even-odd rule at pixel centers; else the box
+    is. Lines and points have no area.
+
+    Example::
+
+        fields={"ct": sf.Slices(num_slices=32, size=(256, 256)),
+                "lesions": sf.Mask(like="ct", labels=["nodule", "mass"], merge="stack")}
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "mask"
+
+    merge: Literal["union", "stack"] = "union"
+    """``union``: one plane (L = 1) of all regions; ``stack``: a plane for each of ``labels``, in their order,
+    that may overlap."""
+    threshold: float = 0.5
+    """Part of a pixel, above 0 and up to 1, that a fractional mask must cover."""
+
+    def _check(self) -> None:
+        super()._check()
+        check_choice("merge", self.merge, ("union", "stack"))
+        if self.merge == "stack" and self.labels is None:
+            raise ConfigError("merge='stack' makes a plane for each label; write labels=['NAME', ...].")
+        threshold: object = self.threshold
+        if not isinstance(threshold, int | float) or threshold is True or not 0 < threshold <= 1:
+            raise ConfigError(f"threshold is a number above 0 and up to 1, got {threshold!r}.")
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundMask(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the masks, and which pictures belong to annotated studies."""
+        name = entry["name"]
+        mask = arrays[f"{name}_mask"]
+        return {
+            name: present_pictures(entry, arrays),
+            f"{name}_mask": mask[:, 0] if entry.get("single") else mask,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes(RegionField):
+    """Boxes of regions in the pictures of another field, in pixels of the delivered picture.
+
+    ``(B, M, 4)`` float32 of ``x0, y0, x1, y1``, which count edges: a box of the whole picture is ``0, 0, W,
+    H``. By picture, then in the order of the annotations, a box for each region and picture (of a tiled
+    image for each tile, cut at its edges); a region of several of the labels has a box for each. They are the
+    boxes that the annotations state, also around masks, outlines and lines; one without width or height is
+    left out. Beside it, ``(B, M)`` each: ``NAME_mask`` uint8, 1 where there is a box; ``NAME_label`` int64,
+    the position in ``labels`` (0 without ``labels``); ``NAME_index`` int64, the picture's place in its field;
+    both -1 for none. ``NAME_annotated`` ``(B,)`` uint8 is 1 where the sample has a picture and annotations.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "boxes"
+
+    max_boxes: int = 64
+    """Places for boxes (M). A sample of more is masked, as a bad one."""
+
+    def _check(self) -> None:
+        super()._check()
+        check_count("max_boxes", self.max_boxes, _MAX_BOXES)
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundBoxes(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the boxes and what is beside them."""
+        name = entry["name"]
+        return {name: arrays[name], **{f"{name}_{one}": arrays[f"{name}_{one}"] for one in _BESIDE_BOXES}}
+
+
+_BESIDE_BOXES: Final = ("mask", "label", "index", "annotated")
+
+
+class BoundRegions(BoundField):
+    """Field of regions, bound to a selection.
+
+    Args:
+        name: Name of the entry.
+        spec: What to deliver.
+        context: The samples, and the fields that are already bound.
+
+    Attributes:
+        like: The field whose pictures are followed.
+
+    Raises:
+        ConfigError: ``like`` names no field of pictures, or samples without annotations should be dropped.
+    """
+
+    def __init__(self, name: str, spec: RegionField, context: FieldContext) -> None:
+        super().__init__(name)
+        like = context.bound.get(spec.like)
+        if not isinstance(like, BoundPixels):
+            names = [one.name for one in context.bound.values() if isinstance(one, BoundPixels)]
+            near = difflib.get_close_matches(spec.like, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}."
+            raise ConfigError(
+                f"The field {name!r} is like {spec.like!r}, which is no field of images or slices; {hint}"
+            )
+        if spec.missing == "drop":
+            raise ConfigError(
+                f"No table knows which samples have annotations, so the field {name!r} cannot drop the "
+                "others; write missing='pad', or missing='error' to mask them."
+            )
+        self.spec, self.like, self.counters = spec, like, context.counters
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the number of the annotations, and those of the masks in the chosen pictures.
+
+        Raises:
+            BadSample: The study has no annotations, and ``missing`` is ``error``.
+        """
+        return self._fields(shard, request, self.like.chosen(request))
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot."""
+        pictures = self.like.chosen(request)
+        fields = self._fields(shard, request, pictures)
+        shown = list(self._shown(pictures))
+        self.begin(arrays, request.slot, len(shown), is_annotated=bool(fields))
+        return self.slot_content(shard, request.slot, arrays, shown, fields)
+
+    def labels_of(self, region: Region) -> list[int]:
+        """Return the positions in ``labels`` that a region has; of any region 0 without ``labels``."""
+        labels = self.spec.labels
+        if labels is None:
+            return [0]
+        return [place for place, label in enumerate(labels) if label in region.names]
+
+    def read(self, shard: Shard, number: int, payload: NDArray[np.uint8]) -> list[Region]:
+        """Read the annotations of a study, and count the labels that none of its regions has.
+
+        Returns:
+            The regions to deliver.
+
+        Raises:
+            BadSample: They cannot be read.
+        """
+        try:
+            regions = read_regions(payload.tobytes())
+        except FormatError as error:
+            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, error.message) from None
+        if self.spec.labels is not None:
+            regions = [region for region in regions if self.labels_of(region)]
+            found = {place for region in regions for place in self.labels_of(region)}
+            self.counters.add("absent_labels", num_items=len(self.spec.labels) - len(found))
+        return regions
+
+    @abstractmethod
+    def begin(self, arrays: Arrays, slot: int, num_shown: int, *, is_annotated: bool) -> None:
+        """Make a slot one of pictures without regions.
+
+        Args:
+            arrays: Of the micro-batch.
+            slot: The slot.
+            num_shown: Places that show something of a picture.
+            is_annotated: Whether somebody marked regions.
+        """
+
+    @abstractmethod
+    def slot_content(
+        self, shard: Shard, slot: int, arrays: Arrays, shown: Sequence[Shown], fields: Sequence[int]
+    ) -> SlotContent:
+        """Return the content of a slot that takes the bytes of ``fields``."""
+
+    def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
+        number = shard.find(request.row_in_shard, ANNOTATIONS_FIELD)
+        if number is None and self.spec.missing == "error":
+            raise shard.bad(BadSampleReason.FIELD_MISSING, ANNOTATIONS_FIELD)
+        return [] if number is None or not pictures else [number]
+
+    def _shown(self, pictures: Sequence[Picture]) -> Iterator[Shown]:
+        places = itertools.count()
+        for picture in pictures:
+            for window in self.like.windows(picture):
+                yield Shown(next(places), picture, window)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a place of a slot shows."""
+
+    place: int
+    picture: Picture
+    window: Window
+
+    def pick(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the nearest stored pixel, at half-pixel centers, of each pixel that is shown.
+
+        Args:
+            pixels: ``(rows, columns)`` of the stored picture.
+        """
+        sides = zip(pixels.shape, self.window.canvas, self.window.start, self.window.box[2:], strict=True)
+        # In integers: a center between two stored pixels takes the second one on every machine.
+        rows, columns = (
+            (2 * np.arange(start, start + length) + 1) * stored // (2 * resized)
+            for stored, resized, start, length in sides
+        )
+        picked: NDArray[np.uint8] = pixels.take(rows, axis=0).take(columns, axis=1)
+        return picked
+
+    def carry(self, box: Box) -> Box | None:
+        """Return the visible part of a box of the stored picture; None if nothing is visible."""
+        edges = []
+        for axis in (1, 0):
+            stored, resized = self.picture.shape[axis], self.window.canvas[axis]
+            first, length = self.window.box[axis], self.window.box[axis + 2]
+            for edge in (box[1 - axis], box[3 - axis]):
+                at = min(max(edge, 0), stored) * resized / stored - self.window.start[axis]
+                edges.append(first + min(max(at, 0), length))
+        x0, x1, y0, y1 = edges
+        return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
+
+
+class BoundMask(BoundRegions):
+    """Masks of regions, bound to a selection."""
+
+    spec: Mask
+
+    def __init__(self, name: str, spec: Mask, context: FieldContext) -> None:
+        super().__init__(name, spec, context)
+        num_planes = len(spec.labels) if spec.merge == "stack" and spec.labels is not None else 1
+        size, num_places = self.like.size, self.like.num_places
+        self.layout = PictureLayout(name, np.uint8, channels=num_planes, size=size, num_places=num_places)
+
+    def planes_of(self, region: Region) -> list[int]:
+        """Return the planes that a region is drawn in."""
+        labels = self.labels_of(region)
+        return labels if self.spec.merge == "stack" else [0] * bool(labels)
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        return [
+            *self.layout.array_specs(slots, self.like.pictures),
+            ArraySpec.of(f"{self.name}_mask", np.uint8, len(slots), self.layout.num_places),
+        ]
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Empty every slot, and lay out the pictures of the samples."""
+        arrays[f"{self.name}_mask"][:] = 0
+        self.layout.prepare(arrays, slots, self.like.pictures)
+
+    def begin(self, arrays: Arrays, slot: int, num_shown: int, *, is_annotated: bool) -> None:
+        """Empty the planes of a slot."""
+        arrays[f"{self.name}_mask"][slot] = 0
+        arrays[f"{self.name}_mask"][slot, :num_shown] = is_annotated
+        if self.layout.size is not None:
+            self.layout.blank(arrays, slot)
+            return
+        for place in range(num_shown):
+            self.layout.place(arrays, slot, place)[:] = 0
+
+    def slot_content(
+        self, shard: Shard, slot: int, arrays: Arrays, shown: Sequence[Shown], fields: Sequence[int]
+    ) -> SlotContent:
+        """Return the masks of a slot."""
+        return _SlotMasks(self, shard, slot, arrays, shown, fields)
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without pictures."""
+        arrays[f"{self.name}_mask"][slot] = 0
+        self.layout.blank(arrays, slot)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what presenting needs: shapes are those of the field that is followed."""
+        return {**self.like.describe(), "type": self.spec.type_name, "name": self.name}
+
+    def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
+        found = super()._fields(shard, request, pictures)
+        if found:
+            numbers, names = shard.masks(request.row_in_shard)
+            wanted = {(picture.series, picture.index) for picture in pictures}
+            pairs = zip(numbers.tolist(), names[:, [0, 2]].tolist(), strict=True)
+            found += [number for number, place in pairs if (place[0], place[1]) in wanted]
+        return found
+
+
+class _SlotMasks:
+    """Masks of one slot. Fields are read in the order of their names, so the annotations come first."""
+
+    __slots__ = ("_arrays", "_field", "_regions", "_shard", "_shown", "_slot", "fields")
+
+    def __init__(
+        self,
+        field: BoundMask,
+        shard: Shard,
+        slot: int,
+        arrays: Arrays,
+        shown: Sequence[Shown],
+        fields: Sequence[int],
+    ) -> None:
+        self._field, self._shard, self._slot, self._arrays = field, shard, slot, arrays
+        self.fields = fields
+        self._shown: dict[tuple[int, int], list[Shown]] = {}
+        for one in shown if fields else ():
+            self._shown.setdefault((one.picture.series, one.picture.index), []).append(one)
+        self._regions: dict[tuple[int, int], Region] = {}
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Draw the stored mask of a region, or read the annotations and draw what has no mask."""
+        number = self.fields[place]
+        if place:
+            self._put_mask(number, payload, thread)
+            return
+        found = self._field.read(self._shard, number, payload)
+        self._regions = {(region.series, region.number): region for region in found}
+        self._fill(found)
+
+    def close(self) -> None:
+        """Do nothing: the slot is complete."""
+
+    def _put_mask(self, number: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        series, roi, index = self._shard.mask_place(number)
+        region = self._regions.get((series, roi))
+        if region is None:
+            return
+        codec, shape = self._shard.codec(number), self._shown[series, index][0].picture.shape
+        thread.enter("decode", f"shard {self._shard.name}")
+        try:
+            mask = thread.scratch.array("region", shape, np.dtype(np.uint8))
+            with self._field.counters.timed("decode", mask.nbytes):
+                decode_array(codec, payload, out=mask)
+        except FormatError as error:
+            raise self._shard.bad(BadSampleReason.DECODE_FAILED, number, error.message) from None
+        self._draw(region, index, mask, region.mask_level(self._field.spec.threshold))
+
+    def _fill(self, regions: Sequence[Region]) -> None:
+        """Draw the regions where they have no stored mask."""
+        stored = {self._shard.mask_place(number) for number in self.fields[1:]}
+        for region in regions:
+            for index in region.places:
+                shown = self._shown.get((region.series, index))
+                if shown is None or (region.series, region.number, index) in stored:
+                    continue
+                try:
+                    filled = region.fill(index, shown[0].picture.shape)
+                except FormatError as error:
+                    reason = BadSampleReason.TEXT_UNREADABLE
+                    raise self._shard.bad(reason, self.fields[0], error.message) from None
+                if filled is not None:
+                    self._draw(region, index, filled, 1)
+
+    def _draw(self, region: Region, index: int, pixels: NDArray[np.uint8], level: int) -> None:
+        for shown in self._shown[region.series, index]:
+            planes = self._field.layout.place(self._arrays, self._slot, shown.place)
+            top, left, rows, columns = shown.window.box
+            with self._field.counters.timed("regions", rows * columns):
+                is_inside = shown.pick(pixels) >= level
+                for plane in self._field.planes_of(region):
+                    part = planes[plane, top : top + rows, left : left + columns]
+                    np.bitwise_or(part, is_inside, out=part)
+
+
+class BoundBoxes(BoundRegions):
+    """Boxes of regions, bound to a selection."""
+
+    spec: Boxes
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        name, shape = self.name, (len(slots), self.spec.max_boxes)
+        return [
+            ArraySpec.of(name, np.float32, *shape, 4),
+            ArraySpec.of(f"{name}_mask", np.uint8, *shape),
+            ArraySpec.of(f"{name}_label", np.int64, *shape),
+            ArraySpec.of(f"{name}_index", np.int64, *shape),
+            ArraySpec.of(f"{name}_annotated", np.uint8, len(slots)),
+        ]
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Empty every slot."""
+        for slot in range(len(slots)):
+            self.blank(arrays, slot)
+
+    def begin(self, arrays: Arrays, slot: int, num_shown: int, *, is_annotated: bool) -> None:  # noqa: ARG002
+        """Empty a slot."""
+        self.blank(arrays, slot)
+        arrays[f"{self.name}_annotated"][slot] = is_annotated
+
+    def slot_content(
+        self, shard: Shard, slot: int, arrays: Arrays, shown: Sequence[Shown], fields: Sequence[int]
+    ) -> SlotContent:
+        """Return the boxes of a slot."""
+        return _SlotBoxes(self, shard, slot, arrays, shown, fields)
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without boxes."""
+        name = self.name
+        arrays[name][slot] = arrays[f"{name}_mask"][slot] = arrays[f"{name}_annotated"][slot] = 0
+        arrays[f"{name}_label"][slot] = arrays[f"{name}_index"][slot] = -1
+
+    def describe(self) -> dict[str, Any]:
+        """Return what presenting needs."""
+        return {"type": self.spec.type_name, "name": self.name}
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotBoxes:
+    """Boxes of one slot."""
+
+    field: BoundBoxes
+    shard: Shard
+    slot: int
+    arrays: Arrays
+    shown: Sequence[Shown]
+    fields: Sequence[int]
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:  # noqa: ARG002
+        """Read the annotations, and deliver their boxes.
+
+        Raises:
+            BadSample: They cannot be read, or hold too many boxes.
+        """
+        found = list(self._boxes(self.field.read(self.shard, self.fields[0], payload)))
+        most = self.field.spec.max_boxes
+        if len(found) > most:
+            detail = f"{len(found):,} boxes, and {most:,} are allowed"
+            raise self.shard.bad(BadSampleReason.SIZE_MISMATCH, self.fields[0], detail)
+        self.field.counters.add("regions", num_items=len(found))
+        name, slot = self.field.name, self.slot
+        for at, (box, label, shown) in enumerate(found):
+            self.arrays[name][slot, at] = box
+            self.arrays[f"{name}_label"][slot, at] = label
+            self.arrays[f"{name}_index"][slot, at] = shown
+        self.arrays[f"{name}_mask"][slot, : len(found)] = 1
+
+    def close(self) -> None:
+        """Do nothing: the slot is complete."""
+
+    def _boxes(self, regions: Sequence[Region]) -> Iterator[tuple[Box, int, int]]:
+        for shown in self.shown:
+            for region in regions:
+                place = region.places.get(shown.picture.index)
+                if region.series != shown.picture.series or place is None or place.box is None:
+                    continue
+                carried = shown.carry(place.box)
+                if carried is not None:
+                    yield from ((carried, label, shown.place) for label in self.field.labels_of(region))
