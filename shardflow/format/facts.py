@@ -9,7 +9,7 @@ never a description, and `unknown` is an answer. A series has the role that all 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, NotFoundError
+from shardflow.format.codecs import array_header, codec_rank
 from shardflow.format.dataset import Dataset
-from shardflow.format.keys import STUDY_FIELD
+from shardflow.format.index import FieldLocation
+from shardflow.format.keys import STUDY_FIELD, parse_slice_field
 from shardflow.format.manifest import load, versions
 from shardflow.format.series import (
     COUNTS,
@@ -62,6 +64,7 @@ _MEASURES: Final = {
     "flip_angle_deg": ("flip_angle", 1.0),
 }
 _OF_IMAGES: Final = frozenset({"view_position", "image_laterality", "patient_orientation"})
+_STORED_FACTS: Final = frozenset({"num_slices", "rows", "columns", "dtype", "codec"})
 _LAST: Final = 1 << 40
 """Order of a series whose number is unknown: behind all others."""
 
@@ -428,13 +431,48 @@ def _part(
 
 def _series_of_row(dataset: Dataset, row: int) -> list[SeriesFacts]:
     _, fields = dataset.sample_fields(row)
-    if all(field.name != STUDY_FIELD for field in fields):
-        return []  # a sample of text alone
-    data = dataset.read_fields(row, [STUDY_FIELD])[STUDY_FIELD]
     try:
-        return series_of_study(json.loads(data))
+        study = None
+        if any(field.name == STUDY_FIELD for field in fields):
+            study = json.loads(dataset.read_fields(row, [STUDY_FIELD])[STUDY_FIELD])
+            if all(one.keys() >= _STORED_FACTS for one in study["series"]):
+                return series_of_study(study)
+        # Written by `ShardWriter`, which need not say what the slices themselves do.
+        stored = _stored_series(fields)
+        payloads = dataset.read_fields(row, [names[0] for names in stored])
+        headers = [_header_facts(names, payloads[names[0]]) for names in stored]
+        described = study["series"] if study is not None else [{}] * len(stored)
+        return series_of_study(
+            {"series": [{**header, **described[number]} for number, header in enumerate(headers)]}
+        )
     except (KeyError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise FormatError(
             f"study.json of sample {dataset.studies.sample_key(row)} cannot be read as a study "
             f"({type(error).__name__}); run `shardflow verify`."
         ) from None
+
+
+def _stored_series(fields: Iterable[FieldLocation]) -> list[list[str]]:
+    """Return the slices of each series by their index; of several codecs the one that a loader takes."""
+    found: dict[int, dict[int, tuple[int, str]]] = {}
+    for field in fields:
+        part = parse_slice_field(field.name)
+        rank = None if part is None else codec_rank(part.codec)
+        if part is not None and rank is not None:
+            slices = found.setdefault(part.series, {})
+            slices[part.index] = min((rank, field.name), slices.get(part.index, (rank, field.name)))
+    return [[found[series][index][1] for index in sorted(found[series])] for series in sorted(found)]
+
+
+def _header_facts(names: Sequence[str], payload: bytes) -> dict[str, Any]:
+    """Return what the slices of a series say by themselves, as ``study.json`` would."""
+    codec = names[0].rpartition(".")[2]
+    shape, dtype = array_header(codec, payload)
+    return {
+        "num_slices": len(names),
+        "rows": shape[0],
+        "columns": shape[1],
+        "samples_per_pixel": shape[2] if len(shape) > 2 else 1,
+        "dtype": dtype.name,
+        "codec": codec,
+    }

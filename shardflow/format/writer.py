@@ -72,8 +72,10 @@ class ShardWriter:
     array ``(slices, ...)``       ``sSSS.CODEC``, such as ``s000.b2nd``: all slices of a series
     ============================  ==============================================================
 
-    Slices are what the loader gives as images, ``report.txt`` is what it gives as text; it gives other fields
-    as bytes. Names that begin with two underscores are notes of WebDataset and are not stored.
+    Fields of a loader (docs/fields.md) deliver slices as images once ``shardflow attach --facts`` has run.
+    ``study.json`` may state facts of series that pixels do not, such as ``{"series": [{"modality": "DX",
+    "technical": {"view_position": "PA"}}]}``. Names that begin with two underscores are notes of WebDataset
+    and are not stored.
 
     Args:
         path: Folder of the dataset; must be new or empty.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.format import Dataset
+from shardflow.format import Dataset, ShardWriter
 from shardflow.format.facts import attach_facts, role_of, series_of_study
 from shardflow.format.series import ROLE_MIXED, encode_series, open_series, series_folder
 from tests.factories import make_dataset
@@ -158,3 +158,48 @@ def _read_everything(dataset: Dataset) -> None:
     for name in (*table.column_names, "affine_lps", "flags", "first_series", "first_image", "image_role"):
         if not name.startswith("flags."):
             table.array(name)
+
+
+def test_slices_that_no_study_describes_state_their_own_facts(tmp_path: Path) -> None:
+    pixels = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
+    with ShardWriter(tmp_path / "a") as writer:
+        writer.write({"__key__": "a", "s000.b2nd": pixels, "s001.npy": np.zeros((1, 5, 6, 3), np.uint8)})
+        view = {"modality": "DX", "technical": {"view_position": "LL"}}
+        writer.write({"__key__": "b", "s000.b2nd": pixels[:1], "study.json": {"series": [view]}})
+        writer.write({"__key__": "c", "report.txt": "No effusion."})
+    dataset = Dataset.open(str(tmp_path / "a"))
+    attach_facts(dataset)
+    table, _ = open_series(dataset)
+    assert np.diff(table.first_series()).tolist() == [2, 1, 0]
+    rows = {
+        name: table.array(name).tolist()
+        for name in ("series", "num_slices", "rows", "columns", "channels", "acquisition_order")
+    }
+    assert rows == {
+        "series": [0, 1, 0],
+        "num_slices": [2, 1, 1],
+        "rows": [3, 5, 3],
+        "columns": [4, 6, 4],
+        "channels": [1, 3, 1],
+        "acquisition_order": [0, 1, 0],
+    }
+    named = {
+        name: [table.vocabulary(name)[code] for code in table.array(name).tolist()]
+        for name in ("dtype", "codec", "role", "modality")
+    }
+    assert named == {
+        "dtype": ["uint16", "uint8", "uint16"],
+        "codec": ["b2nd", "npy", "b2nd"],
+        "role": ["unknown", "unknown", "lateral"],
+        "modality": ["", "", "DX"],
+    }
+
+
+def test_a_study_that_describes_fewer_series_than_are_stored_is_refused(tmp_path: Path) -> None:
+    pixels = np.zeros((1, 3, 4), np.uint8)
+    with ShardWriter(tmp_path / "a") as writer:
+        writer.write(
+            {"__key__": "a", "s000.b2nd": pixels, "s001.b2nd": pixels, "study.json": {"series": [{}]}}
+        )
+    with pytest.raises(FormatError, match="cannot be read as a study"):
+        attach_facts(Dataset.open(str(tmp_path / "a")))
