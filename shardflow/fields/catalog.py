@@ -7,19 +7,23 @@ images of it. Nothing here opens a shard. Ties are ordered by acquisition, never
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.fields.reader import Samples
+from shardflow.format import Dataset
+from shardflow.format.entities import EntityTable
 from shardflow.format.series import FactColumn, SeriesTable, open_series
+from shardflow.format.units import UnitTable
 from shardflow.sampling.expressions import Expression, parse_expression
 
 Int64Array = NDArray[np.int64]
 _ROLE: Final = "role"
+_NO_LIMIT: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class SeriesCatalog:
 
         Args:
             text: The expression, such as ``"role == 'frontal'"``.
-            populations: For each dataset which of its samples are used, ``(num_samples,)``.
+            populations: For each dataset which rows of its own table are used, ``(num_rows,)``.
 
         Raises:
             ConfigError: The expression is malformed, names an unknown column, or selects nothing.
@@ -80,23 +84,29 @@ class SelectedSeries:
     ) -> None:
         self.catalog, self.expression = catalog, expression
         parts = {
-            id(table): _TablePart(table, expression) for table in {id(t): t for t in catalog.tables}.values()
+            id(table): TableSelection(table, expression)
+            for table in {id(t): t for t in catalog.tables}.values()
         }
-        self._parts = [parts[id(table)] for table in catalog.tables]
+        self._rows = [
+            _rows_of(dataset, parts[id(table)])
+            for dataset, table in zip(catalog.datasets, catalog.tables, strict=True)
+        ]
         self._populations = populations
 
     # ---- the population --------------------------------------------------------------------------
 
     def num_images(self, component: int) -> Int64Array:
-        """Return how many images of each sample are selected, ``(num_samples,)``."""
-        return self._parts[component].images_of_samples
+        """Return how many images of each row are selected, ``(num_rows,)``."""
+        return self._rows[component].num_images
 
     def values(self, name: str) -> list[Any]:
-        """Return the distinct values of a column over the selected series of the population, ascending."""
+        """Return the distinct values of a column over the selected series of the population, ascending.
+
+        ``num_slices`` are the slices of a series that belong to a row: one where rows are images.
+        """
         found: set[Any] = set()
-        for part, population in zip(self._parts, self._populations, strict=True):
-            chosen = part.is_selected & part.used(population)
-            column, names = part.table.array(name)[chosen], part.table.column(name).names
+        for rows, population in zip(self._rows, self._populations, strict=True):
+            column, names = rows.values(name, population), rows.part.table.column(name).names
             is_small = column.dtype.kind in "iu" and int(column.max(initial=0)) < len(column)
             values = (np.flatnonzero(np.bincount(column)) if is_small else np.unique(column)).tolist()
             found |= {value if names is None else names[value] for value in values}
@@ -104,8 +114,8 @@ class SelectedSeries:
 
     def shapes(self) -> Int64Array:
         """Return the distinct rows and columns of the selected images of the population, ``(n, 2)``."""
-        pairs = zip(self._parts, self._populations, strict=True)
-        found = [part.shapes(population) for part, population in pairs]
+        pairs = zip(self._rows, self._populations, strict=True)
+        found = [rows.part.shapes(rows.used(population)) for rows, population in pairs]
         # As one number each: sorting rows of an array takes ten times as long.
         packed = np.unique(np.concatenate([rows.astype(np.int64) << 32 | columns for rows, columns in found]))
         return np.stack([packed >> 32, packed & (2**32 - 1)], axis=1)
@@ -121,25 +131,24 @@ class SelectedSeries:
         """
         delivered: Counter[str] = Counter()
         left_out: Counter[str] = Counter()
-        for part, population in zip(self._parts, self._populations, strict=True):
-            used, selected = part.used(population), part.selected_images
-            num_delivered = part.delivered(max_images, max_series)
-            role, names = part.table.array(_ROLE), part.table.vocabulary(_ROLE)
+        for rows, population in zip(self._rows, self._populations, strict=True):
+            num_delivered, selected = rows.delivered(population, max_images, max_series)
+            role, names = rows.part.table.array(_ROLE), rows.part.table.vocabulary(_ROLE)
             for code in np.unique(role).tolist():
-                here = used & (role == code)
+                here = role == code
                 num_here = int(num_delivered[here].sum())
                 delivered[names[code]] += num_here
                 left_out[names[code]] += int(selected[here].sum()) - num_here
         return +delivered, +left_out
 
-    # ---- one sample ------------------------------------------------------------------------------
+    # ---- one row ---------------------------------------------------------------------------------
 
-    def of_sample(self, component: int, row: int) -> list[SeriesImages]:
-        """Return the selected images of a sample, by series in the order of acquisition."""
-        return self._parts[component].of_sample(row)
+    def of_row(self, component: int, row: int) -> list[SeriesImages]:
+        """Return the selected images of a row, by series in the order of acquisition."""
+        return self._rows[component].of_row(row)
 
 
-class _TablePart:
+class TableSelection:
     """What an expression selects of one series table.
 
     Only a flag per series and per image of mixed series stays in memory; columns are mapped, and sums over
@@ -207,13 +216,22 @@ class _TablePart:
             of_images[_ROLE] = FactColumn(role, role == 0, self.table.vocabulary("image_role"))
         return expression.select(of_images, len(owners)).rows
 
-    def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which series are of samples of a population, ``(num_series,)``."""
-        return np.repeat(population, self.num_series_of_samples)
+    @property
+    def image_ids(self) -> Int64Array:
+        """Numbers of the selected images among the image roles of the table, ascending."""
+        return np.flatnonzero(self._is_image_selected)
 
-    def shapes(self, population: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the rows and the columns of the selected series of a population, ``(n,)`` each."""
-        chosen = self.is_selected & self.used(population)
+    def has_image(self, series: Int64Array, images: Int64Array) -> NDArray[np.bool_]:
+        """Return which images are selected, given the row of the series and the position in it of each."""
+        found: NDArray[np.bool_] = self.is_selected[series]
+        first, last = (self._first_image[series + beyond].astype(np.int64) for beyond in (0, 1))
+        is_mixed = last > first
+        found[is_mixed] = self._is_image_selected[(first + images)[is_mixed]]
+        return found
+
+    def shapes(self, used: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the rows and the columns of selected series among those used, ``(n,)`` each."""
+        chosen = self.is_selected & used
         return self._columns[2][chosen], self._columns[3][chosen]
 
     def delivered(self, max_images: int | None, max_series: int | None) -> Int64Array:
@@ -235,8 +253,12 @@ class _TablePart:
         found[by_acquisition] = delivered
         return found
 
-    def of_sample(self, row: int) -> list[SeriesImages]:
-        start, stop = self._first_series[row : row + 2].tolist()
+    def first_series(self, studies: NDArray[Any]) -> Int64Array:
+        """Return the row of the first series of some studies."""
+        return np.asarray(self._first_series[studies], np.int64)
+
+    def of_span(self, start: int, stop: int) -> list[SeriesImages]:
+        """Return the selected images of consecutive series, by series in the order of acquisition."""
         rows = [start + place for place, here in enumerate(self.is_selected[start:stop].tolist()) if here]
         if len(rows) > 1:
             order = self._order[start:stop].tolist()
@@ -250,6 +272,142 @@ class _TablePart:
                 indexes = np.flatnonzero(self._is_image_selected[first:last]).tolist()
             found.append(SeriesImages(int(self._number[each]), indexes, (shape[0], shape[1], shape[2])))
         return found
+
+
+class _StudyRows:
+    """Rows that are studies."""
+
+    def __init__(self, part: TableSelection) -> None:
+        self.part = part
+
+    @property
+    def num_images(self) -> Int64Array:
+        """How many images of each row are selected, ``(num_rows,)``."""
+        return self.part.images_of_samples
+
+    def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which series belong to rows of a population, ``(num_series,)``."""
+        return np.repeat(population, self.part.num_series_of_samples)
+
+    def values(self, name: str, population: NDArray[np.bool_]) -> NDArray[Any]:
+        """Return the values of a column for the selected series of a population, in any order."""
+        return np.asarray(self.part.table.array(name)[self.part.is_selected & self.used(population)])
+
+    def delivered(
+        self, population: NDArray[np.bool_], max_images: int | None, max_series: int | None
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return how many images of each series are delivered, and how many selected, ``(num_series,)``."""
+        used = self.used(population)
+        return used * self.part.delivered(max_images, max_series), used * self.part.selected_images
+
+    def of_row(self, row: int) -> list[SeriesImages]:
+        start, stop = self.part.first_series(np.array([row, row + 1])).tolist()
+        return self.part.of_span(start, stop)
+
+
+class _SeriesRows(_StudyRows):
+    """Rows that belong to one series each.
+
+    Args:
+        part: What is selected.
+        num_rows: Number of rows.
+        series: Returns the row of the series table of some rows.
+    """
+
+    def __init__(
+        self, part: TableSelection, num_rows: int, series: Callable[[Int64Array], Int64Array]
+    ) -> None:
+        super().__init__(part)
+        self._num_rows, self._series = num_rows, series
+
+    @property
+    def num_images(self) -> Int64Array:
+        return self._count(np.arange(self._num_rows))
+
+    def _count(self, rows: Int64Array) -> Int64Array:
+        """Return how many images of some rows are selected."""
+        return self.part.selected_images[self._series(rows)]
+
+    def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        rows = np.flatnonzero(population)
+        used = np.zeros(self.part.table.num_series, bool)
+        used[self._series(rows[self._count(rows) > 0])] = True
+        return used
+
+    def delivered(
+        self, population: NDArray[np.bool_], max_images: int | None, max_series: int | None
+    ) -> tuple[Int64Array, Int64Array]:
+        del max_series  # a row has one
+        rows = np.flatnonzero(population)
+        series, num_images = self._series(rows), self._count(rows)
+        num_delivered = np.zeros(self.part.table.num_series, np.int64)
+        num_selected = num_delivered.copy()
+        np.add.at(num_delivered, series, np.minimum(num_images, max_images or _NO_LIMIT))
+        np.add.at(num_selected, series, num_images)
+        return num_delivered, num_selected
+
+    def of_row(self, row: int) -> list[SeriesImages]:
+        series = int(self._series(np.array([row]))[0])
+        return self.part.of_span(series, series + 1)
+
+
+class _ImageRows(_SeriesRows):
+    """Rows that are images."""
+
+    def __init__(self, part: TableSelection, table: UnitTable) -> None:
+        super().__init__(part, table.num_samples, table.series_rows)
+        self._table = table
+
+    def _count(self, rows: Int64Array) -> Int64Array:
+        return self.part.has_image(self._series(rows), self._table.images(rows)).astype(np.int64)
+
+    def values(self, name: str, population: NDArray[np.bool_]) -> NDArray[Any]:
+        return np.ones(1, np.int64) if name == "num_slices" else super().values(name, population)
+
+    def of_row(self, row: int) -> list[SeriesImages]:
+        image = int(self._table.images(np.array([row]))[0])
+        return [replace(one, indexes=[image]) for one in super().of_row(row) if image in one.indexes]
+
+
+class _EntityRows(_SeriesRows):
+    """Rows that are findings, each with the slices that show it."""
+
+    def __init__(self, part: TableSelection, table: EntityTable) -> None:
+        super().__init__(part, table.num_samples, self._series_of)
+        self._table = table
+
+    def _series_of(self, rows: Int64Array) -> Int64Array:
+        studies = self._table.gather("study", rows)
+        series: Int64Array = self.part.first_series(studies) + self._table.gather("series", rows)
+        return series
+
+    def _count(self, rows: Int64Array) -> Int64Array:
+        num_slices = self._table.gather("num_slices", rows).astype(np.int64)
+        return np.minimum(super()._count(rows), num_slices)
+
+    def values(self, name: str, population: NDArray[np.bool_]) -> NDArray[Any]:
+        if name == "num_slices":
+            num_images = self._count(np.flatnonzero(population))
+            return num_images[num_images > 0]
+        return super().values(name, population)
+
+    def of_row(self, row: int) -> list[SeriesImages]:
+        shown = set(self._table.place(row).slices.tolist())
+        return [
+            replace(one, indexes=[index for index in one.indexes if index in shown])
+            for one in super().of_row(row)
+        ]
+
+
+def _rows_of(dataset: Dataset, part: TableSelection) -> _StudyRows:
+    table = dataset.samples
+    if isinstance(table, EntityTable):
+        return _EntityRows(part, table)
+    if isinstance(table, UnitTable):
+        if table.unit == "image":
+            return _ImageRows(part, table)
+        return _SeriesRows(part, table.num_samples, table.series_rows)
+    return _StudyRows(part)
 
 
 def _column(table: SeriesTable, name: str) -> FactColumn:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardflow.fields.reader import Samples, Shard
     from shardflow.fields.slots import SlotContent, SlotRequest
     from shardflow.fields.views import Arrays, ArraySpec
+    from shardflow.format import Dataset
     from shardflow.telemetry import StageCounters
 
 Missing: TypeAlias = Literal["pad", "drop", "error"]
@@ -42,9 +43,11 @@ class Slots:
     rows: NDArray[np.int64]
     """Row of the selection; -1 where the slot holds no sample, or a masked one."""
     study_rows: NDArray[np.int64]
-    """Row of the samples table of its dataset; 0 where there is none."""
+    """Row of its study in the samples table of its dataset; 0 where there is none."""
     components: NDArray[np.int64]
     """Component of a blend; 0 without a blend."""
+    table_rows: NDArray[np.int64]
+    """Row of its dataset's own table: of a study, series, image or finding; 0 where there is none."""
 
     def __len__(self) -> int:
         """Return the number of slots, padding included."""
@@ -75,7 +78,7 @@ class FieldContext:
 
     Args:
         samples: The samples and their datasets.
-        populations: For each dataset which of its studies are used, ``(num_studies,)``.
+        populations: For each dataset which rows of its own table are used, ``(num_rows,)``.
         counters: Gets the stages ``decode``, ``transform``, ``saturated``, ``regions`` and ``absent_labels``.
     """
 
@@ -101,6 +104,11 @@ class FieldContext:
     def num_samples(self) -> int:
         """Samples of the population, over all datasets."""
         return sum(int(np.count_nonzero(each)) for each in self.populations)
+
+    def of_studies(self, values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Return numbers of studies by the rows of each dataset's own table, such as series."""
+        pairs = zip(self.samples.datasets, values, strict=True)
+        return [by_rows(dataset, each) for dataset, each in pairs]
 
     def count_missing(self, has_content: Sequence[NDArray[np.bool_]]) -> int:
         """Return how many samples of the population have no content, given which ones have."""
@@ -167,7 +175,10 @@ class BoundField(ABC):
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Which samples of each dataset have content, ``(num_studies,)``; None if no table knows."""
+        """Which rows of each dataset's own table have content, ``(num_rows,)``; None if no table knows.
+
+        `FieldContext.of_studies` turns what is known by study into it.
+        """
         return None
 
     @property
@@ -214,6 +225,14 @@ class BoundField(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return what `Field.present` needs beside the arrays, as plain JSON values."""
+
+
+def by_rows(dataset: Dataset, of_studies: NDArray[Any]) -> NDArray[Any]:
+    """Return a column of the samples table by the rows of the dataset's own table."""
+    if dataset.samples is dataset.studies:
+        return of_studies
+    found: NDArray[Any] = of_studies[dataset.study_rows(np.arange(dataset.samples.num_samples))]
+    return found
 
 
 def check_names(fields: Mapping[str, Field]) -> None:

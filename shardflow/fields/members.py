@@ -562,11 +562,12 @@ class BoundText(BoundBytes):
         self._sizes = None
         if spec.member in (None, REPORT_FIELD):
             self._sizes = [dataset.studies.column("text_bytes") for dataset in context.samples.datasets]
+            self._has_text = context.of_studies([sizes > 0 for sizes in self._sizes])
         super().__init__(name, spec, context, spec.member or REPORT_FIELD)
         self._num_samples = context.num_samples
         self._num_missing = 0
         if self._sizes is not None:
-            self._num_missing = context.count_missing([sizes > 0 for sizes in self._sizes])
+            self._num_missing = context.count_missing(self._has_text)
             if self._num_missing and spec.missing == "error":
                 raise ConfigError(
                     f"{self._num_missing:,} of {self._num_samples:,} samples have no report for the field "
@@ -575,8 +576,8 @@ class BoundText(BoundBytes):
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Which samples have a report; None for another member."""
-        return None if self._sizes is None else [sizes > 0 for sizes in self._sizes]
+        """Which rows have a report; None for another member."""
+        return None if self._sizes is None else self._has_text
 
     @property
     def coverage(self) -> Coverage | None:

@@ -116,11 +116,11 @@ class BoundImage(BoundPixels):
             left_out=left_out,
         )
 
-    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:  # noqa: ARG002
+    def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:  # noqa: ARG002
         """Return the first images by acquisition."""
         found = [
             Picture(one.series, index, one.shape[1:])
-            for one in self.selected.of_sample(component, study_row)
+            for one in self.selected.of_row(component, row)
             for index in list(one.indexes)[: self.num_pictures]
         ]
         return found[: self.num_pictures]
@@ -163,9 +163,9 @@ class BoundSlices(BoundPixels):
             left_out=left_out,
         )
 
-    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:
+    def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:
         """Return the chosen slices of the first series by acquisition, in geometric order."""
-        for one in self.selected.of_sample(component, study_row)[:1]:
+        for one in self.selected.of_row(component, row)[:1]:
             return [Picture(one.series, index, one.shape[1:]) for index in self._sample(one, draw)]
         return []
 

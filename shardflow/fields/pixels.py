@@ -199,12 +199,18 @@ class BoundPixels(BoundField):
 
     @property
     def has_content(self) -> list[NDArray[np.bool_]]:
-        """Which samples of each dataset have an image, ``(num_studies,)``."""
+        """Which rows of each dataset's own table have an image, ``(num_rows,)``."""
         return [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
 
     @abstractmethod
-    def choose(self, component: int, study_row: int, draw: DrawKey | None) -> list[Picture]:
-        """Return the pictures of a sample; their number and sizes do not depend on ``draw``."""
+    def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:
+        """Return the pictures of a sample; their number and sizes do not depend on ``draw``.
+
+        Args:
+            component: Component of a blend.
+            row: Row of its dataset's own table.
+            draw: Key of its random choices; None if only number and sizes are wanted.
+        """
 
     @abstractmethod
     def _count_pictures(self) -> int: ...
@@ -290,11 +296,11 @@ class BoundPixels(BoundField):
 
     def pictures(self, slots: Slots, slot: int) -> list[Picture]:
         """Return the pictures of a slot, whose random choices are still open."""
-        return self.choose(int(slots.components[slot]), int(slots.study_rows[slot]), None)
+        return self.choose(int(slots.components[slot]), int(slots.table_rows[slot]), None)
 
     def chosen(self, request: SlotRequest) -> list[Picture]:
         """Return the pictures of a sample to read."""
-        return self.choose(request.component, request.study_row, request.draw)
+        return self.choose(request.component, request.table_row, request.draw)
 
     def windows(self, picture: Picture) -> list[Window]:
         """Return what of a picture is shown in each of its places."""

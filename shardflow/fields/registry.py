@@ -133,14 +133,14 @@ def default_fields(context: FieldContext) -> dict[str, Field]:
     """
     pairs = list(zip(context.samples.datasets, context.populations, strict=True))
     has_images = any(
-        not dataset.is_foreign and dataset.studies.column("num_slices")[used].any() for dataset, used in pairs
+        not dataset.is_foreign and dataset.samples.column("num_slices")[used].any() for dataset, used in pairs
     )
     found: dict[str, Field] = {
         name: field
         for name, field in (_DEFAULT_IMAGES.items() if has_images else ())
         if context.catalog.select(field.series, context.populations).roles()[0]
     }
-    if any(dataset.studies.column("text_bytes")[used].any() for dataset, used in pairs):
+    if any(dataset.samples.column("text_bytes")[used].any() for dataset, used in pairs):
         found["report"] = Text(missing="pad")
     if not found:
         raise ConfigError(

@@ -37,7 +37,11 @@ class SlotRequest:
     component: int = 0
     """Component of a blend; 0 without a blend."""
     study_row: int = -1
-    """Row of the samples table of its dataset."""
+    """Row of its study in the samples table of its dataset."""
+    table_row: int = -1
+    """Row of its dataset's own table: of a study, series, image or finding."""
+    study_key: str = ""
+    """Key that the shard has for it: of its study, where samples are series or images."""
 
 
 class SlotContent(Protocol):
@@ -158,5 +162,5 @@ def _check_row(shard: Shard, request: SlotRequest) -> None:
     key = index.sample_key(row) if row < index.num_samples else ""
     if key and request.entity is not None:
         key = entity_key(key, request.entity.entity, request.entity.series)
-    if key != request.key:
+    if key != (request.study_key or request.key):
         raise shard.bad(BadSampleReason.INDEX_DAMAGED, "", "the samples table names another sample")

@@ -23,7 +23,6 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples, Shard
 from shardflow.fields.slots import SlotContent, SlotRequest
 from shardflow.fields.views import Arrays, ArraySpec
-from shardflow.format.entities import EntityDataset
 from shardflow.format.keys import DIGEST_PATTERN
 from shardflow.format.tokens import TokenIds, TokenPlaces, open_counts, open_manifest
 
@@ -150,13 +149,14 @@ class TokenAssembler:
         """Yield the slots of each component's samples, and their rows in its table."""
         slots = np.flatnonzero(rows >= 0)
         if not self._samples.is_blend:
-            yield self._ids[0], slots, rows[slots]
+            yield self._ids[0], slots, self._samples.datasets[0].text_rows(rows[slots])
             return
         components = self._samples.components_of(rows[slots])
         inside = self._samples.table_rows(rows[slots])
         for component in np.unique(components).tolist():
             here = components == component
-            yield self._ids[component], slots[here], inside[here]
+            dataset = self._samples.datasets[component]
+            yield self._ids[component], slots[here], dataset.text_rows(inside[here])
 
 
 def _trusted(
@@ -276,27 +276,22 @@ class BoundTokens(BoundField):
         self._samples, self._assembler = context.samples, TokenAssembler(context.samples, spec.stored)
         opened = {id(one): open_counts(one, spec.tokenizer) for one in context.samples.datasets}
         self._counts = [opened[id(one)] for one in context.samples.datasets]
-        self._num_samples, self._num_missing = context.num_samples, 0
-        if self.has_content is not None:
-            self._num_missing = context.count_missing(self.has_content)
-            if self._num_missing and spec.missing == "error":
-                raise ConfigError(
-                    f"{self._num_missing:,} of {self._num_samples:,} samples have no tokens for the field "
-                    f"{name!r}; write missing='pad' for padding alone, or missing='drop' to leave them out."
-                )
+        self._num_samples = context.num_samples
+        self._num_missing = context.count_missing(self.has_content)
+        if self._num_missing and spec.missing == "error":
+            raise ConfigError(
+                f"{self._num_missing:,} of {self._num_samples:,} samples have no tokens for the field "
+                f"{name!r}; write missing='pad' for padding alone, or missing='drop' to leave them out."
+            )
         self.num_tokens = spec.max_tokens or self._longest(context.populations)
 
     def _longest(self, populations: Sequence[NDArray[np.bool_]]) -> int:
         """Return the number of tokens of the longest text of the population, at least 1."""
-        pairs = zip(self._counts, populations, strict=True)
-        # Rows of an entity view are not those of studies; the longest of all is a bound.
-        return max(
-            1,
-            *(
-                int((counts[used] if len(counts) == len(used) else counts).max(initial=0))
-                for counts, used in pairs
-            ),
-        )
+        every = zip(self._samples.datasets, self._counts, populations, strict=True)
+        longest = [
+            int(counts[one.text_rows(np.flatnonzero(used))].max(initial=0)) for one, counts, used in every
+        ]
+        return max(1, *longest)
 
     @property
     def digests(self) -> Sequence[str]:
@@ -308,11 +303,10 @@ class BoundTokens(BoundField):
         return [open_manifest(one, self.spec.tokenizer).digest for one in self._samples.datasets]
 
     @property
-    def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Which samples have a token; None for entity views, whose rows are not studies."""
-        if any(isinstance(one, EntityDataset) for one in self._samples.datasets):
-            return None
-        return [counts > 0 for counts in self._counts]
+    def has_content(self) -> Sequence[NDArray[np.bool_]]:
+        """Which rows have a token."""
+        pairs = zip(self._samples.datasets, self._counts, strict=True)
+        return [(counts > 0)[one.text_rows(np.arange(one.samples.num_samples))] for one, counts in pairs]
 
     @property
     def coverage(self) -> Coverage:
@@ -391,14 +385,9 @@ class BoundTokens(BoundField):
         """Return how many tokens each slot gets, ``(B,)``."""
         lengths = np.zeros(len(slots), np.int64)
         used = np.flatnonzero(slots.rows >= 0)
-        rows = slots.rows[used]
-        if self._samples.is_blend:
-            rows, components = self._samples.table_rows(rows), self._samples.components_of(rows)
-            for component in np.unique(components).tolist():
-                here = components == component
-                lengths[used[here]] = self._counts[component][rows[here]]
-        else:
-            lengths[used] = self._counts[0][rows]
+        for component, dataset in enumerate(self._samples.datasets):
+            here = used if not self._samples.is_blend else used[slots.components[used] == component]
+            lengths[here] = self._counts[component][dataset.text_rows(slots.table_rows[here])]
         return lengths if self.spec.max_tokens is None else np.minimum(lengths, self.spec.max_tokens)
 
 

@@ -203,6 +203,20 @@ class Dataset:
         return rows
 
     @property
+    def text_id(self) -> str:
+        """Identity of the rows by which tokens of texts are stored: those of `samples`, or of studies."""
+        return self.dataset_id
+
+    @property
+    def num_texts(self) -> int:
+        """Number of the rows of `text_id`."""
+        return self.samples.num_samples
+
+    def text_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of `text_id` that each row of `samples` has its text in."""
+        return rows
+
+    @property
     def splits(self) -> dict[str, range]:
         """The rows of each split in the samples table."""
         return self.samples.splits

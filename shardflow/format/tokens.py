@@ -156,7 +156,7 @@ def open_manifest(dataset: Dataset, tokenizer: str) -> TokensManifest:
         ConfigError: This version of the dataset has no tokens of this tokenizer.
         FormatError: The tokens are another dataset's, or cannot be trusted.
     """
-    owner, num_samples = dataset.dataset_id, dataset.samples.num_samples
+    owner, num_samples = dataset.text_id, dataset.num_texts
     try:
         manifest = TokensManifest.load(dataset.store, tokenizer, owner)
     except NotFoundError:
@@ -174,7 +174,7 @@ def open_manifest(dataset: Dataset, tokenizer: str) -> TokensManifest:
 
 
 def open_counts(dataset: Dataset, tokenizer: str) -> NDArray[Any]:
-    """Return the counts of a tokenizer, ``(n,)`` uint32 by row of the samples table; memory-mapped, checked.
+    """Return the counts of a tokenizer, ``(n,)`` uint32 by text row of the dataset; memory-mapped, checked.
 
     Args:
         dataset: The dataset, any store.
@@ -186,13 +186,13 @@ def open_counts(dataset: Dataset, tokenizer: str) -> NDArray[Any]:
         ChecksumError: The table is damaged.
     """
     open_manifest(dataset, tokenizer)
-    name = f"{tokens_folder(tokenizer, dataset.dataset_id)}/{COUNTS_NAME}"
+    name = f"{tokens_folder(tokenizer, dataset.text_id)}/{COUNTS_NAME}"
     table = Table(dataset.store.map(name), name=name)
     return counts_column(
         table,
         tokenizer=tokenizer,
-        dataset_id=dataset.dataset_id,
-        num_samples=dataset.samples.num_samples,
+        dataset_id=dataset.text_id,
+        num_samples=dataset.num_texts,
     )
 
 
@@ -323,7 +323,7 @@ class TokenIds:
         """Return the tokens of some texts.
 
         Args:
-            rows: ``(n,)`` rows of the samples table, in any order; -1 is an empty text.
+            rows: ``(n,)`` text rows of the dataset, in any order; -1 is an empty text.
             max_tokens: Longer texts are cut to this length.
 
         Returns:
@@ -408,7 +408,7 @@ class TokenIds:
     def _open(self, number: int) -> Table:
         file = self._files[number]
         dataset = self._dataset
-        name = f"{tokens_folder(self._tokenizer, dataset.dataset_id)}/{ids_name(number)}"
+        name = f"{tokens_folder(self._tokenizer, dataset.text_id)}/{ids_name(number)}"
         first = int(self._first_rows[number])
         rows = range(first, first + file.num_rows)
         buffer = dataset.map_beside(name, sha256=file.sha256, num_bytes=file.num_bytes, rows=rows)
@@ -422,5 +422,5 @@ class TokenIds:
             first_row=int(self._first_rows[number]),
             num_rows=file.num_rows,
             tokenizer=self._tokenizer,
-            dataset_id=dataset.dataset_id,
+            dataset_id=dataset.text_id,
         )

@@ -170,7 +170,9 @@ class MicroBatchTask:
         self._bad: dict[int, QuarantineRow] = {}
         self._is_sample = self._rows >= 0
         at = self._rows[self._is_sample]
-        self._keys = SlotKeys(source.selection.key_bytes(at), self._is_sample)
+        self._keys = self._study_keys = SlotKeys(source.selection.key_bytes(at), self._is_sample)
+        if source.selection.has_derived_keys:
+            self._study_keys = SlotKeys(source.selection.study_key_bytes(at), self._is_sample)
         config = source.config
         self._modalities = []
         if isinstance(config.view, View):
@@ -257,7 +259,7 @@ class MicroBatchTask:
                     shard,
                     here,
                     rows_in_shard=self._row_in_shard[here],
-                    keys=self._keys.of(here),
+                    keys=self._study_keys.of(here),
                     text_bytes=self._text_bytes[here],
                     arrays=arrays,
                     thread=thread,
@@ -299,12 +301,18 @@ class MicroBatchTask:
                 "slot": self._slot,
                 "arrays": entries,
                 **({} if self._source.fields is None else {"entries": self._source.fields.describe()}),
+                **self._units(),
                 "keys": None,
                 **({"modalities": self._modalities} if isinstance(view, View) else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
             },
             keys=self._keys,
         )
+
+    def _units(self) -> dict[str, Any]:
+        """Return what the samples are, by component, if they are not all studies."""
+        units = self._source.selection.units
+        return {"units": list(units)} if {*units} != {"study"} else {}
 
     def describe(self) -> str:
         """Name the micro-batch for a message."""
@@ -322,6 +330,8 @@ class MicroBatchTask:
             entity=self._source.selection.entity(int(self._rows[slot])),
             component=int(self._slots.components[slot]),
             study_row=int(self._slots.study_rows[slot]),
+            table_row=int(self._slots.table_rows[slot]),
+            study_key=self._study_keys[slot] or "",
         )
 
     def _draw(self, slot: int) -> DrawKey:
@@ -451,13 +461,13 @@ class MicroBatchTask:
         """Return the samples that fields are laid out for; a slot that is masked already has none."""
         rows, nothing = self._rows, np.zeros(len(self._rows), np.int64)
         if self._source.fields is None:
-            return Slots(rows, nothing, nothing)
+            return Slots(rows, nothing, nothing, nothing)
         rows = rows.copy()
         rows[list(self._bad)] = PADDING_ROW
         studies, selection = nothing.copy(), self._source.selection
         studies[rows >= 0] = selection.study_rows(rows[rows >= 0])
         components = nothing if self._components is None else np.maximum(self._components, 0)
-        return Slots(rows, studies, components)
+        return Slots(rows, studies, components, np.where(rows >= 0, self._table_rows, 0))
 
     def _array_specs(self) -> list[ArraySpec]:
         num_slots = len(self._rows)

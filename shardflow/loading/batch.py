@@ -7,7 +7,7 @@ are rebuilt there without copying.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.registry import present_entries
 from shardflow.fields.text import text_of
 from shardflow.fields.views import slices_of
+from shardflow.format.units import Unit, parse_unit_key
 from shardflow.loading.layout import view_of
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class BatchInfo:
     step: int
     micro_batch: int
     """Number of the micro-batch in its step."""
+    units: list[Unit | None]
+    """Place of each sample in its study: the study's key, and for samples that are series or images the
+    number of the series and the position in it. None in a padding slot."""
 
 
 class Batch(Mapping[str, Any]):
@@ -268,7 +272,15 @@ class Batch(Mapping[str, Any]):
     @property
     def info(self) -> BatchInfo:
         """Which samples the batch holds, and where in the run it is."""
-        return BatchInfo(self.sample_keys, self._arrays["weight"], self.epoch, self.step, self.micro)
+        keys = self.sample_keys
+        return BatchInfo(keys, self._arrays["weight"], self.epoch, self.step, self.micro, self._units(keys))
+
+    def _units(self, keys: Sequence[str | None]) -> list[Unit | None]:
+        names = self._descriptor.get("units", ["study"])
+        found: list[Unit | None] = []
+        for key, component in zip(keys, self.components, strict=True):
+            found.append(None if key is None else parse_unit_key(key, names[component]))
+        return found
 
     def __getitem__(self, name: str) -> Any:
         """Return an entry: an array, or a list with an item per slot where sizes differ.

@@ -24,6 +24,7 @@ from typing import Annotated
 
 from shardflow.config import Bounds, check_fields, load_config
 from shardflow.errors import ConfigError, PlanError, ShardflowError
+from shardflow.fields.units import open_unit
 from shardflow.format import Dataset
 from shardflow.loading.selection import FULL_STUDY, Selection, choose_rows, open_view, resolve_terms
 from shardflow.sampling.blend import (
@@ -51,6 +52,10 @@ class ComponentSettings:
     """Manifest version; by default the newest, or the one that a resumed run began with."""
     view: str = FULL_STUDY
     """``full_study``, or the name of an entity view beside the dataset."""
+    unit: str = "study"
+    """What a sample is: ``study``, ``series`` or ``image``."""
+    where: str | None = None
+    """For series and images, an expression over the series table."""
     split: str = "train"
     """Split, or several joined by ``+``."""
     subset: tuple[str, ...] = ()
@@ -156,13 +161,15 @@ def open_blend(
     found: Sequence[int | None] = [None] * len(file.component)
     if versions is not None and len(versions) == len(file.component):
         found = versions
-    opened: dict[tuple[str, int | None, str], Dataset] = {}
+    opened: dict[tuple[str, int | None, str, str, str | None], Dataset] = {}
     datasets, chosen = [], []
     for number, (part, saved) in enumerate(zip(file.component, found, strict=True), start=1):
         try:
-            place = (part.dataset, part.version or saved, part.view)
+            version = part.version or saved
+            place = (part.dataset, version, part.view, part.unit, part.where)
             if place not in opened:
-                opened[place] = open_view(Dataset.open(place[0], version=place[1], cache=cache), part.view)
+                dataset = open_view(Dataset.open(part.dataset, version=version, cache=cache), part.view)
+                opened[place] = open_unit(dataset, part.unit, part.where)
             datasets.append(opened[place])
             chosen.append(choose_rows(datasets[-1], part.split, part.subset))
         except ConfigError as error:

@@ -179,6 +179,11 @@ class Loader:
         fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``; in place of the
             view, text and tokens of ``config``. ``"default"``: all pictures (``image``), the first volume
             (``slices``) and the report, each where there is any.
+        unit: What a sample is: a ``study``; a ``series`` or an ``image`` that ``where`` selects, of which
+            fields of pixels deliver that one alone, beside the texts of its study; or an ``entity``, a
+            finding of the entity view. `BatchInfo.units` has the places of the samples.
+        where: For series and images, an expression over the series table, such as ``"modality == 'CT'"``;
+            None selects all but localizers and secondary captures.
         accept_content_change: Whether a state of other fields may be loaded, for example to go on with larger
             images; the order of samples is the same.
         world: This rank: a `World`, ``"single"``, a torch ``DeviceMesh`` of one dimension, or
@@ -212,6 +217,8 @@ class Loader:
         seed: int,
         subset: Sequence[str] = (),
         fields: Mapping[str, Field] | Literal["default"] | None = None,
+        unit: str = "study",
+        where: str | None = None,
         accept_content_change: bool = False,
         world: World | Literal["single"] | Any = None,
         config: LoaderConfig | None = None,
@@ -222,7 +229,9 @@ class Loader:
         if self._resolved.source:
             _LOGGER.info("%s", self._resolved)
         config = config or LoaderConfig()
-        selection = select(dataset, split, subset)
+        selection = select(dataset, split, subset, unit=unit, where=where)
+        if fields is None and {"series", "image"} & {*selection.units}:
+            raise ConfigError("Samples that are series or images need fields=, which say what is delivered.")
         self._fields: FieldSet | None = None
         counters = StageCounters()
         if fields is not None:

@@ -403,6 +403,7 @@ class StreamReads:
             entity=self._selection.entity(row),
             component=int(self._selection.components_of(at)[0]),
             study_row=int(self._selection.study_rows(at)[0]),
+            table_row=table_row,
         )
         return sorted({field for kind in self._kinds for field in kind.needed(shard, request)})
 

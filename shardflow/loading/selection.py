@@ -26,15 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError
-from shardflow.fields.field import Field, FieldContext
+from shardflow.fields.field import Field, FieldContext, by_rows
 from shardflow.fields.registry import FieldSet, default_fields
+from shardflow.fields.units import UnitDataset, open_unit, unit_of
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityPlace
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
 from shardflow.format.tokens import COUNT_COLUMN, open_counts
 from shardflow.sampling import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
 from shardflow.sampling.blend import BLEND_SPLIT, Blend, blend_layout
-from shardflow.sampling.layout import Rows, RowSet, chosen_layout, mask_of, rows_digest, select_rows
+from shardflow.sampling.layout import Rows, chosen_layout, mask_of, rows_digest, select_rows
 from shardflow.storage import LocalStore
 from shardflow.telemetry import StageCounters
 
@@ -353,7 +354,8 @@ def _facts(dataset: Dataset, rule: CostRule) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name in rule.used_facts():
         if name == COUNT_COLUMN:
-            facts[name] = open_counts(dataset, rule.tokenizer)
+            counts = open_counts(dataset, rule.tokenizer)
+            facts[name] = by_rows(dataset, counts) if isinstance(dataset, UnitDataset) else counts
         elif name == "row":
             facts[name] = RowNumbers(dataset.samples.num_samples)
         else:
@@ -387,18 +389,25 @@ class Selection:
         return any(isinstance(dataset, EntityDataset) for dataset in self.datasets)
 
     @property
+    def units(self) -> tuple[str, ...]:
+        """What a sample of each dataset is: ``study``, ``series``, ``image`` or ``entity``."""
+        return tuple(unit_of(dataset) for dataset in self.datasets)
+
+    @property
+    def has_derived_keys(self) -> bool:
+        """Whether some of the samples are series or images, whose keys are not those of shards."""
+        return any(isinstance(dataset, UnitDataset) for dataset in self.datasets)
+
+    @property
     def is_local(self) -> bool:
         """Whether all datasets are local folders, read without a cache."""
         return all(isinstance(dataset.store, LocalStore) for dataset in self.datasets)
 
     def population_of(self, component: int) -> NDArray[np.bool_]:
-        """Return which studies of a component's dataset are used, ``(num_studies,)``."""
+        """Return which rows of a component's own table are used, ``(num_rows,)``."""
         dataset, population = self.datasets[component], self.population
         rows = population.components[component].rows if isinstance(population, Blend) else population
-        used = np.zeros(dataset.studies.num_samples, bool)
-        for block in rows.blocks() if isinstance(rows, RowSet) else [np.arange(rows.start, rows.stop)]:
-            used[dataset.study_rows(block)] = True
-        return used
+        return mask_of(rows, 0, dataset.samples.num_samples)
 
     # ---- plan and state --------------------------------------------------------------------------
 
@@ -447,6 +456,7 @@ class Selection:
                 seed=seed,
                 spec=spec,
             )
+        view = self.datasets[0].unit if isinstance(self.datasets[0], UnitDataset) else FULL_STUDY
         return LoaderState(
             dataset_id=self.datasets[0].dataset_id,
             manifest_version=self.datasets[0].manifest_version,
@@ -454,6 +464,7 @@ class Selection:
             subset=self.subset,
             seed=seed,
             spec=spec,
+            view=view,
         )
 
     def reopened(self) -> Selection:
@@ -523,6 +534,14 @@ class Selection:
             )
         return keys
 
+    def study_key_bytes(self, rows: Int64Array) -> NDArray[np.bytes_]:
+        """Return the keys of samples' studies as byte strings; of a finding its own."""
+        keys = self.key_bytes(rows)
+        for dataset, here, inside in self._by_dataset(rows):
+            if isinstance(dataset, UnitDataset):
+                keys[here] = dataset.studies.gather("sample_key", dataset.study_rows(inside))
+        return keys
+
     def modalities(self, rows: Int64Array) -> list[str]:
         """Return the DICOM modality of samples' primary series, such as ``CT``; empty if unknown."""
         names = np.empty(len(rows), object)
@@ -582,17 +601,26 @@ def open_view(dataset: Dataset, view: str = FULL_STUDY) -> Dataset:
     return dataset if view == FULL_STUDY else EntityDataset.beside(dataset, view)
 
 
-def select(source: Dataset | Selection, split: str = "", subset: Sequence[str] = ()) -> Selection:
+def select(
+    source: Dataset | Selection,
+    split: str = "",
+    subset: Sequence[str] = (),
+    *,
+    unit: str = "study",
+    where: str | None = None,
+) -> Selection:
     """Return the samples of a split or a subset; a selection, such as a blend, is returned as it is.
 
     Args:
         source: A dataset, or a selection.
         split: Of a dataset: its split, or several joined by ``+``.
         subset: Of a dataset: terms that all samples must satisfy, see `shardflow.loading.selection`.
+        unit: Of a dataset: what a sample is, see `shardflow.fields.units.open_unit`.
+        where: Of a dataset: which series are samples, or hold samples.
 
     Raises:
-        ConfigError: There is no such split, a term is malformed, no sample is left, or a split or subset of a
-            selection is requested.
+        ConfigError: There is no such split, a term is malformed, no sample is left, the unit does not fit the
+            dataset, or a split, subset or unit of a selection is requested.
     """
     if isinstance(source, Selection):
         if split or subset:
@@ -600,7 +628,13 @@ def select(source: Dataset | Selection, split: str = "", subset: Sequence[str] =
                 "split and subset must be left out where a blend is given, got "
                 f"{'a subset' if subset else f'split {split!r}'}; say them for each component of its file."
             )
+        if unit != "study" or where is not None:
+            raise ConfigError(
+                "unit= and where= must be left out where a blend is given; write them for each component of "
+                "its file."
+            )
         return source
+    source = open_unit(source, unit, where)
     chosen = choose_rows(source, split, subset)
     return Selection(datasets=(source,), population=chosen.rows, split=chosen.split, subset=chosen.digest)
 
@@ -638,11 +672,11 @@ def bind_fields(
             kept[place] &= has_content
     if all((one == other).all() for one, other in zip(kept, populations, strict=True)):
         return selection, bound
-    if selection.is_blend or selection.has_entities:
+    if selection.is_blend:
         names = ", ".join(repr(one.name) for one in dropped)
         raise ConfigError(
-            f"missing='drop' of {names} needs a single dataset of studies; for a blend or an entity view, "
-            "select the samples in its file, or write missing='pad'."
+            f"missing='drop' of {names} needs a single dataset; for a blend, select the samples in its file, "
+            "or write missing='pad'."
         )
     rows = select_rows(range(len(kept[0])), lambda start, stop: kept[0][start:stop])
     if not rows:

@@ -36,6 +36,7 @@ _REMEDIES = {
     "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
     "manifest_version": "open the manifest version that it was saved with, or start a new run",
     "subset": "set the split and terms of the subset back, or start a new run",
+    "view": "set unit and where to those that it was saved with, or start a new run",
     "plan_id": "resume with the shardflow that saved it, since this one plans another order",
 }
 
@@ -225,11 +226,11 @@ class LoaderState:
     def _identity(self) -> dict[str, object]:
         """Return the fields that must be equal; a difference in one explains those in later ones."""
         return {
+            "view": self.view,
             "dataset_id": self.dataset_id,
             "manifest_version": self.manifest_version,
             "split": self.split,
             "subset": self.subset,
-            "view": self.view,
             **self.spec.to_json(),
             "seed": self.seed,
             "plan_id": self.plan_id,

@@ -1,0 +1,149 @@
+"""Units: a dataset whose samples are studies, series, images or findings.
+
+A dataset of series or images is derived when it is opened, from the samples table, the series table and an
+expression; nothing is stored. Its digest is that of the selected rows, so two expressions that select the
+same rows are the same dataset. Findings come from an entity view, which is stored beside the dataset.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+from shardflow.fields.catalog import TableSelection
+from shardflow.fields.pixels import DEFAULT_SERIES
+from shardflow.format import Dataset
+from shardflow.format.entities import EntityDataset
+from shardflow.format.manifest import Manifest
+from shardflow.format.series import open_series
+from shardflow.format.units import ChosenSeries, DerivedUnit, UnitTable, check_unit
+from shardflow.sampling.expressions import parse_expression
+from shardflow.storage import ByteStore
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class UnitDataset(Dataset):
+    """A version of a dataset seen as series or images.
+
+    `samples` are the series or images, `studies` what they belong to, and `dataset_id` is the digest of the
+    selected rows, so plans and states belong to them; ``manifest.dataset_id`` is that of the dataset.
+
+    Args:
+        store: Where the dataset is stored.
+        manifest: Its version.
+        unit: What a sample is.
+        where: Expression over the series table that selects series, and single images of series with
+            several roles; None selects all but localizers and secondary captures (`DEFAULT_SERIES`). Series
+            without images have no rows.
+
+    Raises:
+        ConfigError: The dataset has no series table, or the expression is malformed or selects nothing.
+        FormatError: The series table cannot be trusted.
+    """
+
+    samples: UnitTable
+
+    def __init__(
+        self, store: ByteStore, manifest: Manifest, unit: DerivedUnit, where: str | None = None
+    ) -> None:
+        super().__init__(store, manifest)
+        self.unit, self.where = unit, where
+        table, _ = open_series(self)
+        expression = parse_expression(where or DEFAULT_SERIES, table.column_names)
+        found = TableSelection(table, expression)
+        rows = np.flatnonzero(found.selected_images)
+        if not len(rows):
+            raise ConfigError(
+                f"where={where!r} selects no series with images; `shardflow plan` lists their roles."
+            )
+        chosen = ChosenSeries(rows, found.selected_images[rows], found.image_ids)
+        self.samples = UnitTable(self.studies, table, unit, chosen)
+        self.dataset_id = self.samples.digest(manifest.dataset_id)
+        self.num_series_left_out = table.num_series - len(rows)
+
+    @classmethod
+    def beside(cls, dataset: Dataset, unit: DerivedUnit, where: str | None = None) -> UnitDataset:
+        """Return the series or images of a dataset that is open; errors as of the class."""
+        return cls(dataset.store, dataset.manifest, unit, where)
+
+    def __reduce__(  # type: ignore[override]
+        self,
+    ) -> tuple[type[UnitDataset], tuple[ByteStore, Manifest, DerivedUnit, str | None]]:
+        """Cross a process boundary without maps and caches."""
+        return type(self), (self.store, self.manifest, self.unit, self.where)
+
+    def reopened(self) -> UnitDataset:
+        """Return the same samples with maps and locks of its own, for a process that was forked."""
+        return UnitDataset(self.store, self.manifest, self.unit, self.where)
+
+    def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the samples table that each series or image belongs to."""
+        return self.samples.study_rows(rows)
+
+    @property
+    def text_id(self) -> str:
+        """Digest of the manifest: texts are those of the studies."""
+        return self.manifest.dataset_id
+
+    @property
+    def num_texts(self) -> int:
+        """Number of studies."""
+        return self.studies.num_samples
+
+    def text_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the samples table that each series or image belongs to."""
+        return self.study_rows(rows)
+
+
+def unit_of(dataset: Dataset) -> str:
+    """Return what a sample of a dataset is: ``study``, ``series``, ``image`` or ``entity``."""
+    if isinstance(dataset, UnitDataset):
+        return dataset.unit
+    return "entity" if isinstance(dataset, EntityDataset) else "study"
+
+
+def open_unit(dataset: Dataset, unit: str, where: str | None = None) -> Dataset:
+    """Return a dataset seen as studies, series, images or findings.
+
+    Args:
+        dataset: The dataset; one that is seen as something already is returned as it is.
+        unit: ``study``, ``series``, ``image``, or ``entity`` for the entity view of that name.
+        where: For series and images, an expression over the series table, see `UnitDataset`.
+
+    Raises:
+        ConfigError: The unit is unknown, does not fit the dataset or the expression, or lacks its table.
+    """
+    check_unit(unit)
+    if where is not None and unit not in ("series", "image"):
+        raise ConfigError(
+            f"where= selects series, which needs unit='series' or unit='image', got unit={unit!r}; to select "
+            "studies, write subset=."
+        )
+    current = unit_of(dataset)
+    if current != "study":
+        if unit in ("study", current) and where is None:
+            return dataset
+        raise ConfigError(
+            f"unit={unit!r} needs a dataset of whole studies, got one whose rows are of unit {current!r}; "
+            "pass the dataset that sf.open returned."
+        )
+    if unit == "study":
+        return dataset
+    if unit == "entity":
+        return EntityDataset.beside(dataset)
+    derived = UnitDataset.beside(dataset, "series" if unit == "series" else "image", where)
+    samples = derived.samples
+    studies = derived.study_rows(np.arange(samples.num_samples))  # ascending
+    _LOGGER.info(
+        "unit=%r: %d rows of %d of %d studies; %d series left out",
+        unit,
+        samples.num_samples,
+        1 + np.count_nonzero(np.diff(studies)),
+        dataset.studies.num_samples,
+        derived.num_series_left_out,
+    )
+    return derived
