@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,16 @@ class Batch(Mapping[str, Any]):
     """
 
     __slots__ = ("_arrays", "_descriptor", "_keys", "_values", "buffer")
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:  # noqa: ARG004
+        """Return a new batch; of a mapping alone a dict.
+
+        Frameworks that convert or move what they find in a mapping, such as torch's default collation and
+        Accelerate, rebuild it as ``type(batch)({...})``.
+        """
+        if len(arguments) == 1 and isinstance(arguments[0], Mapping):
+            return dict(arguments[0])  # type: ignore[return-value]
+        return super().__new__(cls)
 
     def __init__(
         self, buffer: NDArray[np.uint8], descriptor: dict[str, Any], *, keys: SlotKeys | None = None

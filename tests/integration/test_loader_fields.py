@@ -417,6 +417,17 @@ def test_default_fields_of_images_need_the_series_table(tmp_path: Path) -> None:
         assert {*next(iter(loader))} == {"row", "text_bytes", "text_offsets", "weight"}
 
 
+def test_frameworks_that_rebuild_a_mapping_get_a_dict(dataset: Dataset) -> None:
+    torch = pytest.importorskip("torch")
+    with _loader(dataset) as loader:
+        batch = next(iter(loader))
+        assert type(batch)({"ct": 1}) == {"ct": 1}  # type: ignore[call-arg, arg-type, comparison-overlap]
+        converted = torch.utils.data.default_convert(batch)
+        assert type(converted) is dict
+        assert {*converted} == {*batch}
+        assert torch.equal(converted["ct"], torch.from_numpy(batch["ct"]))
+
+
 def test_a_batch_is_a_mapping(dataset: Dataset) -> None:
     with _loader(dataset) as loader:
         batch = next(iter(loader))
