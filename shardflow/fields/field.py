@@ -252,14 +252,17 @@ def check_names(fields: Mapping[str, Field]) -> None:
                 f"The field name {name!r} is not valid: use a-z, 0-9 and _, beginning with a letter."
             )
         owner = next((other for other in fields if name.startswith(f"{other}_")), None)
-        if name in RESERVED_NAMES or (owner is not None and name.removeprefix(f"{owner}_") in _SUFFIXES):
+        if name in RESERVED_NAMES or (
+            owner is not None and name.removeprefix(f"{owner}_") in RESERVED_SUFFIXES
+        ):
             beside = "every batch has an entry of this name" if owner is None else f"it is beside {owner!r}"
             raise ConfigError(f"The field name {name!r} is reserved ({beside}); choose another one.")
 
 
-_SUFFIXES: Final = frozenset(
+RESERVED_SUFFIXES: Final = frozenset(
     {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets"}
 )
+"""Ends of the names of entries beside a field, such as ``NAME_mask``."""
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -364,7 +364,8 @@ class BoundMask(BoundRegions):
 
     def describe(self) -> dict[str, Any]:
         """Return what presenting needs: shapes are those of the field that is followed."""
-        return {**self.like.describe(), "type": self.spec.type_name, "name": self.name}
+        own = {"type": self.spec.type_name, "name": self.name, "like": self.like.name}
+        return {**self.like.describe(), **own}
 
     def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
         found = super()._fields(shard, request, pictures)
@@ -492,7 +493,7 @@ class BoundBoxes(BoundRegions):
 
     def describe(self) -> dict[str, Any]:
         """Return what presenting needs."""
-        return {"type": self.spec.type_name, "name": self.name}
+        return {"type": self.spec.type_name, "name": self.name, "like": self.like.name}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import StateError
+from shardflow.errors import ConfigError, StateError
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.registry import present_entries
@@ -25,6 +25,7 @@ from shardflow.loading.layout import view_of
 
 if TYPE_CHECKING:
     from shardflow.loading.tensors import Device
+    from shardflow.viewing.slot_sheet import SlotSheet
 
 
 class SlotKeys:
@@ -340,6 +341,35 @@ class Batch(Mapping[str, Any]):
 
         entries = {**self._entries(), "weight": self._arrays["weight"]}
         return to_tensors(entries, device, pin_memory=pin_memory)
+
+    def show(self, slot: int = 0, *, max_pictures: int = 12) -> SlotSheet:
+        """Draw a slot: its pictures in their display range with masks and boxes over them, and texts below.
+
+        A notebook displays what this returns; elsewhere ``batch.show(0).save("slot.png")``. Needs Pillow, and
+        no display.
+
+        Args:
+            slot: Which slot; a negative one counts from the last.
+            max_pictures: Images shown of a field; of more, as many evenly spaced ones.
+
+        Raises:
+            IndexError: There is no such slot.
+            ConfigError: The loader has a view in place of fields, or Pillow is missing.
+        """
+        from shardflow.viewing.slot_sheet import render_slot, show_entries
+
+        if not -self.num_slots <= slot < self.num_slots:
+            raise IndexError(f"slot {slot} is none of the {self.num_slots} slots of the batch")
+        slot %= self.num_slots
+        entries = self._descriptor.get("entries")
+        if entries is None:
+            raise ConfigError("batch.show() shows fields: make the loader with fields= and without a view.")
+        key = self.sample_keys[slot]
+        state = "" if self._arrays["weight"][slot] else " (masked)"
+        title = "padding" if key is None else f"{key}{state}"
+        title = f"{title} · slot {slot} of epoch {self.epoch}, step {self.step}, micro-batch {self.micro}"
+        shown = [] if key is None else show_entries(entries, self._entries(), slot)
+        return render_slot(title, shown, max_pictures=max_pictures)
 
     def _entries(self) -> Mapping[str, Any]:
         if self._values is None:
