@@ -13,10 +13,14 @@ from PIL import Image
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
+from shardflow.format.facts import attach_facts
 from shardflow.loading import Batch, Loader, LoaderConfig
 from shardflow.sampling import BatchSpec
 from shardflow.viewing.slot_sheet import render_slot, show_entries
+from tests.factories import make_dataset
 from tests.field_cases import make_case_dataset
+from tests.integration.test_loader_regions import FIELDS as REGIONS
+from tests.integration.test_loader_regions import make_annotated
 
 pytestmark = pytest.mark.fast
 
@@ -105,6 +109,29 @@ def test_masks_and_boxes_lie_over_the_picture_that_they_are_of() -> None:
     assert not (np.abs(second[..., 0] - second[..., 1]) > 20)[: len(second) // 2, 250:].any()
     assert (found == RED).all(axis=2).sum() == pytest.approx(2 * 2 * (160 + 200), rel=0.03)
     assert not (first == RED).all(axis=2).any()
+
+
+def test_stored_regions_lie_over_the_pictures_of_the_field_that_they_follow(tmp_path: Path) -> None:
+    dataset = Dataset.open(make_dataset(tmp_path / "a", num_samples=6, make=make_annotated))
+    attach_facts(dataset)
+    num_planes = num_boxes = 0
+    for batch in _batches(dataset, fields=REGIONS):
+        for slot in range(batch.num_slots):
+            shown = {one.name: one for one in show_entries(batch.descriptor["entries"], dict(batch), slot)}
+            assert shown.keys() == {"ct", "views", "frontal", "volume", "tiles"}
+            for place, one in enumerate(shown["ct"].pictures):
+                wanted = [*batch["lesions"][slot, place], *batch["anything"][slot, place]]
+                assert len(one.masks) == len(wanted) == 4
+                for plane, other in zip(one.masks, wanted, strict=True):
+                    assert np.array_equal(plane, other)
+                    num_planes += bool(np.any(plane))
+            for name, boxes in (("ct", "spots"), ("views", "marks"), ("tiles", "cut_boxes")):
+                found = sum(len(one.boxes) for one in shown[name].pictures)
+                assert found == batch[f"{boxes}_mask"][slot].sum()
+                num_boxes += found
+            assert batch.show(slot).png
+    assert num_planes
+    assert num_boxes
 
 
 def test_normalized_pixels_are_shown_by_their_own_extremes() -> None:
