@@ -35,7 +35,7 @@ CT = "modality == 'CT' and kind == 'volume'"
 VIEWS = "modality in ('CR', 'DX')"
 FIELDS: Mapping[str, sf.Field] = {
     "lesions": sf.Mask(like="ct", labels=LABELS, merge="stack"),
-    "ct": sf.Slices(series=CT, num_slices=4, size=(9, 13), fit="letterbox", sampling="random", missing="pad"),
+    "ct": sf.Slices(series=CT, num_slices=4, size=(9, 15), fit="letterbox", sampling="random", missing="pad"),
     "anything": sf.Mask(like="ct", threshold=0.2),
     "spots": sf.Boxes(like="ct", labels=LABELS, max_boxes=40),
     "views": sf.Image(series=VIEWS, num_images="all", missing="pad"),
@@ -255,8 +255,8 @@ def test_masks_of_slices_are_where_the_slices_are(dataset: Dataset) -> None:
     num_set = [0, 0]
     with _loader(dataset) as loader:
         for batch in loader:
-            assert batch["lesions"].shape == (2, 4, 3, 9, 13)
-            assert batch["anything"].shape == (2, 4, 1, 9, 13)
+            assert batch["lesions"].shape == (2, 4, 3, 9, 15)
+            assert batch["anything"].shape == (2, 4, 1, 9, 15)
             assert batch["lesions"].dtype == np.uint8
             for slot, number in _slots(batch):
                 if number % 4 != 1:
@@ -268,12 +268,12 @@ def test_masks_of_slices_are_where_the_slices_are(dataset: Dataset) -> None:
                     top, left, rows, columns = batch["ct_box"][slot, place].tolist()
                     inside = np.s_[top : top + rows, left : left + columns]
                     for plane, label in enumerate(LABELS):
-                        wanted = np.zeros((9, 13), np.uint8)
+                        wanted = np.zeros((9, 15), np.uint8)
                         stored = stored_mask(number, 1, index, label)
                         wanted[inside] = resized(stored, (rows, columns))
                         assert np.array_equal(batch["lesions"][slot, place, plane], wanted)
                         num_set[0] += int(wanted.sum())
-                    wanted = np.zeros((9, 13), np.uint8)
+                    wanted = np.zeros((9, 15), np.uint8)
                     stored = stored_mask(number, 1, index, None, threshold=0.2)
                     wanted[inside] = resized(stored, (rows, columns))
                     assert np.array_equal(batch["anything"][slot, place, 0], wanted)
@@ -455,7 +455,7 @@ def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
         for one in regions_of(9)
         if one["entry"]["series"] == 1 and 2 in one["masks"]
     )
-    fields = {**FIELDS, "ct": sf.Slices(series=CT, num_slices=11, size=(9, 13), missing="pad")}
+    fields = {**FIELDS, "ct": sf.Slices(series=CT, num_slices=11, size=(9, 15), missing="pad")}
     for number, field in ((9, mask), (7, "annotations.json")):
         path, offset, num_bytes = locate(dataset, number, field)
         flip_bit(path, offset + num_bytes // 2)
