@@ -397,6 +397,28 @@ def test_boxes_are_in_pixels_of_the_delivered_picture(dataset: Dataset) -> None:
     assert num_boxes > 20
 
 
+@pytest.mark.parametrize("unit", ["series", "image"])
+def test_a_series_or_an_image_has_the_masks_that_it_has_in_its_study(dataset: Dataset, unit: Any) -> None:
+    fields = {
+        "x": sf.Image(series=VIEWS, num_images="all", missing="drop"),
+        "m": sf.Mask(like="x", labels=["nodule"]),
+    }
+    found = []
+    for settings in ({}, {"unit": unit}):
+        loader = Loader(dataset, split="train", batch=SPEC, seed=5, fields=fields, world=World(), **settings)
+        with loader:
+            found.append(
+                sorted(
+                    (image.tobytes(), mask.tobytes(), int(is_annotated))
+                    for batch in loader
+                    for images, masks, annotated in zip(batch["x"], batch["m"], batch["m_mask"], strict=True)
+                    for image, mask, is_annotated in zip(images, masks, annotated, strict=False)
+                )
+            )
+    assert found[0] == found[1]
+    assert any(any(mask) for _, mask, _ in found[0])
+
+
 # ---- equality, and what is bad -------------------------------------------------------------------------
 
 
