@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format import array_header, decode_array
+from shardflow.format.foreign.scan import HEAD_NUM_BYTES, image_header
 
 _STEP = 1 << 20
 
@@ -146,6 +147,57 @@ def convert_slice(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) 
             return 0
         source = sized
     return _cast(source, target)
+
+
+def convert_picture(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) -> int:
+    """Convert a decoded picture into its place: channels, then size, then number type.
+
+    Args:
+        source: ``(rows, columns)`` or ``(rows, columns, 1 or 3)``; may be overwritten.
+        target: ``(C, rows, columns)``; color in one channel becomes luminance, gray in three is repeated.
+        scratch: The thread's memory.
+
+    Returns:
+        Number of pixels that were saturated because the target's type cannot hold them.
+    """
+    if len(target) == 1 and target.flags.c_contiguous:
+        return convert_slice(source, target[0], scratch)
+    plane = scratch.array("plane", target.shape[1:], target.dtype)
+    if source.ndim == 2 or source.shape[2] != len(target):
+        num_saturated = convert_slice(source, plane, scratch)
+        np.copyto(target, plane)
+        return num_saturated
+    num_saturated = 0
+    for channel, place in enumerate(target):
+        num_saturated += convert_slice(np.ascontiguousarray(source[:, :, channel]), plane, scratch)
+        np.copyto(place, plane)
+    return num_saturated
+
+
+def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
+    """Decode a JPEG or PNG as stored: gray stays gray, 16 bits stay 16 bits; alpha is left out.
+
+    Orientation tags are ignored, because tables know the stored size.
+
+    Returns:
+        ``(rows, columns)``, or ``(rows, columns, 3)`` RGB; uint8 or uint16.
+
+    Raises:
+        FormatError: It cannot be decoded, or its pixels are not those of its header.
+    """
+    header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
+    if header is None:
+        raise FormatError("no JPEG or PNG of a known size")
+    flags = cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
+    flags |= cv2.IMREAD_COLOR if header.has_color else cv2.IMREAD_GRAYSCALE
+    try:
+        decoded = cv2.imdecode(payload, flags)
+    except cv2.error as error:
+        raise FormatError(type(error).__name__) from None
+    if decoded is None or decoded.shape[:2] != (header.rows, header.columns):
+        raise FormatError("no picture of the size in its header")
+    pixels: NDArray[Any] = cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB) if header.has_color else decoded
+    return pixels
 
 
 def _resize(source: NDArray[Any], target: NDArray[Any], interpolation: int) -> NDArray[Any]:

@@ -98,6 +98,11 @@ class FieldContext:
         """
         from shardflow.fields.catalog import SeriesCatalog
 
+        if any(dataset.is_foreign for dataset in self.samples.datasets):
+            raise ConfigError(
+                "Tars of other writers have no series; name the member of an image, such as "
+                "sf.Image(member='png')."
+            )
         return SeriesCatalog(self.samples)
 
     @property

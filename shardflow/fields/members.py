@@ -28,6 +28,7 @@ from shardflow.fields.reader import Shard
 from shardflow.fields.slots import SlotContent, SlotRequest
 from shardflow.fields.views import Arrays, ArraySpec
 from shardflow.format import Dataset
+from shardflow.format.foreign.places import num_samples_with
 from shardflow.format.keys import REPORT_FIELD
 
 _MAX_BYTES: Final = 1 << 40
@@ -263,27 +264,52 @@ class BoundMember(BoundField):
         name: Name of the entry.
         spec: What to deliver.
         context: The samples.
-        member: Name of the stored field.
+        member: Name of the stored field; None is the text that a shard's index names.
+        max_bytes: Size that it may have.
 
     Raises:
-        ConfigError: Samples without the member are to be dropped, and no table knows which they are.
+        ConfigError: Samples without the member are to be dropped, and no table knows which they are; or no
+            sample has it.
     """
 
     def __init__(
-        self, name: str, spec: Text | Json | Bytes | Array, context: FieldContext, member: str
+        self, name: str, spec: Field, context: FieldContext, member: str | None, max_bytes: int = _MAX_BYTES
     ) -> None:
         super().__init__(name)
-        self.spec, self.member = spec, member
+        self.spec, self.member, self._max_bytes = spec, member, max_bytes
         self._datasets = context.samples.datasets
+        self._num_samples, self._num_missing = context.num_samples, 0
+        counts = [num_samples_with(dataset.manifest) for dataset in self._datasets]
+        if member is not None and None not in counts and not any(member in (found or ()) for found in counts):
+            held = ", ".join(sorted({name for found in counts for name in found or ()}))
+            raise ConfigError(f"No sample has the member {member!r} of the field {name!r}; there are {held}.")
+        self._is_everywhere = all(
+            found is not None and found.get(member or "") == dataset.studies.num_samples
+            for found, dataset in zip(counts, self._datasets, strict=True)
+        )
         if spec.missing == "drop" and self.has_content is None:
             raise ConfigError(
                 f"No table knows which samples have {member}, so the field {name!r} cannot drop the others; "
                 "write missing='pad', or missing='error' to mask them."
             )
 
+    @property
+    def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
+        """Which rows have the member, if all have; None where no table knows."""
+        if not self._is_everywhere:
+            return None
+        return [np.ones(dataset.samples.num_samples, bool) for dataset in self._datasets]
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """How many samples have the member; None where no table knows."""
+        if self.has_content is None:
+            return None
+        return Coverage(num_samples=self._num_samples, num_missing=self._num_missing)
+
     def find(self, shard: Shard, row_in_shard: int) -> int | None:
         """Return the number of the member of a sample; None if it has none."""
-        return shard.find(row_in_shard, self.member)
+        return shard.find(row_in_shard, self.member or shard.index.text_field)
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the number of the member, if the sample has it.
@@ -294,16 +320,12 @@ class BoundMember(BoundField):
         number = self.find(shard, request.row_in_shard)
         if number is None:
             if self.spec.missing == "error":
-                raise shard.bad(BadSampleReason.FIELD_MISSING, self.member)
+                raise shard.bad(BadSampleReason.FIELD_MISSING, self.member or shard.index.text_field)
             return ()
         if shard.num_bytes(number) > self._max_bytes:
             detail = f"{shard.num_bytes(number):,} bytes, and {self._max_bytes:,} are allowed"
             raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, detail)
         return (number,)
-
-    @property
-    def _max_bytes(self) -> int:
-        return self.spec.max_bytes
 
     def describe(self) -> dict[str, Any]:
         """Return what presenting needs."""
@@ -317,17 +339,14 @@ class BoundBytes(BoundMember):
         name: Name of the entry.
         spec: What to deliver.
         context: The samples.
-        member: Name of the stored field; that of the spec by default.
     """
 
-    def __init__(
-        self, name: str, spec: Text | Json | Bytes, context: FieldContext, member: str | None = None
-    ) -> None:
-        super().__init__(name, spec, context, member or spec.member or "")
+    def __init__(self, name: str, spec: Text | Json | Bytes, context: FieldContext) -> None:
+        super().__init__(name, spec, context, spec.member, spec.max_bytes)
 
     def _spaces(self, slots: Slots) -> NDArray[np.int64]:
         """Return the bytes that each slot may need, ``(B,)``: no member is larger than its sample."""
-        spaces = np.minimum(gather(self._datasets, "num_bytes", slots), self.spec.max_bytes)
+        spaces = np.minimum(gather(self._datasets, "num_bytes", slots), self._max_bytes)
         return np.where(slots.rows >= 0, spaces, 0)
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
@@ -412,7 +431,7 @@ class BoundArray(BoundMember):
     spec: Array
 
     def __init__(self, name: str, spec: Array, context: FieldContext) -> None:
-        super().__init__(name, spec, context, spec.member)
+        super().__init__(name, spec, context, spec.member, spec.max_bytes)
         self._shape: tuple[int, ...] = spec.shape if spec.shape is not None else spec.max_shape or ()
         self._counters = context.counters
 
@@ -426,10 +445,11 @@ class BoundArray(BoundMember):
             specs.append(ArraySpec.of(f"{self.name}_shape", np.int64, len(slots), len(self._shape)))
         return specs
 
-    def prepare(self, arrays: Arrays, slots: Slots) -> None:
-        """Empty every slot."""
-        for slot in range(len(slots)):
-            self.blank(arrays, slot)
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
+        """Note that every slot is empty."""
+        for beside in (f"{self.name}_mask", f"{self.name}_shape"):
+            if beside in arrays:
+                arrays[beside][:] = 0
 
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without an array."""
@@ -439,7 +459,10 @@ class BoundArray(BoundMember):
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
         """Begin a slot."""
-        return _SlotArray(self, shard, request.slot, arrays, self.needed(shard, request))
+        fields = self.needed(shard, request)
+        if not fields or self.spec.max_shape is not None:
+            arrays[self.name][request.slot] = 0
+        return _SlotArray(self, shard, request.slot, arrays, fields)
 
     def decode(
         self, shard: Shard, number: int, payload: NDArray[np.uint8], target: NDArray[Any]
@@ -471,7 +494,7 @@ class BoundArray(BoundMember):
         return stored.shape
 
     def _read(self, payload: NDArray[np.uint8]) -> NDArray[Any]:
-        if self.member.endswith("npy"):
+        if self.spec.member.endswith("npy"):
             return read_npy(payload)
         with zipfile.ZipFile(io.BytesIO(payload.tobytes())) as archive:
             names = [f"{self.spec.array}.npy"] if self.spec.array is not None else archive.namelist()
@@ -559,14 +582,14 @@ class BoundText(BoundBytes):
     """Text of a sample, bound to a selection; the report's size is that of the samples table."""
 
     def __init__(self, name: str, spec: Text, context: FieldContext) -> None:
-        self._sizes = None
-        if spec.member in (None, REPORT_FIELD):
-            self._sizes = [dataset.studies.column("text_bytes") for dataset in context.samples.datasets]
-            self._has_text = context.of_studies([sizes > 0 for sizes in self._sizes])
-        super().__init__(name, spec, context, spec.member or REPORT_FIELD)
-        self._num_samples = context.num_samples
-        self._num_missing = 0
-        if self._sizes is not None:
+        datasets = context.samples.datasets
+        is_packed = not any(dataset.is_foreign for dataset in datasets)
+        is_report = spec.member is None or (spec.member == REPORT_FIELD and is_packed)
+        self._sizes = [each.studies.column("text_bytes") for each in datasets] if is_report else None
+        self._has_text = context.of_studies([sizes > 0 for sizes in self._sizes or ()]) if is_report else None
+        super().__init__(name, spec, context)
+        if self._has_text is not None:
+            self.member, self._max_bytes = None, _MAX_BYTES
             self._num_missing = context.count_missing(self._has_text)
             if self._num_missing and spec.missing == "error":
                 raise ConfigError(
@@ -576,35 +599,22 @@ class BoundText(BoundBytes):
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Which rows have a report; None for another member."""
-        return None if self._sizes is None else self._has_text
-
-    @property
-    def coverage(self) -> Coverage | None:
-        """How many samples have a report."""
-        if self._sizes is None:
-            return None
-        return Coverage(num_samples=self._num_samples, num_missing=self._num_missing)
+        """Which rows have a report; for another member None, unless all samples have it."""
+        return super().has_content if self._has_text is None else self._has_text
 
     @property
     def is_report(self) -> bool:
         """Whether the text is the report."""
         return self._sizes is not None
 
-    @property
-    def _max_bytes(self) -> int:
-        return self.spec.max_bytes if self._sizes is None else _MAX_BYTES
-
     def _spaces(self, slots: Slots) -> NDArray[np.int64]:
         return super()._spaces(slots) if self._sizes is None else gather(self._datasets, "text_bytes", slots)
 
     def find(self, shard: Shard, row_in_shard: int) -> int | None:
         """Return the number of the text; an empty report is none."""
-        if self._sizes is None:
-            return super().find(shard, row_in_shard)
-        # Foreign shards name their text field themselves.
-        report = shard.report(row_in_shard)
-        return report if report is not None and shard.num_bytes(report) else None
+        found = super().find(shard, row_in_shard)
+        is_empty = self._sizes is not None and found is not None and not shard.num_bytes(found)
+        return None if is_empty else found
 
     def check_size(self, shard: Shard, fields: Sequence[int], num_bytes: int) -> None:
         """Refuse a report of another size than the samples table says, and any other text that is larger."""

@@ -11,8 +11,10 @@ import numpy as np
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import SeriesImages
 from shardflow.fields.field import BoundField, Coverage, FieldContext, check_choice, check_count
+from shardflow.fields.image_members import BoundImageMember
 from shardflow.fields.layout import Picture
 from shardflow.fields.pixels import MAX_SIDE, BoundPixels, PixelField
+from shardflow.fields.raw import is_image_field
 from shardflow.fields.views import DrawKey
 from shardflow.sampling import Permutation, TileRule
 
@@ -42,6 +44,9 @@ class Image(PixelField):
     num_images: int | Literal["all"] = 1
     """Places for images (N); ``"all"`` is the largest number of selected images that a sample of the
     population has."""
+    member: str | None = None
+    """In place of series: a stored JPEG or PNG, such as ``"png"`` of tars of other writers. 16 bits and gray
+    stay as they are; ``NAME_range`` is the least and the greatest pixel."""
     tiles: int | None = None
     """Cut each image into at most so many tiles of ``size``, after resizing it to a whole number of them, see
     `shardflow.sampling.image_sizes.TileRule`. The entry is ``(B, T, C, H, W)``, an overview first where an
@@ -50,6 +55,8 @@ class Image(PixelField):
 
     def _check(self) -> None:
         super()._check()
+        if self.member is not None:
+            self._check_member(self.member)
         if self.tiles is not None:
             check_count("tiles", self.tiles, _MAX_TILES)
             if self.size is None or self.fit != "stretch":
@@ -57,8 +64,27 @@ class Image(PixelField):
         if self.num_images != "all":
             check_count("num_images", self.num_images, _MAX_IMAGES, "or 'all', ")
 
+    def _check_member(self, member: str) -> None:
+        if not is_image_field(member):
+            raise ConfigError(f"member of an image ends with jpg, jpeg or png, got {member!r}.")
+        given = {
+            "series": self.series is not None,
+            "num_images": self.num_images != 1,
+            "tiles": self.tiles is not None,
+            "resolution": self.resolution != "full",
+            "windows": bool(self.windows),
+        }
+        excess = [name for name, is_given in given.items() if is_given]
+        if excess:
+            raise ConfigError(
+                f"member={member!r} names one image of each sample, so {' and '.join(excess)} cannot apply; "
+                "leave out either member or the others."
+            )
+
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
+        if self.member is not None:
+            return BoundImageMember(name, self, self.member, context)
         return BoundImage(name, self, context)
 
 

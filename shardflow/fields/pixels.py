@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.catalog import SelectedSeries
-from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
+from shardflow.fields.decode import ThreadState, convert_picture, decode_slice
 from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.layout import Picture, PictureLayout, Window, present_pictures
 from shardflow.fields.quarantine import BadSampleReason
@@ -115,6 +115,39 @@ def _checked_windows(windows: Any) -> tuple[str, ...]:
     return tuple(windows)
 
 
+def check_fill(name: str, fill: float, dtype: np.dtype[Any]) -> float:
+    """Return the value of places without an image.
+
+    Raises:
+        ConfigError: The dtype cannot hold it.
+    """
+    if dtype.kind != "f" and np.array(fill).astype(dtype) != fill:
+        raise ConfigError(
+            f"fill={fill} of the field {name!r} does not fit into {dtype}; write another one, or a wider "
+            "dtype."
+        )
+    return fill
+
+
+class LossWarning:
+    """Warning, once per field, that pixels are not delivered as stored; two threads at once may both warn."""
+
+    def __init__(self, name: str, delivered: np.dtype[Any]) -> None:
+        self._name, self._delivered, self._has_warned = name, delivered, False
+
+    def warn(self, stored: np.dtype[Any]) -> None:
+        """Warn, unless that was done."""
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "pixels of the field %r are cut or rounded: stored as %s, delivered as %s; leave out its "
+                "dtype to keep every bit",
+                self._name,
+                stored,
+                self._delivered,
+            )
+
+
 class BoundPixels(BoundField):
     """Field of images or slices, bound to a selection.
 
@@ -139,7 +172,6 @@ class BoundPixels(BoundField):
         super().__init__(name)
         self.spec = spec
         self._counters = context.counters
-        self._has_warned = False
         self.selected = context.catalog.select(spec.series or DEFAULT_SERIES, context.populations)
         self._check_selected(context)
         self._check_codecs()
@@ -155,6 +187,7 @@ class BoundPixels(BoundField):
         self.channels: int = spec.channels or (_COLOR if max(self.selected.values("channels")) > 1 else 1)
         stored = [np.dtype(each) for each in self.selected.values("dtype")]
         self.dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.result_type(*stored)
+        self._loss = LossWarning(name, self.dtype)
         self.fill = self._checked_fill(spec.fill)
         shapes = self.selected.shapes()
         is_one_size = len(shapes) == 1 and self._has_one_number()
@@ -179,12 +212,7 @@ class BoundPixels(BoundField):
         if fill is None:
             in_hounsfield = self.selected.values("unit") == ["HU"]
             fill = _AIR_HU if in_hounsfield and np.can_cast(np.int16, self.dtype) else 0
-        if self.dtype.kind != "f" and np.array(fill).astype(self.dtype) != fill:
-            raise ConfigError(
-                f"fill={fill} of the field {self.name!r} does not fit into {self.dtype}; write "
-                "another one, or a wider dtype."
-            )
-        return fill
+        return check_fill(self.name, fill, self.dtype)
 
     @property
     def tile_rule(self) -> TileRule | None:
@@ -372,20 +400,14 @@ class BoundPixels(BoundField):
             raise shard.bad(BadSampleReason.DECODE_FAILED, number, error.message) from None
         thread.enter("transform", f"shard {shard.name}")
         with self._counters.timed("transform", target.nbytes):
-            if has_color and decoded is not None:
-                for channel in range(_COLOR):
-                    source = np.ascontiguousarray(decoded[:, :, channel])
-                    num_saturated += convert_slice(source, plane, scratch)
-                    np.copyto(target[channel], plane)
-            else:
-                if decoded is not None:
-                    num_saturated = convert_slice(decoded, plane, scratch)
-                if not is_direct:
-                    np.copyto(target, plane)
+            if decoded is not None:
+                num_saturated = convert_picture(decoded, target, scratch)
+            elif not is_direct:
+                np.copyto(target, plane)
         if num_saturated:
             self._counters.add("saturated", num_items=num_saturated)
         if num_saturated or (dtype.kind == "f" and target.dtype.kind != "f"):
-            self._warn_of_loss(dtype)
+            self._loss.warn(dtype)
 
     def _decode(
         self,
@@ -403,18 +425,6 @@ class BoundPixels(BoundField):
         if self.spec.size is None and shape[:2] != plane.shape:
             raise FormatError(f"an image is {plane.shape} in the tables and {shape[:2]} in its bytes")
         return decode_array(codec, payload, out=thread.scratch.array("slice", shape, dtype))
-
-    def _warn_of_loss(self, stored: np.dtype[Any]) -> None:
-        """Warn once per field that pixels are not delivered as stored."""
-        if not self._has_warned:
-            self._has_warned = True
-            _LOGGER.warning(
-                "pixels of the field %r are cut or rounded: stored as %s, delivered as %s; leave out its "
-                "dtype to keep every bit",
-                self.name,
-                stored,
-                self.dtype,
-            )
 
 
 class SlotPixels:

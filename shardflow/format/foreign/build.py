@@ -17,19 +17,19 @@ from typing import Literal
 
 from shardflow._version import __version__
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError
-from shardflow.format.foreign.places import LOCATIONS_VERSION, split_location
+from shardflow.format.foreign.places import LOCATIONS_VERSION, ImageFacts, split_location
 from shardflow.format.foreign.scan import (
     FOREIGN_FIELD_PATTERN,
     HEAD_NUM_BYTES,
     TarMember,
     foreign_sample_key,
-    image_size,
+    image_header,
     is_meta,
     scan_tar,
     split_member,
 )
 from shardflow.format.index import FieldLocation, ShardIndex
-from shardflow.format.keys import SPLIT_PATTERN, canonical_json, sha256_hex, shard_name
+from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, sha256_hex, shard_name
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import IMAGE_KINDS, SampleEntry, SampleFacts, SamplesTable
@@ -37,6 +37,7 @@ from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream, member_num_bytes
 from shardflow.storage import ByteStore, LocalStore, open_store
 
 _MAX_KEY_BYTES = 4096
+_MAX_MEMBER_NAMES = 1000
 # A remote store answers a window of this with several requests side by side.
 _WINDOW_BYTES = 16 << 20
 
@@ -87,6 +88,8 @@ class GroupedShard:
     """Regular members that are no fields."""
     num_repaired: int = 0
     """Members that came after those of another sample."""
+    images: dict[str, ImageFacts] = field(default_factory=dict)
+    """Facts of the images of each member name."""
 
 
 def group_members(members: Iterable[TarMember], *, shard: str, options: IndexOptions) -> GroupedShard:
@@ -146,16 +149,23 @@ def group_members(members: Iterable[TarMember], *, shard: str, options: IndexOpt
             sample = latest[key] = ForeignSample(key)
             grouped.samples.append(sample)
         current = sample
-        _add(sample, name, member)
+        sample.fields[name] = FieldLocation(name, member.offset, member.num_bytes, member.crc32c)
+        if name.rpartition(".")[2] in IMAGE_KINDS:
+            _add_image(grouped, sample, name, member.head)
     return grouped
 
 
-def _add(sample: ForeignSample, name: str, member: TarMember) -> None:
-    sample.fields[name] = FieldLocation(name, member.offset, member.num_bytes, member.crc32c)
-    if name.rpartition(".")[2] in IMAGE_KINDS:
-        size = image_size(member.head)
-        if size is not None:
-            sample.rows, sample.columns = max(sample.rows, size[0]), max(sample.columns, size[1])
+def _add_image(grouped: GroupedShard, sample: ForeignSample, name: str, head: bytes) -> None:
+    header = image_header(head)
+    if header is None:
+        return
+    rows, columns = header.rows, header.columns
+    sample.rows, sample.columns = max(sample.rows, rows), max(sample.columns, columns)
+    facts = ImageFacts(
+        num_bits=header.num_bits, has_color=header.has_color, rows=(rows, rows), columns=(columns, columns)
+    )
+    known = grouped.images.get(name)
+    grouped.images[name] = facts if known is None else known.joined(facts)
 
 
 def _error(shard: str, member: TarMember, expected: str, found: str, option: str) -> FormatError:
@@ -354,7 +364,11 @@ def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) 
         created_with={"shardflow": __version__},
         config_digest=options.digest(),
         extra={
-            "foreign": {"version": LOCATIONS_VERSION, "locations": [shard.location for shard in shards]},
+            "foreign": {
+                "version": LOCATIONS_VERSION,
+                "locations": [shard.location for shard in shards],
+                **_member_facts(shards, fields),
+            },
         },
     )
     return IndexReport(
@@ -368,6 +382,24 @@ def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) 
         num_renamed=num_renamed,
         fields=dict(sorted(fields.items())),
     )
+
+
+def _member_facts(shards: Sequence[_Scanned], fields: Counter[str]) -> dict[str, Json]:
+    """Return what the manifest says of members by their names; nothing where names are as many as samples."""
+    if len(fields) > _MAX_MEMBER_NAMES:
+        return {}
+    images: dict[str, ImageFacts] = {}
+    for shard in shards:
+        for name, facts in shard.grouped.images.items():
+            images[name] = images[name].joined(facts) if name in images else facts
+    return {
+        "fields": dict(sorted(fields.items())),
+        "images": {name: _plain(facts) for name, facts in sorted(images.items())},
+    }
+
+
+def _plain(facts: ImageFacts) -> Json:
+    return {**asdict(facts), "rows": list(facts.rows), "columns": list(facts.columns)}
 
 
 def _rows(number: int, shard: _Scanned, keys: Sequence[str], text_field: str) -> list[SampleEntry]:

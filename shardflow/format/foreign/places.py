@@ -1,4 +1,4 @@
-"""Locations of foreign tars, and a store that reads them there (docs/format.md, section 14).
+"""Locations of foreign tars, a store that reads them, and facts on members (docs/format.md, section 14).
 
 A manifest of foreign shards names each by a path inside the dataset, as always, and also by its location: a
 relative path or a URL. An object at the path takes precedence, so a copy that includes the tars is a dataset
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -23,6 +24,82 @@ LOCATIONS_VERSION: Final = 1
 def is_foreign(manifest: Manifest) -> bool:
     """Return whether the shards of a dataset are tars of other writers."""
     return "foreign" in manifest.extra
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFacts:
+    """Facts of all images of a member name in a dataset, from their headers when they were indexed."""
+
+    num_bits: int
+    """8, or 16 if any image has more."""
+    has_color: bool
+    """Whether any image has color."""
+    rows: tuple[int, int]
+    """Least and greatest height, in pixels."""
+    columns: tuple[int, int]
+    """Least and greatest width, in pixels."""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Rows and columns of every image; None if they differ."""
+        if self.rows[0] < self.rows[1] or self.columns[0] < self.columns[1]:
+            return None
+        return self.rows[0], self.columns[0]
+
+    def joined(self, other: ImageFacts) -> ImageFacts:
+        """Return the facts of both sets of images."""
+        return ImageFacts(
+            num_bits=max(self.num_bits, other.num_bits),
+            has_color=self.has_color or other.has_color,
+            rows=(min(self.rows[0], other.rows[0]), max(self.rows[1], other.rows[1])),
+            columns=(min(self.columns[0], other.columns[0]), max(self.columns[1], other.columns[1])),
+        )
+
+
+def num_samples_with(manifest: Manifest) -> Mapping[str, int] | None:
+    """Return how many samples have each member name; None where an index does not say.
+
+    Raises:
+        ManifestError: The entry of the manifest is malformed.
+    """
+    foreign: Any = manifest.extra.get("foreign", {})
+    found = foreign.get("fields")
+    if found is not None and not (
+        isinstance(found, dict) and all(type(count) is int for count in found.values())
+    ):
+        raise _malformed("fields")
+    return found
+
+
+def image_facts(manifest: Manifest, member: str) -> ImageFacts | None:
+    """Return the facts of the images of a member name; None where an index does not say.
+
+    Raises:
+        ManifestError: The entry of the manifest is malformed.
+    """
+    foreign: Any = manifest.extra.get("foreign", {})
+    try:
+        found = foreign.get("images", {}).get(member)
+        if found is None:
+            return None
+        num_bits = int(found["num_bits"])
+        least_rows, most_rows = map(int, found["rows"])
+        least_columns, most_columns = map(int, found["columns"])
+        has_color = bool(found["has_color"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise _malformed("images") from None
+    if num_bits not in (8, 16) or not (0 < least_rows <= most_rows and 0 < least_columns <= most_columns):
+        raise _malformed("images")
+    return ImageFacts(
+        num_bits=num_bits,
+        has_color=has_color,
+        rows=(least_rows, most_rows),
+        columns=(least_columns, most_columns),
+    )
+
+
+def _malformed(name: str) -> ManifestError:
+    return ManifestError(f"extra.foreign.{name} of the manifest is malformed; index the tars again.")
 
 
 def located(store: ByteStore, manifests: Iterable[Manifest]) -> ByteStore:

@@ -30,8 +30,8 @@ HEAD_NUM_BYTES: Final = 1 << 18
 
 _MAX_PIXELS: Final = 1 << 28
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
-_PNG_GRAY: Final = (8, 0)
-_JPEG_GRAY: Final = (8, 1)
+# Color types of PNG without color: gray, and gray with alpha.
+_PNG_GRAY: Final = (0, 4)
 # Start of frame, all processes; between them lie DHT (c4), JPG (c8) and DAC (cc).
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
@@ -53,8 +53,15 @@ class ImageHeader(NamedTuple):
 
     rows: int
     columns: int
-    is_gray: bool
-    """Whether it stores one sample a pixel, of 8 bits."""
+    has_color: bool
+    """Whether it stores color, a palette too."""
+    num_bits: int
+    """Bits of a sample: 8 or 16; fewer than 8 are expanded by a decoder."""
+
+    @property
+    def is_gray(self) -> bool:
+        """Whether it is decoded as one sample of 8 bits per pixel."""
+        return not self.has_color and self.num_bits == 8
 
 
 def image_header(head: bytes) -> ImageHeader | None:
@@ -73,7 +80,7 @@ def image_size(head: bytes) -> tuple[int, int] | None:
 def _stated(head: bytes) -> ImageHeader | None:
     if head.startswith(_PNG) and len(head) >= 26 and head[12:16] == b"IHDR":
         columns, rows, num_bits, color_type = struct.unpack_from(">IIBB", head, 16)
-        return ImageHeader(rows, columns, (num_bits, color_type) == _PNG_GRAY)
+        return ImageHeader(rows, columns, color_type not in _PNG_GRAY, 16 if num_bits > 8 else 8)
     if not head.startswith(b"\xff\xd8"):
         return None
     at = 2
@@ -85,7 +92,7 @@ def _stated(head: bytes) -> ImageHeader | None:
             at += 2
         elif marker in _FRAMES:
             num_bits, rows, columns, num_samples = struct.unpack_from(">BHHB", head, at + 4)
-            return ImageHeader(rows, columns, (num_bits, num_samples) == _JPEG_GRAY)
+            return ImageHeader(rows, columns, num_samples > 1, 16 if num_bits > 8 else 8)
         else:
             at += 2 + int(struct.unpack_from(">H", head, at + 2)[0])
     return None
