@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StorageError,
         WaitTimeoutError,
     )
+    from shardflow.fields import adapters
     from shardflow.fields.field import Field
     from shardflow.fields.members import Array, Bytes, Json, Text
     from shardflow.fields.pictures import Image, Slices
@@ -99,6 +100,7 @@ __all__ = [
     "WaitTimeoutError",
     "World",
     "__version__",
+    "adapters",
     "blend",
     "copy",
     "open",
@@ -107,6 +109,7 @@ __all__ = [
 ]
 _SOURCES: Final = {
     "Array": "shardflow.fields.members:Array",
+    "adapters": "shardflow.fields:adapters",
     "Batch": "shardflow.loading.batch:Batch",
     "BatchSpec": "shardflow.sampling.spec:BatchSpec",
     "Boxes": "shardflow.fields.regions:Boxes",

@@ -95,6 +95,8 @@ _MODULES: Final = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "adapters":  # a module, which the front door offers as it is
+        return importlib.import_module(f"{__name__}.adapters")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -165,6 +165,7 @@ class BoundField(ABC):
 
     Args:
         name: Name of the entry in the batch; arrays have this name, or begin with it and ``_`` or ``.``.
+            Arrays ``NAME.data`` are flat; of all others the first axis has B items, or B + 1 offsets.
     """
 
     is_beside: ClassVar[bool] = False
@@ -226,6 +227,14 @@ class BoundField(ABC):
     @abstractmethod
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without a sample."""
+
+    def example(self, arrays: Arrays) -> None:
+        """Make the only slot of prepared arrays look like that of a sample, to try a transform with.
+
+        By default its masks become 1, and everything else stays empty.
+        """
+        if f"{self.name}_mask" in arrays:
+            arrays[f"{self.name}_mask"][:] = 1
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -56,6 +56,9 @@ _UNREADABLE: Final = (
     zipfile.BadZipFile,
     zlib.error,
 )
+_EXAMPLE_TEXT: Final = (
+    b"FINDINGS: The lungs are clear. The heart is not enlarged.\n\nIMPRESSION: No acute disease.\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -625,6 +628,13 @@ class BoundText(BoundBytes):
         if found != num_bytes:
             reason = BadSampleReason.SIZE_MISMATCH if fields else BadSampleReason.FIELD_MISSING
             raise shard.bad(reason, shard.index.text_field, f"{found} bytes instead of {num_bytes}")
+
+    def example(self, arrays: Arrays) -> None:
+        """Fill the only slot with a text, as much of it as there is place for."""
+        data = arrays[f"{self.name}.data"]
+        text = np.frombuffer(_EXAMPLE_TEXT, np.uint8)[: len(data)]
+        data[: len(text)] = text
+        arrays[f"{self.name}.length"][:] = len(text)
 
     def check(self, shard: Shard, number: int, payload: NDArray[np.uint8]) -> None:
         """Refuse what is not UTF-8."""

@@ -41,6 +41,7 @@ from shardflow.sampling import Permutation, TileRule
 
 _LOGGER = logging.getLogger(__name__)
 _COLOR: Final = 3
+_EXAMPLE_VALUES: Final = 100
 _AIR_HU: Final = -1024
 _BESIDE: Final = ("mask", "range", "box", "grid")
 """Arrays beside the pixels that are 0 where a slot is empty."""
@@ -315,6 +316,19 @@ class BoundPixels(BoundField):
             if f"{name}_{beside}" in arrays:
                 arrays[f"{name}_{beside}"][slot] = 0
         arrays[f"{name}_index"][slot] = -1
+
+    def example(self, arrays: Arrays) -> None:
+        """Fill the only slot with a ramp of small values, and all that is beside it."""
+        super().example(arrays)
+        name = self.name
+        pixels = arrays[name if self.size is not None else f"{name}.data"]
+        pixels[...] = (np.arange(pixels.size) % _EXAMPLE_VALUES).astype(pixels.dtype).reshape(pixels.shape)
+        arrays[f"{name}_range"][...] = 0, _EXAMPLE_VALUES - 1
+        arrays[f"{name}_index"][...] = np.arange(arrays[f"{name}_index"].shape[1])
+        if f"{name}_grid" in arrays:
+            arrays[f"{name}_grid"][...] = 1
+        if f"{name}_box" in arrays and self.size is not None:
+            arrays[f"{name}_box"][...] = 0, 0, *self.size
 
     def describe(self) -> dict[str, Any]:
         """Return what `present_pixels` needs."""

@@ -12,10 +12,14 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardflow.errors import ConfigError
 from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_names
 from shardflow.fields.images import Slices
 from shardflow.fields.members import BoundText, Text
+from shardflow.fields.outputs import ENTRY_TYPE, present_output
 from shardflow.fields.pictures import Image
 from shardflow.fields.pictures import Slices as SlicesField
 from shardflow.fields.pixels import PixelField
@@ -23,6 +27,7 @@ from shardflow.fields.raw import FieldsView, NamedFields
 from shardflow.fields.reader import Samples
 from shardflow.fields.slots import FieldKind
 from shardflow.fields.text import Texts
+from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.views import Arrays, ArraySpec, ImageView, View
 from shardflow.format import Dataset
 from shardflow.format.keys import canonical_json, sha256_hex
@@ -167,12 +172,16 @@ class FieldSet:
         fields: The fields by name.
         context: The samples and their tables.
 
+    Attributes:
+        transform: What is done to each sample; None delivers the fields as they are.
+
     Raises:
         ConfigError: A name is reserved, or a field does not fit the datasets.
     """
 
     def __init__(self, fields: Mapping[str, Field], context: FieldContext) -> None:
         check_names(fields)
+        self.transform: SampleTransform | None = None
         self.specs = dict(fields)
         for name, one in sorted(fields.items(), key=lambda item: len(item[1].depends_on)):
             context.bound[name] = one.bind(name, context)
@@ -189,7 +198,37 @@ class FieldSet:
             name: {"type": entry["type"], "settings": repr(self.specs[name])}
             for name, entry in zip(self.specs, self._entries, strict=True)
         }
-        return sha256_hex(canonical_json({"fields": specs, "tables": list(self._digests)}))
+        transform = {} if self.transform is None else {"transform": self.transform.identity()}
+        return sha256_hex(canonical_json({"fields": specs, "tables": list(self._digests), **transform}))
+
+    def sample(self, arrays: Arrays, slot: int, num_slots: int) -> dict[str, Any]:
+        """Return the entries of one of B slots, as a transform gets them; arrays are views."""
+        entries = present_entries(
+            self._entries, {name: _of_slot(name, array, slot, num_slots) for name, array in arrays.items()}
+        )
+        return _values_of_slot(entries)
+
+    def example(self, slots: Slots, *, is_other: bool) -> tuple[dict[str, Any], bool]:
+        """Return a synthetic sample for a transform, and whether the sizes of samples differ.
+
+        Args:
+            slots: One slot, of a sample that has content for as many fields as possible.
+            is_other: Whether to give arrays whose size differs between samples other sizes than that one's.
+        """
+        arrays = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in self.array_specs(slots)}
+        self.prepare(arrays, slots)
+        for field in self.bound:
+            field.example(arrays)
+        entries = present_entries(self._entries, arrays)
+        found = _values_of_slot(entries)
+        varying = [
+            name
+            for name, value in entries.items()
+            if f"{name}_offsets" in entries or (isinstance(value, list) and _has_sizes(value[0]))
+        ]
+        for name in varying if is_other else ():
+            found[name] = _resized(found[name])
+        return found, bool(varying)
 
     @property
     def reads_shards(self) -> bool:
@@ -243,6 +282,36 @@ class FieldSet:
         return entry
 
 
+def _of_slot(name: str, array: NDArray[Any], slot: int, num_slots: int) -> NDArray[Any]:
+    """Return the part of an array that belongs to a slot, as the array of a batch of one."""
+    if name.endswith(".data"):
+        return array
+    return array[slot : slot + 1 + len(array) - num_slots]
+
+
+def _values_of_slot(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a batch of one; what is flat beside ``NAME_offsets`` is the slot's as it is."""
+    flat = {name for name in entries if f"{name}_offsets" in entries}
+    offsets = {f"{name}_offsets" for name in flat}
+    return {
+        name: value if name in flat else value[0] for name, value in entries.items() if name not in offsets
+    }
+
+
+def _has_sizes(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or (isinstance(value, list) and any(map(_has_sizes, value)))
+
+
+def _resized(value: Any) -> Any:
+    """Return an array of other sides, or a list of one more of them."""
+    if isinstance(value, list):
+        return [_resized(one) for one in [*value, value[-1]]]
+    sides = [(0, 1 if axis < value.ndim - 2 else 3) for axis in range(value.ndim)]
+    if value.ndim > 2:
+        sides[-3] = (0, 0)  # channels
+    return np.pad(value, sides)
+
+
 def _listed(counts: Mapping[str, int]) -> str:
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {role}" for role, count in ranked)
@@ -252,5 +321,7 @@ def present_entries(entries: Sequence[Mapping[str, Any]], arrays: Arrays) -> dic
     """Return what a batch holds by name, see `Field.present`."""
     found: dict[str, Any] = {}
     for entry in entries:
-        found.update(field_type(entry["type"]).present(entry, arrays))
+        is_output = entry["type"] == ENTRY_TYPE
+        present = present_output if is_output else field_type(entry["type"]).present
+        found.update(present(entry, arrays))
     return found

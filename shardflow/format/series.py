@@ -323,6 +323,42 @@ class SeriesTable:
         """Return where the image roles of each series begin, ``(num_series + 1,)``."""
         return self.array("first_image").astype(np.int64)
 
+    def facts_of(self, sample: int) -> list[dict[str, Any]]:
+        """Return the facts of the series of a sample as plain values, by column; missing ones are left out.
+
+        ``affine_lps`` is a list of four rows, ``flags`` a list of names, and ``image_roles`` the roles of the
+        images of a series whose role is `ROLE_MIXED`.
+        """
+        start, stop = self.array("first_series")[sample : sample + 2].tolist()
+        return [self._facts(row) for row in range(start, stop)]
+
+    def _facts(self, row: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in STRINGS:
+            code = int(self.array(name)[row])
+            if code:
+                found[name] = self._vocabularies[name][code]
+        for name in COUNTS:
+            found[name] = int(self.array(name)[row])
+        for name in MEASURES:
+            value = float(self.array(name)[row])
+            if not np.isnan(value):
+                found[name] = value
+        for name in ANSWERS:
+            answer = int(self.array(name)[row])
+            if answer >= 0:
+                found[name] = bool(answer)
+        affine = self.array("affine_lps")[row]
+        if not np.isnan(affine).any():
+            found["affine_lps"] = [*affine.tolist(), [0.0, 0.0, 0.0, 1.0]]
+        bits = int(self.array("flags")[row])
+        found["flags"] = [flag for place, flag in enumerate(self.flags) if bits >> place & 1]
+        first, last = self.array("first_image")[row : row + 2].tolist()
+        if last > first:
+            names = self._vocabularies["image_role"]
+            found["image_roles"] = [names[code] for code in self.array("image_role")[first:last].tolist()]
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesManifest(SidecarManifest):

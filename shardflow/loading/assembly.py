@@ -6,6 +6,7 @@ decoded into its place. A bad sample leaves a masked slot and does not affect th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler, SlotRequest
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
+from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
 from shardflow.fields.views import ArraySpec, DrawKey, SliceFacts, View
 from shardflow.loading.batch import Batch, SlotKeys
@@ -196,18 +198,31 @@ class MicroBatchTask:
         self._measure_tokens()
         self._facts = self._read_facts(at)
         self._slots = self._read_slots()
+        self._transforming = None if source.fields is None else source.fields.transform
+        self._inputs_layout = BatchLayout.of(self._input_specs())
         self._layout = BatchLayout.of(self._array_specs())
         check_layout(self._layout)
         self._parts = self._cut_parts()
         self._buffer = np.empty(0, np.uint8)
         self._arrays: dict[str, NDArray[Any]] = {}
+        # With a transform: the fields as they are read, and what it returned by slot and is not stored yet.
+        self._inputs: dict[str, NDArray[Any]] = {}
+        self._outputs: dict[int, dict[str, Any]] = {}
 
     # ---- engine.Task ---------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the batch's buffer."""
-        return self._source.pool.size_of(self._layout.num_bytes)
+        """Memory of the batch's buffer, and with a transform of the fields that it gets."""
+        size_of = self._source.pool.size_of
+        if self._transforming is None:
+            return size_of(self._layout.num_bytes)
+        num_bytes = self._layout.num_bytes
+        if self._is_held:
+            num_bytes += (
+                self._transforming.contract.num_bytes(len(self._rows)) or self._inputs_layout.num_bytes
+            )
+        return size_of(num_bytes) + size_of(self._inputs_layout.num_bytes)
 
     @property
     def num_parts(self) -> int:
@@ -235,7 +250,13 @@ class MicroBatchTask:
         if self._source.config.view is not None:
             self._source.config.view.prepare(self._arrays, self._facts)
         if self._source.fields is not None:
-            self._source.fields.prepare(self._arrays, self._slots)
+            self._inputs = self._arrays
+            if self._transforming is not None:
+                inputs = self._source.pool.lend(self._inputs_layout.num_bytes)
+                self._inputs = self._inputs_layout.views(inputs)
+            self._source.fields.prepare(self._inputs, self._slots)
+            if self._transforming is not None:  # a transform of any part needs them
+                self._fill_beside(self._source.fields.beside, ThreadState())
 
     def run(self, part: int, thread: ThreadState) -> None:
         """Fill the slots of a part.
@@ -247,10 +268,14 @@ class MicroBatchTask:
         if self._source.tokens is not None and self._tokens is not None and part == 0:
             self._fill_tokens(self._source.tokens, self._tokens, thread)
             return
-        if self._source.fields is not None and self._source.fields.beside and part == 0:
-            self._fill_beside(self._source.fields.beside, thread)
+        source = self._source
+        if source.fields is not None and source.fields.beside and part == 0:
+            if self._transforming is None:
+                self._fill_beside(source.fields.beside, thread)
+            elif not source.reads_shards:
+                self._transform_samples(source.fields, self._transforming, self._parts[part], thread)
             return
-        source, arrays = self._source, self._arrays
+        arrays = self._arrays if source.fields is None else self._inputs
         slots = self._parts[part]
         for here in np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1):
             shard, left = int(self._shard[here[0]]), here
@@ -270,6 +295,8 @@ class MicroBatchTask:
                     self._mask(slot, bad)
             if source.transform is not None:
                 self._transform(source.transform, [s for s in here.tolist() if s not in self._bad], thread)
+            if source.fields is not None and self._transforming is not None:
+                self._transform_samples(source.fields, self._transforming, here, thread)
 
     def finish(self) -> Batch:
         """Blank the slots without a sample and return the batch."""
@@ -282,8 +309,11 @@ class MicroBatchTask:
             self._arrays["weight"][slot] = 0
             if view is not None:
                 view.blank(self._arrays, slot)
-            if self._source.fields is not None:
+            if self._source.fields is not None and self._transforming is None:
                 self._source.fields.blank(self._arrays, slot)
+        described = [] if self._source.fields is None else self._source.fields.describe()
+        if self._transforming is not None:
+            described = self._store_outputs(self._transforming)
         entries = self._layout.to_json()
         if text:
             self._close_gaps("text_bytes", "text_offsets", self._text_bytes, blank, entries)
@@ -300,8 +330,8 @@ class MicroBatchTask:
                 "micro": self._micro,
                 "slot": self._slot,
                 "arrays": entries,
-                **({} if self._source.fields is None else {"entries": self._source.fields.describe()}),
                 **self._units(),
+                **({} if self._source.fields is None else {"entries": described}),
                 "keys": None,
                 **({"modalities": self._modalities} if isinstance(view, View) else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
@@ -347,6 +377,62 @@ class MicroBatchTask:
             generator = sample_generator(self._draw(slot))
             with self._source.counters.timed("user_transform"):
                 transform(sample_arrays(self._arrays, slot, self._source.config.view), generator)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether what a transform returns is stored after all samples have been transformed."""
+        transform = self._transforming
+        return transform is not None and (transform.has_collate or not transform.contract.is_fixed)
+
+    def _transform_samples(
+        self, fields: FieldSet, transform: SampleTransform, slots: NDArray[np.int64], thread: ThreadState
+    ) -> None:
+        """Apply the user's transform to the samples of some slots."""
+        thread.enter("transform", "")
+        for slot in [slot for slot in slots.tolist() if slot not in self._bad]:
+            with self._source.counters.timed("user_transform", 0, 1):
+                found = transform.run(
+                    fields.sample(self._inputs, slot, len(self._rows)),
+                    self._keys[slot] or "",
+                    self._draw(slot),
+                    int(self._slots.components[slot]),
+                    int(self._slots.study_rows[slot]),
+                )
+            if self._is_held:  # a transform may return the same memory for the next sample
+                found = copy.deepcopy(found)
+            else:
+                transform.contract.put(self._arrays, slot, found)
+                found = {one: value for one, value in found.items() if not isinstance(value, np.ndarray)}
+            self._outputs[slot] = found
+
+    def _store_outputs(self, transform: SampleTransform) -> list[dict[str, Any]]:
+        """Store what is not stored yet, blank the other slots, and return the entries of the batch."""
+        contract = transform.contract
+        blank = contract.blank()
+        samples = [self._outputs.get(slot, blank) for slot in range(len(self._rows))]
+        if not self._is_held:
+            for slot in set(range(len(samples))) - self._outputs.keys():
+                contract.put(self._arrays, slot, blank)
+            return contract.describe(samples)
+        collated = None
+        if transform.has_collate:
+            with self._source.counters.timed("user_transform"):
+                collated = transform.collate([dict(one) for one in samples], self.describe())
+        kept = list(self._layout.arrays)
+        specs = contract.array_specs(len(samples), samples) if collated is None else collated.array_specs()
+        self._layout = BatchLayout.of(kept + specs)
+        check_layout(self._layout)
+        before, self._buffer = self._arrays, self._source.pool.lend(self._layout.num_bytes)
+        self._arrays = self._layout.views(self._buffer)
+        for spec in kept:
+            self._arrays[spec.name][...] = before[spec.name]
+        if collated is not None:
+            collated.put(self._arrays)
+            return collated.entries
+        for slot, sample in enumerate(samples):
+            contract.put(self._arrays, slot, sample)
+        contract.put_items(self._arrays, samples)
+        return contract.describe(samples)
 
     def _mask(self, slot: int, bad: BadSample) -> None:
         row = QuarantineRow(
@@ -394,7 +480,7 @@ class MicroBatchTask:
         for field in fields:
             thread.enter("read", field.name)
             with self._source.counters.timed("tokens", 0, len(self._rows)):
-                bad = field.fill_beside(self._arrays, self._slots)
+                bad = field.fill_beside(self._inputs, self._slots)
             for slot, reason in bad.items():
                 self._mask(slot, self._bad_tokens(slot, reason, field.name))
 
@@ -469,6 +555,12 @@ class MicroBatchTask:
         components = nothing if self._components is None else np.maximum(self._components, 0)
         return Slots(rows, studies, components, np.where(rows >= 0, self._table_rows, 0))
 
+    def _input_specs(self) -> list[ArraySpec]:
+        """Name the arrays of the fields that a transform gets."""
+        if self._source.fields is None or self._transforming is None:
+            return []
+        return self._source.fields.array_specs(self._slots)
+
     def _array_specs(self) -> list[ArraySpec]:
         num_slots = len(self._rows)
         specs = [ArraySpec.of("row", np.int64, num_slots), ArraySpec.of("weight", np.float32, num_slots)]
@@ -478,7 +570,10 @@ class MicroBatchTask:
             specs += self._source.findings.array_specs(num_slots)
         if self._source.config.view is not None:
             specs += self._source.config.view.array_specs(self._facts)
-        if self._source.fields is not None:
+        if self._transforming is not None:
+            if not self._is_held:
+                specs += self._transforming.contract.array_specs(num_slots, None)
+        elif self._source.fields is not None:
             specs += self._source.fields.array_specs(self._slots)
         if self._source.config.text:
             specs.append(ArraySpec.of("text_offsets", np.int64, num_slots + 1))

@@ -19,10 +19,12 @@ from typing import Any, Literal
 
 from shardflow.errors import ConfigError, StateError
 from shardflow.fields.field import Field
+from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.fields.registry import FieldSet, check_view
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
+from shardflow.loading.binding import bind_transform
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
@@ -148,6 +150,11 @@ def _given_batch(batch: BatchSpec | None, spec: BatchSpec | None) -> BatchSpec:
 
 def _without_view(config: LoaderConfig) -> LoaderConfig:
     """Return the settings of a loader with fields, which stand in for view, text and tokens."""
+    if config.transform:
+        raise ConfigError(
+            "LoaderConfig(transform=) changes the arrays of views; with fields= write Loader(transform=...), "
+            "a function of a sample whose result is used."
+        )
     if config.view is not None or config.tokens is not None:
         raise ConfigError(
             "fields= says what a batch holds; leave out view and tokens of LoaderConfig, or fields."
@@ -184,6 +191,14 @@ class Loader:
             finding of the entity view. `BatchInfo.units` has the places of the samples.
         where: For series and images, an expression over the series table, such as ``"modality == 'CT'"``;
             None selects all but localizers and secondary captures.
+        transform: What is done to each sample: a callable that gets a dict of the field values and
+            ``__key__``, ``__facts__`` and ``__rng__``, and whose result is used; its name
+            ``"package.module:name"``; or a list of them. See docs/fields.md.
+        outputs: What the transform returns, by name: ``(dtype, shape)``, ``{"dtype": ...,
+            "max_shape": ...}``, ``str``, ``bytes`` or ``dict``. By default it is called once with a
+            synthetic sample.
+        collate: Gets the list of the transformed samples of a micro-batch, one per slot, and returns what the
+            batch holds.
         accept_content_change: Whether a state of other fields may be loaded, for example to go on with larger
             images; the order of samples is the same.
         world: This rank: a `World`, ``"single"``, a torch ``DeviceMesh`` of one dimension, or
@@ -219,6 +234,9 @@ class Loader:
         fields: Mapping[str, Field] | Literal["default"] | None = None,
         unit: str = "study",
         where: str | None = None,
+        transform: Any = None,
+        outputs: Mapping[str, Any] | OutputContract | None = None,
+        collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | str | None = None,
         accept_content_change: bool = False,
         world: World | Literal["single"] | Any = None,
         config: LoaderConfig | None = None,
@@ -239,6 +257,8 @@ class Loader:
             selection, self._fields = bind_fields(selection, fields, counters)
             for line in self._fields.summary():
                 _LOGGER.info("%s", line)
+        if any(one is not None for one in (transform, outputs, collate)):
+            self._set_transform(selection, config, transform, outputs, collate)
         self._accept_content_change = accept_content_change
         check_view(selection, config.view)
         check_node(config, selection.datasets, self.world)
@@ -259,6 +279,19 @@ class Loader:
         self._position = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples)
         self._active: weakref.ref[EpochIterator] | None = None
+
+    def _set_transform(
+        self, selection: Selection, config: LoaderConfig, transform: Any, outputs: Any, collate: Any
+    ) -> None:
+        if self._fields is None:
+            raise ConfigError(
+                "transform=, outputs= and collate= are functions of samples made of fields; write fields= as "
+                "well, such as fields={'image': sf.Image(size=(512, 512))}."
+            )
+        bound = bind_transform(selection, self._fields, transform, collate, outputs)
+        if not isinstance(outputs, OutputContract):  # otherwise this is a loader process, and it was checked
+            bound.check_execution(config.execution)
+        self._fields.transform = bound
 
     # ---- plan ------------------------------------------------------------------------------------
 

@@ -254,6 +254,8 @@ class LoaderRuntime:
                 "world": self.world,
                 "fields": None if self.fields is None else self.fields.specs,
             }
+            if self.fields is not None and self.fields.transform is not None:
+                arguments |= self.fields.transform.given
             self.processes = LoaderProcesses(arguments, self.config, self.counters)
         return ProcessStream(self.processes, epoch, numbers, known_masks)
 
@@ -312,6 +314,9 @@ class LoaderRuntime:
         for name, current in values.items():
             if isinstance(current, str):
                 choices = _EXECUTIONS if sys.platform == "linux" else _EXECUTIONS[:1]
+                if self.fields is not None and self.fields.transform is not None:
+                    possible = self.fields.transform.executions()
+                    choices = tuple(one for one in choices if one in possible)
                 choices = tuple(one for one in choices if one == current or self._fits({name: one}))
                 limits[name] = TunableLimit(choices=choices, is_live=False)
                 continue

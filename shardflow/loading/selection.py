@@ -476,11 +476,11 @@ class Selection:
 
     def components_of(self, rows: Int64Array) -> Int64Array:
         """Return the component of each row, from 0."""
-        return np.searchsorted(self._row_bases(), rows, side="right") - 1
+        return np.searchsorted(self.row_bases(), rows, side="right") - 1
 
     def table_rows(self, rows: Int64Array) -> Int64Array:
         """Return the row of each sample in its own dataset's table."""
-        return rows - self._row_bases()[self.components_of(rows)]
+        return rows - self.row_bases()[self.components_of(rows)]
 
     def keys(self, rows: Int64Array) -> list[str]:
         """Return the keys of samples; raises what `key_bytes` raises."""
@@ -580,7 +580,8 @@ class Selection:
             found.append((self.datasets[component], here, inside[here]))
         return found
 
-    def _row_bases(self) -> Int64Array:
+    def row_bases(self) -> Int64Array:
+        """Return the first row of each dataset, ``(num_datasets,)``."""
         return _bases([dataset.samples.num_samples for dataset in self.datasets])
 
     def _shard_bases(self) -> Int64Array:

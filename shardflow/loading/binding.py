@@ -1,0 +1,72 @@
+"""Binding of a transform to the samples of a loader: an example sample to try it with, and its facts."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from shardflow.errors import ConfigError
+from shardflow.fields.field import FieldContext, Slots
+from shardflow.fields.registry import FieldSet
+from shardflow.fields.transforming import SampleTransform
+from shardflow.loading.selection import Selection
+from shardflow.telemetry import StageCounters
+
+_NUM_EXAMPLES: Final = 64
+"""Samples among which that of a synthetic one is chosen."""
+
+
+def bind_transform(
+    selection: Selection, fields: FieldSet, transform: Any, collate: Any, outputs: Any
+) -> SampleTransform:
+    """Bind a transform to the samples that it gets; see `SampleTransform`.
+
+    Args:
+        selection: The samples.
+        fields: What they hold.
+        transform: A callable, its name, or a list of them; None for none.
+        collate: A callable of the samples of a micro-batch; None for none.
+        outputs: Declared contract; None to call the transform with a synthetic sample.
+
+    Raises:
+        ConfigError: The transform cannot be used.
+    """
+    slots = _example_slots(selection, fields)
+    _, varies = fields.example(slots, is_other=False)
+    try:
+        catalog = FieldContext(selection, [], StageCounters()).catalog
+    except ConfigError:  # without a series table there are no facts
+        tables, digests = None, []
+    else:
+        tables, digests = catalog.tables, catalog.digests
+
+    def facts(component: int, row: int) -> list[dict[str, Any]]:
+        return [] if tables is None else tables[component].facts_of(row)
+
+    return SampleTransform(
+        transform,
+        collate,
+        outputs,
+        specs=fields.specs,
+        example=lambda is_other: fields.example(slots, is_other=is_other)[0],
+        varies=varies,
+        facts=facts,
+        digests=digests,
+    )
+
+
+def _example_slots(selection: Selection, fields: FieldSet) -> Slots:
+    """Return one slot, of a sample that has content for as many fields as possible."""
+    best, most = Slots(*(np.zeros(1, np.int64) for _ in range(4))), -1
+    known = [one.has_content for one in fields.bound]
+    for component, base in enumerate(selection.row_bases().tolist()):
+        used = np.flatnonzero(selection.population_of(component))
+        for row in used[:: max(1, len(used) // _NUM_EXAMPLES)].tolist():
+            num_fields = sum(bool(has[component][row]) for has in known if has is not None)
+            if num_fields > most:
+                rows, most = np.array([base + row], np.int64), num_fields
+                best = Slots(
+                    rows, selection.study_rows(rows), np.array([component]), selection.table_rows(rows)
+                )
+    return best
