@@ -119,6 +119,8 @@ def _leads_somewhere(name: str) -> bool:
         module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if module.is_file():
             rest = [*place.split(".")[len(parts) :], *([attribute] if attribute else [])]
+            if path.is_dir() and len(rest) == 1 and (path / f"{rest[0]}.py").is_file():
+                return True
             return not rest or _binds(ast.parse(module.read_text(encoding="utf-8")), rest[0])
         if path.is_dir():
             return len(parts) == len(place.split(".")) and not attribute
