@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardflow.fields.pictures import Image, Slices
     from shardflow.fields.raw import FieldsView
     from shardflow.fields.regions import Boxes, Mask
+    from shardflow.fields.registry import read_fields
     from shardflow.fields.tokens import StoredTokens, Tokens
     from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
     from shardflow.format.copying import copy_dataset as copy
@@ -105,6 +106,7 @@ __all__ = [
     "copy",
     "open",
     "pack",
+    "read_fields",
     "verify",
 ]
 _SOURCES: Final = {
@@ -153,6 +155,7 @@ _SOURCES: Final = {
     "copy": "shardflow.format.copying:copy_dataset",
     "open": "shardflow.format.dataset:Dataset.open",
     "pack": "shardflow.packing.job:pack",
+    "read_fields": "shardflow.fields.registry:read_fields",
     "verify": "shardflow.format.verification:verify",
 }
 

@@ -3,11 +3,12 @@
 Reads, overrides and checks the settings of every job; the dataclasses belong to the packages that they
 configure. An unknown key is always an error, and nothing is read from the environment.
 
-Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]``, ``T |
-None``, nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"512MiB"`` or an
-integer), :data:`PLACE` (a path or a URL), :class:`Bounds`, or, for a table that may be written in two
-places, :class:`Inside` or :data:`SPREAD`. Relative paths are resolved against the folder of the file, those
-of ``--set`` against the current folder; ``~`` is the home folder.
+Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]`` and ``Sequence[T]``, ``dict[str,
+T]``, ``T | None``, nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"1MiB"`` or
+an integer), :data:`PLACE` (a path or a URL), :class:`Bounds`, :class:`TypeKey` for a table whose key ``type``
+names its dataclass, or, for a table that may stand in two places, :class:`Inside` or :data:`SPREAD`. Of
+several types (``int | Literal["all"]``) the first one that takes a value. Relative paths are resolved against
+the folder of the file, those of ``--set`` against the current folder; ``~`` is the home folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
@@ -59,6 +61,18 @@ class Inside:
     """Mark of a table whose entries may be written one level deeper, in a table of this name."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TypeKey:
+    """Mark of a table whose key ``type`` names its dataclass, such as a registered field type."""
+
+    find: Callable[[str], type[Any]]
+    """Returns the dataclass of a name.
+
+    Raises:
+        ConfigError: There is none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +328,13 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
         value = value.text if takes_text and not isinstance(value.value, str) else value.value
     origin = get_origin(base)
     if origin in {Union, types.UnionType}:
-        inner = [arm for arm in get_args(base) if arm is not type(None)]
-        return _bind(Annotated[(inner[0], *marks)] if marks else inner[0], value, place)
+        return _bind_union([arm for arm in get_args(base) if arm is not type(None)], marks, value, place)
+    for mark in marks:
+        if isinstance(mark, TypeKey):
+            return _bind_typed(mark, value, place)
     if dataclasses.is_dataclass(base):
         return _bind_dataclass(typing.cast("type[Any]", base), value, place)
-    if origin is tuple:
+    if origin in {tuple, Sequence}:
         return _bind_tuple(get_args(base)[0], value, place)
     if origin is dict:
         return _bind_table(get_args(base)[1], marks, value, place)
@@ -331,6 +347,34 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
         if isinstance(mark, Bounds) and not mark.holds(value):
             raise place.error(mark.describe(), repr(value), "correct it")
     return value
+
+
+def _bind_union(arms: list[Any], marks: tuple[Any, ...], value: Any, place: _Place) -> Any:
+    """Convert a value to the first type that takes it; if none does, the error is that of the first type."""
+    first = Annotated[(arms[0], *marks)] if marks else arms[0]
+    try:
+        return _bind(first, value, place)
+    except ConfigError:
+        for arm in arms[1:]:
+            with suppress(ConfigError):
+                return _bind(arm, value, place)
+        raise
+
+
+def _bind_typed(mark: TypeKey, value: Any, place: _Place) -> Any:
+    if not isinstance(value, dict):
+        raise place.error("a table", _kind(value), f"write [{place.name}]")
+    name = _plain(value.get("type"))
+    if not isinstance(name, str):
+        found = "nothing" if name is None else _kind(name)
+        raise place.below("type").error("the name of a type", found, 'write for example type = "image"')
+    try:
+        cls = mark.find(name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{place.below('type').name}: {error.message.rstrip('.')} ({place.file_name})."
+        ) from None
+    return _bind_dataclass(cls, {key: item for key, item in value.items() if key != "type"}, place)
 
 
 def _bind_table(item_hint: Any, marks: tuple[Any, ...], value: Any, place: _Place) -> dict[str, Any]:

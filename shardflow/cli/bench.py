@@ -16,6 +16,7 @@ from shardflow.cli.common import (
     add_json,
     add_subset,
     human_bytes,
+    named_fields,
     open_dataset,
     positive_number,
     show_facts,
@@ -38,6 +39,8 @@ Handles the same samples (primary series and report) in several ways, in turns:
   decode   slices from memory, in threads, nothing else: the limit of the codec
   batches  the loader: read, check, decode, order, deliver; also with fewer threads
 
+With --fields FILE the loader delivers those fields, and cat and decode handle what they read.
+
 One round before the measured ones fills the page cache, so cat of a folder measures memory where the samples
 fit there. Medians are shown with the lowest and highest round, and then what limits and what would help.
 
@@ -51,6 +54,7 @@ examples:
   shardflow bench my-dataset
   shardflow bench my-dataset --split train --threads 4 --repeats 3 --json
   shardflow bench my-dataset --need 400
+  shardflow bench my-dataset --fields my-fields.toml
   shardflow bench s3://bucket/chest-ct --mib 64
   shardflow bench --with-model my-training.toml
   shardflow bench --with-model my-training.toml --set loader.num_threads=4 --repeats 3 --json
@@ -93,6 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--split", metavar="NAME", help="split to read (the largest)")
     add_subset(parser)
+    add(
+        "--fields",
+        metavar="FILE",
+        help="batches of the fields of this TOML file; default stands for those of a loader",
+    )
     add("--threads", metavar="N", type=positive_number, help="threads (all processors)")
     add("--repeats", metavar="R", type=positive_number, default=5, help="measured rounds (5)")
     add("--mib", metavar="N", type=positive_number, help="stored bytes to handle in a round, in MiB (256)")
@@ -154,6 +163,7 @@ def _measure_dataset(arguments: argparse.Namespace) -> dict[str, Any]:
         num_threads=arguments.threads or os.cpu_count() or 1,
         num_repeats=arguments.repeats,
         max_bytes=(arguments.mib or _MIB) << 20,
+        fields=None if arguments.fields is None else named_fields(arguments.fields),
     )
     busy = os.getloadavg()[0]
     with step_progress("measuring") as progress:
@@ -163,7 +173,7 @@ def _measure_dataset(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    for name in ("split", "subset", "threads", "mib", "need"):
+    for name in ("split", "subset", "fields", "threads", "mib", "need"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{name} must be left out with --with-model, got it; the configuration says what is read, "

@@ -1,7 +1,8 @@
 """Measurements of ``shardflow bench``: the loader on a dataset, between the limits of storage and codec.
 
-All contestants handle the same samples: those of the first micro-batches in the loader's own order, the
-primary series and the report of each. They take turns in rounds, so that a machine that slows down slows all.
+All contestants handle the same samples, those of the first micro-batches in the loader's own order: the
+primary series and the report of each, or what given fields read. They take turns in rounds, so that a machine
+that slows down slows all.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import cv2
 import numpy as np
@@ -22,11 +23,15 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError
 from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import BoundField, Field
+from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.raw import is_image_field, readable_fields
 from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.slots import SlotRequest
+from shardflow.fields.views import DrawKey
 from shardflow.format import Dataset, array_header, decode_array
 from shardflow.loading import FieldsView, Loader, LoaderConfig, NativeView
-from shardflow.loading.selection import select
+from shardflow.loading.selection import bind_fields, select
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from shardflow.telemetry import StageCounters
@@ -40,6 +45,7 @@ _STAGES: Final = ("index", "read", "check", "decode", "transform")
 # Texts are read a micro-batch at once, so one of a single text would measure what nobody does.
 _TEXTS_PER_MICRO_BATCH: Final = 64
 _MOST_TEXTS: Final = 16_384
+_SEED: Final = 0
 _IMAGE: Final = "image"
 _DAMAGED: Final = "DATASET must be whole to be measured, got a damaged sample; run: shardflow verify DATASET."
 
@@ -54,6 +60,8 @@ class BenchOptions:
     num_repeats: int
     max_bytes: int
     """Stop taking samples above this many stored bytes; the first one always counts."""
+    fields: Mapping[str, Field] | Literal["default"] | None = None
+    """What the loader delivers; None for the primary series and the report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +88,7 @@ def measure(
     """Run all contestants once unmeasured, and then in turns.
 
     Raises:
-        ConfigError: The dataset has no such split or samples, or no slices in them.
+        ConfigError: The dataset has no such split or samples, or no slices in them, or fields do not fit it.
         ChecksumError: A byte of the dataset is wrong.
     """
     bench = _Bench(dataset, options)
@@ -115,10 +123,17 @@ class _Bench:
     def __init__(self, dataset: Dataset, options: BenchOptions) -> None:
         self._dataset = dataset
         self._options = options
+        self._selection = select(dataset, options.split, options.subset)
+        self._bound: Sequence[BoundField] = ()
+        if options.fields is not None:
+            self._selection, bound = bind_fields(self._selection, options.fields, StageCounters())
+            self._bound = bound.bound
         self._names = readable_fields(dataset.shard_index(0).field_names) if dataset.is_foreign else ()
         has_texts_alone = not dataset.is_foreign and not dataset.samples.column("num_slices").any()
         self._view: FieldsView | NativeView | None = None
-        if dataset.is_foreign:
+        if self._bound:
+            has_texts_alone = all(field.delivered_images(0) is None for field in self._bound)
+        elif dataset.is_foreign:
             self._view = FieldsView(fields=self._names)
         elif not has_texts_alone:
             self._view = NativeView(dtype="int16")
@@ -134,11 +149,13 @@ class _Bench:
         self._take_samples()
         decoded = [_decode(payload).nbytes for payload in self.slices]
         self.decoded_bytes, self._largest = sum(decoded), max(decoded, default=0)
+        # A sample may lack a field that no table knows of; without fields it is damage.
+        self._may_lack = {BadSampleReason.FIELD_MISSING.value} if self._bound else set()
         self.stage_seconds = dict.fromkeys(_STAGES, 0.0)
         self._is_remote = "://" in dataset.store.url
         self._buffer = np.empty(_REMOTE_READ_BYTES if self._is_remote else _READ_BYTES, np.uint8)
         self._stretches = list(_joined(sorted(self.fields)))
-        if not decoded and not dataset.is_foreign and not has_texts_alone:
+        if not (decoded or self._bound or dataset.is_foreign or has_texts_alone):
             raise ConfigError(f"--split must hold slices, got none in {options.split!r}.")
 
     def contestants(self) -> dict[str, Callable[[], None]]:
@@ -158,18 +175,15 @@ class _Bench:
             split=self._options.split,
             subset=self._options.subset,
             batch=self.spec,
-            seed=0,
+            seed=_SEED,
             world="single",
-            config=LoaderConfig(view=self._view, text=True, num_threads=num_threads),
+            fields=self._options.fields,
+            config=LoaderConfig(view=self._view, text=self._options.fields is None, num_threads=num_threads),
         )
 
     def _take_samples(self) -> None:
         """Take the samples that the loader gives first, and hold the payloads of their slices."""
-        reader = FieldReader(
-            select(self._dataset, self._options.split, self._options.subset),
-            read_bytes=_READ_BYTES,
-            counters=StageCounters(),
-        )
+        reader = FieldReader(self._selection, read_bytes=_READ_BYTES, counters=StageCounters())
         plan, samples, thread = self._loader(1).plan, self._dataset.samples, ThreadState()
         num_bytes = 0
         for step in range(plan.num_steps):
@@ -177,7 +191,8 @@ class _Bench:
             for row in plan.micro_batch(step, 0).rows.tolist():
                 if row >= 0:
                     shard = reader.open_shard(int(samples.gather("shard", row)), thread)
-                    places.append((shard, self._fields_of(shard, int(samples.gather("row_in_shard", row)))))
+                    row_in_shard = int(samples.gather("row_in_shard", row))
+                    places.append((shard, self._fields_of(shard, row_in_shard, row)))
             num_bytes += sum(int(shard.index.field_num_bytes[fields].sum()) for shard, fields in places)
             if self.num_samples and (num_bytes > self._options.max_bytes or self.num_samples >= _MOST_TEXTS):
                 return
@@ -195,11 +210,26 @@ class _Bench:
                     if codec:
                         self.slices.append((codec, payload.copy()))
 
-    def _fields_of(self, shard: Shard, row: int) -> NDArray[np.int64]:
+    def _fields_of(self, shard: Shard, row_in_shard: int, row: int) -> NDArray[np.int64]:
+        if self._bound:
+            request = SlotRequest(
+                slot=0,
+                draw=DrawKey(_SEED, 0, row, (), row),
+                row_in_shard=row_in_shard,
+                key="",
+                text_bytes=0,
+                study_row=row,
+                table_row=row,
+            )
+            needed = (number for field in self._bound for number in field.needed(shard, request))
+            try:
+                return np.array(sorted({*needed}), np.int64)
+            except BadSample:
+                return np.zeros(0, np.int64)  # the loader masks it too
         if self._dataset.is_foreign:
-            found = (shard.find(row, name) for name in self._names)
+            found = (shard.find(row_in_shard, name) for name in self._names)
             return np.array([number for number in found if number is not None], np.int64)
-        report, fields = shard.report(row), shard.slices(row)
+        report, fields = shard.report(row_in_shard), shard.slices(row_in_shard)
         return fields if report is None else np.append(fields, report)
 
     def drop_from_memory(self) -> bool:
@@ -236,7 +266,7 @@ class _Bench:
     def _batches(self, num_threads: int) -> None:
         with self._loader(num_threads) as loader:
             for batch in islice(loader, self._num_micro_batches):
-                if batch.quarantined:
+                if any(row.reason not in self._may_lack for row in batch.quarantined):
                     raise ChecksumError(_DAMAGED)
             if num_threads == self._options.num_threads:
                 for name in _STAGES:
@@ -304,6 +334,7 @@ def describe_dataset(
         "dataset_id": dataset.dataset_id,
         "split": options.split,
         "subset": list(options.subset),
+        "fields": _field_names(options.fields),
         "tier": scheme if separator else "local",
         "threads": options.num_threads,
         "processors": os.cpu_count(),
@@ -327,6 +358,10 @@ def describe_dataset(
         "limit": limit,
         "share_of_limit": round(medians[limit] / medians["batches"], 4),
     }
+
+
+def _field_names(fields: Mapping[str, Field] | str | None) -> list[str] | str | None:
+    return list(fields) if isinstance(fields, Mapping) else fields
 
 
 def _rate(amount: float, seconds: float) -> float:

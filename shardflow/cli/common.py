@@ -10,10 +10,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +24,7 @@ from shardflow.errors import ConfigError, StorageError
 from shardflow.logs import LINE_EVERY_S, time_left
 
 if TYPE_CHECKING:
+    from shardflow.fields.field import Field
     from shardflow.format import Dataset
 
 
@@ -280,6 +281,18 @@ def show_facts(facts: Iterable[tuple[str, object]]) -> None:
     console = _console()
     for name, value in pairs:
         console.print(f"[bold]{name:<{width}}[/]  {escape(value)}")
+
+
+def named_fields(name: str) -> Mapping[str, Field] | Literal["default"]:
+    """Return the fields that ``--fields`` names: those of a TOML file, or ``default``.
+
+    Raises:
+        ConfigError: The file is not valid.
+    """
+    # Field types take a moment to import; --help does not wait for them.
+    from shardflow.fields.registry import read_fields
+
+    return "default" if name == "default" else read_fields(name)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +12,7 @@ from shardflow.cli.common import (
     add_json,
     add_subset,
     human_bytes,
+    named_fields,
     natural_number,
     open_dataset,
     positive_number,
@@ -33,6 +34,10 @@ depend on dataset, seed, epoch and batch spec only, never on the world size. A m
 (--micro-batch-size), or is filled to a budget of tokens that are estimated from the bytes of the reports
 (--max-tokens).
 
+With --fields, what the fields of a file deliver of the split, from tables alone: samples without content, and
+for each role the images that a field delivers and leaves out; then the share of all stored images that some
+field delivers, and the roles of the rest. Options of steps and ranks are left out.
+
 With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a
 padding micro-batch without samples), keys and weights, and of a blend components, from 0. A padding slot has
 key null and weight 0; a repeated sample weighs 1.
@@ -43,6 +48,7 @@ examples:
       --micro-batch-size 2 --micro-batches-per-step 4 --world-size 2
   shardflow plan my-dataset --split train --seed 7 --epoch 0 --max-tokens 4096 \\
       --micro-batches-per-step 4 --world-size 2 --summary --compare "lanes=2"
+  shardflow plan my-dataset --split train --fields my-fields.toml
 """
 # Repeated here so that --help needs no NumPy; a test compares them with those of sampling.
 OVER_BUDGET: Final = ("alone", "skip", "truncate")
@@ -60,10 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--view", metavar="NAME", help="plan an entity view of the dataset (full_study: its studies)")
     add("--split", metavar="S", help="split to plan, such as train, or several: train+val")
     add_subset(parser)
-    add("--seed", required=True, type=number, metavar="N", help="run-level seed")
-    add("--epoch", required=True, type=number, metavar="E", help="epoch, counted from 0")
+    add(
+        "--fields",
+        metavar="FILE",
+        help="count what the fields of this TOML file deliver; default stands for those of a loader",
+    )
+    add("--seed", type=number, metavar="N", help="run-level seed")
+    add("--epoch", type=number, metavar="E", help="epoch, counted from 0")
     add_batch_arguments(parser)
-    add("--world-size", required=True, type=count, metavar="W", help="data-parallel ranks, at most M")
+    add("--world-size", type=count, metavar="W", help="data-parallel ranks, at most M")
     add("--ranks-per-node", type=count, metavar="R", help="ranks of a node (8, or all of fewer)")
     add("--from-step", type=number, default=0, metavar="K", help="first step of the lines (0)")
     add("--steps", type=number, metavar="N", help="number of steps of the lines (all that follow)")
@@ -78,7 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
+    _check_options(arguments)
     selection = _selection(arguments)
+    if arguments.fields is not None:
+        show_fields_report(selection, arguments)
+        return 0
     if arguments.compare and not arguments.summary:
         raise ConfigError("--compare must come with --summary, got it alone; add --summary.")
     if arguments.summary:
@@ -93,6 +108,31 @@ def run(arguments: argparse.Namespace) -> int:
         show_lines([title_of(selection), *plan.summary(schedule).lines()])
         show_components(selection, arguments.epoch)
     return 0
+
+
+_OF_STEPS: Final = ("seed", "epoch", "micro_batches_per_step", "world_size")
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options of steps with --fields, and their absence without.
+
+    Raises:
+        ConfigError: One is given, or missing.
+    """
+    given = {
+        name: f"--{name.replace('_', '-')}" for name in _OF_STEPS if getattr(arguments, name) is not None
+    }
+    if arguments.fields is None and len(given) < len(_OF_STEPS):
+        missing = [f"--{name.replace('_', '-')}" for name in _OF_STEPS if name not in given]
+        raise ConfigError(
+            f"the following arguments are required: {', '.join(missing)}; or --fields FILE to count what "
+            "fields deliver; see: shardflow plan --help"
+        )
+    beside = [*given.values(), *(["--summary"] if arguments.summary else [])]
+    if arguments.fields is not None and beside:
+        raise ConfigError(
+            f"--fields counts what fields deliver and forms no steps, got {beside[0]} too; leave it out."
+        )
 
 
 def _selection(arguments: argparse.Namespace) -> Selection:
@@ -180,7 +220,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     number, count = natural_number, positive_number
     add = parser.add_argument
     add("--micro-batch-size", type=count, metavar="B", help="samples in a micro-batch; or --max-tokens")
-    add("--micro-batches-per-step", required=True, type=count, metavar="M", help="micro-batches in a step")
+    add("--micro-batches-per-step", type=count, metavar="M", help="micro-batches in a step")
     add("--max-tokens", type=count, metavar="T", help="tokens in a micro-batch, padding counted")
     add("--max-samples", type=count, metavar="N", help="samples of it, whatever their length (64)")
     add("--packed", action="store_true", help="sequences are packed: --max-tokens counts no padding")
@@ -477,3 +517,97 @@ def show_components(selection: Selection, epoch: int) -> None:
     if rows:
         heads = ["", "samples", "draws", "share", "repeat", "whole passes", "rest of one", "start of one"]
         show_table("components", heads, rows)
+
+
+def fields_report(selection: Selection, name: str) -> dict[str, Any]:
+    """Count what fields deliver of some samples, from tables alone.
+
+    Args:
+        selection: The samples.
+        name: TOML file of fields, or ``default``.
+
+    Returns:
+        ``samples``: all, and those ``left_out`` by fields with ``missing = "drop"``; ``fields``: for each its
+        type, the samples without content (None if no table knows), and the images by role that it
+        ``delivered`` and ``left_out``; ``images``: all that are stored, and the ``reachable`` ones, by role
+        (None if there is no series table).
+
+    Raises:
+        ConfigError: The file is not valid, or a field does not fit the samples.
+    """
+    import numpy as np
+
+    from shardflow.loading.selection import bind_fields
+    from shardflow.telemetry import StageCounters
+
+    populations = [selection.population_of(place) for place in range(len(selection.datasets))]
+    left, bound = bind_fields(selection, named_fields(name), StageCounters())
+    kept = [left.population_of(place) for place in range(len(left.datasets))]
+    num_samples, num_kept = (sum(int(np.count_nonzero(one)) for one in each) for each in (populations, kept))
+    found = {}
+    for one in bound.bound:
+        coverage, has_content = one.coverage, one.has_content
+        missing = None
+        if has_content is not None:
+            pairs = zip(populations, has_content, strict=True)
+            missing = sum(int(np.count_nonzero(used & ~has)) for used, has in pairs)
+        found[one.name] = {
+            "type": bound.specs[one.name].type_name,
+            "missing_is": bound.specs[one.name].missing,
+            "missing": missing,
+            "delivered": {} if coverage is None else _ranked(coverage.delivered),
+            "left_out": {} if coverage is None else _ranked(coverage.left_out),
+        }
+    reach = bound.reach(populations)
+    images = None
+    if reach is not None:
+        rest = {role: count - reach.reachable.get(role, 0) for role, count in reach.stored.items()}
+        images = {
+            "stored": _ranked(reach.stored),
+            "reachable": _ranked(reach.reachable),
+            "not_in_any_field": _ranked({role: count for role, count in rest.items() if count}),
+            "share": sum(reach.reachable.values()) / max(1, sum(reach.stored.values())),
+        }
+    samples = {"all": num_samples, "left_out": num_samples - num_kept}
+    return {"samples": samples, "fields": found, "images": images}
+
+
+def _ranked(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return counts, the largest first."""
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def show_fields_report(selection: Selection, arguments: argparse.Namespace) -> None:
+    """Show what fields deliver."""
+    report = fields_report(selection, arguments.fields)
+    if arguments.json:
+        write_json(report)
+        return
+    samples, images = report["samples"], report["images"]
+    dropped = f", {samples['left_out']:,} of them left out by missing='drop'" if samples["left_out"] else ""
+    show_lines([title_of(selection), f"{samples['all']:,} samples{dropped}"])
+    show_table(
+        "fields",
+        ["", "type", "samples without", "images delivered", "images left out"],
+        [
+            (
+                name,
+                one["type"],
+                "not known" if one["missing"] is None else f"{one['missing']:,}",
+                _counts(one["delivered"]),
+                _counts(one["left_out"]),
+            )
+            for name, one in report["fields"].items()
+        ],
+    )
+    if images is None:
+        return
+    stored, reachable = (sum(images[name].values()) for name in ("stored", "reachable"))
+    lines = ["", f"images reachable: {reachable:,} of {stored:,} ({images['share']:.1%})"]
+    if images["not_in_any_field"]:
+        lines.append(f"not in any field: {_counts(images['not_in_any_field'])}")
+    show_lines(lines)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {role}" for role, count in counts.items()) or "-"

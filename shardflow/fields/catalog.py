@@ -6,6 +6,8 @@ images of it. Nothing here opens a shard. Ties are ordered by acquisition, never
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,59 @@ class SeriesImages:
     """Positions of the images in the series, ascending."""
     shape: tuple[int, int, int]
     """Channels, rows and columns of each image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a field has places for, of the images that it selects of a sample; None is no limit."""
+
+    max_images: int | None = None
+    """Images of a sample, in the order of acquisition."""
+    max_series: int | None = None
+    """Series of a sample, likewise."""
+    max_of_series: int | None = None
+    """Images of a series."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageSet:
+    """Images of one series table."""
+
+    counts: Int64Array
+    """``(num_series,)``: images of each series."""
+    is_chosen: NDArray[np.bool_]
+    """``(num_image_roles,)``: which images of series with several roles, as ``image_role``."""
+
+    def __or__(self, other: ImageSet) -> ImageSet:
+        """Return the union; of two parts of a series, the larger one."""
+        return ImageSet(np.maximum(self.counts, other.counts), self.is_chosen | other.is_chosen)
+
+    def only(self, table: SeriesTable, used: NDArray[np.bool_]) -> ImageSet:
+        """Return the images of some series, ``(num_series,)``."""
+        starts = table.array("first_image").astype(np.int64)
+        return ImageSet(self.counts * used, self.is_chosen & np.repeat(used, starts[1:] - starts[:-1]))
+
+    def count_roles(self, table: SeriesTable) -> Counter[str]:
+        """Return the number of images of each role."""
+        starts = table.array("first_image").astype(np.int64)
+        has_one_role = starts[1:] == starts[:-1]
+        found: Counter[str] = Counter()
+        for column, chosen, counts in (
+            (_ROLE, has_one_role, self.counts[has_one_role]),
+            ("image_role", self.is_chosen, None),
+        ):
+            totals = np.bincount(table.array(column)[chosen], weights=counts).tolist()
+            names = table.vocabulary(column)
+            found.update({name: int(total) for name, total in zip(names, totals, strict=False)})
+        return +found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """Images of a population by role, and how many of them at least one field delivers."""
+
+    stored: Mapping[str, int]
+    reachable: Mapping[str, int]
 
 
 class SeriesCatalog:
@@ -71,6 +126,22 @@ class SeriesCatalog:
         known = sorted({name for table in self.tables for name in table.column_names})
         expression = None if text is None else parse_expression(text, known)
         return SelectedSeries(self, expression, populations)
+
+    def reach(
+        self, populations: Sequence[NDArray[np.bool_]], delivered: Sequence[Sequence[ImageSet]]
+    ) -> Reach:
+        """Count the images of populations, and those that fields deliver.
+
+        Args:
+            populations: For each dataset the rows whose images are counted, ``(num_rows,)``.
+            delivered: For each dataset the images of each field.
+        """
+        stored, _ = self.select(None, populations).roles()
+        reachable: Counter[str] = Counter()
+        for table, sets in zip(self.tables, delivered, strict=True):
+            if sets:
+                reachable += functools.reduce(operator.or_, sets).count_roles(table)
+        return Reach(stored=stored, reachable=reachable)
 
 
 class SelectedSeries:
@@ -120,26 +191,23 @@ class SelectedSeries:
         packed = np.unique(np.concatenate([rows.astype(np.int64) << 32 | columns for rows, columns in found]))
         return np.stack([packed >> 32, packed & (2**32 - 1)], axis=1)
 
-    def roles(
-        self, *, max_images: int | None = None, max_series: int | None = None
-    ) -> tuple[Counter[str], Counter[str]]:
+    def images(self, component: int, limits: Limits) -> ImageSet:
+        """Return the selected images of the population of a dataset that there are places for."""
+        return self._rows[component].images(self._populations[component], limits)
+
+    def roles(self, limits: Limits | None = None) -> tuple[Counter[str], Counter[str]]:
         """Return how many selected images of the population are delivered and left out, by role.
 
         Args:
-            max_images: Images of a sample that are delivered at most, in the order of acquisition.
-            max_series: Series of a sample that are delivered at most, likewise.
+            limits: What there are places for; None for all.
         """
         delivered: Counter[str] = Counter()
-        left_out: Counter[str] = Counter()
+        selected: Counter[str] = Counter()
         for rows, population in zip(self._rows, self._populations, strict=True):
-            num_delivered, selected = rows.delivered(population, max_images, max_series)
-            role, names = rows.part.table.array(_ROLE), rows.part.table.vocabulary(_ROLE)
-            for code in np.unique(role).tolist():
-                here = role == code
-                num_here = int(num_delivered[here].sum())
-                delivered[names[code]] += num_here
-                left_out[names[code]] += int(selected[here].sum()) - num_here
-        return +delivered, +left_out
+            selected += rows.images(population, Limits()).count_roles(rows.part.table)
+            if limits is not None:
+                delivered += rows.images(population, limits).count_roles(rows.part.table)
+        return (selected, Counter()) if limits is None else (delivered, selected - delivered)
 
     # ---- one row ---------------------------------------------------------------------------------
 
@@ -234,8 +302,10 @@ class TableSelection:
         chosen = self.is_selected & used
         return self._columns[2][chosen], self._columns[3][chosen]
 
-    def delivered(self, max_images: int | None, max_series: int | None) -> Int64Array:
-        """Return how many images of each series are delivered, ``(num_series,)``."""
+    def images(self, limits: Limits) -> ImageSet:
+        """Return the selected images of all samples that there are places for."""
+        if limits == Limits():
+            return ImageSet(self.selected_images, self._is_image_selected)
         lengths = self.num_series_of_samples
         owner = np.repeat(np.arange(len(lengths)), lengths)
         by_acquisition = np.lexsort((self._order, owner))
@@ -243,15 +313,31 @@ class TableSelection:
         series = self.is_selected[by_acquisition].astype(np.int64)
         first = self._first_series[:-1].astype(np.int64)[owner]
         delivered = images
-        if max_images is not None:
+        if limits.max_images is not None:
             before = np.cumsum(images) - images
-            delivered = np.clip(max_images - (before - before[first]), 0, images)
-        if max_series is not None:
+            delivered = np.clip(limits.max_images - (before - before[first]), 0, images)
+        if limits.max_series is not None:
             before = np.cumsum(series) - series
-            delivered = np.where(before - before[first] < max_series, delivered, 0)
-        found = np.empty(self.table.num_series, np.int64)
-        found[by_acquisition] = delivered
-        return found
+            delivered = np.where(before - before[first] < limits.max_series, delivered, 0)
+        if limits.max_of_series is not None:
+            delivered = np.minimum(delivered, limits.max_of_series)
+        counts = np.empty(self.table.num_series, np.int64)
+        counts[by_acquisition] = delivered
+        return ImageSet(counts, self.first_images(counts))
+
+    def first_images(self, counts: Int64Array) -> NDArray[np.bool_]:
+        """Return the first selected images of each series of several roles, by image role."""
+        starts = self._first_image.astype(np.int64)
+        lengths = starts[1:] - starts[:-1]
+        before = np.cumsum(self._is_image_selected) - self._is_image_selected
+        ranks = before - before[np.repeat(starts[:-1], lengths)]
+        first: NDArray[np.bool_] = self._is_image_selected & (ranks < np.repeat(counts, lengths))
+        return first
+
+    def place_of_images(self, series: Int64Array, images: Int64Array) -> Int64Array:
+        """Return the numbers of images of series of several roles among the image roles of the table."""
+        first, last = (self._first_image[series + beyond].astype(np.int64) for beyond in (0, 1))
+        return (first + images)[last > first]
 
     def first_series(self, studies: NDArray[Any]) -> Int64Array:
         """Return the row of the first series of some studies."""
@@ -293,12 +379,9 @@ class _StudyRows:
         """Return the values of a column for the selected series of a population, in any order."""
         return np.asarray(self.part.table.array(name)[self.part.is_selected & self.used(population)])
 
-    def delivered(
-        self, population: NDArray[np.bool_], max_images: int | None, max_series: int | None
-    ) -> tuple[Int64Array, Int64Array]:
-        """Return how many images of each series are delivered, and how many selected, ``(num_series,)``."""
-        used = self.used(population)
-        return used * self.part.delivered(max_images, max_series), used * self.part.selected_images
+    def images(self, population: NDArray[np.bool_], limits: Limits) -> ImageSet:
+        """Return the selected images of the rows of a population that there are places for."""
+        return self.part.images(limits).only(self.part.table, self.used(population))
 
     def of_row(self, row: int) -> list[SeriesImages]:
         start, stop = self.part.first_series(np.array([row, row + 1])).tolist()
@@ -334,17 +417,16 @@ class _SeriesRows(_StudyRows):
         used[self._series(rows[self._count(rows) > 0])] = True
         return used
 
-    def delivered(
-        self, population: NDArray[np.bool_], max_images: int | None, max_series: int | None
-    ) -> tuple[Int64Array, Int64Array]:
-        del max_series  # a row has one
+    def images(self, population: NDArray[np.bool_], limits: Limits) -> ImageSet:
         rows = np.flatnonzero(population)
-        series, num_images = self._series(rows), self._count(rows)
-        num_delivered = np.zeros(self.part.table.num_series, np.int64)
-        num_selected = num_delivered.copy()
-        np.add.at(num_delivered, series, np.minimum(num_images, max_images or _NO_LIMIT))
-        np.add.at(num_selected, series, num_images)
-        return num_delivered, num_selected
+        most = min(_NO_LIMIT if one is None else one for one in (limits.max_images, limits.max_of_series))
+        counts = np.zeros(self.part.table.num_series, np.int64)
+        np.add.at(counts, self._series(rows), np.minimum(self._count(rows), most))
+        return ImageSet(counts, self._chosen(rows, counts))
+
+    def _chosen(self, rows: Int64Array, counts: Int64Array) -> NDArray[np.bool_]:  # noqa: ARG002
+        """Return which images of series of several roles some rows have, by image role."""
+        return self.part.first_images(counts)
 
     def of_row(self, row: int) -> list[SeriesImages]:
         series = int(self._series(np.array([row]))[0])
@@ -357,6 +439,12 @@ class _ImageRows(_SeriesRows):
     def __init__(self, part: TableSelection, table: UnitTable) -> None:
         super().__init__(part, table.num_samples, table.series_rows)
         self._table = table
+
+    def _chosen(self, rows: Int64Array, counts: Int64Array) -> NDArray[np.bool_]:  # noqa: ARG002
+        rows = rows[self._count(rows) > 0]
+        chosen = np.zeros(len(self.part.table.array("image_role")), bool)
+        chosen[self.part.place_of_images(self._series(rows), self._table.images(rows))] = True
+        return chosen
 
     def _count(self, rows: Int64Array) -> Int64Array:
         return self.part.has_image(self._series(rows), self._table.images(rows)).astype(np.int64)

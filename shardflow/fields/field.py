@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardflow.fields.catalog import SeriesCatalog
+    from shardflow.fields.catalog import ImageSet, SeriesCatalog
     from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
     from shardflow.fields.slots import SlotContent, SlotRequest
@@ -190,6 +190,14 @@ class BoundField(ABC):
     @property
     def coverage(self) -> Coverage | None:
         """What is delivered and left out of the population; None if no table knows."""
+        return None
+
+    def delivered_images(self, place: int) -> ImageSet | None:  # noqa: ARG002
+        """Return the stored images of a dataset that the field delivers; None if it delivers none.
+
+        Args:
+            place: Of the dataset in the selection.
+        """
         return None
 
     @abstractmethod

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 import numpy as np
 
 from shardflow.errors import ConfigError
-from shardflow.fields.catalog import SeriesImages
-from shardflow.fields.field import BoundField, Coverage, FieldContext, check_choice, check_count
+from shardflow.fields.catalog import Limits, SeriesImages
+from shardflow.fields.field import BoundField, FieldContext, check_choice, check_count
 from shardflow.fields.image_members import BoundImageMember
 from shardflow.fields.layout import Picture
 from shardflow.fields.pixels import MAX_SIDE, BoundPixels, PixelField
@@ -131,16 +131,8 @@ class BoundImage(BoundPixels):
 
     spec: Image
 
-    @property
-    def coverage(self) -> Coverage:
-        """Images that are delivered and left out."""
-        delivered, left_out = self.selected.roles(max_images=self.num_pictures)
-        return Coverage(
-            num_samples=self._num_samples,
-            num_missing=self._num_missing,
-            delivered=delivered,
-            left_out=left_out,
-        )
+    def _limits(self) -> Limits:
+        return Limits(max_images=self.num_pictures)
 
     def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:  # noqa: ARG002
         """Return the first images by acquisition."""
@@ -178,16 +170,10 @@ class BoundSlices(BoundPixels):
 
     spec: Slices
 
-    @property
-    def coverage(self) -> Coverage:
-        """Slices of the series that is delivered, and of other series."""
-        delivered, left_out = self.selected.roles(max_series=1)
-        return Coverage(
-            num_samples=self._num_samples,
-            num_missing=self._num_missing,
-            delivered=delivered,
-            left_out=left_out,
-        )
+    def _limits(self) -> Limits:
+        # Slices that are drawn anew in each epoch are all delivered by and by.
+        is_drawn = self.spec.sampling != "even"
+        return Limits(max_series=1, max_of_series=None if is_drawn else self.spec.num_slices)
 
     def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:
         """Return the chosen slices of the first series by acquisition, in geometric order."""

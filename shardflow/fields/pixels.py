@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.catalog import SelectedSeries
+from shardflow.fields.catalog import ImageSet, Limits, SelectedSeries
 from shardflow.fields.decode import ThreadState, convert_picture, decode_slice
-from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_choice, check_count
+from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.layout import Picture, PictureLayout, Window, present_pictures
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
@@ -230,6 +230,25 @@ class BoundPixels(BoundField):
     def has_content(self) -> list[NDArray[np.bool_]]:
         """Which rows of each dataset's own table have an image, ``(num_rows,)``."""
         return [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
+
+    @property
+    def coverage(self) -> Coverage:
+        """Images that are delivered, and selected images that the field has no place for."""
+        delivered, left_out = self.selected.roles(self._limits())
+        return Coverage(
+            num_samples=self._num_samples,
+            num_missing=self._num_missing,
+            delivered=delivered,
+            left_out=left_out,
+        )
+
+    def delivered_images(self, place: int) -> ImageSet:
+        """Return the stored images of a dataset that the field delivers."""
+        return self.selected.images(place, self._limits())
+
+    @abstractmethod
+    def _limits(self) -> Limits:
+        """Return what there are places for."""
 
     @abstractmethod
     def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.config import TypeKey, load_config
 from shardflow.errors import ConfigError
+from shardflow.fields.catalog import Reach
 from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_names
 from shardflow.fields.images import Slices
 from shardflow.fields.members import BoundText, Text
@@ -126,6 +130,41 @@ def field_type(name: str) -> type[Field]:
     return loaded
 
 
+@dataclass(frozen=True, slots=True)
+class FieldsFile:
+    """TOML file of fields: a table ``[fields.NAME]`` each, with its ``type`` and the settings of the type."""
+
+    fields: dict[str, Annotated[Field, TypeKey(field_type)]]
+
+
+def read_fields(path: str | Path) -> dict[str, Field]:
+    """Read fields from a TOML file.
+
+    Example::
+
+        [fields.frontal]
+        type = "image"
+        series = "role == 'frontal'"
+        size = [512, 512]
+
+    Args:
+        path: The file. Types are ``image``, ``slices`` and the other built-in ones, the names of entry points
+            of the group ``shardflow.fields``, or ``package.module:Class``.
+
+    Returns:
+        The fields by name, as `shardflow.Loader` takes them.
+
+    Raises:
+        ConfigError: The file is missing or not TOML, or a type, key or value is not valid; the message names
+            the file, the field and the nearest known key.
+    """
+    fields = load_config(FieldsFile, path).fields
+    check_names(fields)
+    if not fields:
+        raise ConfigError(f"{Path(path).name} holds no field; write a table such as [fields.image].")
+    return fields
+
+
 def default_fields(context: FieldContext) -> dict[str, Field]:
     """Return the fields that deliver what samples have, for those who name none.
 
@@ -186,6 +225,7 @@ class FieldSet:
         for name, one in sorted(fields.items(), key=lambda item: len(item[1].depends_on)):
             context.bound[name] = one.bind(name, context)
         self.bound: Sequence[BoundField] = [context.bound[name] for name in fields]
+        self._context = context
         self._entries = [self._describe(one) for one in self.bound]
         tables = [] if "catalog" not in vars(context) else context.catalog.digests
         self._digests = [*tables, *(digest for one in self.bound for digest in one.digests)]
@@ -272,6 +312,26 @@ class FieldSet:
             parts += [f"left out {_listed(coverage.left_out)}"] if coverage.left_out else []
             lines.append(f"field {field.name!r}: {'; '.join(parts)}")
         return lines
+
+    def reach(self, populations: Sequence[NDArray[np.bool_]]) -> Reach | None:
+        """Count the stored images of samples, and those that at least one field delivers.
+
+        Args:
+            populations: For each dataset the rows whose images are counted, ``(num_rows,)``; more than
+                those of the fields where some were left out.
+
+        Returns:
+            The counts; None where a dataset has no series table.
+        """
+        try:
+            catalog = self._context.catalog
+        except ConfigError:
+            return None
+        delivered = [
+            [images for one in self.bound if (images := one.delivered_images(place)) is not None]
+            for place in range(len(populations))
+        ]
+        return catalog.reach(populations, delivered)
 
     def _describe(self, field: BoundField) -> dict[str, Any]:
         kind = type(self.specs[field.name])

@@ -12,6 +12,7 @@ from shardflow.cli.bench_measure import BenchOptions, _joined, measure
 from shardflow.format import Dataset, decode_array
 from tests.cli.conftest import Call
 from tests.factories import make_dataset, make_sample
+from tests.field_cases import make_case_dataset, pixels_of
 
 pytestmark = pytest.mark.fast
 
@@ -110,3 +111,33 @@ def test_damaged_dataset_is_not_measured(call: Call, dataset: Path) -> None:
 def test_neighbouring_ranges_are_one_read() -> None:
     places = [("a", 512, 612), ("a", 1536, 1636), ("a", 1 << 20, (1 << 20) + 7), ("b", 512, 513)]
     assert list(_joined(places)) == [("a", 512, 1636), ("a", 1 << 20, (1 << 20) + 7), ("b", 512, 513)]
+
+
+def test_fields_are_measured_on_what_they_read(call: Call, tmp_path: Path) -> None:
+    dataset = make_case_dataset(tmp_path / "cases", num_samples=8)
+    fields = tmp_path / "fields.toml"
+    fields.write_text(
+        '[fields.frontal]\ntype = "image"\nseries = "role == \'frontal\'"\nsize = [8, 8]\nmissing = "drop"\n'
+    )
+    url = dataset.store.url
+    (facts,) = call("bench", url, "--fields", fields, "--repeats", 1, "--threads", 1, "--json").lines
+    # By number % 4: frontal and lateral, CT, frontal, both in one series.
+    kept = [number for number in range(8) if number % 4 != 1]
+    assert facts["fields"] == ["frontal"]
+    assert (facts["samples"], facts["slices"]) == (len(kept), len(kept))
+    place = {0: (1, 0), 2: (0, 0), 3: (0, 0)}
+    pixels = [pixels_of(number, place[number % 4][0])[place[number % 4][1]] for number in kept]
+    assert facts["decoded_bytes"] == sum(each.nbytes for each in pixels)
+    assert call("bench", url, "--fields", fields, "--repeats", 1, "--threads", 1).code == 0
+    (whole,) = call("bench", url, "--fields", "default", "--repeats", 1, "--threads", 1, "--json").lines
+    assert (whole["fields"], whole["samples"]) == ("default", 8)
+    fields.write_text('[fields.a]\ntype = "imge"\n')
+    assert call("bench", url, "--fields", fields).code == 2
+
+
+def test_fields_of_texts_alone_are_measured_in_large_micro_batches(call: Call, tmp_path: Path) -> None:
+    dataset = make_case_dataset(tmp_path / "cases", num_samples=8)
+    fields = tmp_path / "fields.toml"
+    fields.write_text('[fields.report]\ntype = "text"\nmissing = "pad"\n')
+    (facts,) = call("bench", dataset.store.url, "--fields", fields, "--repeats", 1, "--json").lines
+    assert (facts["slices"], facts["micro_batch_size"]) == (0, 64)

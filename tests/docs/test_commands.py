@@ -22,7 +22,7 @@ from shardflow.errors import AlreadyExistsError
 from shardflow.format import Dataset
 from shardflow.format.facts import attach_facts
 from shardflow.storage import LocalStore, open_store
-from tests.docs.blocks import REPOSITORY, Block, commands, find_blocks, is_script_page
+from tests.docs.blocks import REPOSITORY, Block, all_blocks, commands, find_blocks, is_script_page
 from tests.docs.reader import make_reader_folder
 from tests.factories import make_dataset
 from tests.field_cases import make_case_dataset
@@ -62,6 +62,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("dataset", "my-dataset", "DATASET"):
         attach_facts(Dataset.open(make_dataset(folder / name, splits={"train": 13, "val": 3})))
     make_case_dataset(folder / "chest")
+    (fields,) = (block for block in all_blocks() if block.note == 'title="my-fields.toml"')
+    (folder / "my-fields.toml").write_text(fields.text, encoding="utf-8")
     (folder / "blend.toml").write_text('[[component]]\ndataset = "dataset"\nrepeat = 2.5\n', encoding="utf-8")
     write_run(folder / "my-run")
     _add_recipes(folder)

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from shardflow.config import Bounds, ByteSize, check_fields, dump_config, load_config, parse_byte_size
+from shardflow.config import (
+    Bounds,
+    ByteSize,
+    TypeKey,
+    check_fields,
+    dump_config,
+    load_config,
+    parse_byte_size,
+)
 from shardflow.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -238,3 +246,45 @@ def test_sizes(text: str, num_bytes: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_byte_size(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Crop:
+    size: tuple[int, ...] = ()
+    count: int | Literal["all"] = 1
+
+
+def _find(name: str) -> type[_Crop]:
+    if name != "crop":
+        raise ConfigError(f"There is no step {name!r}; there are crop.")
+    return _Crop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Steps:
+    steps: dict[str, Annotated[_Crop, TypeKey(_find)]] = field(default_factory=dict)
+
+
+def test_a_key_names_the_type_of_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "steps.toml"
+    path.write_text('[steps.a]\ntype = "crop"\nsize = [2, 3]\n[steps.b]\ntype = "crop"\ncount = "all"\n')
+    assert load_config(_Steps, path).steps == {"a": _Crop(size=(2, 3)), "b": _Crop(count="all")}
+    assert load_config(_Steps, path, ["steps.a.count=4"]).steps["a"] == _Crop(size=(2, 3), count=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('type = "corp"', r"steps\.a\.type: There is no step 'corp'; there are crop \(steps\.toml\)"),
+        ("size = [2]", r"steps\.a\.type must be the name of a type, got nothing"),
+        ("type = 3", r"steps\.a\.type must be the name of a type, got an integer"),
+        ('type = "crop"\nsiez = [2]', r"got 'siez'.*the nearest known key is 'size'"),
+        ('type = "crop"\ncount = "some"', r"steps\.a\.count must be an integer, got text"),
+        ('type = "crop"\ncount = 1.5', r"steps\.a\.count must be an integer, got a number"),
+    ],
+)
+def test_a_slip_in_a_typed_table_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "steps.toml"
+    path.write_text(f"[steps.a]\n{text}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_config(_Steps, path)

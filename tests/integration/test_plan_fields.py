@@ -1,0 +1,340 @@
+"""``shardflow plan --fields`` counts what fields deliver, and every stored image can be delivered."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydicom.dataset import FileDataset
+
+import shardflow as sf
+from shardflow.cli.main import main
+from shardflow.fields.registry import _TYPES as FIELD_TYPES
+from shardflow.format import Dataset
+from shardflow.packing import pack
+from tests.cli.conftest import Called
+from tests.dicom_factory import make_study
+from tests.field_cases import case_series, make_case_dataset
+from tests.layout_trees import make_openi
+from tests.pack_case import PackCase
+
+NUM_SAMPLES = 14
+BY_ROLE = """
+[fields.frontal]
+type = "image"
+series = "role == 'frontal'"
+size = [16, 16]
+missing = "pad"
+
+[fields.lateral]
+type = "image"
+series = "role == 'lateral'"
+size = [16, 16]
+missing = "pad"
+
+[fields.ct]
+type = "image"
+series = "kind == 'volume'"
+num_images = "all"
+size = [8, 8]
+missing = "pad"
+
+[fields.report]
+type = "text"
+missing = "pad"
+"""
+LOCALIZERS = """
+[fields.localizer]
+type = "slices"
+series = "kind == 'localizer'"
+size = [8, 8]
+missing = "pad"
+"""
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Radiographs of two series, of a series of two views, of one view; CT of two volumes and a localizer."""
+    return make_case_dataset(tmp_path_factory.mktemp("cases") / "dataset", num_samples=NUM_SAMPLES)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Count what a file of fields delivers of a dataset."""
+
+    def run(dataset: Dataset | Path, text: str, *options: str) -> Called:
+        path = tmp_path / "fields.toml"
+        path.write_text(text, encoding="utf-8")
+        url = dataset.store.url if isinstance(dataset, Dataset) else dataset
+        named = ["--fields", "default" if text == "default" else str(path)]
+        code = main(["plan", str(url), "--split", "train", *named, *options])
+        return Called(code, *capsys.readouterr())
+
+    return run
+
+
+def _stored(num_samples: int) -> Counter[str]:
+    """Count the images of the cases by role, from what they were made of."""
+    views = {"PA": "frontal", "LL": "lateral"}
+    counts: Counter[str] = Counter()
+    for number in range(num_samples):
+        for case in case_series(number):
+            if case.images:
+                counts.update(views[image["view_position"]] for image in case.images)
+            elif case.modality in ("CR", "DX"):
+                counts[views[case.technical["view_position"]]] += case.shape[0]
+            else:
+                role = "contrast" if case.technical.get("has_contrast") else "unknown"
+                counts["localizer" if case.kind == "localizer" else role] += case.shape[0]
+    return counts
+
+
+def test_every_role_is_counted_and_what_no_field_delivers_is_named(cases: Dataset, plan: Any) -> None:
+    stored = _stored(NUM_SAMPLES)
+    (report,) = plan(cases, BY_ROLE, "--json").lines
+    assert report["samples"] == {"all": NUM_SAMPLES, "left_out": 0}
+    images = report["images"]
+    assert (
+        images["stored"]
+        == dict(stored.most_common())
+        == images["reachable"] | {"localizer": stored["localizer"]}
+    )
+    assert images["not_in_any_field"] == {"localizer": stored["localizer"]}
+    assert images["share"] == pytest.approx(1 - stored["localizer"] / stored.total())
+    fields = report["fields"]
+    assert fields["frontal"]["delivered"] == {"frontal": stored["frontal"]}
+    assert fields["lateral"]["delivered"] == {"lateral": stored["lateral"]}
+    assert fields["frontal"]["missing"] == sum(number % 4 == 1 for number in range(NUM_SAMPLES))
+    assert fields["report"]["missing"] == sum(number % 4 == 2 for number in range(NUM_SAMPLES))
+    assert all(not one["left_out"] for one in fields.values())
+    text = plan(cases, BY_ROLE).out
+    assert f"not in any field: {stored['localizer']} localizer" in text
+
+
+def test_every_image_of_mixed_studies_is_reachable(cases: Dataset, plan: Any) -> None:
+    called = plan(cases, BY_ROLE + LOCALIZERS)
+    total = _stored(NUM_SAMPLES).total()
+    assert called.code == 0
+    assert f"images reachable: {total} of {total} (100.0%)" in called.out
+    assert "not in any field" not in called.out
+
+
+def test_an_image_that_two_fields_deliver_counts_once(cases: Dataset, plan: Any) -> None:
+    again = BY_ROLE.replace("[fields.", "[fields.small_")
+    (once,), (twice,) = plan(cases, BY_ROLE, "--json").lines, plan(cases, BY_ROLE + again, "--json").lines
+    assert once["images"] == twice["images"]
+
+
+def test_places_and_slices_that_are_missing_are_left_out(cases: Dataset, plan: Any) -> None:
+    text = """
+    [fields.view]
+    type = "image"
+    series = "modality in ('CR', 'DX')"
+    size = [8, 8]
+    missing = "pad"
+    [fields.ct]
+    type = "slices"
+    series = "kind == 'volume'"
+    num_slices = 3
+    size = [8, 8]
+    missing = "pad"
+    """
+    stored = _stored(NUM_SAMPLES)
+    (report,) = plan(cases, text, "--json").lines
+    view, ct = report["fields"]["view"], report["fields"]["ct"]
+    # One image per study: the frontal one is acquired first.
+    assert (view["delivered"], view["left_out"]) == (
+        {"frontal": stored["frontal"]},
+        {"lateral": stored["lateral"]},
+    )
+    # The contrast volume is acquired first; of its five slices three are delivered.
+    num_ct = sum(number % 4 == 1 for number in range(NUM_SAMPLES))
+    assert ct["delivered"] == {"contrast": 3 * num_ct}
+    assert ct["left_out"] == {"unknown": stored["unknown"], "contrast": 2 * num_ct}
+    # Slices that are drawn anew in each epoch are all delivered by and by.
+    (drawn,) = plan(
+        cases, text.replace("num_slices = 3", 'num_slices = 3\nsampling = "random"'), "--json"
+    ).lines
+    assert drawn["fields"]["ct"]["delivered"] == {"contrast": 5 * num_ct}
+
+
+def test_samples_that_a_field_drops_count_as_not_reachable(cases: Dataset, plan: Any) -> None:
+    before, _, after = BY_ROLE.partition("[fields.ct]")
+    text = before.replace('missing = "pad"', 'missing = "drop"', 1) + after[after.index("[fields.report]") :]
+    (report,) = plan(cases, text, "--json").lines
+    num_ct = sum(number % 4 == 1 for number in range(NUM_SAMPLES))
+    assert report["samples"] == {"all": NUM_SAMPLES, "left_out": num_ct}
+    assert report["fields"]["frontal"]["missing"] == num_ct
+    assert {"contrast", "unknown", "localizer"} == {*report["images"]["not_in_any_field"]}
+    assert f"{num_ct} of them left out" in plan(cases, text).out
+
+
+def test_default_fields_are_counted_too(cases: Dataset, plan: Any) -> None:
+    (report,) = plan(cases, "default", "--json").lines
+    assert {*report["fields"]} == {"image", "slices", "report"}
+    stored = _stored(NUM_SAMPLES)
+    assert report["fields"]["image"]["delivered"] == {role: stored[role] for role in ("frontal", "lateral")}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[fields.a]\ntype = "imge"', "There is no field type 'imge'; there are "),
+        ('[fields.a]\ntype = "image"\nserise = "x"', "the nearest known key is 'series'"),
+        ("[fields.a]\nsize = [8, 8]", "fields.a.type must be the name of a type"),
+        ('[fields.a]\ntype = "image"\nsize = 8', "fields.a.size must be a list"),
+        ('[fields.a]\ntype = "image"\nsize = [8]', "[fields.a] size is (rows, columns)"),
+        ('[fields.a]\ntype = "image"\nnum_images = "some"', "fields.a.num_images must be"),
+        ('[fields.a]\ntype = "image"\nseries = "rolle == 1"', "role"),
+        ('[fields.a]\ntype = "image"\nseries = "role == \'x\'"', "matches no image"),
+        ('[fields.a]\ntype = "image"\nseries = "role == \'frontal\'"', "write missing='pad'"),
+        ('[fields.row]\ntype = "text"', "'row' is reserved"),
+        ("[field.a]", "the nearest known key is 'fields'"),
+        ("[fields]", "holds no field"),
+        ("[fields.a", "must be TOML"),
+    ],
+)
+def test_a_slip_is_one_sentence_before_anything_is_read(
+    cases: Dataset, plan: Any, text: str, message: str
+) -> None:
+    called = plan(cases, text)
+    assert called.code == 2
+    sentence, *pointer = called.err.splitlines()
+    assert message in sentence
+    assert not pointer or pointer[0].strip() in text  # an expression is shown with the place of its slip
+    assert not called.out
+
+
+TYPES: dict[str, tuple[str, sf.Field]] = {
+    "image": (
+        'size = [8, 6]\nnum_images = "all"\nwindows = ["lung"]\nfill = 0\ndtype = "int16"',
+        sf.Image(size=(8, 6), num_images="all", windows=("lung",), fill=0.0, dtype="int16"),
+    ),
+    "slices": ('num_slices = 3\nsampling = "slab"', sf.Slices(num_slices=3, sampling="slab")),
+    "mask": (
+        'like = "a"\nlabels = ["mass"]\nmerge = "stack"',
+        sf.Mask(like="a", labels=["mass"], merge="stack"),
+    ),
+    "boxes": ('like = "a"\nmax_boxes = 3', sf.Boxes(like="a", max_boxes=3)),
+    "text": ('missing = "pad"', sf.Text(missing="pad")),
+    "json": ('member = "meta.json"\nmax_bytes = 100', sf.Json(member="meta.json", max_bytes=100)),
+    "bytes": ('member = "meta.bin"', sf.Bytes(member="meta.bin")),
+    "array": (
+        'member = "a.npy"\ndtype = "float32"\nshape = [2, 3]',
+        sf.Array(member="a.npy", dtype="float32", shape=(2, 3)),
+    ),
+    "tokens": (
+        f'tokenizer = "{"ab" * 32}"\nmax_tokens = 7',
+        sf.Tokens(tokenizer="ab" * 32, max_tokens=7),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIELD_TYPES))
+def test_every_type_reads_from_toml_what_python_says(tmp_path: Path, name: str) -> None:
+    text, field = TYPES[name]
+    path = tmp_path / "fields.toml"
+    path.write_text(f'[fields.x]\ntype = "{name}"\n{text}\n', encoding="utf-8")
+    assert sf.read_fields(path) == {"x": field}
+
+
+def test_options_of_steps_do_not_mix_with_fields(cases: Dataset, plan: Any, capsys: Any) -> None:
+    called = plan(cases, BY_ROLE, "--seed", "1")
+    assert (called.code, "--seed" in called.err) == (2, True)
+    assert main(["plan", str(cases.store.url), "--split", "train", "--seed", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "--epoch, --micro-batches-per-step, --world-size" in said
+
+
+def test_without_a_series_table_the_command_is_named(tmp_path: Path, plan: Any) -> None:
+    dataset = make_case_dataset(tmp_path / "bare", num_samples=4)
+    for path in (tmp_path / "bare" / "facts").rglob("*.*"):
+        path.unlink()
+    called = plan(dataset, BY_ROLE)
+    assert called.code == 2
+    assert "shardflow attach DATASET --facts" in called.err
+    # A text needs no series; nothing is said about images then.
+    assert "reachable" not in plan(dataset, '[fields.report]\ntype = "text"\nmissing = "pad"').out
+
+
+def test_every_image_of_open_i_is_reachable(tmp_path: Path, plan: Any) -> None:
+    case = PackCase(tmp_path)
+    case.prepare()
+    pack(case.config(*make_openi(tmp_path).settings, "splits.train=100", "splits.val=0"))
+    text = (
+        '[fields.view]\ntype = "image"\nnum_images = "all"\nsize = [16, 16]\n[fields.report]\ntype = "text"'
+    )
+    (report,) = plan(case.output, text, "--json").lines
+    assert report["images"]["share"] == 1
+    assert sum(report["images"]["stored"].values()) == 3
+    assert report["fields"]["report"]["missing"] == 0
+
+
+def test_every_image_of_ct_mr_and_radiographs_in_one_dataset_is_reachable(tmp_path: Path, plan: Any) -> None:
+    """As the demo's data: CT, MR of several weightings in a study, radiographs of two views in a series."""
+    case = PackCase(tmp_path)
+    case.prepare()
+    views = (("PA", ["L", "F"]), ("LL", ["A", "F"]))
+
+    def radiograph(dataset: FileDataset, index: int) -> None:
+        dataset.ViewPosition, dataset.PatientOrientation = views[index % 2]
+
+    for number in range(3):
+        make_study(case.dicom / f"ct{number}", patient=f"C{number}", num_slices=3 + number, seed=number)
+        make_study(
+            case.dicom / f"x{number}",
+            patient=f"X{number}",
+            modality="CR",
+            num_slices=2,
+            seed=number,
+            change=radiograph,
+        )
+        for series, (repetition, echo) in enumerate(((500, 10), (4000, 90), (4000, 30))):
+
+            def weighted(
+                dataset: FileDataset, index: int, times: tuple[int, int] = (repetition, echo)
+            ) -> None:
+                dataset.ScanningSequence = "SE"
+                dataset.RepetitionTime, dataset.EchoTime = times
+
+            make_study(
+                case.dicom / f"mr{number}-{series}",
+                patient=f"M{number}",
+                modality="MR",
+                series=series + 1,
+                num_slices=4,
+                seed=10 * number + series,
+                change=weighted,
+            )
+    case.pack("splits.train=100", "splits.val=0")
+    roles = {"ct": "modality == 'CT'", **{role: f"role == '{role}'" for role in ("t1", "t2", "pd")}}
+    text = "".join(
+        f'[fields.{name}]\ntype = "slices"\nseries = "{series}"\nsize = [8, 8]\nmissing = "pad"\n'
+        for name, series in roles.items()
+    )
+    text += "".join(
+        f'[fields.{role}]\ntype = "image"\nseries = "role == \'{role}\'"\nsize = [8, 8]\nmissing = "pad"\n'
+        for role in ("frontal", "lateral")
+    )
+    (report,) = plan(case.output, text, "--json").lines
+    assert report["images"]["stored"] == {
+        "pd": 12,
+        "t1": 12,
+        "t2": 12,
+        "unknown": 3 + 4 + 5,
+        "frontal": 3,
+        "lateral": 3,
+    }
+    assert report["images"]["reachable"] == report["images"]["stored"]
+    assert report["images"]["share"] == 1
+    assert report["fields"]["lateral"] == {
+        "type": "image",
+        "missing_is": "pad",
+        "missing": 6,
+        "delivered": {"lateral": 3},
+        "left_out": {},
+    }
+    assert json.dumps(report["images"]["not_in_any_field"]) == "{}"
