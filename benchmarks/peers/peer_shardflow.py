@@ -57,7 +57,7 @@ class ShardflowStream:
 
     def batches(self) -> Iterator[list[str]]:
         keys: list[str] = []
-        for batch in self._dataset.track(self._loader):
+        for batch in self._loader:
             keys += [self._names[key] for key in batch.sample_keys if key is not None]
             if batch.slot == self._per_step - 1:
                 yield keys

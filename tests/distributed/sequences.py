@@ -103,7 +103,7 @@ class Source:
         if isinstance(self.position, Loader):
             return iter(self.position)
         assert self._batches is not None
-        return self.position.track(self._batches)
+        return (batch for batch in self._batches)
 
 
 def run_task(ranks: Ranks, folder: Path, task: Task) -> None:

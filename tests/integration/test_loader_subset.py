@@ -100,5 +100,5 @@ def test_torchs_dataloader_takes_a_subset(dataset: Dataset, tmp_path: Path) -> N
     streamed = ShardIterableDataset(
         dataset, split="train", subset=[f"keys={path}"], batch=SPECS["fixed"], seed=SEED, config=DRY
     )
-    found = list(streamed.track(DataLoader(streamed, batch_size=None)))
+    found = list(DataLoader(streamed, batch_size=None))
     assert sorted(key for batch in found for key in batch.sample_keys if key) == sorted(keys)

@@ -4,8 +4,10 @@ resume.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from tests.integration.loader_support import flip_bit, loader_threads, locate, p
 # torch warns of more workers than processors.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
+# Workers, how they start, and whether they live on from epoch to epoch.
+WAYS = [(0, "", False), (2, "fork", False), (3, "fork", True), (2, "spawn", True), (1, "spawn", False)]
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
 VIEW = ImageView(num_slices=3, rows=16, columns=16)
 SEED = 11
@@ -45,7 +49,8 @@ def _dataset(
 
 
 def _data_loader(dataset: ShardIterableDataset, num_workers: int, **settings: Any) -> DataLoader[Batch]:
-    context = settings.pop("context", "fork") if num_workers else None
+    context = settings.pop("context", "fork")
+    context = context if num_workers else None
     return DataLoader(
         dataset, batch_size=None, num_workers=num_workers, multiprocessing_context=context, **settings
     )
@@ -66,7 +71,7 @@ def test_order_is_the_plans_and_resumes_at_every_step(url: str, world_size: int,
         assert len(loader) == len(dataset) == len(expected)
         states = [dataset.state_dict()]
         received = []
-        for batch in dataset.track(loader):
+        for batch in loader:
             received += list(received_keys([batch]))
             if dataset.state_dict() != states[-1]:
                 states.append(dataset.state_dict())
@@ -78,7 +83,7 @@ def test_order_is_the_plans_and_resumes_at_every_step(url: str, world_size: int,
         # A state knows neither rank nor workers: resume where this rank is another one's, too.
         for state in states[1:-1]:
             dataset.load_state_dict(json.loads(json.dumps(state)))
-            assert list(received_keys(dataset.track(loader))) == [
+            assert list(received_keys(loader)) == [
                 entry for entry in expected if entry[1] >= int(str(state["step"]))
             ]
 
@@ -88,7 +93,7 @@ def test_content_is_the_loaders(url: str, num_workers: int) -> None:
     config = LoaderConfig(view=VIEW)
     expected = list(Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=config))
     dataset = _dataset(url, config)
-    received = list(dataset.track(_data_loader(dataset, num_workers)))
+    received = list(_data_loader(dataset, num_workers))
     assert len(received) == len(expected)
     for one, other in zip(received, expected, strict=True):
         assert isinstance(one, Batch)
@@ -103,7 +108,7 @@ def test_content_is_the_loaders(url: str, num_workers: int) -> None:
 
 def test_batches_of_a_worker_come_in_shared_memory(url: str) -> None:
     dataset = _dataset(url, LoaderConfig(view=VIEW))
-    for batch in dataset.track(_data_loader(dataset, 2)):
+    for batch in _data_loader(dataset, 2):
         base: Any = batch.buffer
         while isinstance(base, np.ndarray):
             base = base.base
@@ -120,10 +125,10 @@ def test_epochs_follow_one_another_also_with_workers_that_persist(url: str, is_p
         for epoch in (0, 1, 5)
         for entry in planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=epoch)
     ]
-    received = list(received_keys(dataset.track(loader)))
-    received += list(received_keys(dataset.track(loader)))  # goes on with the next epoch
+    received = list(received_keys(loader))
+    received += list(received_keys(loader))  # goes on with the next epoch
     dataset.set_epoch(5)
-    received += list(received_keys(dataset.track(loader)))
+    received += list(received_keys(loader))
     assert received == expected
     assert (dataset.epoch, dataset.position.step) == (6, 0)
 
@@ -133,27 +138,94 @@ def test_a_spawned_worker_gives_the_same_and_knows_the_masks(url: str) -> None:
     (epoch, step, micro, keys, _), *_ = planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=0)
     place = {"epoch": epoch, "step": step, "micro": micro, "slot_in_batch": 1, "row": 0, "key": str(keys[1])}
     dataset.load_masks([{**place, "shard": "train-000000", "field": "", "reason": "DECODE_FAILED"}])
-    received = list(received_keys(dataset.track(_data_loader(dataset, 1, context="spawn"))))
+    received = list(received_keys(_data_loader(dataset, 1, context="spawn")))
     expected = list(planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=0))
     assert received == [(epoch, step, micro, keys, (1.0, 0.0)), *expected[1:]]
 
 
-def test_a_plain_loop_without_track_gives_the_epoch_that_was_set(url: str) -> None:
+@pytest.mark.parametrize(("num_workers", "context", "is_persistent"), WAYS)
+def test_a_plain_loop_advances_reshuffles_and_carries_its_state(
+    url: str, num_workers: int, context: str, is_persistent: bool
+) -> None:
+    dataset = _dataset(url)
+    settings = {"persistent_workers": True} if is_persistent else {}
+    loader = _data_loader(dataset, num_workers, context=context, **settings)
+    received = [[list(received_keys([batch])) for batch in loader] for _ in range(3)]
+    for epoch in range(3):
+        expected = planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=epoch)
+        assert received[epoch] == [[entry] for entry in expected]
+    assert received[0] != received[1]
+    assert (dataset.epoch, dataset.position.step) == (3, 0)
+
+
+@pytest.mark.parametrize(("num_workers", "context", "is_persistent"), WAYS)
+def test_a_loop_left_at_any_micro_batch_goes_on_from_its_step(
+    url: str, num_workers: int, context: str, is_persistent: bool
+) -> None:
+    dataset = _dataset(url)
+    settings = {"persistent_workers": True, "prefetch_factor": 3} if is_persistent else {}
+    loader = _data_loader(dataset, num_workers, context=context, **settings)
+    steps = [4, 1, 3, 9, 2, 8, 100] if context == "fork" else [3, 5, 100]
+    expected = list(planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=0))
+    done = 0
+    for taken in steps:
+        begin = done // 4 * 4
+        number = begin
+        for batch in loader:
+            assert list(received_keys([batch])) == [expected[number]]
+            number += 1
+            position = dataset.position
+            assert (position.epoch, position.step) == divmod(number // 4, dataset.num_steps)
+            if number - begin == taken:
+                break
+        done = number
+        if done == len(expected):
+            break
+        resumed = Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=DRY)
+        resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+        assert resumed.position == dataset.position
+    assert done == len(expected)
+
+
+def test_two_data_loaders_share_the_position_of_their_dataset(url: str) -> None:
+    dataset = _dataset(url)
+    every = [
+        _data_loader(dataset, number, **({"persistent_workers": True} if number else {}))
+        for number in (2, 0, 1)
+    ]
+    received = [list(received_keys(loader)) for _ in range(2) for loader in every]
+    assert received == [
+        list(planned_keys(Dataset.open(url), "train", SPEC, seed=SEED, epoch=epoch)) for epoch in range(6)
+    ]
+
+
+def test_equal_seeds_of_the_workers_do_not_mix_iterations_up(url: str) -> None:
     dataset = _dataset(url)
     loader = _data_loader(dataset, 2)
-    for epoch in (0, 3):
-        dataset.set_epoch(epoch)
+    for epoch in range(3):
+        torch.manual_seed(0)
         assert {batch.epoch for batch in loader} == {epoch}
+
+
+def test_a_copy_counts_for_itself(url: str) -> None:
+    dataset = _dataset(url)
+    for batch in _data_loader(dataset, 2):
+        if batch.step == 2:
+            break
+    other = copy.deepcopy(dataset)
+    assert other.position == dataset.position
+    assert {batch.epoch for batch in _data_loader(other, 2)} == {0}
+    assert (other.epoch, dataset.epoch) == (1, 0)
 
 
 def test_breaking_off_counts_what_was_received(url: str) -> None:
     dataset = _dataset(url)
     loader = _data_loader(dataset, 2, prefetch_factor=4)
-    for batch in dataset.track(loader):
+    for batch in loader:
         if (batch.step, batch.slot) == (1, 3):
             break
     assert (dataset.epoch, dataset.position.step) == (0, 2)
-    assert next(iter(dataset.track(loader))).step == 2
+    assert next(iter(loader)).step == 2
 
 
 def test_states_pass_between_loader_and_data_loader(url: str) -> None:
@@ -165,21 +237,69 @@ def test_states_pass_between_loader_and_data_loader(url: str) -> None:
     dataset.load_state_dict(loader.state_dict())
     assert dataset.state_dict() == loader.state_dict()
     assert dataset.plan_id == loader.plan_id
-    assert list(received_keys(dataset.track(_data_loader(dataset, 2)))) == list(received_keys(loader))
+    assert list(received_keys(_data_loader(dataset, 2))) == list(received_keys(loader))
     with pytest.raises(StateError, match="seed"):
         _dataset(url, seed=1).load_state_dict(loader.state_dict())
 
 
-def test_batches_out_of_order_are_refused(url: str) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iteration_that_was_overtaken_is_refused(url: str, num_workers: int) -> None:
     dataset = _dataset(url)
-    batches = list(_data_loader(dataset, 0))
-    with pytest.raises(StateError, match="micro-batch 0 of epoch 0 must come next"):
-        list(dataset.track(batches[1:]))
-    tracked = dataset.track(batches)
-    next(tracked)
+    running = iter(_data_loader(dataset, num_workers))
+    next(running)
     dataset.set_epoch(4)
-    with pytest.raises(StateError, match=r"set_epoch\(\) or load_state_dict\(\)"):
-        next(tracked)
+    with pytest.raises(StateError, match=r"set_epoch\(\), load_state_dict\(\) or another iteration"):
+        next(running)
+    first = iter(_data_loader(dataset, num_workers))
+    for _ in range(5):
+        next(first)
+    second = iter(_data_loader(dataset, num_workers))
+    assert next(second).step == 1
+    with pytest.raises(StateError, match="another iteration"):
+        next(first)
+    assert (dataset.epoch, dataset.position.step) == (4, 1)
+
+
+def test_what_a_data_loader_does_to_batches_is_refused_where_it_could_not_be_counted(url: str) -> None:
+    for num_workers in (0, 1):
+        for size in (1, 2):
+            context = "fork" if num_workers else None
+            loader: Any = DataLoader(
+                _dataset(url), batch_size=size, num_workers=num_workers, multiprocessing_context=context
+            )
+            with pytest.raises(StateError, match="batch_size=None"):
+                next(iter(loader))
+    dataset = _dataset(url)
+    with pytest.raises(StateError, match="Leave out collate_fn"):
+        next(iter(_data_loader(dataset, 1, collate_fn=lambda batch: batch["row"])))
+    (wrapped,) = next(iter(_data_loader(dataset, 1, collate_fn=lambda batch: (batch,))))
+    with pytest.raises(StateError, match="leave out collate_fn"):
+        wrapped.arrays["row"]
+    assert dataset.position.step == 0
+    kept = _data_loader(dataset, 0, collate_fn=lambda batch: batch["row"].tolist())
+    assert sum(1 for _ in kept) == len(dataset)  # without workers it is counted before
+    assert dataset.epoch == 1
+
+
+def test_batches_that_are_handed_out_in_another_order_are_refused(url: str) -> None:
+    dataset = _dataset(url, LoaderConfig(view=VIEW))
+    loader = _data_loader(dataset, 2, in_order=False, worker_init_fn=_first_worker_is_slow)
+    with pytest.raises(StateError, match="leave in_order=True"):
+        list(loader)
+    gc.collect()
+
+
+def _first_worker_is_slow(number: int) -> None:
+    if number == 0:
+        time.sleep(1.0)
+
+
+def test_track_is_a_plain_loop_by_now(url: str) -> None:
+    dataset = _dataset(url)
+    with pytest.warns(DeprecationWarning, match="without track"):
+        tracked = dataset.track(_data_loader(dataset, 0))
+    assert len(list(tracked)) == len(dataset)
+    assert dataset.epoch == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -190,23 +310,23 @@ def test_masks_and_their_bound_reach_the_main_process(tmp_path: Path, num_worker
         flip_bit(path, offset)
     config = LoaderConfig(view=VIEW)
     dataset = _dataset(url, config)
-    first = list(received_keys(dataset.track(_data_loader(dataset, num_workers))))
+    first = list(received_keys(_data_loader(dataset, num_workers)))
     assert sorted(found.row for found in dataset.quarantined) == [3, 9]
     for row in (3, 9):
         path, offset, _ = locate(Dataset.open(url), row, "report.txt")
         flip_bit(path, offset)
     replay = _dataset(url, config)
     replay.load_masks(dataset.masks())
-    assert list(received_keys(replay.track(_data_loader(replay, num_workers)))) == first
+    assert list(received_keys(_data_loader(replay, num_workers))) == first
     for row in (3, 9):
         path, offset, _ = locate(Dataset.open(url), row, "report.txt")
         flip_bit(path, offset)
     strict = _dataset(url, LoaderConfig(view=VIEW, max_bad_samples=1))
     with pytest.raises(SampleError, match="at most 1, got 2"):
-        list(strict.track(_data_loader(strict, num_workers)))
+        list(_data_loader(strict, num_workers))
     raising = _dataset(url, LoaderConfig(view=VIEW, on_bad_sample="raise"))
     with pytest.raises(SampleError, match="CHECKSUM_MISMATCH"):
-        list(raising.track(_data_loader(raising, num_workers)))
+        list(_data_loader(raising, num_workers))
     gc.collect()  # torch's iterator hangs in a cycle with the error it raised, and its workers with it
 
 
@@ -216,5 +336,5 @@ def test_workers_start_after_this_process_used_threads(url: str) -> None:
     running = iter(Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=config))
     next(running)
     dataset = _dataset(url, config)
-    assert len(list(dataset.track(_data_loader(dataset, 2)))) == len(dataset)
+    assert len(list(_data_loader(dataset, 2))) == len(dataset)
     assert next(running).slot == 1

@@ -75,7 +75,7 @@ def test_the_batches_cross_from_spawned_workers(local: str, remote: str) -> None
     loader: Any = torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
     )
-    _assert_equal(list(dataset.track(loader)), list(_loader(Dataset.open(local))))
+    _assert_equal(list(loader), list(_loader(Dataset.open(local))))
 
 
 @pytest.mark.parametrize("fault", ["status:503", "reset:0", "reset:300"])
