@@ -125,10 +125,11 @@ def check_fields(config: object) -> None:
         arms = get_args(base) if get_origin(base) in {Union, types.UnionType} else (base,)
         if isinstance(value, str) and str not in arms and arms[0] in _NO_TEXT:
             raise ConfigError(f"{field.name} must be {_NO_TEXT[arms[0]]}, got text; correct it.")
-        if value is None or (isinstance(value, str) and base is not str and get_origin(base) is not Literal):
+        choices = [one for arm in arms if get_origin(arm) is Literal for one in get_args(arm)]
+        if choices and value is not None and len(arms) <= 1 + (type(None) in arms) and value not in choices:
+            raise ConfigError(f"{field.name} must be {_one_of(choices)}, got {value!r}; correct it.")
+        if value is None or (isinstance(value, str) and base is not str):
             continue
-        if get_origin(base) is Literal and value not in get_args(base):
-            raise ConfigError(f"{field.name} must be {_one_of(get_args(base))}, got {value!r}; correct it.")
         for mark in marks:
             if isinstance(mark, Bounds) and not mark.holds(value):
                 raise ConfigError(f"{field.name} must be {mark.describe()}, got {value!r}; correct it.")

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError
+from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
 from shardflow.fields.findings import centre_first
 from shardflow.fields.quarantine import BadSampleReason
@@ -87,8 +87,18 @@ class Slices:
                 raise shard.bad(BadSampleReason.FIELD_MISSING, "", "a slice of the entity")
         return slices[chosen].tolist(), variant
 
-    def warn_of_loss(self, stored: np.dtype[Any], delivered: np.dtype[Any]) -> None:
-        """Warn once per stream that pixels are not delivered as stored; two threads at once may both warn."""
+    def report_loss(self, stored: np.dtype[Any], delivered: np.dtype[Any]) -> None:
+        """Warn once per stream that pixels are not delivered as stored; two threads at once may both warn.
+
+        Raises:
+            ConfigError: Nobody asked for the type of the pixels.
+        """
+        if self.view.dtype is None:
+            raise ConfigError(
+                f"Slices stored as {stored} do not fit into {delivered}, the dtype of a view that names "
+                'none: pixels would be cut or rounded. Write dtype="float32" in the view, which holds them, '
+                f'or dtype="{delivered}" if the loss is meant.'
+            )
         if not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
@@ -151,7 +161,7 @@ class _SlotSlices:
             if num_saturated:
                 counters.add("saturated", num_items=num_saturated)
             if num_saturated or (decoded.dtype.kind == "f" and decoded_to.dtype.kind != "f"):
-                self._kind.warn_of_loss(decoded.dtype, decoded_to.dtype)
+                self._kind.report_loss(decoded.dtype, decoded_to.dtype)
         if isinstance(view, TileView):
             view.cut(decoded_to, target)
         elif decoded_to is not target:

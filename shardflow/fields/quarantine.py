@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from shardflow.errors import SampleError, StateError
+
+ALWAYS_TOLERATED: Final = 8
+"""Masked samples of an epoch that no share refuses: in a tiny dataset one is a large share."""
 
 
 class BadSampleReason(StrEnum):
@@ -103,12 +106,16 @@ class Quarantine:
 
     Args:
         max_bad_samples: How many the loader may find before it raises.
+        max_bad_share: Share of an epoch's samples that may be masked before it raises; `ALWAYS_TOLERATED`
+            may be in any case.
     """
 
-    def __init__(self, max_bad_samples: int) -> None:
-        self._max_bad_samples = max_bad_samples
+    def __init__(self, max_bad_samples: int, max_bad_share: float = 1.0) -> None:
+        self._max_bad_samples, self._max_bad_share = max_bad_samples, max_bad_share
         self._rows: dict[tuple[int, int, int, int], QuarantineRow] = {}
         self._num_found = 0
+        self._epoch = -1
+        self._of_epoch: set[tuple[int, int, int, int]] = set()
 
     @property
     def rows(self) -> list[QuarantineRow]:
@@ -132,13 +139,18 @@ class Quarantine:
         parsed = [QuarantineRow.from_json(row) for row in rows]
         self._rows.update({row.place: row for row in parsed})
 
-    def record(self, rows: Iterable[QuarantineRow]) -> None:
+    def record(self, rows: Iterable[QuarantineRow], num_samples: int) -> None:
         """Add the rows of a micro-batch that is about to be delivered; known ones count once.
 
+        Args:
+            rows: Its masked slots.
+            num_samples: Samples that this rank has in their epoch.
+
         Raises:
-            SampleError: More were found than the bound allows.
+            SampleError: More were found than a bound allows.
         """
         for row in rows:
+            self._check_share(row, num_samples)
             if row.place in self._rows:
                 continue
             self._rows[row.place] = row
@@ -150,6 +162,23 @@ class Quarantine:
                     f"{row.reason}); run "
                     "`shardflow verify` on the dataset, or raise max_bad_samples."
                 )
+
+    def _check_share(self, row: QuarantineRow, num_samples: int) -> None:
+        """Refuse an epoch that is masked in large part, which then no longer is the one that was asked for.
+
+        Slots that a checkpoint knows to be masked count as well: they are missing all the same.
+        """
+        if row.epoch != self._epoch:
+            self._epoch, self._of_epoch = row.epoch, set()
+        self._of_epoch.add(row.place)
+        num_masked, share = len(self._of_epoch), self._max_bad_share
+        if num_masked > max(ALWAYS_TOLERATED, int(share * num_samples)):
+            raise SampleError(
+                f"masked samples must be at most {share:.4g} of the {num_samples:,} of this rank in epoch "
+                f"{row.epoch} (max_bad_share; {ALWAYS_TOLERATED} in any case), got {num_masked:,} (the last: "
+                f"shard {row.shard}, field {row.field or '-'}, {row.reason}); run `shardflow verify` on the "
+                "dataset, or raise max_bad_share."
+            )
 
 
 def _of(row: QuarantineRow) -> str:

@@ -24,6 +24,7 @@ from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw
 from shardflow.seeds import derive
 
 PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
+_DEFAULT_DTYPE: Final[PixelDtype] = "int16"
 Resolution: TypeAlias = Literal["full", "small"]
 SliceChoice: TypeAlias = Literal["even", "random"]
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
@@ -151,10 +152,10 @@ class _Settings:
     """``even``: the middles of K equal parts. ``random``: K distinct slices in order, drawn anew each
     epoch.
     """
-    dtype: PixelDtype = "int16"
+    dtype: PixelDtype | None = None
     """``int16`` is for series that are stored as int16 or uint8, such as CT; ``uint16`` for radiographs of 16
     bits, ``uint8`` for pictures of 8 bits. Others are cut and rounded, and the loader counts it and warns.
-    ``float32`` holds all 16-bit values exactly.
+    ``float32`` holds all 16-bit values exactly. None is int16, and an error if that cuts or rounds a pixel.
     """
     windows: tuple[str, ...] = ()
     """Names of `shardflow.fields.views.WINDOWS`: each sample of a CT gets one of them as its display range,
@@ -226,7 +227,9 @@ class ImageView(_Settings):
         if self.padding == "longest":
             num_places = min(num_places, max(1, int(facts.num_slices.max(initial=1))))
         specs = [
-            ArraySpec.of("image", self.dtype, num_slots, num_places, self.rows, self.columns),
+            ArraySpec.of(
+                "image", self.dtype or _DEFAULT_DTYPE, num_slots, num_places, self.rows, self.columns
+            ),
             ArraySpec.of("slice_mask", np.uint8, num_slots, num_places),
             ArraySpec.of("display_range", np.float32, num_slots, 2),
         ]
@@ -340,7 +343,7 @@ class NativeView(_FlatArrays):
     may_resize: ClassVar[bool] = False
     """A slice of another size than the table says is damaged."""
 
-    dtype: PixelDtype = "int16"
+    dtype: PixelDtype | None = None
     """As in `ImageView`."""
 
     def __post_init__(self) -> None:
@@ -348,7 +351,7 @@ class NativeView(_FlatArrays):
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
-        return self._specs(self._shapes(facts), self.dtype)
+        return self._specs(self._shapes(facts), self.dtype or _DEFAULT_DTYPE)
 
     def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
         """Fill the arrays that do not depend on pixels."""
@@ -413,7 +416,7 @@ class SizedView(_FlatArrays, _Settings):
 
     def array_specs(self, facts: SliceFacts) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
-        specs = self._specs(self._shapes(facts), self.dtype)
+        specs = self._specs(self._shapes(facts), self.dtype or _DEFAULT_DTYPE)
         return [*specs, ArraySpec.of("size", np.int64, len(facts.rows))]
 
     def prepare(self, arrays: Arrays, facts: SliceFacts) -> None:
@@ -464,7 +467,9 @@ class TileView(_Settings):
         num_tiles = self.rule.num_places(facts.rows, facts.columns)
         num_places = max(1, int((np.minimum(facts.num_slices, self.num_slices) * num_tiles).max(initial=1)))
         return [
-            ArraySpec.of("image", self.dtype, num_slots, num_places, self.rows, self.columns),
+            ArraySpec.of(
+                "image", self.dtype or _DEFAULT_DTYPE, num_slots, num_places, self.rows, self.columns
+            ),
             ArraySpec.of("slice_mask", np.uint8, num_slots, num_places),
             ArraySpec.of("tile_grid", np.int64, num_slots, 2),
             ArraySpec.of("display_range", np.float32, num_slots, 2),

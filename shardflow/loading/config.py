@@ -249,6 +249,10 @@ class LoaderConfig:
     """What a damaged sample becomes: a slot of weight 0 and a quarantine row, or a `SampleError`."""
     max_bad_samples: Annotated[int, Bounds(0)] = 100
     """How many samples this rank may mask over the loader's life before it raises `SampleError`."""
+    max_bad_share: Annotated[float, Bounds(0.0, 1.0)] = 0.05
+    """Share of an epoch's samples that this rank may mask before it raises `SampleError`; 8 are tolerated in
+    any case.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)

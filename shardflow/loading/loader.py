@@ -95,7 +95,7 @@ class EpochIterator(Iterator[Batch]):
         """Count the oldest micro-batch that was fetched and not counted as consumed.
 
         Raises:
-            SampleError: There are more bad samples than ``max_bad_samples`` allows.
+            SampleError: There are more bad samples than ``max_bad_samples`` or ``max_bad_share`` allow.
             StateError: The iteration was retired.
         """
         self._check_alive(self)
@@ -277,7 +277,7 @@ class Loader:
         if batch.budget is None:
             self._plan_of(0)  # costs nothing, and raises at once if no step can be formed
         self._position = self._state.position
-        self._quarantine = Quarantine(self.config.max_bad_samples)
+        self._quarantine = Quarantine(self.config.max_bad_samples, self.config.max_bad_share)
         self._active: weakref.ref[EpochIterator] | None = None
 
     def _set_transform(
@@ -299,6 +299,14 @@ class Loader:
     def world(self) -> World:
         """The rank that the loader is for, and the number of ranks."""
         return self._resolved.world
+
+    def check_world(self) -> None:
+        """Refuse to go on as another rank; ``iter()`` calls it.
+
+        Raises:
+            ConfigError: The rank was resolved by default, and is another one by now.
+        """
+        self._resolved.check_unchanged()
 
     @property
     def dataset(self) -> Dataset:
@@ -359,7 +367,7 @@ class Loader:
         Raises:
             ConfigError: The rank was resolved by default, and is another one by now.
         """
-        self._resolved.check_unchanged()
+        self.check_world()
         self._retire()
         start = self._position.step * self.num_micro_batches_per_rank
         numbers = range(start, len(self))
@@ -392,7 +400,7 @@ class Loader:
             number: Its number among the rank's micro-batches of the epoch.
 
         Raises:
-            SampleError: There are more bad samples than ``max_bad_samples`` allows.
+            SampleError: There are more bad samples than ``max_bad_samples`` or ``max_bad_share`` allow.
         """
         self._count(batch.epoch, batch.quarantined, number)
 
@@ -540,7 +548,7 @@ class Loader:
         """Mask the slots of a checkpoint again, without reading their samples.
 
         Pass the rows of all ranks: with another world size a slot may belong to this rank now. They do not
-        count towards ``max_bad_samples``.
+        count towards ``max_bad_samples``, but towards ``max_bad_share`` of their epoch.
 
         Raises:
             StateError: A row is malformed.
@@ -562,7 +570,9 @@ class Loader:
             )
 
     def _count(self, epoch: int, quarantined: list[QuarantineRow], number: int) -> None:
-        self._quarantine.record(quarantined)
+        if quarantined:
+            num_samples = -(-self._plan_of(epoch).num_samples // self.world.world_size)
+            self._quarantine.record(quarantined, num_samples)
         self._position = Position.after(
             epoch=epoch,
             num_consumed=number + 1,

@@ -390,6 +390,8 @@ class DataLoadingConfig:
     """A wait for data that is longer names its shard and stage and ends the run."""
     on_bad_sample: Literal["mask", "raise"] = "mask"
     max_bad_samples: CountOrZero = 10
+    max_bad_share: Annotated[float, Bounds(0.0, 1.0)] = 0.05
+    """Share of its samples of an epoch that a rank may mask before the run fails; 8 are tolerated anyway."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -375,6 +375,7 @@ def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tai
             wait_timeout_s=settings.wait_timeout_s,
             on_bad_sample=settings.on_bad_sample,
             max_bad_samples=settings.max_bad_samples,
+            max_bad_share=settings.max_bad_share,
         ),
     )
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import tests.factories
+from shardflow.errors import ConfigError
 from shardflow.fields.views import DrawKey
 from shardflow.format import Dataset, decode_array, encode_array
 from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView
@@ -253,6 +254,27 @@ def test_pixels_that_do_not_arrive_as_they_were_stored_are_warned_of_once(
     messages = [record.getMessage() for record in caplog.records if "cut or rounded" in record.getMessage()]
     assert len(messages) == (1 if warns else 0)
     assert all(stored in message and "float32" in message for message in messages)
+
+
+@pytest.mark.parametrize("execution", ["threads", "process"])
+@pytest.mark.parametrize("view", [ImageView(num_slices=2, rows=8, columns=8), NativeView()])
+@pytest.mark.parametrize("stored", ["uint16", "float32", "uint8"])
+def test_pixels_lose_nothing_by_a_type_that_nobody_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, view: Any, execution: str
+) -> None:
+    pixels = np.array([[0, 255], [0.4, 40000 if stored == "uint16" else 7]]).astype(stored)
+
+    def change(_: int, fields: dict[str, bytes]) -> dict[str, bytes]:
+        slices = {name for name in fields if name.endswith(".b2nd")}
+        image = encode_array("b2nd", np.kron(pixels, np.ones((4, 4), stored)))
+        return {**fields, **dict.fromkeys(slices, image)}
+
+    dataset = _dataset_of(tmp_path, monkeypatch, change)
+    if stored == "uint8":
+        assert all(weight for *_, weight in _whole(dataset, view=view, execution=execution).values())
+        return
+    with pytest.raises(ConfigError, match=rf'stored as {stored} do not fit into int16.*dtype="float32"'):
+        _whole(dataset, view=view, execution=execution)
 
 
 def test_other_series_and_a_second_codec_of_a_slice_are_left_alone(

@@ -130,6 +130,51 @@ def test_the_bound_on_bad_samples_stops_the_run(url: str) -> None:
     assert not loader_threads()
 
 
+@pytest.mark.parametrize(("execution", "num_ranks"), [("threads", 1), ("process", 1), ("threads", 4)])
+def test_an_epoch_that_is_masked_in_large_part_ends_in_an_error(
+    tmp_path: Path, execution: str, num_ranks: int
+) -> None:
+    """Indexes that are cut while the run reads, as by a copy that fails: 90 of 140 samples are below 100."""
+    url = make_dataset(tmp_path / "a", num_samples=140, samples_per_shard=10, slices=0)
+    for number in range(9):
+        index = Path(url) / "shards" / f"train-{number:06d}.idx"
+        with index.open("r+b") as file:
+            file.truncate(index.stat().st_size // 2)
+    ranks = [World(rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
+    spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
+
+    def loaders(**settings: Any) -> list[Loader]:
+        config = LoaderConfig(execution=execution, **settings)  # type: ignore[arg-type]
+        return [
+            Loader(Dataset.open(url), split="train", batch=spec, seed=5, world=world, config=config)
+            for world in ranks
+        ]
+
+    for loader in loaders():
+        with loader, pytest.raises(SampleError, match=rf"at most 0\.05 of the {140 // num_ranks}.*got 9"):
+            list(loader)
+    tolerant = loaders(max_bad_share=0.7 if num_ranks == 1 else 1.0)
+    for loader in tolerant:
+        with loader:
+            list(loader)
+    assert sum(len(loader.quarantined) for loader in tolerant) == 90
+
+
+def test_the_share_is_one_of_an_epoch_and_counts_what_a_checkpoint_masks(tmp_path: Path) -> None:
+    url = make_dataset(tmp_path / "a", num_samples=100, samples_per_shard=10, slices=0)
+    for row in range(9):
+        path, offset, _ = locate(Dataset.open(url), row, "report.txt")
+        flip_bit(path, offset)
+    loader = _loader(Dataset.open(url), view=None, max_bad_share=0.09)
+    for _ in range(3):  # nine in each epoch, never more
+        list(loader)
+    assert len(loader.quarantined) == 27
+    replay = _loader(Dataset.open(url), view=None, max_bad_share=0.08)
+    replay.load_masks(loader.masks())
+    with pytest.raises(SampleError, match="max_bad_share"):
+        list(replay)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_never_disagree_on_steps_whatever_is_damaged(url: str, seed: int) -> None:
     """R9: any damage, any world size: every rank yields ``len(loader)``, and only the damaged are masked."""
@@ -140,7 +185,12 @@ def test_ranks_never_disagree_on_steps_whatever_is_damaged(url: str, seed: int) 
         path, offset, num_bytes = locate(dataset, row, rng.choice(["report.txt", "s000.i0000", "s000.i0001"]))
         flip_bit(path, offset + rng.randrange(num_bytes), bit=rng.randrange(8))
     spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
-    config = LoaderConfig(view=VIEW, num_threads=rng.randint(1, 3), prefetch_bytes=rng.choice([1, 10**6]))
+    config = LoaderConfig(
+        view=VIEW,
+        num_threads=rng.randint(1, 3),
+        prefetch_bytes=rng.choice([1, 10**6]),
+        max_bad_share=1.0,
+    )
     for world_size in range(1, 5):
         weights: Counter[int] = Counter()
         lengths = set()
@@ -227,7 +277,7 @@ def test_a_samples_table_that_names_another_sample_than_the_index_is_a_damage(
         return found + 1 if name == "row_in_shard" else found
 
     monkeypatch.setattr(dataset.samples, "gather", lying)
-    loader = _loader(dataset)
+    loader = _loader(dataset, max_bad_share=1.0)
     assert not any(weight for weight, _, _ in _content(loader).values())
     assert {(found.reason, found.row) for found in loader.quarantined} == {
         ("INDEX_DAMAGED", row) for row in range(NUM_SAMPLES)

@@ -33,11 +33,11 @@ def test_a_malformed_row_is_refused_by_name(change: dict[str, object], named: st
 def test_the_bound_counts_what_was_found_once_and_not_what_was_loaded() -> None:
     quarantine = Quarantine(max_bad_samples=2)
     quarantine.load([_row(9).to_json(), _row(8).to_json()])
-    quarantine.record([_row(9), _row(1)])
-    quarantine.record([_row(1), _row(2)])
+    quarantine.record([_row(9), _row(1)], 100)
+    quarantine.record([_row(1), _row(2)], 100)
     assert [row.step for row in quarantine.rows] == [1, 2, 8, 9]
     with pytest.raises(SampleError, match=r"at most 2, got 3 .*train-000000.*CHECKSUM_MISMATCH"):
-        quarantine.record([_row(3)])
+        quarantine.record([_row(3)], 100)
 
 
 def test_no_row_is_taken_over_where_one_is_malformed() -> None:

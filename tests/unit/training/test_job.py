@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,19 @@ def test_summary_is_the_last_line_and_progress_goes_to_standard_error(
     assert (summary["outcome"], summary["global_step"], summary["num_steps"]) == ("finished", 2, 2)
     assert "step 2 of 2: loss" in captured.err
     assert "waiting for data" in captured.err
+
+
+def test_a_run_that_masks_a_large_part_of_its_data_fails(
+    tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny.dataset, tmp_path / "data")
+    for index in (tmp_path / "data" / "shards").glob("train-*.idx"):
+        if not index.name.startswith("train-000000"):
+            with index.open("r+b") as file:
+                file.truncate(index.stat().st_size // 2)
+    damaged = {"data.dataset": tmp_path / "data", "loader.max_bad_samples": 100}
+    assert run(tiny, tmp_path, **damaged) == EXIT_FAILED
+    assert "max_bad_share" in capsys.readouterr().err
 
 
 def test_resume_under_another_seed_exits_with_two_and_one_sentence(
