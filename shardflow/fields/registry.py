@@ -7,6 +7,7 @@ be used from Python, and is named by its module and class.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,7 @@ from shardflow.fields.text import Texts
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.views import Arrays, ArraySpec, ImageView, View
 from shardflow.format import Dataset
+from shardflow.format.foreign.places import image_facts, num_samples_with
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.telemetry import StageCounters
 
@@ -170,7 +172,8 @@ def default_fields(context: FieldContext) -> dict[str, Field]:
 
     ``image``: all pictures of a sample, such as both views of a radiograph study; ``slices``: the first
     volume or loop by acquisition; ``report``: the text. Each is there if a sample of the population has such
-    content, and pads where others lack it. Localizers and secondary captures are left out.
+    content, and pads where others lack it. Localizers and secondary captures are left out. Images of tars of
+    other writers are ``image``, or ``image_left_png`` and so on where members of several names hold them.
 
     Raises:
         ConfigError: The samples have images and no series table, or neither images nor reports.
@@ -184,6 +187,10 @@ def default_fields(context: FieldContext) -> dict[str, Field]:
         for name, field in (_DEFAULT_IMAGES.items() if has_images else ())
         if context.catalog.select(field.series, context.populations).roles()[0]
     }
+    members = sorted({member for dataset, _ in pairs for member in _image_members(dataset)})
+    for member in members:
+        name = "image" if len(members) == 1 else f"image_{_NO_NAME.sub('_', member)}"
+        found[name] = Image(member=member, missing="pad")
     if any(dataset.samples.column("text_bytes")[used].any() for dataset, used in pairs):
         found["report"] = Text(missing="pad")
     if not found:
@@ -194,6 +201,15 @@ def default_fields(context: FieldContext) -> dict[str, Field]:
     return found
 
 
+def _image_members(dataset: Dataset) -> list[str]:
+    """Return the names of members of foreign tars that hold images, as far as the index states them."""
+    if not dataset.is_foreign:
+        return []
+    names = num_samples_with(dataset.manifest) or {}
+    return [name for name in names if image_facts(dataset.manifest, name) is not None]
+
+
+_NO_NAME: Final = re.compile(r"[^a-z0-9]+")
 _STACKED: Final = "kind in ('volume', 'frames') or kind is missing and num_slices >= 4"
 _SINGLE: Final = (
     "kind not in ('volume', 'frames', 'localizer', 'secondary') or kind is missing and num_slices < 4"

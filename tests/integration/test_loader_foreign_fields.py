@@ -288,3 +288,24 @@ def test_an_index_without_facts_needs_dtype_and_channels(tmp_path: Path) -> None
         for batch in loader:
             for slot, number in _slots(batch):
                 assert np.array_equal(batch["deep"][slot], _as_pillow_reads(number, "png"))
+
+
+def test_default_fields_of_foreign_tars_are_their_images_and_the_text(dataset: Dataset) -> None:
+    members = ("png", "color.png", "seg.png", "jpg")
+    named = {f"image_{member.replace('.', '_')}": member for member in members}
+    fields = {name: sf.Image(member=member, missing="pad") for name, member in named.items()}
+    defaults = Loader(dataset, split="train", batch=SPEC, seed=5, fields="default")
+    with defaults, _loader(dataset, {**fields, "report": sf.Text(missing="pad")}) as stated:
+        for found, wanted in zip(defaults, stated, strict=True):
+            assert {*found} == {*wanted} > {*named, "report"}
+            for name in (*named, "report"):
+                for one, other in zip(found[name], wanted[name], strict=True):
+                    assert np.array_equal(one, other)
+
+
+def test_the_only_image_of_foreign_tars_is_the_default_image(tmp_path: Path) -> None:
+    names = ("png", "color.png", "seg.png")
+    others = {(number, name): None for number in range(NUM_SAMPLES) for name in names}
+    dataset = _made(tmp_path / "a", others)
+    with Loader(dataset, split="train", batch=SPEC, seed=5, fields="default") as loader:
+        assert {"image", "report"} <= {*next(iter(loader))}
