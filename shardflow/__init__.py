@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardflow.loading.blend_file import open_blend as blend
     from shardflow.loading.config import LoaderConfig, World
     from shardflow.loading.loader import Loader
+    from shardflow.loading.sample import open_dataset as open  # noqa: A004 - `sf.open`
     from shardflow.loading.selection import Selection
     from shardflow.packing.config import PackConfig
     from shardflow.packing.job import pack
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from shardflow.sampling.spec import BatchSpec
     from shardflow.storage.cache.config import CacheConfig
     from shardflow.storage.requests import RemoteOptions
-
-    open = Dataset.open  # noqa: A001 - `sf.open`, never imported by a bare name
 
 __all__ = [
     "Array",
@@ -153,7 +152,7 @@ _SOURCES: Final = {
     "World": "shardflow.loading.config:World",
     "blend": "shardflow.loading.blend_file:open_blend",
     "copy": "shardflow.format.copying:copy_dataset",
-    "open": "shardflow.format.dataset:Dataset.open",
+    "open": "shardflow.loading.sample:open_dataset",
     "pack": "shardflow.packing.job:pack",
     "read_fields": "shardflow.fields.registry:read_fields",
     "verify": "shardflow.format.verification:verify",

@@ -13,12 +13,13 @@ import os
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ChecksumError, FormatError
+from shardflow.errors import ChecksumError, FormatError, ShardflowError
 from shardflow.format import manifest as manifests
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
@@ -103,6 +104,16 @@ class DatasetBlocks:
         return rows[start : bisect_left(rows, place + 1, lo=start, key=shard_of)]
 
 
+SampleReader: TypeAlias = Callable[[str | int, Any, int], dict[str, Any]]
+"""Function that reads a sample: gets its key or row, fields and seed, see `Dataset.sample`."""
+_SAMPLE_READERS: Final[list[Callable[[Dataset], SampleReader]]] = []
+
+
+def register_sample_reader(make: Callable[[Dataset], SampleReader]) -> None:
+    """Register what makes the reader of a dataset's samples; it lives in a package above this one."""
+    _SAMPLE_READERS.append(make)
+
+
 class Dataset:
     """One version of a dataset. Safe for many threads; crosses process boundaries as its place.
 
@@ -145,6 +156,7 @@ class Dataset:
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._index_num_bytes = 0
         self._lock = threading.Lock()
+        self._read_sample: SampleReader | None = None
 
     @classmethod
     def open(
@@ -169,6 +181,48 @@ class Dataset:
         """
         store = open_store(url, cache=cache)
         return cls(store, manifests.load(store, version))
+
+    def sample(
+        self, key: str | int, fields: Mapping[str, Any] | str = "default", *, seed: int = 0
+    ) -> dict[str, Any]:
+        """Read one sample with the fields of a loader, for notebooks and debugging.
+
+        It equals what a `Loader` over the whole split of the sample delivers in epoch 0 with this seed:
+        random choices are keyed by seed, epoch and row, and what depends on the samples beside it, such as a
+        dtype that holds every image, is that of the split. Fields are bound once and kept.
+
+        Args:
+            key: Sample key, or row of the table of samples. Of a dataset of series or images their own keys.
+            fields: Fields by name; ``default`` as of the loader.
+            seed: That of the loader.
+
+        Returns:
+            The entries of a batch for this one sample, without the axis B: an image is ``(C, H, W)``, a text
+            a string, a mask a number.
+
+        Raises:
+            ConfigError: A field does not fit the dataset, or a sample of the split lacks it and ``missing``
+                is ``error``.
+            KeyError: No sample has this key.
+            IndexError: There is no such row.
+            SampleError: A field of the sample cannot be read.
+
+        Example::
+
+            sf.open("chest").sample(key, {"frontal": sf.Image(series="role == 'frontal'")})["frontal"]
+        """
+        if self._read_sample is None:
+            if not _SAMPLE_READERS:
+                raise ShardflowError(
+                    "Samples are decoded by the loader, which is not imported; open the dataset with "
+                    "sf.open, or import shardflow.loading."
+                )
+            self._read_sample = _SAMPLE_READERS[-1](self)
+        return self._read_sample(key, fields, seed)
+
+    def __getitem__(self, key: str | int) -> dict[str, Any]:
+        """Return one sample with the default fields, see `sample`."""
+        return self.sample(key)
 
     def __reduce__(self) -> tuple[type[Dataset], tuple[ByteStore, Manifest]]:
         """Cross a process boundary without maps and caches."""

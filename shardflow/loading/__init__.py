@@ -6,6 +6,7 @@ Data flow, by module::
     loader        iteration, position, masks; runtime: streams and tunables of one process
     assembly      layout of a micro-batch, filled by the field kinds of `shardflow.fields`
     engine        batch memory, threads, order, bounds, deadlines
+    sample        one sample by its key
     prefetch      access forecast for caches, and reads fetched ahead
     process       loader processes beside the trainer (process_main, ipc)
 
@@ -24,6 +25,7 @@ from shardflow.loading.batch import Batch
 from shardflow.loading.blend_file import open_blend
 from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.loader import Loader
+from shardflow.loading.sample import open_dataset
 from shardflow.loading.selection import Selection, open_view, select
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "TileView",
     "World",
     "open_blend",
+    "open_dataset",
     "open_view",
     "select",
 ]

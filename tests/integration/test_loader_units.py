@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardflow as sf
-from shardflow.errors import ConfigError, StateError
+from shardflow.errors import ConfigError, SampleError, StateError
 from shardflow.fields.units import UnitDataset
 from shardflow.format import Dataset
 from shardflow.format.units import Unit
@@ -73,7 +73,7 @@ def _units(batch: Batch) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.dtype.str, value.shape, value.tobytes()
     return [_frozen(one) for one in value] if isinstance(value, list) else value
 
@@ -315,3 +315,55 @@ def test_bytes_of_rows_follow_each_other_and_add_up_to_those_of_the_studies(data
         same = np.flatnonzero(np.diff(samples.column("shard")[:].astype(np.int64)) == 0)
         assert (offset[same] + num_bytes[same] <= offset[same + 1]).all()
         assert num_bytes.sum() == dataset.studies.column("num_bytes").sum()
+
+
+EVERY: Mapping[str, sf.Field] = {
+    "views": sf.Image(series="modality in ('CR', 'DX')", num_images="all", missing="pad"),
+    "ct": sf.Slices(series="kind == 'volume'", num_slices=3, size=(9, 12), sampling="random", missing="pad"),
+    "report": sf.Text(missing="pad"),
+    "study": sf.Json(member="study.json", max_bytes=1 << 14),
+}
+
+
+@pytest.mark.parametrize("unit", ["study", "series", "image"])
+def test_one_sample_equals_that_of_a_loader_in_epoch_0(dataset: Dataset, unit: str) -> None:
+    where = None if unit == "study" else ALL
+    checked = 0
+    with _loader(dataset, unit, where=where, fields=EVERY, seed=11) as loader:
+        for batch in loader:
+            for slot, key in enumerate(batch.info.sample_keys):
+                if key is None:
+                    continue
+                found = loader.dataset.sample(key, EVERY, seed=11)
+                assert found.keys() == dict(batch).keys()
+                for name, value in batch.items():
+                    assert _frozen(found[name]) == _frozen(value[slot]), name
+                checked += 1
+    assert checked == loader.dataset.samples.num_samples
+
+
+def test_a_dataset_is_indexed_by_key_and_row_with_default_fields(dataset: Dataset) -> None:
+    sample = sf.open(dataset.store.url)[sample_key(4)]
+    assert sample["report"] == "report of study 4: größer"
+    frontal, lateral = pixels_of(4, 1), pixels_of(4, 0)
+    for found, expected in zip(sample["image"], (frontal, lateral), strict=True):
+        assert np.array_equal(found, expected)
+    assert dataset[4]["report"] == sample["report"]
+    with pytest.raises(KeyError, match="no sample of this key"):
+        dataset["nokey"]
+    with pytest.raises(IndexError):
+        dataset[NUM_SAMPLES]
+    with pytest.raises(ConfigError, match="takes a sample key or a row"):
+        dataset[1.5]  # type: ignore[index]
+
+
+def test_one_sample_that_is_dropped_or_damaged_is_an_error(tmp_path: Path) -> None:
+    made = make_case_dataset(tmp_path / "a", num_samples=NUM_SAMPLES)
+    wanted = {"x": sf.Image(series="role == 'lateral'", missing="drop")}
+    assert np.array_equal(made.sample(sample_key(0), wanted)["x"], pixels_of(0, 0))
+    with pytest.raises(ConfigError, match="lacks a field with missing='drop'"):
+        made.sample(sample_key(1), wanted)
+    path, offset, num_bytes = locate(made, 0, "s000.i0000.b2nd")
+    flip_bit(path, offset + num_bytes // 2)
+    with pytest.raises(SampleError):
+        Dataset.open(tmp_path / "a").sample(sample_key(0), wanted)

@@ -22,7 +22,7 @@ NOT_OFFERED = ("__future__", "typing", "shardflow._version")
 def test_every_name_resolves_to_what_type_checkers_see() -> None:
     assert set(shardflow._SOURCES) == set(shardflow.__all__) - {"__version__"}
     assert set(shardflow.__all__) <= set(dir(shardflow))
-    seen = {"open": "shardflow.format.dataset:Dataset.open"}
+    seen: dict[str, str] = {}
     for node in ast.walk(ast.parse(ROOT.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module not in (
             "__future__",
