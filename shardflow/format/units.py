@@ -27,6 +27,7 @@ _OF_STUDIES: Final = frozenset({"shard", "row_in_shard", "text_bytes"})
 _OF_SERIES: Final = frozenset({"num_slices", "rows", "columns", "modality"})
 # Shares of a study's bytes are counted in this many bits, so that no product leaves 64 bits.
 _SHARE_BITS: Final = 20
+_MANY: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +94,8 @@ class UnitTable(SamplesTable):
         # Where the rows of each chosen series begin.
         counts = chosen.num_images if unit == "image" else np.ones(len(chosen.rows), np.int64)
         self._first_row = _starts(counts)
+        # The study of each chosen series.
+        self._study_of = np.searchsorted(self._first_series, chosen.rows, side="right") - 1
         sizes = np.maximum(_pixel_bytes(series), 1)
         self._pixels_before = _starts(sizes)
         self.num_samples = int(self._first_row[-1])
@@ -106,8 +109,7 @@ class UnitTable(SamplesTable):
 
     def digest(self, dataset_id: str) -> str:
         """Return the identity of the rows: a different dataset, unit, series or image changes it."""
-        rows = self._chosen.rows
-        parts = [self._owners(rows), self._series_table.array("series")[rows]]
+        parts = [self._study_of, self._series_table.array("series")[self._chosen.rows]]
         if self.unit == "image":
             parts += [self._chosen.num_images, self._chosen.image_ids]
         digest = hashlib.sha256()
@@ -126,9 +128,11 @@ class UnitTable(SamplesTable):
 
     def images(self, rows: Int64Array) -> Int64Array:
         """Return the position in its series of each row's image; 0 for rows of series."""
+        return self._images(rows, self._places(rows))
+
+    def _images(self, rows: Int64Array, places: Int64Array) -> Int64Array:
         if self.unit == "series":
             return np.zeros(rows.shape, np.int64)
-        places = self._places(rows)
         series = self._chosen.rows[places]
         inside = rows - self._first_row[places]
         is_mixed = self._first_image[series + 1] > self._first_image[series]
@@ -140,16 +144,19 @@ class UnitTable(SamplesTable):
 
     def study_rows(self, rows: Int64Array) -> Int64Array:
         """Return the row of the samples table that each row belongs to."""
-        return self._owners(self.series_rows(rows))
+        return self._study_of[self._places(rows)]
 
     def _places(self, rows: Int64Array) -> Int64Array:
         """Return the position of each row's series among the chosen ones."""
         if self.unit == "series":
             return rows
-        return np.searchsorted(self._first_row, rows, side="right") - 1
-
-    def _owners(self, series: Int64Array) -> Int64Array:
-        return np.searchsorted(self._first_series, series, side="right") - 1
+        if len(rows) < _MANY or (np.diff(rows) != 1).any():
+            return np.searchsorted(self._first_row, rows, side="right") - 1
+        # Consecutive rows, as of a whole column: several times as fast as searching each.
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        first, last = (np.searchsorted(self._first_row, [start, stop - 1], side="right") - 1).tolist()
+        bounds = np.clip(self._first_row[first : last + 2], start, stop)
+        return np.repeat(np.arange(first, last + 1), np.diff(bounds))
 
     # ---- SamplesTable ----------------------------------------------------------------------------
 
@@ -183,18 +190,18 @@ class UnitTable(SamplesTable):
         return self._gather(name, np.atleast_1d(rows)).reshape(rows.shape)
 
     def _gather(self, name: str, rows: Int64Array) -> NDArray[Any]:
-        series = self.series_rows(rows)
         if name == "num_series" or (name == "num_slices" and self.unit == "image"):
             return np.ones(rows.shape, "<u4")
+        places = self._places(rows)
+        series, studies = self._chosen.rows[places], self._study_of[places]
         if name in _OF_SERIES:
             return np.asarray(self._series_table.array(name)[series])
-        studies = self._owners(series)
         if name in _OF_STUDIES:
             return self._studies.gather(name, studies)
         if name == "sample_key":
-            return self._keys(rows, series, studies)
+            return self._keys(series, studies, self._images(rows, places))
         if name in ("offset_bytes", "num_bytes"):
-            images = self.images(rows)
+            images = self._images(rows, places)
             start = self._byte_before(series, studies, images)
             if name == "offset_bytes":
                 return start
@@ -223,12 +230,12 @@ class UnitTable(SamplesTable):
         """The columns whose numbers are positions in a list of names, and those names."""
         return {"modality": self.modalities}
 
-    def _keys(self, rows: Int64Array, series: Int64Array, studies: Int64Array) -> NDArray[Any]:
+    def _keys(self, series: Int64Array, studies: Int64Array, images: Int64Array) -> NDArray[Any]:
         numbers = self._series_table.array("series")[series]
         keys = np.strings.add(self._studies.gather("sample_key", studies), b"s")
         keys = np.strings.add(keys, numbers.astype("S10"))
         if self.unit == "image":
-            keys = np.strings.add(np.strings.add(keys, b"i"), self.images(rows).astype("S10"))
+            keys = np.strings.add(np.strings.add(keys, b"i"), images.astype("S10"))
         return np.asarray(keys)
 
     def _byte_before(self, series: Int64Array, studies: Int64Array, image: Int64Array) -> Int64Array:

@@ -35,7 +35,7 @@ from shardflow.format.keys import SAMPLE_KEY_PATTERN
 from shardflow.format.tokens import COUNT_COLUMN, open_counts
 from shardflow.sampling import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
 from shardflow.sampling.blend import BLEND_SPLIT, Blend, blend_layout
-from shardflow.sampling.layout import Rows, chosen_layout, mask_of, rows_digest, select_rows
+from shardflow.sampling.layout import EvenOffsets, Rows, chosen_layout, mask_of, rows_digest, select_rows
 from shardflow.storage import LocalStore
 from shardflow.telemetry import StageCounters
 
@@ -319,13 +319,21 @@ def rows_layout(dataset: Dataset, rows: Rows, spec: BatchSpec) -> SampleLayout:
         return chosen_layout(
             rows, dataset_id=dataset.dataset_id, shard=shard, num_bytes=num_bytes, facts=facts
         )
-    return SampleLayout.of_columns(
+    layout = SampleLayout.of_columns(
         rows,
         dataset_id=dataset.dataset_id,
         shard=shard,
         offset_bytes=column("offset_bytes"),
         num_bytes=num_bytes,
         facts=facts,
+    )
+    if not isinstance(dataset, UnitDataset):
+        return layout
+    # Where a series is stored is an estimate anyway; two numbers per shard are as good, and much faster.
+    sizes = num_bytes[rows.start : rows.stop]
+    shard_bytes = np.add.reduceat(sizes, layout.shard_rows[:-1] - rows.start)
+    return replace(
+        layout, offset_bytes=EvenOffsets(layout.shard_rows, shard_bytes), shard_end_bytes=shard_bytes
     )
 
 
