@@ -23,7 +23,7 @@ from shardflow.fields.field import Field, check_choice
 from shardflow.fields.outputs import plain_value
 
 EntryKind: TypeAlias = Literal["image", "slices", "mask"]
-"""How an entry of a sample moves: ``(..., C, H, W)`` of images or a mask, ``(K, C, H, W)`` of slices."""
+"""Geometry of an entry of a sample: ``(..., C, H, W)`` of images or a mask, ``(K, C, H, W)`` of slices."""
 _KINDS: Final = ("image", "slices", "mask")
 
 

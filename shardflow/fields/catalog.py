@@ -42,7 +42,7 @@ class SeriesImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a field has places for, of the images that it selects of a sample; None is no limit."""
+    """Places of a field for the images that it selects of a sample; None is no limit."""
 
     max_images: int | None = None
     """Images of a sample, in the order of acquisition."""
@@ -217,7 +217,7 @@ class SelectedSeries:
 
 
 class TableSelection:
-    """What an expression selects of one series table.
+    """Selection of one series table by an expression.
 
     Only a flag per series and per image of mixed series stays in memory; columns are mapped, and sums over
     them are made when they are asked for, which is when a loader is made.
@@ -368,7 +368,7 @@ class _StudyRows:
 
     @property
     def num_images(self) -> Int64Array:
-        """How many images of each row are selected, ``(num_rows,)``."""
+        """Number of selected images of each row, ``(num_rows,)``."""
         return self.part.images_of_samples
 
     def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardflow.telemetry import StageCounters
 
 Missing: TypeAlias = Literal["pad", "drop", "error"]
-"""What a sample without the content of a field means: padding with a mask of 0, leaving the sample out of the
+"""Meaning of a sample without the content of a field: padding with a mask of 0, leaving the sample out of the
 plan, or an error before step 0."""
 FIELD_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 RESERVED_NAMES: Final = frozenset({"row", "weight", "component", "info"})
@@ -62,7 +62,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """What a field delivers of a population, and what it leaves out."""
+    """Coverage of a population by a field: what is delivered and left out."""
 
     num_samples: int
     num_missing: int
@@ -74,7 +74,7 @@ class Coverage:
 
 
 class FieldContext:
-    """What a field is bound to: the samples, which of them are used, and the tables beside them.
+    """Context that a field is bound to: the samples, which of them are used, and the tables beside them.
 
     Args:
         samples: The samples and their datasets.
@@ -129,7 +129,7 @@ class Field(ABC):
     """Name in TOML and in descriptors of batches."""
 
     missing: Missing = "error"
-    """What a sample without this content means. Where no table knows which samples have it, ``error`` masks
+    """Meaning of a sample without this content. Where no table knows which samples have it, ``error`` masks
     the slot and counts a bad sample, and ``drop`` is refused."""
 
     @property
@@ -181,7 +181,7 @@ class BoundField(ABC):
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Which rows of each dataset's own table have content, ``(num_rows,)``; None if no table knows.
+        """Rows of each dataset's own table that have content, ``(num_rows,)``; None if no table knows.
 
         `FieldContext.of_studies` turns what is known by study into it.
         """
@@ -189,7 +189,7 @@ class BoundField(ABC):
 
     @property
     def coverage(self) -> Coverage | None:
-        """What is delivered and left out of the population; None if no table knows."""
+        """Content that is delivered and left out of the population; None if no table knows."""
         return None
 
     def delivered_images(self, place: int) -> ImageSet | None:  # noqa: ARG002
@@ -261,8 +261,14 @@ def check_names(fields: Mapping[str, Field]) -> None:
     """Refuse names that cannot be entries of a batch.
 
     Raises:
-        ConfigError: A name is malformed, reserved, or that of an array beside another field.
+        ConfigError: It is no mapping to fields; or a name is malformed, reserved, or that of an array beside
+            another field.
     """
+    if not isinstance(fields, Mapping):
+        raise ConfigError(
+            "fields maps names to fields, such as {'image': sf.Image(size=(512, 512))}, or is 'default', got "
+            f"{fields if isinstance(fields, str) else type(fields).__name__!r}."
+        )
     for name, one in fields.items():
         if not isinstance(one, Field):
             raise ConfigError(

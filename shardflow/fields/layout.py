@@ -31,14 +31,14 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What of a picture is shown in a place: the whole picture is resized, and a part of that is cut out."""
+    """Part of a resized picture that is shown in a place."""
 
     canvas: tuple[int, int]
     """Rows and columns that the picture is resized to."""
     start: tuple[int, int]
     """First row and column of the part."""
     box: tuple[int, int, int, int]
-    """What the part fills of its place: first row, first column, rows, columns."""
+    """Area of the place that the part fills: first row, first column, rows, columns."""
 
 
 PicturesOf: TypeAlias = Callable[[Slots, int], Sequence[Picture]]

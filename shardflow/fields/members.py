@@ -298,14 +298,14 @@ class BoundMember(BoundField):
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Which rows have the member, if all have; None where no table knows."""
+        """Rows that have the member, if all have; None where no table says."""
         if not self._is_everywhere:
             return None
         return [np.ones(dataset.samples.num_samples, bool) for dataset in self._datasets]
 
     @property
     def coverage(self) -> Coverage | None:
-        """How many samples have the member; None where no table knows."""
+        """Number of samples that have the member; None where no table says."""
         if self.has_content is None:
             return None
         return Coverage(num_samples=self._num_samples, num_missing=self._num_missing)
@@ -602,7 +602,7 @@ class BoundText(BoundBytes):
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Which rows have a report; for another member None, unless all samples have it."""
+        """Rows that have a report; for another member None, unless all samples have it."""
         return super().has_content if self._has_text is None else self._has_text
 
     @property

@@ -382,7 +382,7 @@ def present_output(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
 
 
 class CollatedBatch:
-    """What ``collate=`` returned for the samples of a micro-batch, as it is stored.
+    """Result of ``collate=`` for the samples of a micro-batch, as it is stored.
 
     Args:
         result: By name an array, a number, a string, a list of arrays of one dtype, or JSON values.

@@ -228,7 +228,7 @@ class BoundPixels(BoundField):
 
     @property
     def has_content(self) -> list[NDArray[np.bool_]]:
-        """Which rows of each dataset's own table have an image, ``(num_rows,)``."""
+        """Rows of each dataset's own table that have an image, ``(num_rows,)``."""
         return [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
 
     @property

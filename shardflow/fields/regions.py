@@ -52,7 +52,7 @@ class RegionField(Field):
     labels a dataset has is in no table: a label that no region of an annotated study has is delivered as
     zeros, and counted as ``absent_labels`` of `Loader.counters` (items: labels, once for each study read)."""
     missing: Missing = "pad"
-    """What a study without annotations means. ``error`` masks its slot and counts a bad sample; ``drop`` is
+    """Meaning of a study without annotations. ``error`` masks its slot and counts a bad sample; ``drop`` is
     refused, since no table knows which studies have them."""
 
     def __post_init__(self) -> None:
@@ -279,7 +279,7 @@ class BoundRegions(BoundField):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a place of a slot shows."""
+    """Content of a place of a slot."""
 
     place: int
     picture: Picture

@@ -69,7 +69,7 @@ class MeasuredTokens:
     lengths: NDArray[np.int64]
     """``(B,)``."""
     bad: dict[int, BadSampleReason]
-    """What is wrong with the tokens of a slot; its length is 0."""
+    """Damage of the tokens of a slot; its length is 0."""
     parts: list[_Part]
     """Places of the others."""
 
@@ -226,7 +226,7 @@ class Tokens(Field):
 
     @property
     def stored(self) -> StoredTokens:
-        """Which tokens to read."""
+        """Tokens to read."""
         tokenizer: Any = self.tokenizer
         if not isinstance(tokenizer, str):
             raise ConfigError(
@@ -304,13 +304,13 @@ class BoundTokens(BoundField):
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]]:
-        """Which rows have a token."""
+        """Rows that have a token."""
         pairs = zip(self._samples.datasets, self._counts, strict=True)
         return [(counts > 0)[one.text_rows(np.arange(one.samples.num_samples))] for one, counts in pairs]
 
     @property
     def coverage(self) -> Coverage:
-        """How many samples have tokens."""
+        """Number of samples that have tokens."""
         return Coverage(num_samples=self._num_samples, num_missing=self._num_missing)
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:

@@ -245,7 +245,7 @@ def encode_shard_series(studies: Iterable[bytes]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachedFacts:
-    """What a job did."""
+    """Result of a job that attached facts."""
 
     num_samples: int
     num_series: int

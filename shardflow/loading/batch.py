@@ -68,7 +68,7 @@ class SlotKeys:
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """What a batch is, beside what it holds."""
+    """Identity of a batch: its samples, and its place in the run."""
 
     sample_keys: list[str | None]
     """Sample key per slot; None in a padding slot. A masked sample keeps its key."""
@@ -127,7 +127,7 @@ class Batch(Mapping[str, Any]):
 
     @property
     def descriptor(self) -> dict[str, Any]:
-        """What the batch contains besides its arrays, and where those are.
+        """Content of the batch besides its arrays, and where those are.
 
         ``version``, ``epoch``, ``step``, ``micro``, ``slot``, ``arrays`` (``name``, ``dtype``, ``shape``,
         ``offset`` each), ``keys`` and ``quarantined``.
@@ -282,7 +282,7 @@ class Batch(Mapping[str, Any]):
 
     @property
     def info(self) -> BatchInfo:
-        """Which samples the batch holds, and where in the run it is."""
+        """Samples of the batch, and its place in the run."""
         keys = self.sample_keys
         return BatchInfo(keys, self._arrays["weight"], self.epoch, self.step, self.micro, self._units(keys))
 

@@ -53,7 +53,7 @@ class ComponentSettings:
     view: str = FULL_STUDY
     """``full_study``, or the name of an entity view beside the dataset."""
     unit: str = "study"
-    """What a sample is: ``study``, ``series`` or ``image``."""
+    """Unit of the samples: ``study``, ``series`` or ``image``."""
     where: str | None = None
     """For series and images, an expression over the series table."""
     split: str = "train"

@@ -398,7 +398,7 @@ class Selection:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What a sample of each dataset is: ``study``, ``series``, ``image`` or ``entity``."""
+        """Unit of the samples of each dataset: ``study``, ``series``, ``image`` or ``entity``."""
         return tuple(unit_of(dataset) for dataset in self.datasets)
 
     @property
@@ -666,13 +666,8 @@ def bind_fields(
     """
     populations = [selection.population_of(place) for place in range(len(selection.datasets))]
     context = FieldContext(selection, populations, counters)
-    if isinstance(fields, str) and fields == "default":
+    if fields == "default":
         fields = default_fields(context)
-    if not isinstance(fields, Mapping):
-        raise ConfigError(
-            "fields maps names to fields, such as {'image': sf.Image(size=(512, 512))}, or is 'default', got "
-            f"{fields if isinstance(fields, str) else type(fields).__name__!r}."
-        )
     bound = FieldSet(fields, context)
     dropped = [one for one in bound.bound if bound.specs[one.name].missing == "drop"]
     kept = [each.copy() for each in populations]
