@@ -332,9 +332,8 @@ def rows_layout(dataset: Dataset, rows: Rows, spec: BatchSpec) -> SampleLayout:
     # Where a series is stored is an estimate anyway; two numbers per shard are as good, and much faster.
     sizes = num_bytes[rows.start : rows.stop]
     shard_bytes = np.add.reduceat(sizes, layout.shard_rows[:-1] - rows.start)
-    return replace(
-        layout, offset_bytes=EvenOffsets(layout.shard_rows, shard_bytes), shard_end_bytes=shard_bytes
-    )
+    offsets = EvenOffsets(layout.shard_rows, shard_bytes)
+    return replace(layout, offset_bytes=offsets, shard_end_bytes=shard_bytes)
 
 
 class RowNumbers:
