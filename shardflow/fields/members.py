@@ -588,8 +588,9 @@ class BoundText(BoundBytes):
         datasets = context.samples.datasets
         is_packed = not any(dataset.is_foreign for dataset in datasets)
         is_report = spec.member is None or (spec.member == REPORT_FIELD and is_packed)
-        self._sizes = [each.studies.column("text_bytes") for each in datasets] if is_report else None
-        self._has_text = context.of_studies([sizes > 0 for sizes in self._sizes or ()]) if is_report else None
+        # Of a finding the text is a part of the report, of a series or an image that of its study.
+        self._sizes = [each.samples.column("text_bytes") for each in datasets] if is_report else None
+        self._has_text = None if self._sizes is None else [np.asarray(sizes) > 0 for sizes in self._sizes]
         super().__init__(name, spec, context)
         if self._has_text is not None:
             self.member, self._max_bytes = None, _MAX_BYTES
@@ -611,7 +612,23 @@ class BoundText(BoundBytes):
         return self._sizes is not None
 
     def _spaces(self, slots: Slots) -> NDArray[np.int64]:
-        return super()._spaces(slots) if self._sizes is None else gather(self._datasets, "text_bytes", slots)
+        if self._sizes is None:
+            return super()._spaces(slots)
+        spaces = np.zeros(len(slots), np.int64)
+        used = np.flatnonzero(slots.rows >= 0)
+        for component, dataset in enumerate(self._datasets):
+            here = used if len(self._datasets) == 1 else used[slots.components[used] == component]
+            spaces[here] = dataset.samples.gather("text_bytes", slots.table_rows[here])
+        return spaces
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot; of a finding only its words are taken."""
+        if self._sizes is None or request.entity is None:
+            return super().open(shard, request, arrays)
+        fields = self.needed(shard, request)
+        start, stop = arrays[f"{self.name}.start"][request.slot : request.slot + 2].tolist()
+        words = range(request.entity.text_start, request.entity.text_start + stop - start)
+        return _SlotWords(self, shard, request.slot, arrays, start, fields, words)
 
     def find(self, shard: Shard, row_in_shard: int) -> int | None:
         """Return the number of the text; an empty report is none."""
@@ -642,6 +659,32 @@ class BoundText(BoundBytes):
             str(payload.data, "utf-8")
         except UnicodeDecodeError:
             raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, "no UTF-8") from None
+
+
+class _SlotWords(_SlotBytes):
+    """Part of the report of one slot."""
+
+    __slots__ = ("_words",)
+
+    def __init__(
+        self,
+        field: BoundBytes,
+        shard: Shard,
+        slot: int,
+        arrays: Arrays,
+        start: int,
+        fields: Sequence[int],
+        words: range,
+    ) -> None:
+        super().__init__(field, shard, slot, arrays, start, fields)
+        self._words = words
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Copy the words into their place."""
+        if len(payload) < self._words.stop:
+            detail = f"{len(payload):,} bytes, and the words of a finding end at {self._words.stop:,}"
+            raise self._shard.bad(BadSampleReason.SIZE_MISMATCH, self.fields[place], detail)
+        super().put(place, payload[self._words.start : self._words.stop], thread)
 
 
 def member_bytes(entry: Mapping[str, Any], arrays: Arrays) -> list[NDArray[np.uint8] | None]:

@@ -56,7 +56,7 @@ class SampleTransform:
         specs: Fields of a sample, for steps that convert by type.
         example: Makes the synthetic samples of a probe; gets whether to give them other sizes.
         varies: Whether the sizes of samples differ.
-        facts: Returns the facts of the series of a sample, by component and row of the samples table.
+        facts: Returns the facts of the series of a sample, by component and row of its dataset's own table.
         digests: Digests of the tables behind ``facts``.
 
     Attributes:
@@ -154,7 +154,7 @@ class SampleTransform:
             key: Of the sample.
             draw: Key of its random choices.
             component: Of a blend; 0 without a blend.
-            row: Row of the samples table of its dataset.
+            row: Row of its dataset's own table.
 
         Raises:
             SampleError: A step failed, or its result deviates from the contract.

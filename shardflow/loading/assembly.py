@@ -396,7 +396,7 @@ class MicroBatchTask:
                     self._keys[slot] or "",
                     self._draw(slot),
                     int(self._slots.components[slot]),
-                    int(self._slots.study_rows[slot]),
+                    int(self._slots.table_rows[slot]),
                 )
             if self._is_held:  # a transform may return the same memory for the next sample
                 found = copy.deepcopy(found)

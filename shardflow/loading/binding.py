@@ -10,6 +10,7 @@ from shardflow.errors import ConfigError
 from shardflow.fields.field import FieldContext, Slots
 from shardflow.fields.registry import FieldSet
 from shardflow.fields.transforming import SampleTransform
+from shardflow.fields.units import UnitDataset
 from shardflow.loading.selection import Selection
 from shardflow.telemetry import StageCounters
 
@@ -42,7 +43,15 @@ def bind_transform(
         tables, digests = catalog.tables, catalog.digests
 
     def facts(component: int, row: int) -> list[dict[str, Any]]:
-        return [] if tables is None else tables[component].facts_of(row)
+        if tables is None:
+            return []
+        dataset, at = selection.datasets[component], np.array([row], np.int64)
+        study = int(dataset.study_rows(at)[0])
+        found = tables[component].facts_of(study)
+        if not isinstance(dataset, UnitDataset):
+            return found
+        first = int(tables[component].array("first_series")[study])
+        return [found[int(dataset.samples.series_rows(at)[0]) - first]]
 
     return SampleTransform(
         transform,
