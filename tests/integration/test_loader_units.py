@@ -146,15 +146,20 @@ def test_a_resume_at_every_step_goes_on_with_the_same_rows(dataset: Dataset, uni
 
 
 def test_where_selects_series_and_single_images_of_series_with_several_roles(dataset: Dataset) -> None:
-    fields = {"image": sf.Image(series="role == 'frontal'")}
-    with _loader(dataset, "image", where="role == 'frontal'", fields=fields) as loader:
-        found = {place for batch in loader for _, place in _units(batch)}
-        for batch in loader:
-            for slot, (number, series, image) in _units(batch):
-                assert np.array_equal(batch["image"][slot], pixels_of(number, series)[image][None])
-    expected = {(number, 1, 0) for number in range(0, NUM_SAMPLES, 4)}
-    expected |= {(number, 0, 0) for number in range(NUM_SAMPLES) if number % 4 in (2, 3)}
-    assert found == expected
+    frontal = {(number, 1, 0) for number in range(0, NUM_SAMPLES, 4)}
+    frontal |= {(number, 0, 0) for number in range(NUM_SAMPLES) if number % 4 in (2, 3)}
+    lateral = {(number, 0, 0) for number in range(0, NUM_SAMPLES, 4)}
+    lateral |= {(number, 0, 1) for number in range(3, NUM_SAMPLES, 4)}
+    for role, expected in {"frontal": frontal, "lateral": lateral}.items():
+        where = f"role == '{role}'"
+        with _loader(dataset, "image", where=where, fields={"image": sf.Image(series=where)}) as loader:
+            found = set()
+            for batch in loader:
+                for slot, place in _units(batch):
+                    number, series, image = place
+                    assert np.array_equal(batch["image"][slot], pixels_of(number, series)[image][None])
+                    found.add(place)
+        assert found == expected
     with _loader(dataset, "series", where="modality == 'CT' and num_slices >= 6") as loader:
         found = {place for batch in loader for _, place in _units(batch)}
     assert found == {(number, 0) for number in range(1, NUM_SAMPLES, 4)}
