@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
@@ -48,6 +48,14 @@ class Slots:
     """Component of a blend; 0 without a blend."""
     table_rows: NDArray[np.int64]
     """Row of its dataset's own table: of a study, series, image or finding; 0 where there is none."""
+    _known: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def once(self, name: str, compute: Callable[[Slots], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return what a function computes of these slots, which a field needs more than once."""
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = compute(self)
+        return found
 
     def __len__(self) -> int:
         """Return the number of slots, padding included."""

@@ -347,15 +347,19 @@ class BoundBytes(BoundMember):
     def __init__(self, name: str, spec: Text | Json | Bytes, context: FieldContext) -> None:
         super().__init__(name, spec, context, spec.member, spec.max_bytes)
 
+    def spaces(self, slots: Slots) -> NDArray[np.int64]:
+        """Return the bytes that each slot may need, ``(B,)``."""
+        return slots.once(self.name, self._spaces)
+
     def _spaces(self, slots: Slots) -> NDArray[np.int64]:
-        """Return the bytes that each slot may need, ``(B,)``: no member is larger than its sample."""
+        """Compute `spaces`: no member is larger than its sample."""
         spaces = np.minimum(gather(self._datasets, "num_bytes", slots), self._max_bytes)
         return np.where(slots.rows >= 0, spaces, 0)
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
         return [
-            ArraySpec.of(f"{self.name}.data", np.uint8, int(self._spaces(slots).sum())),
+            ArraySpec.of(f"{self.name}.data", np.uint8, int(self.spaces(slots).sum())),
             ArraySpec.of(f"{self.name}.start", np.int64, len(slots) + 1),
             ArraySpec.of(f"{self.name}.length", np.int64, len(slots)),
         ]
@@ -364,7 +368,7 @@ class BoundBytes(BoundMember):
         """Lay out the slots, all of them empty: their length is -1."""
         starts = arrays[f"{self.name}.start"]
         starts[0] = 0
-        np.cumsum(self._spaces(slots), out=starts[1:])
+        np.cumsum(self.spaces(slots), out=starts[1:])
         arrays[f"{self.name}.length"][:] = -1
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
@@ -610,6 +614,13 @@ class BoundText(BoundBytes):
     def is_report(self) -> bool:
         """Whether the text is the report."""
         return self._sizes is not None
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Lay out the slots; the length of a report is known, so that its fast path need not write it."""
+        super().prepare(arrays, slots)
+        if self._sizes is not None:
+            spaces = self.spaces(slots)
+            np.copyto(arrays[f"{self.name}.length"], spaces, where=spaces > 0)
 
     def _spaces(self, slots: Slots) -> NDArray[np.int64]:
         if self._sizes is None:

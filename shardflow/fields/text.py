@@ -103,7 +103,6 @@ class TextAssembler:
         self._data, self._starts = (
             (f"{field}.data", f"{field}.start") if field else ("text_bytes", "text_offsets")
         )
-        self._lengths = f"{field}.length" if field else ""
         self._tables: dict[int, tuple[Shard, NDArray[np.int64]]] = {}
 
     def fill(
@@ -164,8 +163,6 @@ class TextAssembler:
         checksum = google_crc32c.value
         is_right = np.array([checksum(piece) for piece in pieces]) == index.field_crc32c[fields]
         is_right &= _are_utf8(text, starts, pieces)
-        if self._lengths:
-            arrays[self._lengths][slots[is_right]] = sizes[is_right]
         self._counters.add("check", time.perf_counter() - start_s, num_bytes, len(pieces))
         left: NDArray[np.int64] = slots[~is_right]
         return left

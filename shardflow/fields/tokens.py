@@ -190,7 +190,7 @@ class Tokens(Field):
     """Token ids of the reports, which ``shardflow tokenize`` stored beside the dataset.
 
     ``(B, L)`` int64, padded behind each text; L is ``max_tokens``, or without it the longest text of the
-    selected samples. ``NAME_mask`` ``(B, L)`` uint8 is 1 for a token. With ``flat`` ``(T,)`` int64, one text
+    selected samples. ``NAME_mask`` ``(B, L)`` uint8 is 1 for a token. With ``flat`` ``(T,)`` uint32, one text
     after another: slot b is ``NAME_offsets[b]`` to ``NAME_offsets[b + 1]`` (``(B + 1,)`` int64), and
     ``NAME_mask`` ``(B,)`` is 1 where there is a text. Begin and end tokens are not added.
 
@@ -322,30 +322,32 @@ class BoundTokens(BoundField):
                 ArraySpec.of(f"{name}_mask", np.uint8, num_slots, self.num_tokens),
             ]
         return [
-            ArraySpec.of(f"{name}.data", np.int64, int(self._lengths(slots).sum())),
+            ArraySpec.of(f"{name}.data", np.uint32, int(self.lengths(slots).sum())),
             ArraySpec.of(f"{name}.start", np.int64, num_slots + 1),
             ArraySpec.of(f"{name}.length", np.int64, num_slots),
         ]
 
     def prepare(self, arrays: Arrays, slots: Slots) -> None:
         """Lay out the slots, and pad them."""
-        name, lengths = self.name, self._lengths(slots)
-        if not self.spec.flat:
-            arrays[name][:] = self.spec.pad_id
-            np.less(
-                np.arange(self.num_tokens),
-                lengths[:, None],
-                out=arrays[f"{name}_mask"].view(np.bool_),
-            )
+        name, lengths = self.name, self.lengths(slots)
+        if self.spec.flat:
+            starts = arrays[f"{name}.start"]
+            starts[0] = 0
+            np.cumsum(lengths, out=starts[1:])
+            arrays[f"{name}.length"][:] = np.where(lengths > 0, lengths, -1)
             return
-        starts = arrays[f"{name}.start"]
-        starts[0] = 0
-        np.cumsum(lengths, out=starts[1:])
-        arrays[f"{name}.length"][:] = np.where(lengths > 0, lengths, -1)
+        ids, mask = arrays[name], arrays[f"{name}_mask"]
+        # Every text has the tokens before the shortest one's end; slots without a text are padded alone.
+        shortest = int(lengths[lengths > 0].min(initial=self.num_tokens))
+        ids[:, shortest:], mask[:, :shortest] = self.spec.pad_id, 1
+        tail = mask[:, shortest:].view(np.bool_)
+        np.less(np.arange(shortest, self.num_tokens), lengths[:, None], out=tail)
+        empty = np.flatnonzero(lengths == 0)
+        ids[empty], mask[empty] = self.spec.pad_id, 0
 
     def fill_beside(self, arrays: Arrays, slots: Slots) -> Mapping[int, BadSampleReason]:
         """Fetch the tokens of all slots; damaged ones are those of their slot alone."""
-        lengths, rows = self._lengths(slots), slots.rows
+        lengths, rows = self.lengths(slots), slots.rows
         measured = self._assembler.measure(rows)
         bad = dict(measured.bad)
         differs = np.flatnonzero(measured.lengths != lengths)
@@ -381,8 +383,11 @@ class BoundTokens(BoundField):
         """Return what presenting needs."""
         return {"type": self.spec.type_name, "name": self.name, "flat": self.spec.flat}
 
-    def _lengths(self, slots: Slots) -> NDArray[np.int64]:
+    def lengths(self, slots: Slots) -> NDArray[np.int64]:
         """Return how many tokens each slot gets, ``(B,)``."""
+        return slots.once(self.name, self._lengths)
+
+    def _lengths(self, slots: Slots) -> NDArray[np.int64]:
         lengths = np.zeros(len(slots), np.int64)
         used = np.flatnonzero(slots.rows >= 0)
         for component, dataset in enumerate(self._samples.datasets):

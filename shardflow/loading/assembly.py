@@ -191,13 +191,15 @@ class MicroBatchTask:
         self._shard = self._column("shard", at) if is_read else nothing
         self._row_in_shard = self._column("row_in_shard", at) if is_read else nothing
         self._offset = self._column("offset_bytes", at) if is_read else nothing
-        has_texts = config.text or source.texts is not None
-        self._text_bytes = self._column("text_bytes", at) if has_texts else nothing.copy()
+        self._text_bytes = self._column("text_bytes", at) if config.text else nothing.copy()
         self._tokens: MeasuredTokens | None = None
         self._mask_known()
         self._measure_tokens()
         self._facts = self._read_facts(at)
         self._slots = self._read_slots()
+        report = None if source.fields is None else source.fields.report
+        if report is not None:
+            self._text_bytes = report.spaces(self._slots)
         self._transforming = None if source.fields is None else source.fields.transform
         self._inputs_layout = BatchLayout.of(self._input_specs())
         self._layout = BatchLayout.of(self._array_specs())

@@ -496,6 +496,8 @@ class Selection:
 
     def study_rows(self, rows: Int64Array) -> Int64Array:
         """Return the row of each sample's study in its dataset's samples table, which caches count in."""
+        if not self.is_blend:
+            return self.datasets[0].study_rows(rows)
         found = np.zeros(len(rows), np.int64)
         components, inside = self.components_of(rows), self.table_rows(rows)
         for component, dataset in enumerate(self.datasets):
