@@ -423,8 +423,10 @@ class BoundPixels(BoundField):
         scratch, codec, num_saturated = thread.scratch, shard.codec(number), 0
         thread.enter("decode", f"shard {shard.name}")
         try:
-            shape, dtype = array_header(codec, payload)
-            has_color = self.channels == _COLOR and len(shape) == _COLOR and shape[2] == _COLOR
+            has_color = False
+            if self.channels == _COLOR:
+                shape, _ = array_header(codec, payload)
+                has_color = len(shape) == _COLOR and shape[2] == _COLOR
             is_direct = self.channels == 1 and target.flags.c_contiguous
             plane = target[0] if is_direct else scratch.array("plane", target.shape[1:], target.dtype)
             with self._counters.timed("decode", target.nbytes):
@@ -439,8 +441,10 @@ class BoundPixels(BoundField):
                 np.copyto(target, plane)
         if num_saturated:
             self._counters.add("saturated", num_items=num_saturated)
-        if num_saturated or (dtype.kind == "f" and target.dtype.kind != "f"):
-            self._loss.warn(dtype)
+        if decoded is not None and (
+            num_saturated or (decoded.dtype.kind == "f" and target.dtype.kind != "f")
+        ):
+            self._loss.warn(decoded.dtype)
 
     def _decode(
         self,
