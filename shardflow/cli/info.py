@@ -20,6 +20,7 @@ from shardflow.cli.common import (
     show_table,
     write_json,
 )
+from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from shardflow.format import Dataset
 
 DESCRIPTION = """\
-Samples, shards, bytes, splits, identity, fields and facts of a dataset. Nothing of a sample is read; to check
-its bytes use: shardflow verify DATASET
+Samples, shards, bytes, splits, identity, fields and facts of a dataset, and its images by role where it has a
+series table. Nothing of a sample is read; to check its bytes use: shardflow verify DATASET
 
 With --subset, also how many samples of each split belong to it, and facts are those of its samples.
 """
@@ -114,6 +115,7 @@ def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
             **{name: _spread(columns[name]) | _total(columns[name]) for name in _COUNTED},
             **{name: _spread(columns[name]) for name in _MEASURED},
         },
+        "images_by_role": _images_by_role(dataset, rows),
     }
 
 
@@ -136,6 +138,24 @@ def _subset(dataset: Dataset, rows: NDArray[np.int64]) -> dict[str, Any]:
             for split, span in dataset.splits.items()
         },
     }
+
+
+def _images_by_role(dataset: Dataset, rows: NDArray[np.int64] | slice) -> dict[str, int] | None:
+    """Count the images of some samples by role, the largest first; None without a series table."""
+    import numpy as np
+
+    from shardflow.fields.catalog import Limits, TableSelection
+    from shardflow.format.series import open_series
+
+    try:
+        table, _ = open_series(dataset)
+    except ConfigError:
+        return None
+    is_used = np.zeros(table.num_samples, bool)
+    is_used[rows] = True
+    images = TableSelection(table, None).images(Limits())
+    counts = images.only(table, np.repeat(is_used, np.diff(table.first_series()))).count_roles(table)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _fields(dataset: Dataset) -> dict[str, Any]:
@@ -217,3 +237,9 @@ def _show(facts: dict[str, Any]) -> None:
         ("", "samples"),
         [(name or "(none)", f"{count:,}") for name, count in facts["facts"]["modality"].items()],
     )
+    if facts["images_by_role"]:
+        show_table(
+            f"images by role{of}",
+            ("", "images"),
+            [(role, f"{count:,}") for role, count in facts["images_by_role"].items()],
+        )

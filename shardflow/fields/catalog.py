@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from shardflow.fields.reader import Samples
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityTable
-from shardflow.format.series import FactColumn, SeriesTable, open_series
+from shardflow.format.keys import sha256_hex
+from shardflow.format.series import FactColumn, SeriesTable, encode_no_series, open_series
+from shardflow.format.table import Table
 from shardflow.format.units import UnitTable
 from shardflow.sampling.expressions import Expression, parse_expression
 
@@ -108,7 +110,7 @@ class SeriesCatalog:
         opened: dict[str, tuple[SeriesTable, str]] = {}
         for dataset in samples.datasets:
             if dataset.manifest.dataset_id not in opened:
-                opened[dataset.manifest.dataset_id] = open_series(dataset)
+                opened[dataset.manifest.dataset_id] = _open(dataset)
         self.datasets = samples.datasets
         self.tables = [opened[dataset.manifest.dataset_id][0] for dataset in samples.datasets]
         self.digests = [opened[dataset.manifest.dataset_id][1] for dataset in samples.datasets]
@@ -496,6 +498,15 @@ def _rows_of(dataset: Dataset, part: TableSelection) -> _StudyRows:
             return _ImageRows(part, table)
         return _SeriesRows(part, table.num_samples, table.series_rows)
     return _StudyRows(part)
+
+
+def _open(dataset: Dataset) -> tuple[SeriesTable, str]:
+    """Return the series table of a dataset; of texts alone, which have none, one without series."""
+    studies = dataset.studies
+    if dataset.is_foreign or not studies.num_samples or studies.column("num_series").any():
+        return open_series(dataset)
+    data = encode_no_series(studies.num_samples)
+    return SeriesTable(Table(memoryview(data), name="a table without series")), sha256_hex(data)
 
 
 def _column(table: SeriesTable, name: str) -> FactColumn:

@@ -110,7 +110,16 @@ def encode_series(samples: Iterable[Sequence[SeriesFacts]]) -> bytes:
     """
     by_sample = [list(each) for each in samples]
     rows = [series for each in by_sample for series in each]
-    columns: dict[str, NDArray[Any]] = {"first_series": _starts([len(each) for each in by_sample])}
+    return _encode_rows(_starts([len(each) for each in by_sample]), rows)
+
+
+def encode_no_series(num_samples: int) -> bytes:
+    """Encode the table of samples without series, such as texts."""
+    return _encode_rows(np.zeros(num_samples + 1, "<u8"), [])
+
+
+def _encode_rows(first_series: NDArray[np.uint64], rows: Sequence[SeriesFacts]) -> bytes:
+    columns: dict[str, NDArray[Any]] = {"first_series": first_series}
     vocabularies: dict[str, Json] = {}
     for name in STRINGS:
         columns[name], vocabularies[name] = _encode_names(name, [row.strings.get(name, "") for row in rows])

@@ -11,6 +11,7 @@ import pytest
 from shardflow.format import Dataset
 from tests.cli.conftest import Call
 from tests.factories import MadeSample, make_dataset, make_sample
+from tests.field_cases import case_series, make_case_dataset
 
 pytestmark = pytest.mark.fast
 
@@ -51,6 +52,26 @@ def test_a_subset_is_counted_and_its_facts_are_shown(call: Call, dataset: Path) 
     assert f"{len(rows)} samples (" in shown
     assert "facts of a sample, of the subset" in shown
     assert call("info", dataset, "--subset", "num_slices>=99").code == 2
+
+
+def test_images_are_counted_by_role(call: Call, dataset: Path, tmp_path: Path) -> None:
+    assert call("info", dataset, "--json").lines[0]["images_by_role"] is None
+    cases = make_case_dataset(tmp_path / "cases", num_samples=8)
+    (facts,) = call("info", cases.store.url, "--json").lines
+    # By number % 4: two views, CT of two volumes and a localizer, a frontal view, two views in one series.
+    num_unknown = sum(case_series(number)[0].shape[0] for number in (1, 5))
+    assert facts["images_by_role"] == {
+        "unknown": num_unknown,
+        "contrast": 10,
+        "frontal": 6,
+        "lateral": 4,
+        "localizer": 2,
+    }
+    (facts,) = call("info", cases.store.url, "--subset", "modality=CR", "--json").lines
+    assert facts["images_by_role"] == {"frontal": 4, "lateral": 2}
+    shown = call("info", cases.store.url).out
+    assert "images by role" in shown
+    assert "localizer" in shown
 
 
 def test_a_version_is_shown_and_a_missing_one_names_those_that_exist(call: Call, dataset: Path) -> None:
