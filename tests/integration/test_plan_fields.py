@@ -338,3 +338,28 @@ def test_every_image_of_ct_mr_and_radiographs_in_one_dataset_is_reachable(tmp_pa
         "left_out": {},
     }
     assert json.dumps(report["images"]["not_in_any_field"]) == "{}"
+
+
+@pytest.mark.slow
+def test_every_image_of_generated_studies_is_reachable(tmp_path: Path, plan: Any) -> None:
+    """CT, MR, CR and DX as ``shardflow synth`` makes them, which the demo's data is like."""
+    case = PackCase(tmp_path)
+    case.prepare()
+    size = ["--studies", "8", "--seed", "7", "--size", "48", "--slices", "4:6"]
+    assert main(["synth", str(tmp_path / "generated"), *size]) == 0
+    case.dicom.rmdir()
+    (tmp_path / "generated" / "dicom").rename(case.dicom)
+    case.pack("splits.train=100", "splits.val=0")
+    report = plan(case.output, '[fields.report]\ntype = "text"\nmissing = "pad"', "--json").last_line
+    images = report["images"]
+    assert (images["share"], images["not_in_any_field"]) == (0, images["stored"])
+    assert sum(images["stored"].values()) == case.open().samples.column("num_slices").sum()
+    assert {"frontal", "t1"} <= {*images["stored"]}
+    text = "".join(
+        f'[fields.{role}]\ntype = "image"\nseries = "role == \'{role}\'"\nnum_images = "all"\nsize = [8, 8]\n'
+        'missing = "pad"\n'
+        for role in images["stored"]
+    )
+    (report,) = plan(case.output, text, "--json").lines
+    assert report["images"]["share"] == 1
+    assert report["images"]["reachable"] == images["stored"]
