@@ -368,7 +368,11 @@ class Batch(Mapping[str, Any]):
         state = "" if self._arrays["weight"][slot] else " (masked)"
         title = "padding" if key is None else f"{key}{state}"
         title = f"{title} · slot {slot} of epoch {self.epoch}, step {self.step}, micro-batch {self.micro}"
-        shown = [] if key is None else show_entries(entries, self._entries(), slot)
+        shown = (
+            []
+            if key is None
+            else show_entries(entries, self._entries(), slot, num_slots=len(self._arrays["row"]))
+        )
         return render_slot(title, shown, max_pictures=max_pictures)
 
     def _entries(self) -> Mapping[str, Any]:

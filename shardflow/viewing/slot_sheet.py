@@ -177,14 +177,15 @@ def _lines(one: ShownField, face: Typeface) -> list[str]:
 
 
 def show_entries(
-    entries: Sequence[Mapping[str, Any]], values: Mapping[str, Any], slot: int
+    entries: Sequence[Mapping[str, Any]], values: Mapping[str, Any], slot: int, *, num_slots: int
 ) -> list[ShownField]:
     """Return what a slot of a batch holds, as a person sees it.
 
     Args:
         entries: Name and type of the fields, and ``like`` of those that lie over another.
-        values: The batch.
+        values: The batch. What has no item per slot, as ``collate=`` may return it, is shown whole.
         slot: Which slot.
+        num_slots: Number of slots.
     """
     types = {entry["name"]: entry["type"] for entry in entries}
     over: dict[str, list[str]] = {}
@@ -195,11 +196,16 @@ def show_entries(
     hidden = beside.union(*over.values())
     found = []
     for name in values:
-        value = None if name in hidden else values[name][slot]
-        if name not in hidden and f"{name}_range" in values:
+        if name in hidden:
+            continue
+        whole = values[name]
+        is_array = isinstance(whole, np.ndarray) and whole.ndim > 0
+        is_by_slot = (is_array or isinstance(whole, list)) and len(whole) == num_slots
+        if is_by_slot and f"{name}_range" in values:
             layers = [(one, types[one]) for one in over.get(name, ())]
             found.append(_show_pictures(name, values, slot, layers))
-        elif name not in hidden:
+        else:
+            value = whole[slot] if is_by_slot else whole
             found.append(ShownField(name, _note(value), text=_text(value)))
     return found
 

@@ -59,7 +59,12 @@ def test_every_slot_is_a_png_that_names_it_and_shows_its_pictures_in_their_range
             assert (tmp_path / "slot.png").read_bytes() == sheet.png
             assert _pixels(sheet.png).shape[1] == 1168
             assert ("padding" if key is None else key) in sheet.title
-            shown = {one.name: one for one in show_entries(batch.descriptor["entries"], dict(batch), slot)}
+            shown = {
+                one.name: one
+                for one in show_entries(
+                    batch.descriptor["entries"], dict(batch), slot, num_slots=batch.num_slots
+                )
+            }
             assert list(shown) == list(FIELDS)
             assert len(shown["views"].pictures) == batch["views_mask"][slot].sum()
             assert shown["report"].text == batch["report"][slot]
@@ -73,7 +78,7 @@ def test_pixels_are_the_images_stretched_to_the_tile() -> None:
     pixels[0, :34] = 100
     batch = {"ct": pixels[None, None], "ct_range": np.array([[0.0, 200.0]]), "ct_mask": np.ones((1, 1))}
     entries = [{"name": "ct", "type": "slices"}]
-    found = _pixels(render_slot("a", show_entries(entries, batch, 0)).png)
+    found = _pixels(render_slot("a", show_entries(entries, batch, 0, num_slots=1)).png)
     gray = (found == 128).all(axis=2)
     assert gray[:, 24 : 24 + 272].all(axis=1).sum() == pytest.approx(136, abs=3)  # half of a tile
     black = (found[:, 24 : 24 + 272] == 0).all(axis=(1, 2)).sum()
@@ -100,7 +105,7 @@ def test_masks_and_boxes_lie_over_the_picture_that_they_are_of() -> None:
         {"name": "lesions", "type": "mask", "like": "image"},
         {"name": "boxes", "type": "boxes", "like": "image"},
     ]
-    (field,) = show_entries(entries, batch, 0)
+    (field,) = show_entries(entries, batch, 0, num_slots=1)
     assert [len(one.boxes) for one in field.pictures] == [0, 1]
     found = _pixels(render_slot("a", [field]).png)
     first, second = found[:, 24 : 24 + 272].astype(int), found[:, 302 : 302 + 272].astype(int)
@@ -117,7 +122,12 @@ def test_stored_regions_lie_over_the_pictures_of_the_field_that_they_follow(tmp_
     num_planes = num_boxes = 0
     for batch in _batches(dataset, fields=REGIONS):
         for slot in range(batch.num_slots):
-            shown = {one.name: one for one in show_entries(batch.descriptor["entries"], dict(batch), slot)}
+            shown = {
+                one.name: one
+                for one in show_entries(
+                    batch.descriptor["entries"], dict(batch), slot, num_slots=batch.num_slots
+                )
+            }
             assert shown.keys() == {"ct", "views", "frontal", "volume", "tiles"}
             for place, one in enumerate(shown["ct"].pictures):
                 wanted = [*batch["lesions"][slot, place], *batch["anything"][slot, place]]
@@ -137,7 +147,9 @@ def test_stored_regions_lie_over_the_pictures_of_the_field_that_they_follow(tmp_
 def test_normalized_pixels_are_shown_by_their_own_extremes() -> None:
     pixels = np.linspace(0, 1, 68 * 68, dtype=np.float32).reshape(1, 1, 68, 68)
     batch = {"image": pixels, "image_range": np.array([[0.0, 4095.0]]), "image_mask": np.ones(1)}
-    found = _pixels(render_slot("a", show_entries([{"name": "image", "type": "image"}], batch, 0)).png)
+    found = _pixels(
+        render_slot("a", show_entries([{"name": "image", "type": "image"}], batch, 0, num_slots=1)).png
+    )
     assert len(np.unique(found[60:320, 24:296])) > 100
 
 
@@ -148,13 +160,17 @@ def test_values_of_every_kind_are_shown() -> None:
         "raw": [b"ab"],
         "label": np.array([3]),
         "nothing": [None],
+        "total": np.array(7),
+        "joined": np.arange(5),
         "color": [np.zeros((3, 20, 10), np.uint8)],
         "color_range": np.array([[0.0, 255.0]]),
     }
-    shown = {one.name: one for one in show_entries([], batch, 0)}
+    shown = {one.name: one for one in show_entries([], batch, 0, num_slots=1)}
     assert shown["tokens"].text.startswith("0 1 2")
     assert "größer" in shown["facts"].text
     assert shown["raw"].text == "61 62"
+    assert shown["total"].text == "7"
+    assert shown["joined"].text == "0 1 2 3 4"  # not one per slot
     assert shown["nothing"].note == "none"
     assert len(shown["color"].pictures) == 1
     assert render_slot("a", list(shown.values())).png
