@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from shardflow.errors import ConfigError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
 from shardflow.fields.quarantine import BadSampleReason
-from shardflow.fields.raw import is_pickle
+from shardflow.fields.raw import is_pickle, read_npy
 from shardflow.fields.reader import Shard
 from shardflow.fields.slots import SlotContent, SlotRequest
 from shardflow.fields.views import Arrays, ArraySpec
@@ -34,14 +33,6 @@ from shardflow.format.keys import REPORT_FIELD
 _MAX_BYTES: Final = 1 << 40
 _MAX_AXES: Final = 8
 _NUMBERS: Final = "biufc"
-_NPY_HEAD: Final = 1 << 16
-# The header is matched, not evaluated: NumPy parses it as Python source, which fails at times where several
-# threads do so at once (CPython 3.11), and is slower.
-_NPY_VALUE: Final = rb"'[<>|=]?[biufc?]\d*'|True|False|\([\d,\sL]*\)"
-_NPY_ENTRY: Final = re.compile(rb"'(descr|fortran_order|shape)'\s*:\s*(" + _NPY_VALUE + rb")")
-_NPY_HEADER: Final = re.compile(
-    rb"\{\s*((?:'\w+'\s*:\s*(?:" + _NPY_VALUE + rb")\s*(?:,\s*|(?=\}))){3})\}", re.ASCII
-)
 # What NumPy, zipfile and json raise for bytes that are not what their name says.
 _UNREADABLE: Final = (
     ValueError,
@@ -536,37 +527,6 @@ class _SlotArray:
 
     def close(self) -> None:
         """Do nothing: the slot is complete."""
-
-
-def read_npy(payload: NDArray[np.uint8]) -> NDArray[Any]:
-    """Return the array of an ``.npy`` file without a copy.
-
-    Args:
-        payload: ``(num_bytes,)``, the file.
-
-    Raises:
-        ValueError: It is no such file, holds objects, or has another size than its header says.
-    """
-    head = payload[:_NPY_HEAD].tobytes()
-    size_bytes = 2 if head[6:7] == b"\x01" else 4
-    start = 8 + size_bytes
-    if head[:6] != b"\x93NUMPY" or head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
-        raise ValueError("no .npy of a known version")
-    stop = start + int.from_bytes(head[8:start], "little")
-    header = _NPY_HEADER.fullmatch(head[start:stop].strip())
-    entries = {} if header is None else dict(_NPY_ENTRY.findall(header[1]))
-    if len(entries) != 3:
-        raise ValueError("no header of plain numbers")
-    dtype = np.dtype(entries[b"descr"].strip(b"'").decode("ascii"))
-    shape = tuple(int(size) for size in re.findall(rb"\d+", entries[b"shape"]))
-    is_fortran = entries[b"fortran_order"] == b"True"
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if len(payload) - stop != num_bytes:
-        raise ValueError("another size than in the header")
-    if not num_bytes:
-        return np.empty(shape, dtype)
-    values = np.frombuffer(payload[stop:].data, dtype)
-    return values.reshape(shape[::-1]).T if is_fortran else values.reshape(shape)
 
 
 def _copy_exactly(source: NDArray[Any], target: NDArray[Any]) -> bool:
