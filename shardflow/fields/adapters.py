@@ -1,10 +1,10 @@
 """Adapters for transforms of torchvision, MONAI and albumentations: fields in their types, and back.
 
-Each converts the pixels of a sample by the type of its field, so that an image and its mask move together;
-texts and everything else pass through. Pixels of uint8 stay uint8, all others go in as float32, which holds
-16 bits exactly, and come out in the dtype that the library returns; masks keep theirs. The random choices of
-MONAI and albumentations follow ``__rng__``; torchvision draws from torch's process-global generator, so a
-random one needs ``execution="workers"``, where it is seeded for each sample.
+Each converts the pixels of a sample by the type of its field, so that an image, its mask and its boxes move
+together; texts and everything else pass through. Pixels of uint8 stay uint8, all others go in as float32,
+which holds 16 bits exactly, and come out in the dtype that the library returns; masks keep theirs. The random
+choices of MONAI and albumentations follow ``__rng__``; torchvision draws from torch's process-global
+generator, so a random one needs ``execution="workers"``, where it is seeded for each sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _KINDS: Final = ("image", "slices", "mask")
 def torchvision(transform: Any, *, kinds: Mapping[str, EntryKind] | None = None) -> LibraryTransform:
     """Return a transform of a sample from one of ``torchvision.transforms.v2``.
 
-    Images and slices become ``tv_tensors.Image`` ``(..., C, H, W)``, masks ``tv_tensors.Mask``.
+    Images and slices become ``tv_tensors.Image`` ``(..., C, H, W)``, masks ``tv_tensors.Mask``, boxes
+    ``tv_tensors.BoundingBoxes``; a box that is left without area is dropped from its ``NAME_mask``.
 
     Args:
         transform: The transform, or a ``v2.Compose``.
@@ -47,7 +48,8 @@ def monai(transform: Any, *, kinds: Mapping[str, EntryKind] | None = None) -> Li
 
     Images and masks go in channel first: ``(C, H, W)``, with several images ``(N * C, H, W)``; slices and
     their masks ``(C, K, H, W)``. A dictionary transform, such as ``RandFlipd``, gets the sample by the names
-    of its fields; an array transform is for samples with a single field of pixels.
+    of its fields, and changes the ``keys`` that it names; an array transform is for samples with a single
+    field of pixels.
 
     Args:
         transform: The transform, or a ``Compose``.
@@ -63,7 +65,8 @@ def albumentations(transform: Any, *, kinds: Mapping[str, EntryKind] | None = No
     """Return a transform of a sample from one of albumentations.
 
     Images and masks go in channel last, ``(H, W, C)``, several images or slices as further channels. The
-    first field of images is the target ``image``, others are further targets.
+    first field of images is the target ``image``, others are further targets. Boxes go in as ``bboxes``; one
+    that the library drops is dropped from its ``NAME_mask``.
 
     Args:
         transform: The transform, or a ``Compose``.
@@ -84,6 +87,8 @@ class LibraryTransform(ABC):
         for name, kind in self._given.items():
             check_choice(f"kinds[{name!r}]", kind, _KINDS)
         self.kinds: dict[str, EntryKind] = dict(self._given)
+        self.boxes: dict[str, str] = {}
+        self.stacks: set[str] = {name for name, kind in self._given.items() if kind == "slices"}
 
     @property
     def name(self) -> str:
@@ -94,6 +99,10 @@ class LibraryTransform(ABC):
         """Return the same transform for a sample with some fields."""
         again = copy.copy(self)
         again.kinds = {**_kinds_of(specs), **self._given}
+        stacks = {name for name, kind in again.kinds.items() if kind == "slices"}
+        likes = {name: str(getattr(spec, "like", "")) for name, spec in specs.items()}
+        again.stacks = stacks | {name for name, like in likes.items() if like in stacks}
+        again.boxes = {name: likes[name] for name, spec in specs.items() if spec.type_name == "boxes"}
         return again
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +146,19 @@ class _Torchvision(LibraryTransform):
             name: (tensors.Mask if self.kinds[name] == "mask" else tensors.Image)(np.ascontiguousarray(value))
             for name, value in pixels.items()
         }
-        found = self.transform(wrapped)
+        places = {name: np.flatnonzero(sample[f"{name}_mask"]) for name in self.boxes if name in sample}
+        for name, kept in places.items():
+            size = pixels[self.boxes[name]].shape[-2:]
+            wrapped[name] = tensors.BoundingBoxes(sample[name][kept], format="XYXY", canvas_size=size)
+        found = dict(self.transform(wrapped))
+        for name, kept in places.items():
+            boxes = np.asarray(plain_value(found.pop(name)), np.float32)
+            if len(boxes) != len(kept):
+                raise ConfigError(
+                    f"{self.name} dropped boxes of {name!r}; leave that step out, boxes without area are "
+                    "masked here."
+                )
+            sample = _with_boxes(sample, name, boxes, kept)
         return {
             **sample,
             **{name: _as_output(value, sample.get(name), self.kinds[name]) for name, value in found.items()},
@@ -170,7 +191,7 @@ class _Monai(LibraryTransform):
     def _channels_first(self, name: str, value: NDArray[Any]) -> NDArray[Any]:
         if value.ndim < 4:
             return value
-        if self.kinds[name] == "image":
+        if name not in self.stacks:
             return value.reshape(-1, *value.shape[-2:])
         return np.ascontiguousarray(np.moveaxis(value, 0, 1))
 
@@ -179,7 +200,7 @@ class _Monai(LibraryTransform):
             return value
         before, after = sample.get(name), np.asarray(plain_value(value))
         if isinstance(before, np.ndarray) and before.ndim == 4:
-            if self.kinds[name] != "image":
+            if name in self.stacks:
                 after = np.moveaxis(after, 0, 1)
             elif after.ndim == 3 and len(after) == before.shape[0] * before.shape[1]:
                 after = after.reshape(*before.shape[:2], *after.shape[1:])
@@ -205,12 +226,32 @@ class _Albumentations(LibraryTransform):
         self.transform.set_random_seed(self._seed(sample))
         targets = self._name_targets(pixels)
         given = {targets[name]: _channels_last(value) for name, value in pixels.items()}
+        places = {name: np.flatnonzero(sample[f"{name}_mask"]) for name in self.boxes if name in sample}
+        if places:
+            boxes = np.concatenate([sample[name][kept] for name, kept in places.items()])
+            given |= {"bboxes": boxes, _PLACE: np.arange(len(boxes))}
         found = self.transform(**given)
+        first = 0
+        for name, kept in places.items():
+            number = np.asarray(found[_PLACE], np.int64)
+            mine = (number >= first) & (number < first + len(kept))
+            boxes = np.asarray(found["bboxes"], np.float32).reshape(-1, 4)[mine]
+            sample = _with_boxes(sample, name, boxes, kept[number[mine] - first])
+            first += len(kept)
         back = {name: _leading_axes(found[target], sample[name]) for name, target in targets.items()}
         return {
             **sample,
             **{name: _as_output(one, sample[name], self.kinds[name]) for name, one in back.items()},
         }
+
+    def for_fields(self, specs: Mapping[str, Field]) -> LibraryTransform:
+        """Return the same transform for a sample with some fields, whose boxes are targets as well."""
+        again = super().for_fields(specs)
+        if again.boxes:
+            library = importlib.import_module(type(self.transform).__module__.partition(".")[0])
+            parameters = library.BboxParams(format="pascal_voc", label_fields=[_PLACE])
+            again.transform = library.Compose([self.transform], bbox_params=parameters)
+        return again
 
     def _name_targets(self, pixels: Mapping[str, NDArray[Any]]) -> dict[str, str]:
         """Return the target of each entry; new ones are added to the transform."""
@@ -229,6 +270,31 @@ class _Albumentations(LibraryTransform):
             self.transform.add_targets(missing)
             self._targets |= missing
         return targets
+
+
+_PLACE: Final = "shardflow_place"
+"""Label that says which box a box was before."""
+
+
+def _with_boxes(
+    sample: Mapping[str, Any], name: str, boxes: NDArray[Any], places: NDArray[np.int64]
+) -> dict[str, Any]:
+    """Return a sample with other boxes; those without area are dropped, the others move up.
+
+    Args:
+        sample: The sample.
+        name: Name of the field of boxes.
+        boxes: ``(n, 4)``.
+        places: ``(n,)`` where each was before, of the M places.
+    """
+    has_area = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+    boxes, places = boxes[has_area], places[has_area]
+    found = dict(sample)
+    for entry, fill in ((name, 0), (f"{name}_mask", 0), (f"{name}_label", -1), (f"{name}_index", -1)):
+        if entry in sample:
+            found[entry] = np.full_like(sample[entry], fill)
+            found[entry][: len(boxes)] = boxes if entry == name else sample[entry][places]
+    return found
 
 
 def _channels_last(value: NDArray[Any]) -> NDArray[Any]:
