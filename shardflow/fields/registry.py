@@ -229,6 +229,7 @@ class FieldSet:
 
     Attributes:
         transform: What is done to each sample; None delivers the fields as they are.
+        series_tables: SHA-256 of the series table of each dataset; empty if no field needs it.
 
     Raises:
         ConfigError: A name is reserved, or a field does not fit the datasets.
@@ -244,6 +245,7 @@ class FieldSet:
         self._context = context
         self._entries = [self._describe(one) for one in self.bound]
         tables = [] if "catalog" not in vars(context) else context.catalog.digests
+        self.series_tables: Sequence[str] = list(tables)
         self._digests = [*tables, *(digest for one in self.bound for digest in one.digests)]
         self.beside: Sequence[BoundField] = [one for one in self.bound if one.is_beside]
 
@@ -256,6 +258,11 @@ class FieldSet:
         }
         transform = {} if self.transform is None else {"transform": self.transform.identity()}
         return sha256_hex(canonical_json({"fields": specs, "tables": list(self._digests), **transform}))
+
+    @property
+    def table_digests(self) -> Sequence[str]:
+        """SHA-256 of the tables that the fields read, those of the series tables first."""
+        return self._digests
 
     def sample(self, arrays: Arrays, slot: int, num_slots: int) -> dict[str, Any]:
         """Return the entries of one of B slots, as a transform gets them; arrays are views."""

@@ -6,6 +6,7 @@ those that are only prefetched. The plan decides what is in a micro-batch; a str
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -27,6 +28,15 @@ from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.binding import bind_transform
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
+from shardflow.loading.lock import (
+    LOCK_NAME,
+    check_lock,
+    content_id,
+    lock_digest,
+    make_lock,
+    open_locked,
+    run_id,
+)
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, bind_fields, select
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
@@ -35,6 +45,8 @@ from shardflow.telemetry import StageCounters, Tunables
 _LOGGER = logging.getLogger(__name__)
 # Around the end of an epoch both its plan and the next one are needed in turn.
 _NUM_PLANS = 2
+# Digits of a digest in a state, which stays below 1 KB.
+_DIGITS = 32
 
 
 class EpochIterator(Iterator[Batch]):
@@ -205,12 +217,15 @@ class Loader:
             ``(mesh, "dp")``. By default the rank of torch.distributed if it is initialized, else the one that
             torchrun's variables state, else a single process; resolved now, and logged.
         config: How to run; never changes what is in a micro-batch.
+        lock: What `lock` returned in the run to resume: the version of the dataset that it lists is opened,
+            even where a newer one exists, and everything else must be as it says.
         spec: The former name of ``batch``, accepted for one release.
 
     Raises:
         TypeError: Neither ``batch`` nor ``spec`` is given, or both are.
         ConfigError: The dataset has no such split, a term cannot be read, no sample is left, the world is
             none, or the loaders of the node could take more memory than they may.
+        StateError: The data is not what ``lock`` lists; the message names the first entry that differs.
         PlanError: There are more ranks than micro-batches in a step, or no step can be formed; with a token
             budget the latter is raised by the first use of a plan.
 
@@ -240,9 +255,12 @@ class Loader:
         accept_content_change: bool = False,
         world: World | Literal["single"] | Any = None,
         config: LoaderConfig | None = None,
+        lock: Mapping[str, Any] | None = None,
         spec: BatchSpec | None = None,
     ) -> None:
         batch = _given_batch(batch, spec)
+        if lock is not None:
+            dataset = open_locked(dataset, lock)
         self._resolved = resolve_world(world)
         if self._resolved.source:
             _LOGGER.info("%s", self._resolved)
@@ -279,6 +297,9 @@ class Loader:
         self._position = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples, self.config.max_bad_share)
         self._active: weakref.ref[EpochIterator] | None = None
+        self._lock: dict[str, Any] | None = None
+        if lock is not None:
+            check_lock(lock, self.lock(), accepts_content=accept_content_change)
 
     def _set_transform(
         self, selection: Selection, config: LoaderConfig, transform: Any, outputs: Any, collate: Any
@@ -327,6 +348,24 @@ class Loader:
     def plan_id(self) -> str:
         """Identity of the plan: equal for runs with the same steps, whatever their world size."""
         return self._state.plan_id
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the run: SHA-256 of plan_id, seed and content_id; the same on all ranks.
+
+        A batch is named by it together with its epoch, step and micro-batch.
+        """
+        return run_id(self.plan_id, self._state.seed, content_id(self.config, self._fields))
+
+    def lock(self) -> dict[str, Any]:
+        """Return what the run reads, as a JSON object: versions of datasets, tables, and how it samples.
+
+        Write it as ``loader.lock.json`` beside a checkpoint, and pass it as ``Loader(lock=)`` to resume. It
+        is the same on all ranks, of any size, and names no path; the state holds its digest.
+        """
+        if self._lock is None:
+            self._lock = make_lock(self.selection, self._state, self.config, self._fields)
+        return copy.deepcopy(self._lock)
 
     @property
     def plan(self) -> EpochPlan:
@@ -485,23 +524,37 @@ class Loader:
         last step of an epoch it is step 0 of the next one.
         """
         state = self._state.at(self._position).to_json()
-        return state if self._fields is None else {**state, "content_id": self._fields.content_id}
+        if self._fields is not None:
+            state["content_id"] = self._fields.content_id[:_DIGITS]
+        return {**state, "lock": lock_digest(self.lock())[:_DIGITS]}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, object], *, lock: Mapping[str, Any] | None = None) -> None:
         """Move to a saved position; takes effect at the next ``iter()`` and retires the current iteration.
 
         The state may have been saved with another world size.
+
+        Args:
+            state: What `state_dict` returned.
+            lock: What `lock` returned there; where something differs, the message names the first entry.
 
         Raises:
             StateError: The state is malformed or belongs to another seed, dataset, split or batch spec; the
                 message names the field, and the position does not change.
         """
         state = dict(state)
-        content_id = state.pop("content_id", None)
+        content_id, digest = state.pop("content_id", None), state.pop("lock", None)
         loaded = LoaderState.from_json(state)
         loaded.check_matches(self._state)
         loaded.check_within(self.num_steps_in(loaded.epoch))
+        if lock is not None:
+            check_lock(lock, self.lock(), accepts_content=self._accept_content_change)
         self._check_content(content_id)
+        is_same = digest in (None, lock_digest(self.lock())[:_DIGITS])
+        if not is_same and not self._accept_content_change:
+            raise StateError(
+                f"The state was saved by a run that read other tables (its lock differs); pass the "
+                f"{LOCK_NAME} beside the checkpoint as lock=, and the first that differs is named."
+            )
         self._retire()
         self._position = loaded.position
 
@@ -509,6 +562,9 @@ class Loader:
         """Refuse a state whose batches held something else."""
         ours = None if self._fields is None else self._fields.content_id
         if content_id == ours:
+            return
+        # Only the first digits are stored; states from before that have all of them.
+        if isinstance(content_id, str) and ours is not None and content_id[:_DIGITS] == ours[:_DIGITS]:
             return
         if not self._accept_content_change:
             raise StateError(

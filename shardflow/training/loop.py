@@ -30,6 +30,7 @@ from torch import nn
 
 from shardflow.errors import RanksDisagreeError
 from shardflow.loading import Batch, Loader
+from shardflow.loading.lock import lock_digest
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.config import OptimizerConfig, RunConfig
 from shardflow.training.distributed import Ranks, StopRequest, settle
@@ -384,6 +385,8 @@ class TrainingLoop:
             f"epoch {position.epoch}",
             {
                 "plan_id": loader.plan_id,
+                "run_id": loader.run_id,
+                "lock": lock_digest(loader.lock()),
                 "seed": self.parts.run.seed,
                 "epoch": position.epoch,
                 "start step": position.step,

@@ -26,6 +26,7 @@ import torch
 from shardflow.config import dump_config
 from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
 from shardflow.loading import Loader, LoaderConfig, Selection, StoredTokens, World
+from shardflow.loading.lock import encode_lock
 from shardflow.monitoring import check_outlets, open_outlets, read_settings
 from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.storage import write_atomic
@@ -255,7 +256,7 @@ def prepare_run(
     optimizer = build_optimizer(model, config.optimizer)
     updates = Updates(model, optimizer, config.optimizer, is_scaled=compute is torch.float16)
     if checkpoint is not None:
-        loader.load_state_dict(checkpoint.state["loader"])
+        loader.load_state_dict(checkpoint.state["loader"], lock=checkpoint.lock)
         loader.load_masks(checkpoint.state["masks"])
         load_model(model, checkpoint.model)
         load_optimizer(model, optimizer, checkpoint.optimizer)
@@ -275,7 +276,8 @@ def prepare_run(
 
     ranks.barrier("prepared", ranks.timeouts.startup_s)
     wrapped = model if is_sharded else replicate(model, ranks)
-    saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded)
+    lock = encode_lock(loader.lock())
+    saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded, lock=lock)
     stack.callback(saver.close)
     padding = sample_inputs(config.image, config.augment, ranks.device, packed=config.batch.packed)
     warm_up(wrapped, padding, autocast=autocast)

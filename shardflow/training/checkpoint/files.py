@@ -4,7 +4,8 @@ A checkpoint is ``checkpoints/step-00000012/`` with ``model.safetensors``, ``opt
 ``state.json``; if every rank holds a part of the model, each has its own pair of tensor files
 (``model-00003.safetensors``), whose rows follow one another in rank order. It is written into a hidden
 folder, every file synced, then renamed, then the parent is synced, then ``latest`` points to it.
-``state.json`` holds size and SHA-256 of the other files and its own digest; no byte of a tensor file is
+``loader.lock.json`` lists what the run read, and its digest is in the loader's state. ``state.json`` holds
+size and SHA-256 of the tensor files and its own digest; no byte of a tensor file is
 parsed before its digest is verified. No pickle (docs/adr/0052).
 
 Invariant: the newest sound folder is the truth; ``latest`` is a pointer for people and tools, moved last, so
@@ -30,6 +31,7 @@ from typing import Any, Final
 import torch
 
 from shardflow.errors import CheckpointError, StorageError
+from shardflow.loading.lock import LOCK_NAME
 from shardflow.storage import fsync_directory, write_atomic
 from shardflow.training.checkpoint.tensors import PiecewiseTensors, TensorFile, TensorFileError, write_tensors
 
@@ -59,6 +61,8 @@ class Checkpoint:
     """What the run put there, without the checkpoint's own bookkeeping."""
     model: PiecewiseTensors
     optimizer: PiecewiseTensors
+    lock: dict[str, Any] | None = None
+    """What the run read, see `shardflow.loading.lock`; None in a checkpoint from before there was one."""
 
 
 class CheckpointFolder:
@@ -131,7 +135,13 @@ class CheckpointFolder:
         return files
 
     def publish(
-        self, unfinished: Path, global_step: int, *, state: Mapping[str, Any], files: Mapping[str, Any]
+        self,
+        unfinished: Path,
+        global_step: int,
+        *,
+        state: Mapping[str, Any],
+        files: Mapping[str, Any],
+        lock: bytes | None = None,
     ) -> str:
         """Give a completely written checkpoint its name, point ``latest`` to it, remove old ones.
 
@@ -140,6 +150,7 @@ class CheckpointFolder:
             global_step: Steps that are done.
             state: JSON object of everything that is no tensor.
             files: What :meth:`write_part` returned, of all ranks together.
+            lock: Content of ``loader.lock.json``, whose digest is in the loader's state.
 
         Returns:
             The checkpoint's name.
@@ -153,6 +164,8 @@ class CheckpointFolder:
         }
         content["digest"] = _digest_of(content)
         try:
+            if lock is not None:
+                _write_synced(unfinished / LOCK_NAME, lock)
             _write_synced(unfinished / STATE_FILE, _canonical(content))
             fsync_directory(unfinished)
             self._rename(unfinished, self.path / name)
@@ -260,7 +273,24 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         PiecewiseTensors([opened[file_name] for file_name in sorted(files) if file_name.startswith(kind)])
         for kind in _PARTS
     )
-    return Checkpoint(name=name, state=content["run"], model=model, optimizer=optimizer)
+    lock = _read_lock(folder, name, content["run"])
+    return Checkpoint(name=name, state=content["run"], model=model, optimizer=optimizer, lock=lock)
+
+
+def _read_lock(folder: Path, name: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read the loader's lock; None if its state names none."""
+    loader = state.get("loader")
+    digest = loader.get("lock") if isinstance(loader, Mapping) else None
+    if digest is None:
+        return None
+    try:
+        data = (folder / LOCK_NAME).read_bytes()
+    except OSError as error:
+        raise _damaged(name, f"a readable {LOCK_NAME}", type(error).__name__) from None
+    if not digest or not hashlib.sha256(data).hexdigest().startswith(digest):
+        raise _damaged(name, f"{LOCK_NAME} with the digest of the loader's state", "another one")
+    lock: dict[str, Any] = json.loads(data)
+    return lock
 
 
 def _read_state(folder: Path, name: str) -> dict[str, Any]:

@@ -123,6 +123,7 @@ class CheckpointSaver:
         model: The model, whole on every rank or sharded.
         optimizer: Its optimizer.
         is_sharded: Whether each rank holds rows of its own.
+        lock: Content of ``loader.lock.json``, which is written beside each.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class CheckpointSaver:
         optimizer: torch.optim.Optimizer,
         *,
         is_sharded: bool,
+        lock: bytes | None = None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._lock = folder, lock
         self._ranks = ranks
         self._is_sharded = is_sharded
         self._snapshot = HostSnapshot(model, optimizer, is_first=ranks.rank == 0)
@@ -292,5 +294,7 @@ class CheckpointSaver:
             self._publish(work)
 
     def _publish(self, work: _Work) -> None:
-        self._folder.publish(work.unfinished, work.global_step, state=work.state, files=work.files)
+        self._folder.publish(
+            work.unfinished, work.global_step, state=work.state, files=work.files, lock=self._lock
+        )
         work.stage = SavingStage.DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -99,7 +100,7 @@ def test_run_folder_holds_what_the_docs_promise(whole: Path) -> None:
         *(
             f"checkpoints/step-{step:08d}/{file}"
             for step in (10, 12)
-            for file in ("model.safetensors", "optimizer.safetensors", "state.json")
+            for file in ("loader.lock.json", "model.safetensors", "optimizer.safetensors", "state.json")
         ),
         "ledger/attempt-0001/rank-00000.jsonl",
         "metrics.jsonl",
@@ -374,6 +375,15 @@ def test_run_stays_with_the_manifest_it_began_with(tiny: TinyInput, tmp_path: Pa
     shutil.copytree(tiny.folder, growing.folder)
     output = tmp_path / "run"
     run(growing, output, "run.max_steps=1")
+    saved = output / "checkpoints" / "step-00000001"
+    lock = (saved / "loader.lock.json").read_bytes()
+    state = json.loads((saved / "state.json").read_text(encoding="utf-8"))["run"]["loader"]
+    assert hashlib.sha256(lock).hexdigest().startswith(state["lock"])
+    assert json.loads(lock)["datasets"][0]["dataset_id"] == state["dataset_id"]
+    (saved / "loader.lock.json").write_bytes(lock.replace(b"1", b"2"))
+    with pytest.raises(CheckpointError, match=r"loader\.lock\.json with the digest"):
+        read_checkpoint(saved)
+    (saved / "loader.lock.json").write_bytes(lock)
     store = LocalStore(growing.dataset)
     first = manifest.load(store)
     manifest.commit(store, replace(first, manifest_version=2, parent=first.dataset_id))

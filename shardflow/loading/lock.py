@@ -1,0 +1,159 @@
+"""Lock of a run: the dataset versions, tables and sampling that a resume must find again (contract S4).
+
+The loader's state holds digests only, so it stays small; the lock, written beside a checkpoint as
+``loader.lock.json``, says what they are digests of. It names no path and no rank: it is the same on all ranks
+and machines. A resume compares it with what it has opened, and names the first entry that differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, Final
+
+from shardflow.errors import StateError
+from shardflow.fields.registry import FieldSet
+from shardflow.format import Dataset
+from shardflow.format.keys import Json, canonical_json, sha256_hex
+from shardflow.format.manifest import load
+from shardflow.format.tokens import open_manifest
+from shardflow.loading.config import LoaderConfig
+from shardflow.loading.selection import Selection
+from shardflow.sampling import LoaderState
+
+LOCK_NAME: Final = "loader.lock.json"
+"""Name of the file beside a checkpoint."""
+LOCK_VERSION: Final = 1
+
+
+def content_id(config: LoaderConfig, fields: FieldSet | None) -> str:
+    """Return the identity of what fills the slots: of the fields, or of the view, text and tokens."""
+    if fields is not None:
+        return fields.content_id
+    settings: dict[str, Json] = {
+        "view": repr(config.view),
+        "text": config.text,
+        "tokens": repr(config.tokens),
+        "transform": config.transform,
+    }
+    return sha256_hex(canonical_json(settings))
+
+
+def run_id(plan_id: str, seed: int, content: str) -> str:
+    """Return the identity of a run: of what decides its slots, their order, and what fills them."""
+    return sha256_hex(canonical_json({"plan_id": plan_id, "seed": seed, "content_id": content}))
+
+
+def make_lock(
+    selection: Selection, state: LoaderState, config: LoaderConfig, fields: FieldSet | None
+) -> dict[str, Any]:
+    """Return the lock as a JSON object.
+
+    The fields of a run are in it by their content_id; the view of a run without fields is not, because it
+    may change from one start to the next.
+
+    Raises:
+        ConfigError: A table that the run reads is gone.
+        FormatError: A table cannot be trusted.
+    """
+    tokenizers = set() if config.tokens is None else {config.tokens.tokenizer}
+    if state.spec.budget is not None and state.spec.budget.cost.tokenizer:
+        tokenizers.add(state.spec.budget.cost.tokenizer)
+    return {
+        "version": LOCK_VERSION,
+        "datasets": [
+            _dataset(one, sorted(tokenizers), series)
+            for one, series in zip_longest(selection.datasets, () if fields is None else fields.series_tables)
+        ],
+        "sampling": {
+            "split": state.split,
+            "subset": state.subset,
+            "view": state.view,
+            "seed": state.seed,
+            "batch": state.spec.to_json(),
+            "components": [one.to_json() for one in state.components],
+        },
+        "field_tables": [] if fields is None else list(fields.table_digests),
+        "plan_id": state.plan_id,
+        "content_id": None if fields is None else fields.content_id,
+    }
+
+
+def _dataset(dataset: Dataset, tokenizers: list[str], series: str | None) -> dict[str, Any]:
+    return {
+        "dataset_id": dataset.dataset_id,
+        "manifest_version": dataset.manifest_version,
+        "series_table": series,
+        "tokens": {one: open_manifest(dataset, one).digest for one in tokenizers},
+    }
+
+
+def encode_lock(lock: Mapping[str, Any]) -> bytes:
+    """Return the bytes of the file, the same for equal locks."""
+    return json.dumps(lock, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def lock_digest(lock: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of `encode_lock`, which the state holds."""
+    return sha256_hex(encode_lock(lock))
+
+
+def check_lock(saved: Mapping[str, Any], ours: Mapping[str, Any], *, accepts_content: bool) -> None:
+    """Refuse a lock that is not this run's.
+
+    Args:
+        saved: The lock beside the checkpoint.
+        ours: The loader's.
+        accepts_content: Whether other fields and tables of their contents are fine.
+
+    Raises:
+        StateError: It is none, or an entry differs; the message names the first.
+    """
+    _check_version(saved)
+    accepted = {"content_id", "field_tables", "series_table"} if accepts_content else set()
+    for place, was, now in _differences(saved, ours, ""):
+        if place.rpartition(".")[2].partition("[")[0] in accepted or place.partition("[")[0] in accepted:
+            continue
+        raise StateError(
+            f"{place} of {LOCK_NAME} was {json.dumps(was)} and is {json.dumps(now)} here: the run of the "
+            "checkpoint read other data. Open the version and the tables that the lock lists "
+            "(sf.open(path, version=...)), or start a new run."
+        )
+
+
+def open_locked(source: Dataset | Selection, lock: Mapping[str, Any]) -> Dataset | Selection:
+    """Return the version of a dataset that a lock lists; a selection as it is, for `check_lock` to compare.
+
+    Raises:
+        StateError: It is no lock.
+        ManifestError: The dataset no longer has that version.
+    """
+    _check_version(lock)
+    listed = lock.get("datasets")
+    if type(source) is not Dataset or not isinstance(listed, list) or len(listed) != 1:
+        return source
+    wanted = listed[0]
+    if wanted.get("dataset_id") == source.dataset_id or type(wanted.get("manifest_version")) is not int:
+        return source
+    return Dataset(source.store, load(source.store, wanted["manifest_version"]))
+
+
+def _check_version(lock: object) -> None:
+    if not isinstance(lock, Mapping) or lock.get("version") != LOCK_VERSION:
+        raise StateError(
+            f"The lock must be what loader.lock() returned, of version {LOCK_VERSION}; read {LOCK_NAME} "
+            "beside the checkpoint."
+        )
+
+
+def _differences(was: Any, now: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where two JSON values differ, in the order of the second one, which names what decides first."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys([*now, *was]):
+            yield from _differences(was.get(name), now.get(name), f"{place}.{name}" if place else name)
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for number, (one, other) in enumerate(zip(was, now, strict=True)):
+            yield from _differences(one, other, f"{place}[{number}]")
+    elif was != now:
+        yield place, was, now
