@@ -91,6 +91,12 @@ class PixelField(Field):
         check_choice("resolution", self.resolution, ("full", "small"))
         check_choice("missing", self.missing, ("pad", "drop", "error"))
         object.__setattr__(self, "windows", _checked_windows(self.windows))
+        series: object = self.series
+        if series is not None and not (isinstance(series, str) and series.strip()):
+            raise ConfigError(
+                f"series is an expression such as \"role == 'frontal'\", got {series!r}; leave it out for "
+                "all but localizers and secondary captures."
+            )
 
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -189,6 +195,11 @@ class BoundPixels(BoundField):
         stored = [np.dtype(each) for each in self.selected.values("dtype")]
         self.dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.result_type(*stored)
         self._loss = LossWarning(name, self.dtype)
+        if spec.windows and "HU" not in self.selected.values("unit"):
+            raise ConfigError(
+                f"windows of the field {name!r} are in HU, and none of its images is; leave them out, and "
+                f"scale by {name}_range."
+            )
         self.fill = self._checked_fill(spec.fill)
         shapes = self.selected.shapes()
         is_one_size = len(shapes) == 1 and self._has_one_number()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ from shardflow.fields.views import Arrays, ArraySpec
 from shardflow.format import decode_array
 from shardflow.format.keys import ANNOTATIONS_FIELD
 from shardflow.format.regions import Box, Region, read_regions
+
+_LOGGER = logging.getLogger(__name__)
+_STUDIES_BEFORE_WARNING: Final = 4
+_MAX_LISTED: Final = 12
 
 _MAX_BOXES: Final = 2**16
 
@@ -173,6 +178,37 @@ class Boxes(RegionField):
 _BESIDE_BOXES: Final = ("mask", "label", "index", "annotated")
 
 
+class _SeenLabels:
+    """Labels of regions read so far; warns once of wanted labels that none of them has.
+
+    Every rank warns for itself; two threads at once may both warn.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._num_studies = 0
+        self._has_warned = False
+
+    def note(self, field: str, wanted: Sequence[str], regions: Sequence[Region]) -> None:
+        """Take the regions of an annotated study into account."""
+        if self._has_warned:
+            return
+        self._num_studies += 1
+        self._seen.update(label for region in regions for label in region.names)
+        absent = [label for label in wanted if label not in self._seen]
+        folded = {label.casefold() for label in self._seen}
+        is_slip = any(label.casefold() in folded for label in absent)
+        if absent and self._seen and (is_slip or self._num_studies >= _STUDIES_BEFORE_WARNING):
+            self._has_warned = True
+            _LOGGER.warning(
+                "field %r: none of the first %d annotated studies has a region of the label %s; they have %s",
+                field,
+                self._num_studies,
+                ", ".join(map(repr, absent)),
+                ", ".join(map(repr, sorted(self._seen)[:_MAX_LISTED])),
+            )
+
+
 class BoundRegions(BoundField):
     """Field of regions, bound to a selection.
 
@@ -204,6 +240,7 @@ class BoundRegions(BoundField):
                 "others; write missing='pad', or missing='error' to mask them."
             )
         self.spec, self.like, self.counters = spec, like, context.counters
+        self._labels = _SeenLabels()
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the number of the annotations, and those of the masks in the chosen pictures.
@@ -242,6 +279,7 @@ class BoundRegions(BoundField):
         except FormatError as error:
             raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, error.message) from None
         if self.spec.labels is not None:
+            self._labels.note(self.name, self.spec.labels, regions)
             regions = [region for region in regions if self.labels_of(region)]
             found = {place for region in regions for place in self.labels_of(region)}
             self.counters.add("absent_labels", num_items=len(self.spec.labels) - len(found))

@@ -95,6 +95,7 @@ def _variants(dataset: Dataset) -> dict[str, object]:
     return variants if isinstance(variants, dict) else {}
 
 
+_BESIDE_ROLES: Final = frozenset({"localizer", "secondary"})
 FIELD_GROUP: Final = "shardflow.fields"
 _TYPES: Final = {
     "boxes": "shardflow.fields.regions:Boxes",
@@ -236,11 +237,13 @@ class FieldSet:
     """
 
     def __init__(self, fields: Mapping[str, Field], context: FieldContext) -> None:
+        if not fields:
+            raise ConfigError("fields names no field, so batches would be empty; name one.")
         check_names(fields)
         self.transform: SampleTransform | None = None
         self.specs = dict(fields)
         for name, one in sorted(fields.items(), key=lambda item: len(item[1].depends_on)):
-            context.bound[name] = one.bind(name, context)
+            context.bound[name] = _bind(name, one, context)
         self.bound: Sequence[BoundField] = [context.bound[name] for name in fields]
         self._context = context
         self._entries = [self._describe(one) for one in self.bound]
@@ -356,6 +359,22 @@ class FieldSet:
         ]
         return catalog.reach(populations, delivered)
 
+    def warnings(self) -> list[str]:
+        """Return a line per field that probably delivers other images than were meant."""
+        lines = []
+        for field in self.bound:
+            coverage = field.coverage
+            if coverage is None:
+                continue
+            beside = [role for role in ("localizer", "secondary") if coverage.delivered.get(role)]
+            others = {role: num for role, num in coverage.left_out.items() if role not in _BESIDE_ROLES}
+            if beside and others:
+                lines.append(
+                    f"field {field.name!r} delivers {' and '.join(beside)} images and leaves out "
+                    f"{_listed(others)}; add \"and kind == 'volume'\" to its series, or name the role"
+                )
+        return lines
+
     def _describe(self, field: BoundField) -> dict[str, Any]:
         kind = type(self.specs[field.name])
         entry = field.describe()
@@ -393,6 +412,16 @@ def _resized(value: Any) -> Any:
     if value.ndim > 2:
         sides[-3] = (0, 0)  # channels
     return np.pad(value, sides)
+
+
+def _bind(name: str, field: Field, context: FieldContext) -> BoundField:
+    """Bind a field; an error that does not say of which field it is gets its name."""
+    try:
+        return field.bind(name, context)
+    except ConfigError as error:
+        if repr(name) in error.message:
+            raise
+        raise ConfigError(f"field {name!r}: {error.message}") from None
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -153,9 +153,10 @@ def _given_batch(batch: BatchSpec | None, spec: BatchSpec | None) -> BatchSpec:
             raise TypeError("Loader() got both 'batch' and 'spec', its former name; pass batch=.")
         warnings.warn("Loader(spec=) is now Loader(batch=).", DeprecationWarning, stacklevel=3)
         return spec
-    if batch is None:
+    if not isinstance(batch, BatchSpec):
         raise TypeError(
-            "Loader() needs batch=, the BatchSpec that defines how micro-batches and steps are formed."
+            "Loader() needs batch=, a BatchSpec that defines how micro-batches and steps are formed, such as "
+            f"sf.BatchSpec.simple(global_batch_size=64, micro_batch_size=4), got {type(batch).__name__}."
         )
     return batch
 
@@ -275,6 +276,8 @@ class Loader:
             selection, self._fields = bind_fields(selection, fields, counters)
             for line in self._fields.summary():
                 _LOGGER.info("%s", line)
+            for line in self._fields.warnings():
+                _LOGGER.warning("%s", line)
         if any(one is not None for one in (transform, outputs, collate)):
             self._set_transform(selection, config, transform, outputs, collate)
         self._accept_content_change = accept_content_change

@@ -632,6 +632,8 @@ def select(
         ConfigError: There is no such split, a term is malformed, no sample is left, the unit does not fit the
             dataset, or a split, subset or unit of a selection is requested.
     """
+    if not isinstance(source, Dataset | Selection):
+        raise ConfigError(f"A loader takes a dataset, such as sf.open(path), got {type(source).__name__}.")
     if isinstance(source, Selection):
         if split or subset:
             raise ConfigError(

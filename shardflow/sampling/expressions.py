@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import difflib
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -132,9 +133,9 @@ _HINTS: Final = {
 
 
 def _slip(text: str) -> str:
-    return next(
-        (sign for sign in ("&&", "||") if sign in text), "=" if "==" not in text and "=" in text else ""
-    )
+    """Return the sign that a slip of habit begins with; empty if there is none."""
+    found = re.search(r"&&|\|\||(?<![=!<>])=(?!=)", text)
+    return "" if found is None else found[0]
 
 
 def _check(node: ast.expr, text: str, known: Collection[str], names: set[str], depth: int) -> None:
@@ -168,15 +169,17 @@ def _check_comparison(node: ast.Compare, text: str, known: Collection[str], name
         elif isinstance(sign, ast.In | ast.NotIn):
             _check_name(left, text, known, names)
             if not isinstance(right, ast.Tuple | ast.List | ast.Set) or not right.elts:
-                raise _pointed(text, right.col_offset, "`in` is followed by values, such as ('CT', 'MR')")
+                hint = "('CT', 'MR'); one value has a comma too, ('CT',)"
+                raise _pointed(text, right.col_offset, f"`in` is followed by values, such as {hint}")
             for element in right.elts:
                 _literal(element, text)
         else:
             columns = [one for one in (left, right) if isinstance(one, ast.Name | ast.Attribute)]
             if len(columns) != 1:
-                raise _pointed(
-                    text, right.col_offset, "A comparison has a column on one side and a value on the other"
-                )
+                hint = "A comparison has a column on one side and a value on the other; strings have quotes"
+                raise _pointed(text, right.col_offset, hint)
+            if any(isinstance(one, ast.Constant) and one.value is None for one in (left, right)):
+                raise _pointed(text, right.col_offset, "A missing value is asked for by `is missing`")
             _check_name(columns[0], text, known, names)
             _literal(left if columns[0] is right else right, text)
 

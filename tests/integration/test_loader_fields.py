@@ -308,6 +308,9 @@ def test_samples_without_the_content_are_an_error_dropped_or_padded(dataset: Dat
         ({"x": sf.Text(missing="pad"), "x_mask": sf.Text(missing="pad")}, "beside 'x'"),
         ({"X": sf.Text(missing="pad")}, "not valid"),
         ({"x": "frontal"}, "not a field"),
+        ({}, "names no field"),
+        ({"x": sf.Image(series="rows > 'a'", missing="pad")}, "field 'x': The column rows"),
+        ({"x": sf.Image(series="modality == 'DX'", windows=("lung",), missing="pad")}, "in HU"),
         ("frontal", "maps names to fields"),
         (sf.Text(), "maps names to fields"),
     ],
@@ -331,6 +334,8 @@ def test_a_slip_in_fields_is_one_sentence_before_step_0(dataset: Dataset, fields
         {"missing": "skip"},
         {"channels": 2},
         {"tiles": 4},
+        {"series": " "},
+        {"series": 5},
     ],
 )
 def test_a_wrong_setting_of_an_image_is_refused(settings: dict[str, Any]) -> None:
@@ -344,6 +349,27 @@ def test_what_is_left_out_is_logged_once(dataset: Dataset, caplog: pytest.LogCap
         pass
     lines = [record.getMessage() for record in caplog.records if "field 'x'" in record.getMessage()]
     assert lines == ["field 'x': 10 of 10 samples; delivered 10 frontal; left out 7 lateral"]
+
+
+def test_a_localizer_in_place_of_other_images_is_a_warning(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _loader(
+        dataset, {"x": sf.Slices(series="modality == 'CT'", num_slices=2, size=(8, 8), missing="drop")}
+    ):
+        assert "delivers localizer images and leaves out" in caplog.text
+    caplog.clear()
+    with _loader(
+        dataset, {"x": sf.Slices(series="kind == 'volume'", num_slices=2, size=(8, 8), missing="drop")}
+    ):
+        assert not caplog.text
+
+
+def test_a_dataset_and_a_batch_spec_are_asked_for_by_name(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"sf\.open\(path\), got str"):
+        Loader("data", split="train", batch=SPEC, seed=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"BatchSpec\.simple.* got int"):
+        Loader(dataset, split="train", batch=2, seed=1)  # type: ignore[arg-type]
 
 
 def test_no_pixel_loses_bits_unless_asked(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:

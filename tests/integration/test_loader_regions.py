@@ -282,6 +282,19 @@ def test_masks_of_slices_are_where_the_slices_are(dataset: Dataset) -> None:
     assert min(num_set) > 100
 
 
+@pytest.mark.parametrize(("label", "is_warned"), [("Nodule", True), ("nodules", True), ("nodule", False)])
+def test_labels_that_no_region_has_are_a_warning_with_those_that_there_are(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture, label: str, *, is_warned: bool
+) -> None:
+    fields = {"ct": FIELDS["ct"], "m": sf.Mask(like="ct", labels=[label])}
+    with _loader(dataset, fields) as loader:
+        for _ in loader:
+            pass
+    warnings = [record.getMessage() for record in caplog.records if "the label" in record.getMessage()]
+    assert len(warnings) == is_warned
+    assert all(f"the label {label!r}" in line and "'nodule'" in line for line in warnings)
+
+
 def test_masks_of_stored_sizes_are_the_stored_pixels(dataset: Dataset) -> None:
     with _loader(dataset) as loader:
         for batch in loader:

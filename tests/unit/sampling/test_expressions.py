@@ -152,6 +152,10 @@ def test_a_chain_of_comparisons_and_a_value_on_the_left() -> None:
         ("[size for size in (1,)]", "Expected comparisons", 0),
         ("size > 2 ** 9", "Expected a value", 7),
         ("", "not an expression", 0),
+        ("size >= 2 or", "not an expression", 0),
+        ("role == frontal", "strings have quotes", 8),
+        ("role in ('frontal')", "a comma too", 9),
+        ("role == None", "is missing", 8),
     ],
 )
 def test_a_slip_is_answered_with_a_sentence_and_a_caret(text: str, sentence: str, column: int) -> None:
