@@ -20,7 +20,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final, Literal, NoReturn, cast
 
 import torch
@@ -70,6 +70,11 @@ class ShardIterableDataset(IterableDataset[Batch]):
         seed: Run-level seed.
         subset: Terms that all samples must satisfy.
         fields: What a batch holds, by name.
+        unit: What a sample is.
+        where: For series and images, which ones.
+        transform: What is done to each sample.
+        outputs: What the transform returns.
+        collate: What is made of the samples of a micro-batch.
         accept_content_change: Whether a state of other fields may be loaded.
         world: This rank, as in `Loader`; workers get the one that is found here.
         config: How to run, per worker.
@@ -97,6 +102,11 @@ class ShardIterableDataset(IterableDataset[Batch]):
         seed: int,
         subset: Sequence[str] = (),
         fields: Mapping[str, Field] | None = None,
+        unit: str = "study",
+        where: str | None = None,
+        transform: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+        collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | str | None = None,
         accept_content_change: bool = False,
         world: World | Literal["single"] | Any = None,
         config: LoaderConfig | None = None,
@@ -108,6 +118,11 @@ class ShardIterableDataset(IterableDataset[Batch]):
             "seed": seed,
             "subset": tuple(subset),
             "fields": fields,
+            "unit": unit,
+            "where": where,
+            "transform": transform,
+            "outputs": outputs,
+            "collate": collate,
             "accept_content_change": accept_content_change,
             "config": config or LoaderConfig(),
         }

@@ -443,6 +443,25 @@ def test_default_fields_of_images_need_the_series_table(tmp_path: Path) -> None:
         assert {*next(iter(loader))} == {"row", "text_bytes", "text_offsets", "weight"}
 
 
+def _doubled(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": sample["x"].astype(np.int32) * 2}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_torch_data_loader_takes_units_and_transforms(dataset: Dataset, num_workers: int) -> None:
+    data = pytest.importorskip("torch.utils.data")
+    from shardflow.loading.torch_dataset import ShardIterableDataset
+
+    settings: dict[str, Any] = {"split": "train", "batch": SPEC, "seed": 5, "unit": "image"}
+    settings |= {"fields": {"x": sf.Image(size=(8, 8))}, "transform": _doubled}
+    with Loader(dataset, **settings) as loader:
+        expected = [(batch.info.sample_keys, batch["x"].tobytes()) for batch in loader]
+    batches = data.DataLoader(
+        ShardIterableDataset(dataset, **settings), batch_size=None, num_workers=num_workers
+    )
+    assert [(batch.info.sample_keys, batch["x"].tobytes()) for batch in batches] == expected
+
+
 def test_frameworks_that_rebuild_a_mapping_get_a_dict(dataset: Dataset) -> None:
     torch = pytest.importorskip("torch")
     with _loader(dataset) as loader:
