@@ -31,7 +31,8 @@ from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import DrawKey
 from shardflow.format import Dataset, array_header, decode_array
 from shardflow.loading import FieldsView, Loader, LoaderConfig, NativeView
-from shardflow.loading.selection import bind_fields, select
+from shardflow.loading.binding import bind_fields
+from shardflow.loading.selection import select
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from shardflow.telemetry import StageCounters

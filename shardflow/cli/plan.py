@@ -537,7 +537,7 @@ def fields_report(selection: Selection, name: str) -> dict[str, Any]:
     """
     import numpy as np
 
-    from shardflow.loading.selection import bind_fields
+    from shardflow.loading.binding import bind_fields
     from shardflow.telemetry import StageCounters
 
     populations = [selection.population_of(place) for place in range(len(selection.datasets))]

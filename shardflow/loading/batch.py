@@ -382,7 +382,11 @@ class Batch(Mapping[str, Any]):
         return self._values
 
     def __repr__(self) -> str:
-        names = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in self._arrays.items())
+        held = [
+            f"{name} {list(value.shape)} {value.dtype}" if isinstance(value, np.ndarray) else f"{name} list"
+            for name, value in self.items()
+        ]
+        names = ", ".join(held)
         return f"Batch(epoch {self.epoch}, step {self.step}, micro {self.micro}: {names})"
 
 

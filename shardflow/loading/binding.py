@@ -1,21 +1,69 @@
-"""Binding of a transform to the samples of a loader: an example sample to try it with, and its facts."""
+"""Binding of fields and of a transform to the samples of a loader."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from shardflow.errors import ConfigError
-from shardflow.fields.field import FieldContext, Slots
-from shardflow.fields.registry import FieldSet
+from shardflow.fields.field import Field, FieldContext, Slots
+from shardflow.fields.registry import FieldSet, default_fields
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.units import UnitDataset
 from shardflow.loading.selection import Selection
+from shardflow.sampling.layout import rows_digest, select_rows
 from shardflow.telemetry import StageCounters
 
+_LOGGER = logging.getLogger(__name__)
 _NUM_EXAMPLES: Final = 64
 """Samples among which that of a synthetic one is chosen."""
+
+
+def bind_fields(
+    selection: Selection, fields: Mapping[str, Field] | Literal["default"], counters: StageCounters
+) -> tuple[Selection, FieldSet]:
+    """Bind fields to the samples of a selection, and leave out samples that a field drops.
+
+    Args:
+        selection: The samples.
+        fields: What a batch holds; ``default`` stands for `default_fields`.
+        counters: Gets the stages of decoding.
+
+    Returns:
+        The samples that are left, and the bound fields.
+
+    Raises:
+        ConfigError: A field does not fit the datasets, or no sample is left.
+    """
+    populations = [selection.population_of(place) for place in range(len(selection.datasets))]
+    context = FieldContext(selection, populations, counters)
+    if fields == "default":
+        fields = default_fields(context)
+    bound = FieldSet(fields, context)
+    dropped = [one for one in bound.bound if bound.specs[one.name].missing == "drop"]
+    kept = [each.copy() for each in populations]
+    for one in dropped:
+        for place, has_content in enumerate(one.has_content or ()):
+            kept[place] &= has_content
+    if all((one == other).all() for one, other in zip(kept, populations, strict=True)):
+        return selection, bound
+    if selection.is_blend:
+        names = ", ".join(repr(one.name) for one in dropped)
+        raise ConfigError(
+            f"missing='drop' of {names} needs a single dataset; for a blend, select the samples in its file, "
+            "or write missing='pad'."
+        )
+    rows = select_rows(range(len(kept[0])), lambda start, stop: kept[0][start:stop])
+    if not rows:
+        raise ConfigError("No sample has all fields with missing='drop'; write missing='pad' for some.")
+    num_dropped = int(populations[0].sum()) - len(rows)
+    _LOGGER.info("left out %d samples that lack a field with missing='drop'", num_dropped)
+    left = replace(selection, population=rows, subset=rows_digest(rows))
+    return left, FieldSet(fields, FieldContext(left, kept, counters))
 
 
 def bind_transform(

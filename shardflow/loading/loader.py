@@ -25,7 +25,7 @@ from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.fields.registry import FieldSet, check_view
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
-from shardflow.loading.binding import bind_transform
+from shardflow.loading.binding import bind_fields, bind_transform
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
 from shardflow.loading.lock import (
@@ -38,7 +38,7 @@ from shardflow.loading.lock import (
     run_id,
 )
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
-from shardflow.loading.selection import Selection, bind_fields, select
+from shardflow.loading.selection import Selection, select
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.telemetry import StageCounters, Tunables
 

@@ -17,9 +17,10 @@ from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset
 from shardflow.format.dataset import register_sample_reader
+from shardflow.loading.binding import bind_fields
 from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.runtime import LoaderRuntime
-from shardflow.loading.selection import Selection, bind_fields, select
+from shardflow.loading.selection import Selection, select
 from shardflow.sampling import BatchSpec, RankSchedule
 from shardflow.sampling.blend import Blend
 from shardflow.sampling.layout import mask_of

@@ -17,17 +17,16 @@ import hashlib
 import logging
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError
-from shardflow.fields.field import Field, FieldContext, by_rows
-from shardflow.fields.registry import FieldSet, default_fields
+from shardflow.fields.field import by_rows
 from shardflow.fields.units import UnitDataset, open_unit, unit_of
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityPlace
@@ -37,7 +36,6 @@ from shardflow.sampling import BatchSpec, CostRule, EpochPlan, LoaderState, Samp
 from shardflow.sampling.blend import BLEND_SPLIT, Blend, blend_layout
 from shardflow.sampling.layout import EvenOffsets, Rows, chosen_layout, mask_of, rows_digest, select_rows
 from shardflow.storage import LocalStore
-from shardflow.telemetry import StageCounters
 
 _LOGGER = logging.getLogger(__name__)
 _DIGEST_PREFIX = "sha256:"
@@ -632,6 +630,8 @@ def select(
         ConfigError: There is no such split, a term is malformed, no sample is left, the unit does not fit the
             dataset, or a split, subset or unit of a selection is requested.
     """
+    if isinstance(subset, str):
+        raise ConfigError(f"subset is a list of terms; write subset=[{subset!r}].")
     if not isinstance(source, Dataset | Selection):
         raise ConfigError(f"A loader takes a dataset, such as sf.open(path), got {type(source).__name__}.")
     if isinstance(source, Selection):
@@ -649,49 +649,6 @@ def select(
     source = open_unit(source, unit, where)
     chosen = choose_rows(source, split, subset)
     return Selection(datasets=(source,), population=chosen.rows, split=chosen.split, subset=chosen.digest)
-
-
-def bind_fields(
-    selection: Selection, fields: Mapping[str, Field] | Literal["default"], counters: StageCounters
-) -> tuple[Selection, FieldSet]:
-    """Bind fields to the samples of a selection, and leave out samples that a field drops.
-
-    Args:
-        selection: The samples.
-        fields: What a batch holds; ``default`` stands for `default_fields`.
-        counters: Gets the stages of decoding.
-
-    Returns:
-        The samples that are left, and the bound fields.
-
-    Raises:
-        ConfigError: A field does not fit the datasets, or no sample is left.
-    """
-    populations = [selection.population_of(place) for place in range(len(selection.datasets))]
-    context = FieldContext(selection, populations, counters)
-    if fields == "default":
-        fields = default_fields(context)
-    bound = FieldSet(fields, context)
-    dropped = [one for one in bound.bound if bound.specs[one.name].missing == "drop"]
-    kept = [each.copy() for each in populations]
-    for one in dropped:
-        for place, has_content in enumerate(one.has_content or ()):
-            kept[place] &= has_content
-    if all((one == other).all() for one, other in zip(kept, populations, strict=True)):
-        return selection, bound
-    if selection.is_blend:
-        names = ", ".join(repr(one.name) for one in dropped)
-        raise ConfigError(
-            f"missing='drop' of {names} needs a single dataset; for a blend, select the samples in its file, "
-            "or write missing='pad'."
-        )
-    rows = select_rows(range(len(kept[0])), lambda start, stop: kept[0][start:stop])
-    if not rows:
-        raise ConfigError("No sample has all fields with missing='drop'; write missing='pad' for some.")
-    num_dropped = int(populations[0].sum()) - len(rows)
-    _LOGGER.info("left out %d samples that lack a field with missing='drop'", num_dropped)
-    left = replace(selection, population=rows, subset=rows_digest(rows))
-    return left, FieldSet(fields, FieldContext(left, kept, counters))
 
 
 def _bases(sizes: list[int]) -> Int64Array:
