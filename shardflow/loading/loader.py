@@ -367,7 +367,7 @@ class Loader:
         is the same on all ranks, of any size, and names no path; the state holds its digest.
         """
         if self._lock is None:
-            self._lock = make_lock(self.selection, self._state, self.config, self._fields)
+            self._lock = make_lock(self.selection, self._state, self._fields)
         return copy.deepcopy(self._lock)
 
     @property

@@ -45,25 +45,22 @@ def run_id(plan_id: str, seed: int, content: str) -> str:
     return sha256_hex(canonical_json({"plan_id": plan_id, "seed": seed, "content_id": content}))
 
 
-def make_lock(
-    selection: Selection, state: LoaderState, config: LoaderConfig, fields: FieldSet | None
-) -> dict[str, Any]:
+def make_lock(selection: Selection, state: LoaderState, fields: FieldSet | None) -> dict[str, Any]:
     """Return the lock as a JSON object.
 
-    The fields of a run are in it by their content_id; the view of a run without fields is not, because it
-    may change from one start to the next.
+    The fields of a run are in it by their content_id; view and tokens of a run without fields are not,
+    because they may change from one start to the next. Tokens that a budget counts are.
 
     Raises:
         ConfigError: A table that the run reads is gone.
         FormatError: A table cannot be trusted.
     """
-    tokenizers = set() if config.tokens is None else {config.tokens.tokenizer}
-    if state.spec.budget is not None and state.spec.budget.cost.tokenizer:
-        tokenizers.add(state.spec.budget.cost.tokenizer)
+    budget = state.spec.budget
+    tokenizers = [] if budget is None or not budget.cost.tokenizer else [budget.cost.tokenizer]
     return {
         "version": LOCK_VERSION,
         "datasets": [
-            _dataset(one, sorted(tokenizers), series)
+            _dataset(one, tokenizers, series)
             for one, series in zip_longest(selection.datasets, () if fields is None else fields.series_tables)
         ],
         "sampling": {

@@ -308,7 +308,8 @@ class Uploader:
                 for name, (num_bytes, sha256) in facts.tables().items()
             ]
             own = FileEntry(path=path, num_bytes=len(data), sha256=sha256_hex(data))
-            self._begin(path, (*tables, own))
+            if not object_stands(self._target, own):
+                self._begin(path, (*tables, own))
 
     def _begin(self, name: str, entries: tuple[FileEntry, ...]) -> None:
         if entries and name not in self._running:

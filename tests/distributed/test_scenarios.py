@@ -153,6 +153,7 @@ def test_checkpoints_load_into_other_strategies_and_world_sizes(scenarios: Scena
         assert torch.allclose(tensor, found[name], rtol=0, atol=2e-4), name
     files = sorted(path.name for path in (mixed / "checkpoints" / "step-00000012").iterdir())
     assert files == [
+        "loader.lock.json",
         *(f"{kind}-0000{rank}.safetensors" for kind in ("model", "optimizer") for rank in (0, 1)),
         "state.json",
     ]

@@ -244,7 +244,8 @@ def test_a_plan_fills_budgets_by_the_counts(dataset: Dataset, tokenizer: Path) -
     )
     state = loader.state_dict()
     assert len(json.dumps(state)) < 1024
-    assert LoaderState.from_json(json.loads(json.dumps(state))).spec == spec
+    plain = {name: value for name, value in json.loads(json.dumps(state)).items() if name != "lock"}
+    assert LoaderState.from_json(plain).spec == spec
 
 
 def test_the_rule_names_its_tokenizer() -> None:
