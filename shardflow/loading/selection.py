@@ -14,7 +14,6 @@ digest is part of the plan's identity, the terms are not.
 from __future__ import annotations
 
 import hashlib
-import logging
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,6 @@ from shardflow.sampling.blend import BLEND_SPLIT, Blend, blend_layout
 from shardflow.sampling.layout import EvenOffsets, Rows, chosen_layout, mask_of, rows_digest, select_rows
 from shardflow.storage import LocalStore
 
-_LOGGER = logging.getLogger(__name__)
 _DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TERM = re.compile(r"([a-z_]+)\s*(<=|>=|!=|=|<|>)\s*(\S.*)")
@@ -638,7 +636,7 @@ def select(
         if split or subset:
             raise ConfigError(
                 "split and subset must be left out where a blend is given, got "
-                f"{'a subset' if subset else f'split {split!r}'}; say them for each component of its file."
+                f"{'a subset' if subset else f'split {split!r}'}; write them for each component of its file."
             )
         if unit != "study" or where is not None:
             raise ConfigError(
