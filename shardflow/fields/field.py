@@ -145,6 +145,10 @@ class Field(ABC):
         """Names of fields that are bound before this one; they must not depend on others themselves."""
         return ()
 
+    def for_evaluation(self) -> Field:
+        """Return the field with nothing drawn at random, so that two evaluations measure the same."""
+        return self
+
     @abstractmethod
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection.

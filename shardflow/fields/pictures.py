@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
@@ -120,6 +120,10 @@ class Slices(PixelField):
                 raise ConfigError(f"sampling={self.sampling!r} needs num_slices, the number to draw.")
         else:
             check_count("num_slices", self.num_slices, MAX_SIDE)
+
+    def for_evaluation(self) -> PixelField:
+        """Return the field with evenly spread slices, and the first of its windows."""
+        return replace(super().for_evaluation(), sampling="even")  # type: ignore[call-arg]
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""

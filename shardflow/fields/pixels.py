@@ -11,7 +11,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 import cv2
@@ -97,6 +97,10 @@ class PixelField(Field):
                 f"series is an expression such as \"role == 'frontal'\", got {series!r}; leave it out for "
                 "all but localizers and secondary captures."
             )
+
+    def for_evaluation(self) -> PixelField:
+        """Return the field with the first of its windows."""
+        return replace(self, windows=self.windows[:1])
 
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

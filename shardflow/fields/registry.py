@@ -237,8 +237,6 @@ class FieldSet:
     """
 
     def __init__(self, fields: Mapping[str, Field], context: FieldContext) -> None:
-        if not fields:
-            raise ConfigError("fields names no field, so batches would be empty; name one.")
         check_names(fields)
         self.transform: SampleTransform | None = None
         self.specs = dict(fields)

@@ -271,7 +271,7 @@ class MicroBatchTask:
             self._fill_tokens(self._source.tokens, self._tokens, thread)
             return
         source = self._source
-        if source.fields is not None and source.fields.beside and part == 0:
+        if source.fields is not None and part == 0 and (source.fields.beside or not source.reads_shards):
             if self._transforming is None:
                 self._fill_beside(source.fields.beside, thread)
             elif not source.reads_shards:
@@ -588,7 +588,8 @@ class MicroBatchTask:
     def _cut_parts(self) -> list[NDArray[np.int64]]:
         """Divide the slots that must be read into parts."""
         beside = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
-        if self._source.fields is not None and self._source.fields.beside:
+        transforms_alone = self._transforming is not None and not self._source.reads_shards
+        if self._source.fields is not None and (self._source.fields.beside or transforms_alone):
             beside.append(np.flatnonzero(self._slots.rows >= 0))
         if not self._source.reads_shards:
             return beside

@@ -198,7 +198,8 @@ class Loader:
         subset: Terms that all samples must satisfy, such as ``"modality=CT"``, see `select`.
         fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``; in place of the
             view, text and tokens of ``config``. ``"default"``: all pictures (``image``), the first volume
-            (``slices``) and the report, each where there is any.
+            (``slices``) and the report, each where there is any. ``{}``: rows, keys and weights alone, for
+            which nothing is read.
         unit: What a sample is: a ``study``; a ``series`` or an ``image`` that ``where`` selects, of which
             fields of pixels deliver that one alone, beside the texts of its study; or an ``entity``, a
             finding of the entity view. `BatchInfo.units` has the places of the samples.

@@ -287,6 +287,43 @@ def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
     assert _run(replayed) == damaged
 
 
+def test_no_fields_deliver_rows_keys_and_weights_and_read_nothing(tmp_path: Path) -> None:
+    dataset = make_case_dataset(tmp_path / "a", num_samples=NUM_SAMPLES)
+    with _loader(dataset, FIELDS) as loader:
+        expected = [(batch.info.sample_keys, batch.info.weight.tolist()) for batch in loader]
+    for shard in dataset.manifest.shards:
+        (tmp_path / "a" / shard.path).unlink()
+    with _loader(dataset, {}) as loader:
+        batches = list(loader)
+    assert [(batch.info.sample_keys, batch.info.weight.tolist()) for batch in batches] == expected
+    assert all(not dict(batch) and list(batch.torch()) == ["weight"] for batch in batches)
+    rows = [row for batch in batches for row in batch.arrays["row"].tolist() if row >= 0]
+    assert sorted(rows) == list(range(NUM_SAMPLES))
+
+
+def test_a_transform_may_make_all_entries_itself(dataset: Dataset) -> None:
+    with _loader(dataset, {}) as loader:
+        expected = [batch.info.sample_keys for batch in loader]
+    made = Loader(
+        dataset,
+        split="train",
+        batch=SPEC,
+        seed=5,
+        fields={},
+        transform=lambda sample: {"name": sample["__key__"]},
+    )
+    with made as loader:
+        assert [batch["name"] for batch in loader] == [[key or "" for key in keys] for keys in expected]
+
+
+def test_fields_for_evaluation_draw_nothing_at_random() -> None:
+    slices = sf.Slices(num_slices=2, sampling="slab", windows=("lung", "bone"), missing="pad")
+    found = slices.for_evaluation()
+    assert found == sf.Slices(num_slices=2, windows=("lung",), missing="pad")
+    assert sf.Image(windows=("lung", "bone")).for_evaluation() == sf.Image(windows=("lung",))
+    assert sf.Text().for_evaluation() == sf.Text()
+
+
 def test_samples_without_the_content_are_an_error_dropped_or_padded(dataset: Dataset) -> None:
     wanted = {"x": sf.Image(series="role == 'lateral'", size=(8, 8))}
     with pytest.raises(ConfigError, match=r"7 of 14 samples have no image for the field 'x'.*missing='pad'"):
@@ -308,7 +345,6 @@ def test_samples_without_the_content_are_an_error_dropped_or_padded(dataset: Dat
         ({"x": sf.Text(missing="pad"), "x_mask": sf.Text(missing="pad")}, "beside 'x'"),
         ({"X": sf.Text(missing="pad")}, "not valid"),
         ({"x": "frontal"}, "not a field"),
-        ({}, "names no field"),
         ({"x": sf.Image(series="rows > 'a'", missing="pad")}, "field 'x': The column rows"),
         ({"x": sf.Image(series="modality == 'DX'", windows=("lung",), missing="pad")}, "in HU"),
         ("frontal", "maps names to fields"),
