@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import encode_array
+from shardflow.format.dataset import Dataset
+from shardflow.format.facts import attach_facts
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import (
     REPORT_FIELD,
@@ -142,6 +144,7 @@ def make_dataset(
     seed: int = 0,
     codec: str = "b2nd",
     make: Callable[..., MadeSample] | None = None,
+    facts: bool = False,
 ) -> str:
     """Write a tiny dataset.
 
@@ -155,6 +158,7 @@ def make_dataset(
         seed: Decides everything else.
         codec: Of the slices.
         make: Makes a sample; `make_sample` if not given.
+        facts: Whether to write the series table, which fields of images need.
 
     Returns:
         The dataset's URL.
@@ -195,6 +199,8 @@ def make_dataset(
         config_digest=sha256_hex(canonical_json({"seed": seed})),
     )
     commit(store, manifest)
+    if facts:
+        attach_facts(Dataset(store, manifest))
     return store.url
 
 
