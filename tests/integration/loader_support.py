@@ -1,35 +1,46 @@
-"""What the loader's tests share: stores that count, stall or lie, damage on disk, and the pure plan's
-answer.
+"""What the loader's tests share: loaders of a few words, stores that count, stall or lie, damage on disk, and
+the pure plan's answer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.format import Dataset
-from shardflow.loading import Batch, Loader
+from shardflow.loading import Batch, Loader, LoaderConfig, Selection, World
 from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule
 from shardflow.storage import ByteRange, ByteStore
 
 __all__ = [
+    "Batches",
     "HookedStore",
     "batches_of",
+    "check_everywhere",
     "flip_bit",
     "frozen",
     "hooked",
     "loader_threads",
     "locate",
+    "number_of",
+    "open_loader",
     "planned_keys",
     "received_keys",
+    "resized",
+    "slots_of",
 ]
 
 Reading = Callable[[str, Sequence[ByteRange]], None]
 Keys = tuple[int, int, int, tuple[str | None, ...], tuple[float, ...]]
+Batches = dict[tuple[int, int], dict[str, Any]]
+_SETTINGS = {field.name for field in dataclasses.fields(LoaderConfig)} - {"transform"}
 
 
 class HookedStore:
@@ -131,6 +142,34 @@ def received_keys(batches: Iterable[Batch]) -> Iterator[Keys]:
         yield batch.epoch, batch.step, batch.micro, tuple(batch.sample_keys), weights
 
 
+def open_loader(source: Dataset | Selection | str, batch: BatchSpec, fields: Any, **settings: Any) -> Loader:
+    """Open a loader of the split ``train`` with seed 5; takes settings of `Loader` and of `LoaderConfig`."""
+    config = {name: settings.pop(name) for name in _SETTINGS & settings.keys()}
+    source = Dataset.open(source) if isinstance(source, str) else source
+    split = {} if isinstance(source, Selection) else {"split": "train"}
+    settings = {"seed": 5, "config": LoaderConfig(**config), **split, **settings}
+    return Loader(source, batch=batch, fields=fields, **settings)
+
+
+def number_of(key: str) -> int:
+    """Return the number of a generated sample, see `tests.factories.sample_key`."""
+    return int(key[:6].translate(str.maketrans("abcdefghij", "0123456789")))
+
+
+def slots_of(batch: Batch) -> list[tuple[int, int]]:
+    """Return the slots that hold a generated sample, and its number."""
+    return [(slot, number_of(key)) for slot, key in enumerate(batch.info.sample_keys) if key is not None]
+
+
+def resized(picture: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
+    """Resize as decoding does: shrink by area, then grow linearly."""
+    if picture.shape == size:
+        return picture
+    common = min(picture.shape[0], size[0]), min(picture.shape[1], size[1])
+    shrunk = cv2.resize(picture, common[::-1], interpolation=cv2.INTER_AREA)
+    return np.asarray(cv2.resize(shrunk, size[::-1], interpolation=cv2.INTER_LINEAR))
+
+
 def frozen(value: Any) -> Any:
     """Return a value that compares by its content, and shares no memory with a batch."""
     if isinstance(value, np.ndarray):
@@ -138,7 +177,7 @@ def frozen(value: Any) -> Any:
     return [frozen(one) for one in value] if isinstance(value, list) else value
 
 
-def batches_of(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
+def batches_of(loader: Loader) -> Batches:
     """Return what each batch of an epoch holds, with keys and weights, by step and micro-batch."""
     with loader:
         return {
@@ -149,3 +188,30 @@ def batches_of(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
             }
             for batch in loader
         }
+
+
+def check_everywhere(make: Callable[..., Loader]) -> Batches:
+    """Check that batches are equal on any number of ranks and threads, in every execution and after a resume.
+
+    Args:
+        make: Opens the loader, with further settings.
+
+    Returns:
+        The batches.
+    """
+    whole = batches_of(make())
+    for world_size in (2, 4):
+        parts: Batches = {}
+        for rank in range(world_size):
+            parts |= batches_of(make(world=World(rank=rank, world_size=world_size)))
+        assert {place: parts[place] for place in whole} == whole
+    for settings in ({"num_threads": 1}, {"execution": "process"}, {"execution": "workers"}):
+        assert batches_of(make(**settings)) == whole
+    with make() as loader:
+        last = loader.num_micro_batches_per_rank - 1
+        states = [loader.state_dict()] + [loader.state_dict() for batch in loader if batch.slot == last]
+    for state in states[:-1]:
+        resumed, step = make(), int(str(state["step"]))
+        resumed.load_state_dict(state)
+        assert batches_of(resumed) == {place: value for place, value in whole.items() if place[0] >= step}
+    return whole

@@ -10,17 +10,23 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import shardflow as sf
 from shardflow.errors import ConfigError, StateError
-from shardflow.fields import TileView
 from shardflow.format import Dataset
-from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset, sample_key
 from tests.field_cases import case_series, make_case_dataset, pixels_of
-from tests.integration.loader_support import flip_bit, locate
+from tests.integration.loader_support import (
+    batches_of,
+    check_everywhere,
+    flip_bit,
+    locate,
+    open_loader,
+    resized,
+    slots_of,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -49,48 +55,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def _loader(dataset: Dataset, fields: Any = FIELDS, **settings: Any) -> Loader:
-    world = settings.pop("world", World())
-    content = settings.pop("accept_content_change", False)
-    return Loader(
-        dataset,
-        split="train",
-        batch=SPEC,
-        seed=5,
-        fields=fields,
-        world=world,
-        config=LoaderConfig(**settings),
-        accept_content_change=content,
-    )
-
-
-def _frozen(value: Any) -> Any:
-    """Return a value that compares by its content, and no longer shares memory with a batch."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, list):
-        return [_frozen(one) for one in value]
-    return value
-
-
-def _run(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
-    with loader:
-        return {
-            (batch.step, batch.micro): {
-                **{name: _frozen(value) for name, value in batch.items()},
-                "keys": batch.info.sample_keys,
-                "weight": batch.info.weight.tolist(),
-            }
-            for batch in loader
-        }
-
-
-def _number(key: str) -> int:
-    return next(number for number in range(NUM_SAMPLES) if sample_key(number) == key)
-
-
-def _slots(batch: Batch) -> list[tuple[int, int]]:
-    """Return the slots that hold a sample, and its number."""
-    return [(slot, _number(key)) for slot, key in enumerate(batch.info.sample_keys) if key is not None]
+    return open_loader(dataset, SPEC, fields, **settings)
 
 
 def test_every_image_of_a_radiograph_study_is_delivered_in_the_order_of_acquisition(dataset: Dataset) -> None:
@@ -99,7 +64,7 @@ def test_every_image_of_a_radiograph_study_is_delivered_in_the_order_of_acquisit
     with _loader(dataset, fields) as loader:
         for batch in loader:
             assert batch["views_mask"].shape == (SPEC.micro_batch_size, 2)
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 cases = case_series(number)
                 order = sorted(range(len(cases)), key=lambda place: cases[place].series_number or 0)
                 expected = [one for place in order for one in pixels_of(number, place)]
@@ -122,7 +87,7 @@ def test_one_image_of_a_role_is_resized_and_masked_where_there_is_none(dataset: 
         for batch in loader:
             assert batch["frontal"].shape == (SPEC.micro_batch_size, 1, 10, 8)
             assert batch["frontal"].dtype == np.uint16
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 has_frontal = number % 4 != 1
                 assert batch["frontal_mask"][slot] == has_frontal
                 if not has_frontal:
@@ -138,7 +103,7 @@ def test_one_image_of_a_role_is_resized_and_masked_where_there_is_none(dataset: 
 def test_slices_of_the_first_acquired_series_and_native_stacks(dataset: Dataset) -> None:
     with _loader(dataset) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 if number % 4 != 1:
                     assert not batch["ct_mask"][slot].any()
                     continue
@@ -156,86 +121,58 @@ def test_slices_of_the_first_acquired_series_and_native_stacks(dataset: Dataset)
 def test_text_is_that_of_the_sample(dataset: Dataset) -> None:
     with _loader(dataset) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 has_report = number % 4 != 2
                 assert batch["report"][slot] == (f"report of study {number}: größer" if has_report else "")
                 assert batch["report_mask"][slot] == has_report
                 assert sample_key(number) in batch["study"][slot]
 
 
-def test_content_is_equal_on_any_number_of_ranks_and_in_every_execution(dataset: Dataset) -> None:
-    whole = _run(_loader(dataset))
-    for world_size in (2, 4):
-        parts: dict[tuple[int, int], Any] = {}
-        for rank in range(world_size):
-            parts |= _run(_loader(dataset, world=World(rank=rank, world_size=world_size)))
-        assert {place: parts[place] for place in whole} == whole
-    assert _run(_loader(dataset, num_threads=1)) == whole
-    for execution in ("process", "workers"):
-        assert _run(_loader(dataset, execution=execution)) == whole
-
-
-def test_a_resume_at_every_step_goes_on_with_the_same_batches(dataset: Dataset) -> None:
-    whole = _run(_loader(dataset))
-    with _loader(dataset) as loader:
-        states = [loader.state_dict()]
-        states += [loader.state_dict() for batch in loader if batch.micro == 3]
-    for state in states[:-1]:
-        resumed = _loader(dataset)
-        resumed.load_state_dict(state)
-        rest = _run(resumed)
-        assert rest == {place: value for place, value in whole.items() if place[0] >= int(str(state["step"]))}
+def test_content_is_equal_on_any_number_of_ranks_in_every_execution_and_after_a_resume(
+    dataset: Dataset,
+) -> None:
+    check_everywhere(lambda **settings: _loader(dataset, **settings))
 
 
 def test_random_slices_change_with_the_epoch_and_the_seed_alone(dataset: Dataset) -> None:
-    fields = {"ct": FIELDS["ct"]}
-    first, again = _run(_loader(dataset, fields)), _run(_loader(dataset, fields))
-    assert first == again
-    with _loader(dataset, fields) as loader:
-        loader.set_epoch(1)
-        keys = {
-            key: batch["ct_index"][slot].tolist()
-            for batch in loader
-            for slot, key in enumerate(batch.info.sample_keys)
-        }
-    with _loader(dataset, fields) as loader:
-        before = {
-            key: batch["ct_index"][slot].tolist()
-            for batch in loader
-            for slot, key in enumerate(batch.info.sample_keys)
-        }
-    assert {key for key in keys if key} == {key for key in before if key}
-    assert keys != before
+    def drawn(epoch: int = 0, **settings: Any) -> dict[int, list[int]]:
+        with _loader(dataset, {"ct": FIELDS["ct"]}, **settings) as loader:
+            loader.set_epoch(epoch)
+            return {
+                number: batch["ct_index"][slot].tolist()
+                for batch in loader
+                for slot, number in slots_of(batch)
+            }
+
+    assert drawn() == drawn()
+    assert drawn().keys() == drawn(1).keys()
+    assert drawn(1) != drawn() != drawn(seed=6)
 
 
 def test_tiles_put_together_are_the_image_of_a_whole_number_of_tiles(dataset: Dataset) -> None:
     field = sf.Image(
         series="modality in ('CR', 'DX')", num_images="all", size=(10, 8), tiles=5, missing="drop"
     )
-    views = TileView(rows=10, columns=8, max_tiles=5)
     with _loader(dataset, {"x": field}) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 cases = case_series(number)
                 order = sorted(range(len(cases)), key=lambda place: cases[place].series_number or 0)
                 pictures = [one for place in order for one in pixels_of(number, place)]
                 tiles = batch["x"][slot, batch["x_mask"][slot] > 0]
                 for picture, grid in zip(pictures, batch["x_grid"][slot].tolist(), strict=False):
                     high, wide = grid
-                    count = int(views.rule.num_places(*(np.array([side]) for side in picture.shape))[0])
-                    expected = np.zeros((count, 10, 8), tiles.dtype)
-                    views.cut(_resized(picture, (high * 10, wide * 8)).astype(tiles.dtype), expected)
-                    assert np.array_equal(tiles[:count, 0], expected)
-                    tiles = tiles[count:]
+                    assert high * wide <= 5
+                    canvas = resized(picture, (high * 10, wide * 8)).astype(tiles.dtype)
+                    expected = [cv2.resize(canvas, (8, 10), interpolation=cv2.INTER_AREA)] * (high * wide > 1)
+                    expected += [
+                        canvas[row * 10 : row * 10 + 10, column * 8 : column * 8 + 8]
+                        for row in range(high)
+                        for column in range(wide)
+                    ]
+                    assert np.array_equal(tiles[: len(expected), 0], expected)
+                    tiles = tiles[len(expected) :]
                 assert not len(tiles)
-
-
-def _resized(picture: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
-    """Resize as decoding does: shrink by area, then grow linearly."""
-    common = min(picture.shape[0], size[0]), min(picture.shape[1], size[1])
-    shrunk = cv2.resize(picture, common[::-1], interpolation=cv2.INTER_AREA)
-    grown = cv2.INTER_AREA if common == size else cv2.INTER_LINEAR
-    return np.asarray(cv2.resize(shrunk, size[::-1], interpolation=grown))
 
 
 def test_places_without_an_image_hold_the_fill(dataset: Dataset) -> None:
@@ -258,13 +195,13 @@ def test_a_slab_is_contiguous(dataset: Dataset) -> None:
     }
     with _loader(dataset, fields) as loader:
         for batch in loader:
-            for slot, _ in _slots(batch):
+            for slot, _ in slots_of(batch):
                 assert np.diff(batch["ct_index"][slot]).tolist() == [1, 1]
 
 
 def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
     dataset = make_case_dataset(tmp_path / "a", num_samples=NUM_SAMPLES)
-    whole = _run(_loader(dataset))
+    whole = batches_of(_loader(dataset))
     for number, field in (
         (4, "s001.i0000.b2nd"),
         (5, "s001.i0002.b2nd"),
@@ -273,7 +210,7 @@ def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
     ):
         path, offset, num_bytes = locate(dataset, number, field)
         flip_bit(path, offset + num_bytes // 2)
-    damaged = _run(_loader(Dataset.open(tmp_path / "a")))
+    damaged = batches_of(_loader(Dataset.open(tmp_path / "a")))
     bad = {sample_key(number) for number in (3, 4, 5, 8)}
     for place, batch in damaged.items():
         for slot, key in enumerate(batch["keys"]):
@@ -281,10 +218,10 @@ def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
         if not bad & {*batch["keys"]}:
             assert batch == whole[place]
     first = _loader(Dataset.open(tmp_path / "a"))
-    _run(first)
+    batches_of(first)
     replayed = _loader(Dataset.open(tmp_path / "a"))
     replayed.load_masks(first.masks())
-    assert _run(replayed) == damaged
+    assert batches_of(replayed) == damaged
 
 
 def test_no_fields_deliver_rows_keys_and_weights_and_read_nothing(tmp_path: Path) -> None:
@@ -432,16 +369,11 @@ def test_a_state_of_other_fields_is_refused_unless_accepted(dataset: Dataset) ->
         assert next(iter(loader))["ct"].shape[-1] == 12
 
 
-def test_fields_and_a_view_cannot_both_be_given(dataset: Dataset) -> None:
-    with pytest.raises(ConfigError, match="leave out view and tokens"):
-        _loader(dataset, view=sf.NativeView())
-
-
 def test_default_fields_deliver_every_picture_the_first_volume_and_the_report(dataset: Dataset) -> None:
     delivered: dict[str, int] = {"pictures": 0, "slices": 0, "reports": 0}
     with _loader(dataset, "default") as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 cases = case_series(number)
                 pictures = [one for one in batch["image"][slot] if one is not None]
                 if number % 4 == 1:  # CT: the volume acquired first, and no localizer
@@ -455,7 +387,9 @@ def test_default_fields_deliver_every_picture_the_first_volume_and_the_report(da
                 assert batch["report_mask"][slot] == (number % 4 != 2)
                 delivered["reports"] += int(batch["report_mask"][slot])
     assert delivered == {"pictures": 4 * 2 + 3 + 3 * 2, "slices": 4, "reports": 11}
-    assert _run(_loader(dataset, "default", execution="process")) == _run(_loader(dataset, "default"))
+    assert batches_of(_loader(dataset, "default", execution="process")) == batches_of(
+        _loader(dataset, "default")
+    )
 
 
 def test_default_fields_are_those_that_the_population_has(dataset: Dataset) -> None:

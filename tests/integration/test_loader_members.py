@@ -16,13 +16,21 @@ import shardflow as sf
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
 from shardflow.format.tokens import tokens_folder
-from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.factories import MadeSample, make_dataset, sample_key
 from tests.field_cases import make_case
-from tests.integration.loader_support import batches_of, flip_bit, loader_threads, locate
+from tests.integration.loader_support import (
+    batches_of,
+    check_everywhere,
+    flip_bit,
+    loader_threads,
+    locate,
+    open_loader,
+    slots_of,
+)
 
 NUM_SAMPLES = 14
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
@@ -98,14 +106,7 @@ def _fields(tokenizer: TextTokenizer) -> Mapping[str, sf.Field]:
 
 
 def _loader(dataset: Dataset, fields: Mapping[str, sf.Field], **settings: Any) -> Loader:
-    world = settings.pop("world", World())
-    config = LoaderConfig(**settings)
-    return Loader(dataset, split="train", batch=SPEC, seed=5, fields=fields, world=world, config=config)
-
-
-def _slots(batch: Batch) -> list[tuple[int, int]]:
-    numbers = {sample_key(number): number for number in range(NUM_SAMPLES)}
-    return [(slot, numbers[key]) for slot, key in enumerate(batch.info.sample_keys) if key is not None]
+    return open_loader(dataset, SPEC, fields, **settings)
 
 
 def _expected_ids(number: int, tokenizer: TextTokenizer) -> list[int]:
@@ -119,7 +120,7 @@ def test_members_are_what_was_stored(dataset: Dataset, tokenizer: TextTokenizer)
         for batch in loader:
             assert batch["ids"].shape == (2, 5)
             assert batch["ids"].dtype == np.int64
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 seen += 1
                 stored = make(number).fields
                 wanted = json.loads(stored["labels.json"]) if _has_labels(number) else None
@@ -144,25 +145,10 @@ def test_members_are_what_was_stored(dataset: Dataset, tokenizer: TextTokenizer)
     assert seen == NUM_SAMPLES
 
 
-def test_members_are_equal_on_any_number_of_ranks_and_in_every_execution(
+def test_members_are_equal_on_any_number_of_ranks_in_every_execution_and_after_a_resume(
     dataset: Dataset, tokenizer: TextTokenizer
 ) -> None:
-    fields = _fields(tokenizer)
-    whole = batches_of(_loader(dataset, fields))
-    for world_size in (2, 4):
-        parts: dict[tuple[int, int], Any] = {}
-        for rank in range(world_size):
-            parts |= batches_of(_loader(dataset, fields, world=World(rank=rank, world_size=world_size)))
-        assert {place: parts[place] for place in whole} == whole
-    for execution in ("process", "workers"):
-        assert batches_of(_loader(dataset, fields, execution=execution)) == whole
-    with _loader(dataset, fields) as loader:
-        states = [loader.state_dict()] + [loader.state_dict() for batch in loader if batch.micro == 3]
-    for state in states[:-1]:
-        resumed = _loader(dataset, fields)
-        resumed.load_state_dict(state)
-        rest = batches_of(resumed)
-        assert rest == {place: value for place, value in whole.items() if place[0] >= int(str(state["step"]))}
+    check_everywhere(lambda **settings: _loader(dataset, _fields(tokenizer), **settings))
 
 
 @pytest.mark.parametrize(

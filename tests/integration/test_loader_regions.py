@@ -17,13 +17,19 @@ import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.codecs import encode_array
-from shardflow.format.facts import attach_facts
 from shardflow.format.keys import mask_field, mask_prefix
-from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
 from tests.factories import MadeSample, make_dataset, sample_key
 from tests.field_cases import case_series, make_case
-from tests.integration.loader_support import flip_bit, locate
+from tests.integration.loader_support import (
+    batches_of,
+    check_everywhere,
+    flip_bit,
+    locate,
+    open_loader,
+    slots_of,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -124,9 +130,9 @@ def make_annotated(number: int, **_: Any) -> MadeSample:
 
 
 def make_annotated_dataset(folder: Path, make: Any = make_annotated) -> Dataset:
-    dataset = Dataset.open(make_dataset(folder, num_samples=NUM_SAMPLES, samples_per_shard=4, make=make))
-    attach_facts(dataset)
-    return dataset
+    return Dataset.open(
+        make_dataset(folder, num_samples=NUM_SAMPLES, samples_per_shard=4, make=make, facts=True)
+    )
 
 
 def crossings(outline: Sequence[float], x: float, y: float) -> int:
@@ -218,34 +224,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def _loader(dataset: Dataset, fields: Mapping[str, sf.Field] = FIELDS, **settings: Any) -> Loader:
-    world = settings.pop("world", World())
-    config = LoaderConfig(**settings)
-    return Loader(dataset, split="train", batch=SPEC, seed=5, fields=fields, world=world, config=config)
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, list):
-        return [_frozen(one) for one in value]
-    return value
-
-
-def _run(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
-    with loader:
-        return {
-            (batch.step, batch.micro): {
-                **{name: _frozen(value) for name, value in batch.items()},
-                "keys": batch.info.sample_keys,
-                "weight": batch.info.weight.tolist(),
-            }
-            for batch in loader
-        }
-
-
-def _slots(batch: Batch) -> list[tuple[int, int]]:
-    numbers = {sample_key(number): number for number in range(NUM_SAMPLES)}
-    return [(slot, numbers[key]) for slot, key in enumerate(batch.info.sample_keys) if key is not None]
+    return open_loader(dataset, SPEC, fields, **settings)
 
 
 # ---- content -------------------------------------------------------------------------------------------
@@ -258,7 +237,7 @@ def test_masks_of_slices_are_where_the_slices_are(dataset: Dataset) -> None:
             assert batch["lesions"].shape == (2, 4, 3, 9, 15)
             assert batch["anything"].shape == (2, 4, 1, 9, 15)
             assert batch["lesions"].dtype == np.uint8
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 if number % 4 != 1:
                     assert not batch["lesions_mask"][slot].any()
                     assert not batch["lesions"][slot].any()
@@ -298,7 +277,7 @@ def test_labels_that_no_region_has_are_a_warning_with_those_that_there_are(
 def test_masks_of_stored_sizes_are_the_stored_pixels(dataset: Dataset) -> None:
     with _loader(dataset) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 assert len(batch["drawn"][slot]) == len(batch["views"][slot]) == len(view_places(number))
                 for place, (series, index) in enumerate(view_places(number)):
                     assert batch["drawn_mask"][slot, place] == is_annotated(number)
@@ -315,7 +294,7 @@ def test_a_single_image_has_one_mask(dataset: Dataset) -> None:
         for batch in loader:
             assert batch["frontal_regions"].shape == (2, 1, 31, 7)
             assert batch["frontal_regions_mask"].shape == (2,)
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 if number % 4 == 1:
                     assert not batch["frontal_regions"][slot].any()
                     assert not batch["frontal_regions_mask"][slot]
@@ -328,7 +307,7 @@ def test_a_single_image_has_one_mask(dataset: Dataset) -> None:
 def test_masks_and_boxes_of_tiles(dataset: Dataset) -> None:
     with _loader(dataset) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 masks = list(batch["cut"][slot, :, 0])
                 boxes: list[tuple[list[float], int]] = []
                 place = 0
@@ -372,7 +351,7 @@ def test_boxes_are_in_pixels_of_the_delivered_picture(dataset: Dataset) -> None:
         for batch in loader:
             assert batch["spots"].shape == (2, 40, 4)
             assert batch["spots"].dtype == np.float32
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 wanted: list[list[float]] = []
                 labels, places = [], []
                 for place, index in enumerate(batch["ct_index"][slot].tolist() if number % 4 == 1 else ()):
@@ -418,8 +397,7 @@ def test_a_series_or_an_image_has_the_masks_that_it_has_in_its_study(dataset: Da
     }
     found = []
     for settings in ({}, {"unit": unit}):
-        loader = Loader(dataset, split="train", batch=SPEC, seed=5, fields=fields, world=World(), **settings)
-        with loader:
+        with _loader(dataset, fields, **settings) as loader:
             found.append(
                 sorted(
                     (image.tobytes(), mask.tobytes(), int(is_annotated))
@@ -435,28 +413,10 @@ def test_a_series_or_an_image_has_the_masks_that_it_has_in_its_study(dataset: Da
 # ---- equality, and what is bad -------------------------------------------------------------------------
 
 
-def test_regions_are_equal_on_any_number_of_ranks_and_in_every_execution(dataset: Dataset) -> None:
-    whole = _run(_loader(dataset))
-    for world_size in (2, 4):
-        parts: dict[tuple[int, int], Any] = {}
-        for rank in range(world_size):
-            parts |= _run(_loader(dataset, world=World(rank=rank, world_size=world_size)))
-        assert {place: parts[place] for place in whole} == whole
-    assert _run(_loader(dataset, num_threads=1)) == whole
-    for execution in ("process", "workers"):
-        assert _run(_loader(dataset, execution=execution)) == whole
-
-
-def test_a_resume_at_every_step_goes_on_with_the_same_regions(dataset: Dataset) -> None:
-    whole = _run(_loader(dataset))
-    with _loader(dataset) as loader:
-        states = [loader.state_dict()]
-        states += [loader.state_dict() for batch in loader if batch.micro == 3]
-    for state in states[:-1]:
-        resumed = _loader(dataset)
-        resumed.load_state_dict(state)
-        first = int(str(state["step"]))
-        assert _run(resumed) == {place: value for place, value in whole.items() if place[0] >= first}
+def test_regions_are_equal_on_any_number_of_ranks_in_every_execution_and_after_a_resume(
+    dataset: Dataset,
+) -> None:
+    check_everywhere(lambda **settings: _loader(dataset, **settings))
 
 
 def test_annotations_and_masks_are_read_with_the_slices_and_only_of_chosen_ones(dataset: Dataset) -> None:
@@ -469,7 +429,7 @@ def test_annotations_and_masks_are_read_with_the_slices_and_only_of_chosen_ones(
     masks = 0
     with _loader(dataset, fields) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 chosen = {*batch["ct_index"][slot].tolist()}
                 masks += 1 + sum(
                     len(chosen & {*one["masks"]}) for one in regions_of(number) if one["entry"]["series"] == 1
@@ -484,7 +444,7 @@ def _exhaust(loader: Loader) -> None:
 
 def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
     dataset = make_annotated_dataset(tmp_path / "a")
-    whole = _run(_loader(dataset))
+    whole = batches_of(_loader(dataset))
     mask = next(
         mask_field(1, one["entry"]["roi"], 2, "b2nd")
         for one in regions_of(9)
@@ -494,8 +454,8 @@ def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
     for number, field in ((9, mask), (7, "annotations.json")):
         path, offset, num_bytes = locate(dataset, number, field)
         flip_bit(path, offset + num_bytes // 2)
-    damaged = _run(_loader(Dataset.open(tmp_path / "a"), fields))
-    whole = _run(_loader(make_annotated_dataset(tmp_path / "b"), fields))
+    damaged = batches_of(_loader(Dataset.open(tmp_path / "a"), fields))
+    whole = batches_of(_loader(make_annotated_dataset(tmp_path / "b"), fields))
     bad = {sample_key(7), sample_key(9)}
     for place, batch in damaged.items():
         for slot, key in enumerate(batch["keys"]):
@@ -532,7 +492,7 @@ def test_annotations_that_are_none_mask_their_slot(tmp_path: Path, change: Mappi
     fields = {"x": sf.Image(series=VIEWS, missing="drop"), "m": sf.Mask(like="x")}
     with _loader(dataset, fields) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 assert batch.info.weight[slot] == (number != 2)
                 assert not batch["m_mask"][slot].any()
         (row,) = loader.quarantined
@@ -569,7 +529,7 @@ def test_more_boxes_than_places_mask_the_slot(dataset: Dataset) -> None:
     }
     with _loader(dataset, fields) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 assert batch.info.weight[slot] == (counts[number] <= most)
                 assert batch["b_mask"][slot].sum() == (counts[number] if counts[number] <= most else 0)
 
@@ -578,7 +538,7 @@ def test_studies_without_annotations_are_bad_where_they_are_required(dataset: Da
     fields = {"x": sf.Image(series=VIEWS, missing="drop"), "m": sf.Mask(like="x", missing="error")}
     with _loader(dataset, fields) as loader:
         for batch in loader:
-            for slot, number in _slots(batch):
+            for slot, number in slots_of(batch):
                 assert batch.info.weight[slot] == is_annotated(number)
 
 

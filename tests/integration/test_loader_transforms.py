@@ -14,12 +14,19 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ConfigError, SampleError, StateError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
 from tests import sample_transforms as made
 from tests.factories import sample_key
 from tests.field_cases import case_series, make_case_dataset
-from tests.integration.loader_support import flip_bit, locate
+from tests.integration.loader_support import (
+    batches_of,
+    check_everywhere,
+    flip_bit,
+    locate,
+    number_of,
+    open_loader,
+)
 
 NUM_SAMPLES = 14
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
@@ -39,35 +46,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def _loader(dataset: Dataset, transform: Any = None, **settings: Any) -> Loader:
-    names = ("fields", "world", "outputs", "collate", "accept_content_change")
-    own = {name: settings.pop(name) for name in names if name in settings}
-    return Loader(
-        dataset,
-        split="train",
-        batch=SPEC,
-        seed=5,
-        transform=transform,
-        config=LoaderConfig(**settings),
-        **{"fields": FIELDS, **own},
-    )
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    return [_frozen(one) for one in value] if isinstance(value, list) else value
-
-
-def _run(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
-    with loader:
-        return {
-            (batch.step, batch.micro): {
-                **{name: _frozen(value) for name, value in batch.items()},
-                "keys": batch.info.sample_keys,
-                "weight": batch.info.weight.tolist(),
-            }
-            for batch in loader
-        }
+    return open_loader(dataset, SPEC, settings.pop("fields", FIELDS), transform=transform, **settings)
 
 
 def _by_key(loader: Loader, name: str) -> dict[str, Any]:
@@ -79,10 +58,6 @@ def _by_key(loader: Loader, name: str) -> dict[str, Any]:
             for slot, key in enumerate(batch.info.sample_keys)
             if key is not None and batch.info.weight[slot]
         }
-
-
-def _number(key: str) -> int:
-    return next(number for number in range(NUM_SAMPLES) if sample_key(number) == key)
 
 
 # ---- what a transform returns is used ------------------------------------------------------------
@@ -126,7 +101,7 @@ def test_new_keys_shapes_and_dtypes_are_delivered(dataset: Dataset) -> None:
                 wanted = plain[key][:, 1:7, 2:7].astype(np.float32) + offset
                 assert np.array_equal(batch["image"][slot], wanted)
                 assert batch["key"][slot] == key
-                assert batch["num_series"][slot] == len(case_series(_number(key)))
+                assert batch["num_series"][slot] == len(case_series(number_of(key)))
                 assert batch["report_words"][slot] == batch["report"][slot].split()
 
 
@@ -136,9 +111,9 @@ def test_facts_are_plain_values_of_the_series_table(dataset: Dataset) -> None:
         for _ in loader:
             pass
     seen.pop("synthetic")
-    assert {*map(_number, seen)} == {*range(NUM_SAMPLES)}
+    assert {*map(number_of, seen)} == {*range(NUM_SAMPLES)}
     for key, facts in seen.items():
-        cases = case_series(_number(key))
+        cases = case_series(number_of(key))
         assert [one["modality"] for one in facts] == [case.modality for case in cases]
         assert [(one["rows"], one["columns"]) for one in facts] == [case.shape[1:3] for case in cases]
         for one in facts:
@@ -175,29 +150,12 @@ def _variants() -> list[tuple[Any, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("variant", [0, 1, 2], ids=["fixed", "varying", "collated"])
-def test_content_is_equal_on_any_number_of_ranks_in_every_execution_and_after_a_resume(
+def test_content_is_equal_on_anynumber_of_of_ranks_in_every_execution_and_after_a_resume(
     dataset: Dataset, variant: int
 ) -> None:
     transform, settings = _variants()[variant]
-    whole = _run(_loader(dataset, transform, **settings))
+    whole = check_everywhere(lambda **more: _loader(dataset, transform, **settings, **more))
     assert len({str(value) for batch in whole.values() for value in batch.items()}) > len(whole)
-    for world_size in (2, 4):
-        parts: dict[tuple[int, int], Any] = {}
-        for rank in range(world_size):
-            world = World(rank=rank, world_size=world_size)
-            parts |= _run(_loader(dataset, transform, world=world, **settings))
-        assert {place: parts[place] for place in whole} == whole
-    assert _run(_loader(dataset, transform, num_threads=1, **settings)) == whole
-    for execution in ("process", "workers"):
-        assert _run(_loader(dataset, transform, execution=execution, **settings)) == whole
-    with _loader(dataset, transform, **settings) as loader:
-        states = [loader.state_dict()]
-        states += [loader.state_dict() for batch in loader if batch.micro == 3]
-    for state in states[:-1]:
-        resumed = _loader(dataset, transform, **settings)
-        resumed.load_state_dict(state)
-        step = int(str(state["step"]))
-        assert _run(resumed) == {place: value for place, value in whole.items() if place[0] >= step}
 
 
 def test_outputs_of_varying_shape_are_lists(dataset: Dataset) -> None:
@@ -226,11 +184,11 @@ def test_random_choices_change_with_the_epoch(dataset: Dataset) -> None:
 
 def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
     dataset = make_case_dataset(tmp_path / "a", num_samples=NUM_SAMPLES)
-    whole = _run(_loader(dataset, made.mark))
+    whole = batches_of(_loader(dataset, made.mark))
     path, offset, num_bytes = locate(dataset, 4, "s001.i0000.b2nd")
     flip_bit(path, offset + num_bytes // 2)
     first = _loader(Dataset.open(tmp_path / "a"), made.mark)
-    damaged = _run(first)
+    damaged = batches_of(first)
     for place, batch in damaged.items():
         is_bad = [key == sample_key(4) for key in batch["keys"]]
         assert batch["weight"] == [
@@ -242,7 +200,7 @@ def test_a_bad_member_masks_its_slot_and_nothing_else(tmp_path: Path) -> None:
             assert batch["report"][is_bad.index(True)] == ""
     replayed = _loader(Dataset.open(tmp_path / "a"), made.mark)
     replayed.load_masks(first.masks())
-    assert _run(replayed) == damaged
+    assert batches_of(replayed) == damaged
 
 
 # ---- contract ------------------------------------------------------------------------------------
@@ -330,25 +288,13 @@ def test_returning_none_is_one_sentence_before_step_0(dataset: Dataset) -> None:
         (lambda sample: sample, {"collate": lambda samples: None}, "return a dict"),
         (lambda sample: sample, {"execution": "workers"}, "package.module:name"),
         (None, {"collate": 3}, "collate= is a function"),
-        (None, {"transform": "tests.sample_transforms:mark"}, r"write Loader\(transform=...\)"),
     ],
 )
 def test_a_slip_is_one_sentence_before_step_0(
     dataset: Dataset, transform: Any, settings: dict[str, Any], sentence: str
 ) -> None:
-    config = {"transform": settings.pop("transform")} if "transform" in settings else {}
-    own = {name: settings[name] for name in ("fields", "outputs", "collate") if name in settings}
-    rest = {name: value for name, value in settings.items() if name not in own}
     with pytest.raises(ConfigError, match=sentence):
-        Loader(
-            dataset,
-            split="train",
-            batch=SPEC,
-            seed=5,
-            transform=transform,
-            config=LoaderConfig(**rest, **config),
-            **{"fields": FIELDS, **own},
-        )
+        _loader(dataset, transform, **settings)
 
 
 def test_an_error_names_transform_and_key_and_quotes_nothing(dataset: Dataset) -> None:
@@ -374,7 +320,7 @@ def test_an_error_names_transform_and_key_and_quotes_nothing(dataset: Dataset) -
 
 def test_each_thread_has_a_copy(dataset: Dataset) -> None:
     original = made.Scale(2.0)
-    _run(_loader(dataset, original, num_threads=4))
+    batches_of(_loader(dataset, original, num_threads=4))
     assert original.num_calls == 0
     with pytest.raises(ConfigError, match=r"cannot be copied \(TypeError\)"):
         _loader(dataset, _WithLock())
@@ -407,8 +353,8 @@ def test_a_list_is_applied_in_order_and_a_name_is_imported(dataset: Dataset) -> 
     plain = _by_key(_loader(dataset), "image")
     found = _by_key(_loader(dataset, [made.Scale(4.0), made.Scale(0.5)]), "image")
     assert all(np.array_equal(found[key], image * np.float32(2)) for key, image in plain.items())
-    by_name = _run(_loader(dataset, "tests.sample_transforms:mark"))
-    assert by_name == _run(_loader(dataset, made.mark))
+    by_name = batches_of(_loader(dataset, "tests.sample_transforms:mark"))
+    assert by_name == batches_of(_loader(dataset, made.mark))
 
 
 def test_a_state_of_another_transform_is_refused_unless_accepted(dataset: Dataset) -> None:
@@ -434,7 +380,7 @@ def test_collate_makes_the_batch(dataset: Dataset) -> None:
             assert (batch["count"], batch["image"].shape) == (2, (2, 1, 6, 5))
             lengths = []
             for slot, key in enumerate(batch.info.sample_keys):
-                number = None if key is None else _number(key)
+                number = None if key is None else number_of(key)
                 text = "" if number is None or number % 4 == 2 else f"report of study {number}: größer"
                 ids = batch["ids"][slot]
                 assert ids[ids > 0].tobytes().decode() == text
