@@ -172,7 +172,7 @@ def resized(picture: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
 
 def frozen(value: Any) -> Any:
     """Return a value that compares by its content, and shares no memory with a batch."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.dtype.str, value.shape, value.tobytes()
     return [frozen(one) for one in value] if isinstance(value, list) else value
 
@@ -184,23 +184,25 @@ def batches_of(loader: Loader) -> Batches:
             (batch.step, batch.micro): {
                 **{name: frozen(value) for name, value in batch.items()},
                 "keys": batch.info.sample_keys,
+                "units": batch.info.units,
                 "weight": batch.info.weight.tolist(),
             }
             for batch in loader
         }
 
 
-def check_everywhere(make: Callable[..., Loader]) -> Batches:
+def check_everywhere(make: Callable[..., Loader], world_sizes: Sequence[int] = (2, 4)) -> Batches:
     """Check that batches are equal on any number of ranks and threads, in every execution and after a resume.
 
     Args:
         make: Opens the loader, with further settings.
+        world_sizes: Numbers of ranks.
 
     Returns:
         The batches.
     """
     whole = batches_of(make())
-    for world_size in (2, 4):
+    for world_size in world_sizes:
         parts: Batches = {}
         for rank in range(world_size):
             parts |= batches_of(make(world=World(rank=rank, world_size=world_size)))

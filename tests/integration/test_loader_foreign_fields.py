@@ -19,10 +19,10 @@ from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.foreign import ForeignSource, index_tars
 from shardflow.format.foreign.places import image_facts
-from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
 from tests.foreign_tars import python_tar
-from tests.integration.loader_support import batches_of, flip_bit
+from tests.integration.loader_support import batches_of, check_everywhere, flip_bit, open_loader
 
 pytestmark = pytest.mark.fast
 
@@ -104,9 +104,7 @@ FIELDS: Mapping[str, sf.Field] = {
 
 
 def _loader(dataset: Dataset, fields: Mapping[str, sf.Field] = FIELDS, **settings: Any) -> Loader:
-    world = settings.pop("world", World())
-    config = LoaderConfig(**settings)
-    return Loader(dataset, split="train", batch=SPEC, seed=5, fields=fields, world=world, config=config)
+    return open_loader(dataset, SPEC, fields, **settings)
 
 
 def _slots(batch: Batch) -> list[tuple[int, int]]:
@@ -159,22 +157,10 @@ def test_a_letterboxed_image_is_the_resized_one_in_its_box(dataset: Dataset) -> 
                 assert np.abs(picture[:, ~outside].mean(axis=1) - mean).max() < 12
 
 
-def test_content_is_equal_on_any_number_of_ranks_and_in_every_execution(dataset: Dataset) -> None:
-    whole = batches_of(_loader(dataset))
-    for world_size in (2, 3):
-        parts: dict[tuple[int, int], Any] = {}
-        for rank in range(world_size):
-            parts |= batches_of(_loader(dataset, world=World(rank=rank, world_size=world_size)))
-        assert {place: parts[place] for place in whole} == whole
-    for execution in ("process", "workers"):
-        assert batches_of(_loader(dataset, execution=execution)) == whole
-    with _loader(dataset) as loader:
-        states = [loader.state_dict()] + [loader.state_dict() for batch in loader if batch.micro == 2]
-    for state in states[:-1]:
-        resumed = _loader(dataset)
-        resumed.load_state_dict(state)
-        rest = batches_of(resumed)
-        assert rest == {place: value for place, value in whole.items() if place[0] >= int(str(state["step"]))}
+def test_content_is_equal_on_any_number_of_ranks_in_every_execution_and_after_a_resume(
+    dataset: Dataset,
+) -> None:
+    check_everywhere(lambda **settings: _loader(dataset, **settings), world_sizes=(2, 3))
 
 
 @pytest.mark.parametrize(

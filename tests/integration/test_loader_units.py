@@ -16,11 +16,19 @@ from shardflow.errors import ConfigError, SampleError, StateError
 from shardflow.fields.units import UnitDataset
 from shardflow.format import Dataset
 from shardflow.format.units import Unit
-from shardflow.loading import Batch, Loader, LoaderConfig, World
+from shardflow.loading import Batch, Loader, World
 from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from tests.factories import sample_key
 from tests.field_cases import case_series, make_case_dataset, pixels_of
-from tests.integration.loader_support import flip_bit, locate
+from tests.integration.loader_support import (
+    batches_of,
+    check_everywhere,
+    flip_bit,
+    frozen,
+    locate,
+    number_of,
+    open_loader,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -39,16 +47,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def _loader(source: Any, unit: str, *, fields: Mapping[str, sf.Field] = FIELDS, **settings: Any) -> Loader:
-    names = {"where", "world", "batch", "split", "seed"}
-    given: dict[str, Any] = {"split": "train", "batch": SPEC, "seed": 5, "where": ALL, "world": World()}
-    given |= {name: settings.pop(name) for name in names & {*settings}}
-    if not isinstance(source, Dataset):
-        given |= {"split": "", "where": None}
-    return Loader(source, unit=unit, fields=fields, config=LoaderConfig(**settings), **given)
-
-
-def _number(study_key: str) -> int:
-    return next(number for number in range(NUM_SAMPLES) if sample_key(number) == study_key)
+    where = {"where": ALL} if isinstance(source, Dataset) else {}
+    return open_loader(source, settings.pop("batch", SPEC), fields, unit=unit, **{**where, **settings})
 
 
 def _rows(unit: str) -> set[tuple[int, ...]]:
@@ -66,29 +66,10 @@ def _rows(unit: str) -> set[tuple[int, ...]]:
 def _units(batch: Batch) -> list[tuple[int, tuple[int, ...]]]:
     """Return the slots that hold a sample, and its place."""
     return [
-        (slot, (_number(one.study_key), *(each for each in (one.series, one.image) if each is not None)))
+        (slot, (number_of(one.study_key), *(each for each in (one.series, one.image) if each is not None)))
         for slot, one in enumerate(batch.info.units)
         if one is not None
     ]
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.str, value.shape, value.tobytes()
-    return [_frozen(one) for one in value] if isinstance(value, list) else value
-
-
-def _run(loader: Loader) -> dict[tuple[int, int], dict[str, Any]]:
-    with loader:
-        return {
-            (batch.step, batch.micro): {
-                **{name: _frozen(value) for name, value in batch.items()},
-                "keys": batch.info.sample_keys,
-                "units": batch.info.units,
-                "weight": batch.info.weight.tolist(),
-            }
-            for batch in loader
-        }
 
 
 @pytest.mark.parametrize("unit", ["series", "image"])
@@ -116,33 +97,10 @@ def test_every_row_is_delivered_alone_and_once_with_the_text_of_its_study(
 
 
 @pytest.mark.parametrize("unit", ["series", "image"])
-def test_rows_are_equal_on_any_number_of_ranks_and_in_every_execution(dataset: Dataset, unit: str) -> None:
-    whole = _run(_loader(dataset, unit))
-    for world_size in (2, 4):
-        parts: dict[tuple[int, int], Any] = {}
-        for rank in range(world_size):
-            parts |= _run(_loader(dataset, unit, world=World(rank=rank, world_size=world_size)))
-        assert {place: parts[place] for place in whole} == whole
-    assert _run(_loader(dataset, unit, num_threads=1)) == whole
-    assert _run(_loader(dataset, unit, execution="process")) == whole
-
-
-def test_rows_are_equal_in_workers(dataset: Dataset) -> None:
-    assert _run(_loader(dataset, "image", execution="workers")) == _run(_loader(dataset, "image"))
-
-
-@pytest.mark.parametrize("unit", ["series", "image"])
-def test_a_resume_at_every_step_goes_on_with_the_same_rows(dataset: Dataset, unit: str) -> None:
-    whole = _run(_loader(dataset, unit))
-    with _loader(dataset, unit) as loader:
-        states = [loader.state_dict()]
-        states += [loader.state_dict() for batch in loader if batch.micro == SPEC.micro_batches_per_step - 1]
-    for state in states[:-1]:
-        resumed = _loader(dataset, unit)
-        resumed.load_state_dict(state)
-        assert _run(resumed) == {
-            place: value for place, value in whole.items() if place[0] >= int(str(state["step"]))
-        }
+def test_rows_are_equal_on_any_number_of_ranks_in_every_execution_and_after_a_resume(
+    dataset: Dataset, unit: str
+) -> None:
+    check_everywhere(lambda **settings: _loader(dataset, unit, **settings))
 
 
 def test_where_selects_series_and_single_images_of_series_with_several_roles(dataset: Dataset) -> None:
@@ -210,9 +168,9 @@ def test_a_token_budget_charges_for_the_row(dataset: Dataset, unit: str) -> None
             ]
             assert len(places) <= 1 or max(lengths) * len(lengths) <= budget.max_tokens
     assert seen == Counter(_rows(unit))
-    whole = _run(_loader(dataset, unit, batch=spec))
+    whole = batches_of(_loader(dataset, unit, batch=spec))
     for rank in range(2):
-        part = _run(_loader(dataset, unit, batch=spec, world=World(rank=rank, world_size=2)))
+        part = batches_of(_loader(dataset, unit, batch=spec, world=World(rank=rank, world_size=2)))
         assert part == {place: whole[place] for place in part}
 
 
@@ -254,11 +212,11 @@ def test_a_blend_mixes_series_images_and_studies(dataset: Dataset, tmp_path: Pat
     expected.update((1, *place) for place in _rows("image") if place[0] % 4 == 0)
     expected.update((0, *place) for place in _rows("series") if place[0] % 4 == 1 for _ in range(2))
     assert seen == expected
-    whole = _run(_loader(blend, "study"))
-    assert _run(_loader(blend, "study", execution="process")) == whole
+    whole = batches_of(_loader(blend, "study"))
+    assert batches_of(_loader(blend, "study", execution="process")) == whole
     parts: dict[tuple[int, int], Any] = {}
     for rank in range(2):
-        parts |= _run(_loader(blend, "study", world=World(rank=rank, world_size=2)))
+        parts |= batches_of(_loader(blend, "study", world=World(rank=rank, world_size=2)))
     assert {place: parts[place] for place in whole} == whole
 
 
@@ -342,7 +300,7 @@ def test_one_sample_equals_that_of_a_loader_in_epoch_0(dataset: Dataset, unit: s
                 found = loader.dataset.sample(key, EVERY, seed=11)
                 assert found.keys() == dict(batch).keys()
                 for name, value in batch.items():
-                    assert _frozen(found[name]) == _frozen(value[slot]), name
+                    assert frozen(found[name]) == frozen(value[slot]), name
                 checked += 1
     assert checked == loader.dataset.samples.num_samples
 
